@@ -1,0 +1,109 @@
+"""Activations whose every element depends on itself alone.
+
+PyTorch's own fp32 silu, sigmoid and gelu compute a tensor's last few elements (those that do not fill a vector, in each
+thread) by another routine than the rest; exp, tanh, erf and the four operations were measured not to. In half precisions
+silu and sigmoid did not differ either and are PyTorch's own, but both gelus did; they are computed in fp32 and rounded.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
+CUBIC = 0.044715  # of the tanh approximation of gelu (Hendrycks & Gimpel 2016)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), any shape, differentiable once."""
+    return _apply(_sigmoid, _sigmoid_slope, x) if _by_hand(x) else torch.sigmoid(x)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x), any shape, differentiable once."""
+    return _apply(_silu, _silu_slope, x) if _by_hand(x) else F.silu(x)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x * Phi(x), Phi the normal distribution function, any shape, differentiable once."""
+    return _apply(_gelu, _gelu_slope, x)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """gelu with Phi approximated by tanh, as F.gelu(x, approximate="tanh"), any shape, differentiable once."""
+    return _apply(_gelu_tanh, _gelu_tanh_slope, x)
+
+
+def _by_hand(x: Tensor) -> bool:
+    return x.dtype in (torch.float32, torch.float64)
+
+
+class _Elementwise(torch.autograd.Function):
+    """A function and its slope, both computed at least in fp32; derived by hand because autograd's inf / inf is NaN."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.slope = slope
+        return _widened(function, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        wide = x if _by_hand(x) else x.float()
+        return (grad_out * ctx.slope(wide)).to(x.dtype), None, None
+
+
+def _apply(function: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Elementwise.apply(x, function, slope)
+    return _widened(function, x)
+
+
+def _widened(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return function(x) if _by_hand(x) else function(x.float()).to(x.dtype)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return torch.exp(-x).add_(1).reciprocal_()
+
+
+def _sigmoid_slope(x: Tensor) -> Tensor:
+    s = _sigmoid(x)
+    return s * (1 - s)
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x / torch.exp(-x).add_(1)
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    s = _sigmoid(x)
+    return s * (1 + x * (1 - s))
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return x * (0.5 * (1 + torch.erf(x * math.sqrt(0.5))))
+
+
+def _gelu_slope(x: Tensor) -> Tensor:
+    density = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x.clamp(-30, 30) * density
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return x * (0.5 * (1 + torch.tanh(SQRT_2_OVER_PI * (x + CUBIC * x * x * x))))
+
+
+def _gelu_tanh_slope(x: Tensor) -> Tensor:
+    near = x.clamp(-30, 30)  # beyond, tanh is 1 to the last bit and its slope 0, but x squared may overflow
+    t = torch.tanh(SQRT_2_OVER_PI * (near + CUBIC * near * near * near))
+    inner = SQRT_2_OVER_PI * (1 + 3 * CUBIC * near * near)
+    return 0.5 * (1 + t) + 0.5 * near * (1 - t * t) * inner

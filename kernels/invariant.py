@@ -1,0 +1,195 @@
+"""The start-up self-test: which matrix product and which attention keep a row's bits whatever its neighbours, here.
+
+A library's product keeps that promise on some processors, at some thread counts, for some shapes; so it is tried on the
+model's own shapes, and where it fails the next candidate is, down to one row at a time, which cannot fail.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import linear as linear_kernel
+from . import native
+from .linear import LinearMethod, Product, product_of
+from .paged_attention import AttentionPath, PagedStep, attention_path, paged_attention, varlen_attention
+
+logger = logging.getLogger(__name__)
+
+BATCH_ROWS = 192  # the larger batch whose rows are the truth
+ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 17, 33)
+ODD_OFFSET = 37  # of the rows tried a second time, so that they start elsewhere in memory and in the batch
+MAX_SHAPES = 6
+MAX_WEIGHTS = 1 << 21  # elements of a tried weight: a wider layer is tried with fewer columns
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    linear: LinearMethod  # pass it, with row_multiple, to `invariant_linear`
+    row_multiple: int
+    attention: AttentionPath  # pass it as `path` to the attention functions
+    invariant: bool  # False: no candidate passed, and results may depend on batch mates
+    reason: str  # for a person
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    method: LinearMethod
+    row_multiple: int
+    product: Product
+
+
+_known: dict[tuple[Any, ...], Guarantee] = {}
+
+
+def self_test(
+    linear_shapes: Iterable[tuple[int, int]], dtype: torch.dtype, device: torch.device,
+    candidates: Sequence[Candidate] | None = None,
+) -> Guarantee:
+    """Finds the first product and attention that are invariant for layers (out_features, in_features) as they run now.
+
+    It takes a fraction of a second: at most MAX_SHAPES distinct shapes (`representative_shapes`), none with more than
+    MAX_WEIGHTS weights. The answer is remembered per (shapes, dtype, device, threads); `candidates` of the caller's own
+    are tried anew each time.
+    """
+    shapes = tuple(sorted(set(linear_shapes)))
+    wrong = [shape for shape in shapes if len(shape) != 2 or min(shape) < 1]
+    if wrong:
+        raise ValueError(f"linear_shapes holds {wrong}, which are no pairs of positive sizes")
+    key = (shapes, dtype, str(device), torch.get_num_threads())
+    if candidates is None and key in _known:
+        return _known[key]
+    started = time.perf_counter()
+    tried = representative_shapes(shapes)
+    product, product_reason = _first_invariant_product(candidates or default_candidates(device, dtype), tried, dtype, device)
+    attention, attention_reason = _first_invariant_attention(dtype, device)
+    seconds = time.perf_counter() - started
+    guarantee = Guarantee(
+        linear=product.method if product else "library",
+        row_multiple=product.row_multiple if product else 1,
+        attention=attention or attention_path(device, dtype),
+        invariant=product is not None and attention is not None,
+        reason=f"{dtype} on {device}, {torch.get_num_threads()} threads: {product_reason}; {attention_reason}",
+        seconds=seconds,
+    )
+    log = logger.info if guarantee.invariant else logger.warning
+    log("invariance self-test, %.2f s: %s", seconds, guarantee.reason)
+    if candidates is None:
+        _known[key] = guarantee
+    return guarantee
+
+
+def default_candidates(device: torch.device, dtype: torch.dtype) -> list[Candidate]:
+    """From the fastest to the one that cannot fail."""
+    found = [Candidate("padded", multiple, product_of("padded", multiple)) for multiple in (4, 8, 16)]
+    on_cpu = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+    if on_cpu and native.load(linear_kernel.SOURCE) is not None:
+        found.append(Candidate("native", 1, product_of("native")))
+    return [*found, Candidate("rows", 1, product_of("rows"))]
+
+
+def representative_shapes(shapes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """At most MAX_SHAPES of them: both ends in K and in N, the odd ones, each with its N cut down to MAX_WEIGHTS.
+
+    The cut keeps N modulo 64, on which a library's handling of edges depends.
+    """
+    by_width = sorted(shapes, key=lambda shape: (shape[1], shape[0]))
+    by_columns = sorted(shapes)
+    odd = sorted(shapes, key=lambda shape: shape[1] % 32 == 0 and shape[0] % 32 == 0)
+    wanted = [*by_width[:1], *by_width[-1:], *odd[:1], *by_columns[-1:], *by_columns[:1], *odd[1:], *by_width]
+    chosen: list[tuple[int, int]] = []
+    for out_features, in_features in wanted:
+        room = max(64, MAX_WEIGHTS // in_features // 64 * 64)
+        columns = out_features if out_features <= room else room - 64 + out_features % 64
+        shape = (columns, in_features)
+        if shape not in chosen:
+            chosen.append(shape)
+    return chosen[:MAX_SHAPES]
+
+
+def first_difference(
+    product: Product, shapes: Iterable[tuple[int, int]], dtype: torch.dtype, device: torch.device,
+    batch_rows: int = BATCH_ROWS, row_counts: Sequence[int] = ROW_COUNTS,
+) -> str | None:
+    """Where the product of a few rows first differs in bits from the same rows of a larger batch; None: nowhere.
+
+    Each count is tried twice: at the batch's start without a bias, and at ODD_OFFSET (where the batch reaches) with one.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for out_features, in_features in shapes:
+        weight = _noise((out_features, in_features), generator, dtype, device)
+        x = _noise((batch_rows, in_features), generator, dtype, device)
+        for bias, offset in ((None, 0), (_noise((out_features,), generator, dtype, device), ODD_OFFSET)):
+            whole = product(x, weight, bias)
+            for count in row_counts:
+                rows = slice(offset, offset + count)
+                if rows.stop <= batch_rows and not torch.equal(product(x[rows], weight, bias), whole[rows]):
+                    return f"{count} rows of {in_features} -> {out_features} differ from those of a batch of {batch_rows}"
+    return None
+
+
+def _noise(shape: tuple[int, int], generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.rand(shape, generator=generator).sub_(0.5).to(device=device, dtype=dtype)
+
+
+def _first_invariant_product(
+    candidates: Sequence[Candidate], shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device
+) -> tuple[Candidate | None, str]:
+    failures = []
+    for candidate in candidates:
+        name = f"{candidate.method} product"
+        if candidate.method == "padded":
+            name += f" with rows padded to {candidate.row_multiple}"
+        if candidate.method == "rows":  # equal calls, one a row: a short look suffices, a long one would cost seconds
+            difference = first_difference(candidate.product, shapes, dtype, device, batch_rows=6, row_counts=(1, 3))
+        else:
+            difference = first_difference(candidate.product, shapes, dtype, device)
+        if difference is None:
+            refused = f" (refused: {'; '.join(failures)})" if failures else ""
+            return candidate, f"{name}, equal bits for {len(shapes)} layer shapes{refused}"
+        failures.append(f"{name}: {difference}")
+    return None, f"no product is invariant ({'; '.join(failures)})"
+
+
+def _first_invariant_attention(dtype: torch.dtype, device: torch.device) -> tuple[AttentionPath | None, str]:
+    preferred = attention_path(device, dtype)
+    paths: list[AttentionPath] = [preferred, "torch"] if preferred != "torch" else ["torch"]
+    for path in paths:
+        if attention_is_invariant(path, dtype, device):
+            return path, f"{path} attention, equal bits for chunks and whole"
+    return None, f"no attention is invariant (tried {', '.join(paths)})"
+
+
+def attention_is_invariant(path: AttentionPath, dtype: torch.dtype, device: torch.device) -> bool:
+    """Compares the packed form with the paged one fed in chunks: 210 tokens, two query heads a KV head, 48 wide."""
+    length, block_size = 210, 16
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (_noise((length, n * 48), generator, dtype, device).view(length, n, 48) for n in (4, 2, 2))
+    start = torch.tensor([0, length], dtype=torch.int32, device=device)
+    whole = varlen_attention(query, key, value, start, scale=0.5, path=path)
+    num_blocks = -(-length // block_size)
+    ids = torch.randperm(num_blocks, generator=generator).to(device=device)
+    position = torch.arange(length, device=device)
+    caches = []
+    for rows in (key, value):
+        cache = rows.new_zeros(num_blocks, block_size, 2, 48)
+        cache[ids[position // block_size], position % block_size] = rows
+        caches.append(cache)
+    begin = 0
+    for count in (1, 2, 5, 16, 43, 126, 7, 8, 1, 1):
+        end = begin + count
+        step = PagedStep(
+            ids.to(torch.int32)[None],
+            torch.tensor([0, count], dtype=torch.int32, device=device),
+            torch.tensor([end], dtype=torch.int32, device=device),
+        )
+        if not torch.equal(paged_attention(query[begin:end], *caches, step, scale=0.5, path=path), whole[begin:end]):
+            return False
+        begin = end
+    assert begin == length
+    return True

@@ -1,0 +1,138 @@
+"""Linear layers whose rows do not depend on their neighbours: four ways to compute x @ weight^T + bias.
+
+Which of them keeps that promise on this processor is for `invariant.self_test` to find out.
+
+Dimension letters: M rows, N out_features, K in_features.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import native
+
+LinearMethod = Literal["padded", "native", "rows", "library"]
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x [M,K], weight [N,K], bias [N] or None -> [M,N]
+
+ROW_MULTIPLE = 4
+SOURCE = "linear.cpp"
+
+
+def invariant_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, method: LinearMethod, row_multiple: int = ROW_MULTIPLE
+) -> Tensor:
+    """x [...,K] @ weight [N,K]^T + bias [N] -> [...,N], differentiable once in all three.
+
+    - "padded": the library's product over rows padded to `row_multiple`; no copy when there are that many already;
+    - "native": our C++ product, invariant by construction (CPU, float32 and bfloat16, fp32 sums);
+    - "rows": the library's product over one row at a time, invariant by construction anywhere, and slow;
+    - "library": the library's product as it is; promises nothing.
+    Backward passes are the library's products. Raises ValueError naming every argument that does not fit.
+    """
+    if method == "library":
+        return F.linear(x, weight, bias)
+    if method not in PRODUCTS:
+        raise ValueError(f"method is {method!r}, not one of {', '.join([*PRODUCTS, 'library'])}")
+    _check(x, weight, bias)
+    product = product_of(method, row_multiple)
+    rows = x.reshape(-1, x.shape[-1])
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        out = _Linear.apply(rows, weight, bias, product)
+    else:
+        out = product(rows, weight, bias)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def product_of(method: LinearMethod, row_multiple: int = ROW_MULTIPLE) -> Product:
+    """The forward of a method, as the self-test wants it."""
+    if method == "padded":
+        return partial(padded_product, row_multiple=row_multiple)
+    return PRODUCTS[method]
+
+
+def padded_product(x: Tensor, weight: Tensor, bias: Tensor | None, row_multiple: int = ROW_MULTIPLE) -> Tensor:
+    missing = -x.shape[0] % row_multiple
+    if not missing:
+        return F.linear(x, weight, bias)
+    return F.linear(F.pad(x, (0, 0, 0, missing)), weight, bias)[: x.shape[0]]
+
+
+def row_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    for i in range(x.shape[0]):
+        # A copy: a row in the middle of a tensor may be aligned otherwise than its twin elsewhere.
+        out[i] = F.linear(x[i : i + 1].clone(), weight, bias)[0]
+    return out
+
+
+def native_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"the native product serves float32 and bfloat16 on a CPU, not {x.dtype} on {x.device}")
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    if not out.numel():
+        return out
+    x = x.float()
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()
+    _entry_point()(
+        x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), x.shape[0],
+        weight.shape[0], x.shape[1], x.stride(0), weight.stride(0), out.dtype == torch.bfloat16, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+PRODUCTS: dict[str, Product] = {"padded": padded_product, "native": native_product, "rows": row_product}
+
+_entry_points: list[Callable[..., None]] = []
+
+
+def _entry_point() -> Callable[..., None]:
+    if not _entry_points:
+        library = native.load(SOURCE)
+        if library is None:
+            raise ValueError(f"the native product was asked for, but {native.why_unavailable(SOURCE)}")
+        arguments: list[type] = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 7
+        _entry_points.append(library.function("lockstep_linear", arguments, None))
+    return _entry_points[0]
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    wrong = []
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[-1]:
+        wrong.append(f"x is {list(x.shape)} and weight {list(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        wrong.append(f"bias is {list(bias.shape)} and weight {list(weight.shape)}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and (tensor.dtype != x.dtype or tensor.device != x.device):
+            wrong.append(f"{name} is {tensor.dtype} on {tensor.device}, x is {x.dtype} on {x.device}")
+    if wrong:
+        raise ValueError("invariant_linear: " + "; ".join(wrong))
+
+
+class _Linear(torch.autograd.Function):
+    """Any forward product, with the library's products behind it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return product(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        grad_x = grad_out @ weight if wanted[0] else None
+        grad_weight = grad_out.T @ x if wanted[1] else None
+        grad_bias = grad_out.sum(dim=0) if wanted[2] else None
+        return grad_x, grad_weight, grad_bias, None

@@ -1,0 +1,240 @@
+"""Causal attention in plain PyTorch, on any device: the naive reference, an invariant forward and the backward.
+
+Sequences are gathered side by side, padded, and multiplied as batches; a long sequence is cut into runs of its rows.
+A piece never holds more scores than `score_budget`, so memory stays bounded (about six fp32 tensors of that size).
+A row's bits do not depend on the piece it lands in, by the rule measured for CPU matrix products: rows padded to a
+multiple of 4, keys to a multiple of 16, values added in blocks of 128 keys from left to right, all in fp32.
+
+Dimension letters: N rows of a step, S sequences, P sequences in a piece, T rows of one, L keys (padded), H query heads,
+K KV heads, G = H / K, D key width, E value width.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROW_MULTIPLE = 4
+KEY_MULTIPLE = 16
+VALUE_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """How a dot product becomes a score, and who sees whom."""
+
+    scale: float
+    window: int | None  # tokens a row sees, itself included
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows [first_row, first_row + num_rows) of each of these sequences, as far as they go."""
+
+    sequences: tuple[int, ...]
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """One piece as batched operands. Padding repeats the last row and the last key, so it is finite and masked."""
+
+    query: Tensor  # [P * K, G * T, D] fp32
+    key: Tensor  # [P * K, L, D] fp32
+    value: Tensor  # [P * K, L, E] fp32
+    seen: Tensor  # [P, 1, T, L] bool
+    rows: Tensor  # [P, T] row of the step
+    row_is_real: Tensor  # [P, T] bool
+    key_is_real: Tensor  # [P, L] bool
+
+
+def reference_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:
+    """The plain definition for one sequence: query [T,H,D] stands at the last T of key [L,K,D], value [L,K,E].
+
+    Softmax over all visible scores at once, in fp32. Returns [T,H,E].
+    """
+    num_rows, num_heads, _ = query.shape
+    num_keys, num_kv_heads, _ = key.shape
+    key = key.float().repeat_interleave(num_heads // num_kv_heads, dim=1)
+    value = value.float().repeat_interleave(num_heads // num_kv_heads, dim=1)
+    scores = torch.einsum("thd,lhd->htl", query.float(), key) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    position = torch.arange(num_keys - num_rows, num_keys, device=query.device)[:, None]
+    other = torch.arange(num_keys, device=query.device)[None]
+    hidden = other > position
+    if window is not None:
+        hidden = hidden | (other <= position - window)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, num_rows, 1)], dim=-1)
+    probs = torch.softmax(scores, dim=-1)[..., :num_keys]
+    return torch.einsum("htl,lhe->the", probs, value).to(query.dtype)
+
+
+def score_budget(device: torch.device) -> int:
+    """Scores of one piece: a few caches full on a CPU, enough to fill a GPU."""
+    return 1 << 21 if device.type == "cpu" else 1 << 26
+
+
+def plan_pieces(rows: list[int], contexts: list[int], num_heads: int, group: int, budget: int) -> Iterator[Piece]:
+    """Packs sequences of like size together and cuts those that alone exceed the budget. Every row falls in one piece."""
+    order = sorted((s for s, count in enumerate(rows) if count), key=lambda s: (rows[s], contexts[s]))
+    batch: list[int] = []
+    longest = 0
+    for s in order:
+        grown = max(longest, contexts[s])
+        too_many = (len(batch) + 1) * num_heads * padded_rows(rows[s], group) * padded_keys(grown) > budget
+        if batch and (too_many or rows[s] > 2 * rows[batch[0]] + 16):
+            yield Piece(tuple(batch), 0, rows[batch[-1]])
+            batch, grown = [], contexts[s]
+        height = max(ROW_MULTIPLE, budget // (num_heads * padded_keys(contexts[s])))
+        if height < rows[s]:
+            for first in range(0, rows[s], height):
+                yield Piece((s,), first, min(height, rows[s] - first))
+        else:
+            batch.append(s)
+            longest = grown
+    if batch:
+        yield Piece(tuple(batch), 0, rows[batch[-1]])
+
+
+def padded_rows(num_rows: int, group: int) -> int:
+    """Smallest T >= num_rows with G * T a multiple of ROW_MULTIPLE."""
+    step = ROW_MULTIPLE // math.gcd(group, ROW_MULTIPLE)
+    return -(-num_rows // step) * step
+
+
+def padded_keys(num_keys: int) -> int:
+    return -(-num_keys // KEY_MULTIPLE) * KEY_MULTIPLE
+
+
+def gather_piece(
+    piece: Piece, query: Tensor, starts: list[int], rows: list[int], contexts: list[int],
+    fetch: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], num_kv_heads: int, rule: ScoreRule,
+) -> Gathered:
+    """Builds a piece's operands. `fetch(sequences [P], positions [P,L])` returns keys [P,L,K,D] and values [P,L,K,E]."""
+    num_heads, width = query.shape[1:]
+    group = num_heads // num_kv_heads
+
+    def column(values: list[int]) -> Tensor:
+        return torch.tensor(values, device=query.device)[:, None]
+
+    counts = [min(rows[s] - piece.first_row, piece.num_rows) for s in piece.sequences]
+    first_positions = [contexts[s] - rows[s] + piece.first_row for s in piece.sequences]
+    num_keys = [first + count for first, count in zip(first_positions, counts, strict=True)]
+    offset = torch.arange(padded_rows(piece.num_rows, group), device=query.device)[None]
+    real_offset = torch.minimum(offset, column(counts) - 1)
+    row_index = column([starts[s] + piece.first_row for s in piece.sequences]) + real_offset
+    position = (column(first_positions) + real_offset)[:, :, None]
+    other = torch.arange(padded_keys(max(num_keys)), device=query.device)[None]
+    seen = other[:, None] <= position
+    if rule.window is not None:
+        seen = seen & (other[:, None] > position - rule.window)
+    key, value = fetch(column(list(piece.sequences))[:, 0], torch.minimum(other, column(num_keys) - 1))
+    num_rows = offset.shape[1]
+    return Gathered(
+        query=_group_heads(query[row_index], num_kv_heads, num_rows),
+        key=key.transpose(1, 2).float().reshape(-1, other.shape[1], width),
+        value=value.transpose(1, 2).float().reshape(-1, other.shape[1], value.shape[-1]),
+        seen=seen[:, None],
+        rows=row_index,
+        row_is_real=offset < column(counts),
+        key_is_real=other < column(num_keys),
+    )
+
+
+def _group_heads(rows: Tensor, num_kv_heads: int, num_rows: int) -> Tensor:
+    """[P,T,H,D] -> [P*K, G*T, D] in fp32."""
+    width = rows.shape[-1]
+    grouped = rows.float().reshape(rows.shape[0], num_rows, num_kv_heads, -1, width)
+    return grouped.permute(0, 2, 3, 1, 4).reshape(rows.shape[0] * num_kv_heads, -1, width)
+
+
+def _ungroup_heads(rows: Tensor, num_sequences: int, num_rows: int) -> Tensor:
+    """[P*K, G*T, E] -> [P,T,H,E]."""
+    grouped = rows.reshape(num_sequences, -1, num_rows, rows.shape[-1])
+    return grouped.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    probs: Tensor  # [P * K, G * T, L] fp32, exact zeros where not seen
+    sink_probs: Tensor | None  # [P, H, T]
+    tanh: Tensor | None  # of score / softcap, as probs; the backward wants it
+
+
+def softmax_scores(piece: Gathered, rule: ScoreRule, sinks: Tensor | None) -> Softmax:
+    num_pieces, _, num_rows, num_keys = piece.seen.shape
+    scores = torch.bmm(piece.query, piece.key.transpose(1, 2)).mul_(rule.scale)
+    tanh = None
+    if rule.softcap is not None:
+        tanh = torch.tanh(scores / rule.softcap)
+        scores = tanh * rule.softcap
+    by_head = scores.view(num_pieces, -1, num_rows, num_keys).masked_fill(~piece.seen, -math.inf)
+    if sinks is None:
+        return Softmax(torch.softmax(by_head, dim=-1).view_as(scores), None, tanh)
+    # The sink stands in the first of sixteen columns, so that a longer row still only grows by -inf at its end.
+    column = by_head.new_full((num_pieces, by_head.shape[1], num_rows, KEY_MULTIPLE), -math.inf)
+    column[..., 0] = sinks.float()[:, None]
+    probs = torch.softmax(torch.cat([column, by_head], dim=-1), dim=-1)
+    return Softmax(probs[..., KEY_MULTIPLE:].reshape(scores.shape), probs[..., 0], tanh)
+
+
+def attend_piece(piece: Gathered, rule: ScoreRule, sinks: Tensor | None) -> Tensor:
+    """Output rows [P,T,H,E] fp32 of a piece, padding rows included."""
+    probs = softmax_scores(piece, rule, sinks).probs
+    total = None
+    for first in range(0, probs.shape[-1], VALUE_BLOCK):
+        block = slice(first, first + VALUE_BLOCK)
+        partial = torch.bmm(probs[..., block].contiguous(), piece.value[:, block].contiguous())
+        total = partial if total is None else total + partial
+    assert total is not None
+    return _ungroup_heads(total, piece.rows.shape[0], piece.rows.shape[1])
+
+
+@dataclass(frozen=True)
+class PieceGradients:
+    query: Tensor  # [P,T,H,D] fp32
+    key: Tensor  # [P,L,K,D] fp32
+    value: Tensor  # [P,L,K,E] fp32
+    sinks: Tensor | None  # [H] fp32
+
+
+def piece_gradients(
+    piece: Gathered, grad_out: Tensor, rule: ScoreRule, sinks: Tensor | None, num_kv_heads: int
+) -> PieceGradients:
+    """Gradients of a piece, given those of all output rows [N,H,E]. Probabilities are recomputed, in fp32."""
+    num_pieces, num_rows = piece.rows.shape
+    softmax = softmax_scores(piece, rule, sinks)
+    probs = softmax.probs
+    # Rows that only pad a sequence repeat a real one, so their share of every gradient is switched off here.
+    grad = _group_heads(grad_out[piece.rows] * piece.row_is_real[..., None, None], num_kv_heads, num_rows)
+    grad_value = torch.bmm(probs.transpose(1, 2), grad)
+    grad_scores = torch.bmm(grad, piece.value.transpose(1, 2))
+    delta = (probs * grad_scores).sum(dim=-1, keepdim=True)
+    grad_scores.sub_(delta).mul_(probs)
+    if softmax.tanh is not None:
+        grad_scores.mul_(1 - softmax.tanh.square())
+    grad_scores.mul_(rule.scale)
+    grad_sinks = None
+    if softmax.sink_probs is not None:
+        by_head = delta.view(num_pieces, -1, num_rows)
+        grad_sinks = -(softmax.sink_probs * by_head).sum(dim=(0, 2))
+
+    def by_key(rows: Tensor) -> Tensor:
+        return rows.view(num_pieces, num_kv_heads, *rows.shape[1:]).transpose(1, 2)
+
+    return PieceGradients(
+        query=_ungroup_heads(torch.bmm(grad_scores, piece.key), num_pieces, num_rows),
+        key=by_key(torch.bmm(grad_scores.transpose(1, 2), piece.query)),
+        value=by_key(grad_value),
+        sinks=grad_sinks,
+    )

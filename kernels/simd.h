@@ -1,0 +1,155 @@
+// The vector vocabulary of our CPU kernels: one register of W floats, and only operations whose every lane is computed alike.
+// Build with -ffp-contract=off: a product and a sum are fused where `fused` says so and nowhere else, so a value's bits
+// never depend on which copy of an inlined loop the compiler put it in.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace simd {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#define SIMD_EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define SIMD_ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int W = 8;
+#define SIMD_EVEN 0, 2, 4, 6, 8, 10, 12, 14
+#define SIMD_ODD 1, 3, 5, 7, 9, 11, 13, 15
+#else
+constexpr int W = 4;
+#define SIMD_EVEN 0, 2, 4, 6
+#define SIMD_ODD 1, 3, 5, 7
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * W)));
+typedef int32_t Ints __attribute__((vector_size(4 * W)));
+typedef uint32_t Words __attribute__((vector_size(4 * W)));
+typedef uint16_t Halves __attribute__((vector_size(2 * W)));
+typedef uint16_t bf16;
+
+static inline Floats splat(float x) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_set1_ps(x);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Floats)_mm256_set1_ps(x);
+#else
+  return Floats{x, x, x, x};
+#endif
+}
+
+static inline Floats fused(Floats a, Floats b, Floats c) {  // a * b + c
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__FP_FAST_FMAF)
+  Floats r;
+  for (int i = 0; i < W; i++) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return r;
+#else
+  return a * b + c;  // two roundings, in every place alike
+#endif
+}
+
+static inline Floats load(const float* p) {
+  Floats v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+static inline Floats load(const bf16* p) {
+  Halves h;
+  memcpy(&h, p, sizeof h);
+  return (Floats)(__builtin_convertvector(h, Words) << 16);
+}
+static inline float scalar(float x) { return x; }
+static inline float scalar(bf16 x) {
+  uint32_t u = (uint32_t)x << 16;
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+
+static inline void store(float* p, Floats v) { memcpy(p, &v, sizeof v); }
+static inline void store(bf16* p, Floats v) {  // to nearest, ties to even; any NaN becomes the quiet one, as in PyTorch
+  Words u = (Words)v;
+  Words rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  Ints is_nan = v != v;
+  rounded = (rounded & ~(Words)is_nan) | ((Words)is_nan & 0x7fc0);
+  Halves h = __builtin_convertvector(rounded, Halves);
+  memcpy(p, &h, sizeof h);
+}
+static inline void store_scalar(float* p, float x) { *p = x; }
+static inline void store_scalar(bf16* p, float x) {
+  bf16 lanes[W];
+  store(lanes, splat(x));
+  *p = lanes[0];
+}
+
+static inline Floats select(Ints mask, Floats yes, Floats no) { return mask ? yes : no; }
+static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+#if defined(__clang__)
+#define SIMD_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SIMD_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Ints){__VA_ARGS__})
+#endif
+
+// Adds up W vectors at once: lane j of the result is the sum of vector j's lanes, neighbours first. Overwrites `v`.
+static inline Floats sums(Floats v[W]) {
+#pragma GCC unroll 5
+  for (int n = W; n > 1; n /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < n / 2; i++)
+      v[i] = SIMD_SHUFFLE(v[2 * i], v[2 * i + 1], SIMD_EVEN) + SIMD_SHUFFLE(v[2 * i], v[2 * i + 1], SIMD_ODD);
+  return v[0];
+}
+
+static inline float sum(Floats v) {
+  for (int n = W / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; i++) v[i] += v[i + n];
+  return v[0];
+}
+static inline float largest(Floats v) {
+  float m = v[0];
+  for (int i = 1; i < W; i++) m = v[i] > m ? v[i] : m;
+  return m;
+}
+
+// exp(x) for x <= 0, within 2 ulp; exactly 1 at 0, exactly 0 below -87.3 and at -inf; NaN stays NaN.
+// Range reduction and polynomial are those of Cephes expf (S. Moshier).
+static inline Floats exp_nonpositive(Floats x) {
+  const Floats lowest = splat(-87.3f), magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  Ints underflow = x < lowest;
+  Floats y = select(underflow, lowest, x);
+  Floats t = fused(y, splat(1.44269504088896341f), magic);
+  Floats n = t - magic;
+  Floats r = fused(n, splat(-0.693359375f), y);
+  r = fused(n, splat(2.12194440e-4f), r);
+  Floats p = splat(1.9875691500e-4f);
+  p = fused(p, r, splat(1.3981999507e-3f));
+  p = fused(p, r, splat(8.3334519073e-3f));
+  p = fused(p, r, splat(4.1665795894e-2f));
+  p = fused(p, r, splat(1.6666665459e-1f));
+  p = fused(p, r, splat(5.0000001201e-1f));
+  p = fused(p, r * r, r) + splat(1.0f);
+  Floats power = (Floats)((((Ints)t) << 23) + (127 << 23));
+  return select(underflow, splat(0.0f), p * power);
+}
+
+static inline Floats tanh(Floats x) {
+  Floats size = x < splat(0.0f) ? -x : x;
+  Floats e = exp_nonpositive(splat(-2.0f) * size);
+  Floats big = (splat(1.0f) - e) / (splat(1.0f) + e);
+  big = x < splat(0.0f) ? -big : big;
+  Floats x2 = x * x;  // near zero 1 - e loses digits: Taylor, x^9 and below
+  Floats p = splat(62.0f / 2835);
+  p = fused(p, x2, splat(-17.0f / 315));
+  p = fused(p, x2, splat(2.0f / 15));
+  p = fused(p, x2, splat(-1.0f / 3));
+  return select(size < splat(0.25f), fused(p, x2 * x, x), big);
+}
+
+}  // namespace simd

@@ -1,0 +1,96 @@
+"""How an engine is set up: one frozen value, checked as a whole."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(|k|m|g|ki|mi|gi)b\s*", re.IGNORECASE)
+_BLOCKS = re.compile(r"\s*(\d+)\s*blocks?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class KVSize:
+    """What was asked for the KV pool: exactly one of the two, or neither for `auto`."""
+
+    num_bytes: int | None = None
+    num_blocks: int | None = None
+
+
+def parse_kv_size(text: str | int) -> KVSize:
+    """Read a KV pool size: `auto`, bytes (`"512MiB"`, `"2GB"`), or blocks (`"4096 blocks"`, or a plain number).
+
+    Raises ValueError quoting what it cannot read.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        size = KVSize(num_blocks=text)
+    elif not isinstance(text, str):
+        raise ValueError(f'kv_cache must be "auto", bytes ("512MiB") or blocks ("4096 blocks"), not {text!r}')
+    elif text.strip().lower() == "auto":
+        return KVSize()
+    elif match := _BLOCKS.fullmatch(text):
+        size = KVSize(num_blocks=int(match[1]))
+    elif match := _BYTES.fullmatch(text):
+        size = KVSize(num_bytes=int(float(match[1]) * _UNITS[match[2].lower()]))
+    else:
+        raise ValueError(f'kv_cache must be "auto", bytes ("512MiB") or blocks ("4096 blocks"), not {text!r}')
+    if not (size.num_bytes or size.num_blocks):
+        raise ValueError(f"kv_cache is {text!r}, but a pool needs at least one block")
+    return size
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of one engine. Example: `EngineConfig(kv_cache="512MiB", max_num_seqs=64)`."""
+
+    dtype: str | None = None  # "float32" | "bfloat16"; None keeps the module's, or the folder's
+    device: str | None = None  # "cpu", "cuda", "cuda:1"; None keeps the module's, or the first GPU if there is one
+    kv_cache: str | int = "auto"  # size of the KV pool: "auto", bytes ("512MiB") or blocks ("4096 blocks")
+    block_size: int = 16  # tokens per KV block
+    max_num_seqs: int = 256  # sequences that may hold blocks at a time
+    max_num_batched_tokens: int = 2048  # rows of one step, prefill and decode together
+    chunked_prefill_size: int | None = None  # rows of one prompt per step; None: as many as the step has room for
+    max_model_len: int | None = None  # prompt + output tokens of a sequence; None: the model's own limit
+    prefix_cache: bool = True  # reuse the KV of equal prefixes
+    invariant: bool = True  # bits do not depend on the batch (DESIGN section 4); False is a speed choice
+    policy: str = "fcfs"  # order of the waiting queue
+    seed: int = 0  # root of the noise of requests that bring no sampling_seed
+
+    def __post_init__(self) -> None:
+        wrong = []
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill_size", "max_model_len"):
+            value = getattr(self, name)
+            optional = name in ("chunked_prefill_size", "max_model_len")
+            if value is None and optional:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                wrong.append(f"{name} must be a positive integer, not {value!r}")
+        for name in ("prefix_cache", "invariant"):
+            if not isinstance(getattr(self, name), bool):
+                wrong.append(f"{name} must be true or false, not {getattr(self, name)!r}")
+        if self.dtype not in (None, "float32", "bfloat16"):
+            wrong.append(f'dtype must be "float32" or "bfloat16", not {self.dtype!r}')
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            wrong.append(f"seed must be an integer, not {self.seed!r}")
+        try:
+            parse_kv_size(self.kv_cache)
+        except ValueError as error:
+            wrong.append(str(error))
+        if not wrong and self.block_size % 16:
+            wrong.append(f"block_size must be a multiple of 16, not {self.block_size}")
+        if not wrong and self.max_num_batched_tokens < self.max_num_seqs:
+            wrong.append(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), or a full batch could not decode in one step"
+            )
+        if wrong:
+            raise ValueError("; ".join(wrong))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, object]) -> EngineConfig:
+        """Build from a mapping, as read from a file. Raises ValueError listing every unknown key."""
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(f"unknown engine setting: {', '.join(unknown)}")
+        return cls(**values)  # type: ignore[arg-type]

@@ -1,0 +1,29 @@
+"""Run-time conditions that a caller may want to handle; what a caller got wrong is a ValueError instead."""
+
+
+class LockstepError(RuntimeError):
+    """Base of every run-time condition that Lockstep raises on purpose."""
+
+
+class IllegalTransition(LockstepError):
+    """A sequence was asked to enter a state that its present state does not lead to; nothing changed."""
+
+
+class NotIdle(LockstepError):
+    """The operation needs an engine with nothing running; the message counts what is."""
+
+
+class PhaseError(LockstepError):
+    """The module belongs to the other phase: the trainer's, or the rollout's."""
+
+
+class MemoryReleased(LockstepError):
+    """The KV pool is released; resume it first."""
+
+
+class LedgerError(LockstepError):
+    """The block ledger does not sum up: free + cached + held is not the pool. A bug of ours."""
+
+
+class SamplingRefused(LockstepError):
+    """The weights may be torn: nothing is sampled before the next commit."""

@@ -1,0 +1,189 @@
+"""A Hugging Face causal LM, borrowed from the trainer or loaded from a folder, as the engine runs it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ..kernels.paged_attention import attention_path
+from .errors import PhaseError
+from .hosted_attention import ATTENTION_NAMES, NO_MASK, STEP_KEYWORD, KVShape, Probe, StepContext
+from .hosted_experts import EXPERTS
+from .numerics import Numerics
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Rotary tables that are recomputed from the longest sequence of the batch: a row would depend on its neighbours.
+_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+class HostedModel:
+    """The module, its numerics, and the phase it is in.
+
+    A module adopted from a trainer belongs to the engine only inside `rollout_phase()`; one loaded here always does.
+    """
+
+    def __init__(self, module: PreTrainedModel, *, owned: bool, invariant: bool) -> None:
+        self.module = module
+        self.owned = owned
+        self.config = module.config.get_text_config(decoder=True)
+        self._refuse_unsupported(invariant)
+        self.numerics = Numerics(module, invariant)
+        self._phase_depth = 0
+        self._numerics_depth = 0
+        self.kv_shapes = self._probe()
+        logger.info("hosting %s: %s", type(module).__name__, self.numerics.describe())
+
+    @classmethod
+    def load(cls, path: str | Path, *, dtype: str | None, device: str | None, invariant: bool) -> HostedModel:
+        """Load a folder in Hugging Face format. Raises ValueError naming what is missing."""
+        if not (Path(path) / "config.json").is_file():
+            raise ValueError(f"model folder {str(path)!r} holds no config.json")
+        config = AutoConfig.from_pretrained(path)
+        kept = getattr(config, "dtype", None) or torch.float32
+        module = AutoModelForCausalLM.from_pretrained(path, dtype=_DTYPES[dtype] if dtype else kept)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return cls(module.to(device).eval().requires_grad_(False), owned=True, invariant=invariant)
+
+    @classmethod
+    def adopt(cls, module: nn.Module, *, dtype: str | None, device: str | None, invariant: bool) -> HostedModel:
+        """Borrow the trainer's module: its storage is the engine's. Raises ValueError for a wish it contradicts."""
+        if not isinstance(module, PreTrainedModel):
+            raise ValueError(f"can host a transformers PreTrainedModel or a folder, not {type(module).__name__}")
+        parameter = next(module.parameters())
+        wrong = []
+        if dtype is not None and _DTYPES[dtype] != parameter.dtype:
+            wrong.append(f"dtype={dtype!r}, but the module is {parameter.dtype}")
+        if device is not None and torch.device(device) != parameter.device:
+            wrong.append(f"device={device!r}, but the module is on {parameter.device}")
+        if wrong:
+            raise ValueError(f"the engine shares the trainer's storage: {'; '.join(wrong)}")
+        return cls(module, owned=False, invariant=invariant)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.module.parameters()).dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest context the module was made for, in tokens."""
+        return self.config.max_position_embeddings
+
+    @property
+    def in_rollout_phase(self) -> bool:
+        return self.owned or self._phase_depth > 0
+
+    def resident_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters by Hugging Face name, tied ones once, under the first of their names."""
+        yield from self.module.named_parameters(remove_duplicate=True)
+
+    @contextmanager
+    def training_numerics(self) -> Iterator[None]:
+        """The trainer's forward and backward run in here: same operations as the rollout, attention included.
+
+        Re-entrant; on leaving, attention and experts implementation and every forward are what they were.
+        """
+        with ExitStack() as stack:
+            if self._numerics_depth == 0:
+                config = self.module.config
+                stack.callback(self._restore, config._attn_implementation, config._experts_implementation)
+                self._use_implementations()
+            stack.enter_context(self.numerics.installed())
+            self._numerics_depth += 1
+            try:
+                yield
+            finally:
+                self._numerics_depth -= 1
+
+    @contextmanager
+    def rollout_phase(self) -> Iterator[None]:
+        """The module is the engine's in here: numerics, eval flags, no autograd. Re-entrant; restores everything."""
+        if self._phase_depth:
+            self._phase_depth += 1
+            try:
+                yield
+            finally:
+                self._phase_depth -= 1
+            return
+        flags = [(module, module.training) for module in self.module.modules()]
+        with self.training_numerics():
+            self.module.eval()
+            self._phase_depth = 1
+            try:
+                yield
+            finally:
+                self._phase_depth = 0
+                for module, training in flags:
+                    module.training = training
+
+    def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, step: StepContext) -> Tensor:
+        """Logits [len(logit_rows), vocab] of the rows asked for; token_ids, positions: int64 [N].
+
+        Writes the rows' KV. Raises PhaseError outside the rollout phase.
+        """
+        if not self.in_rollout_phase:
+            raise PhaseError("the module is the trainer's now: generate inside the rollout phase")
+        return self._call(token_ids, positions, step, logits_to_keep=logit_rows)
+
+    def _call(self, token_ids: Tensor, positions: Tensor, step: object, **kwargs: object) -> Tensor:
+        output = self.module(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            attention_mask=NO_MASK,
+            use_cache=False,
+            **{STEP_KEYWORD: step},
+            **kwargs,
+        )
+        return output.logits[0]
+
+    def _use_implementations(self) -> None:
+        path = self.numerics.guarantee.attention if self.numerics.guarantee else attention_path(self.device, self.dtype)
+        self.module.set_attn_implementation(ATTENTION_NAMES[path])
+        if self.numerics.guarantee is not None and self.module._can_set_experts_implementation():
+            self.module.set_experts_implementation(EXPERTS)
+
+    def _restore(self, attention: str | None, experts: str | None) -> None:
+        # The attributes that transformers' setters write; the setters refuse some values that a module may start with.
+        self.module.config._attn_implementation_internal = attention
+        self.module.config._experts_implementation_internal = experts
+
+    def _refuse_unsupported(self, invariant: bool) -> None:
+        wrong = []
+        if next(self.module.parameters()).dtype not in _DTYPES.values():
+            wrong.append(f"dtype {next(self.module.parameters()).dtype}")
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+            if invariant and parameters.get("rope_type") in _BATCH_DEPENDENT_ROPE:
+                wrong.append(f"rope_type {parameters['rope_type']!r} (its tables depend on the batch)")
+        if getattr(self.config, "is_encoder_decoder", False):
+            wrong.append("an encoder")
+        if wrong:
+            raise ValueError(f"{type(self.module).__name__} cannot be hosted: {', '.join(wrong)}")
+
+    def _probe(self) -> list[KVShape]:
+        """Run a few tokens through the module: every layer must come to the hosted attention, with keywords it knows."""
+        probe = Probe()
+        ids = torch.arange(4, device=self.device) % self.vocab_size
+        with self.rollout_phase(), torch.inference_mode():
+            self._call(ids, torch.arange(4, device=self.device), probe, logits_to_keep=1)
+        missing = sorted(set(range(self.config.num_hidden_layers)) - set(probe.layers))
+        if missing:
+            raise ValueError(
+                f"{type(self.module).__name__} cannot be hosted: layers {missing} do not use transformers' attention interface"
+            )
+        return [probe.layers[index] for index in range(self.config.num_hidden_layers)]

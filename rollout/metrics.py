@@ -1,0 +1,26 @@
+"""Plain counters of one engine; the HTTP edge turns them into Prometheus ones."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass
+class Metrics:
+    """Totals since the engine was made. Written by the engine's loop only."""
+
+    num_requests: int = 0  # sequences added
+    num_finished: int = 0  # answered with stop or length
+    num_aborted: int = 0
+    num_ignored: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens whose KV was reused
+    num_output_tokens: int = 0
+    num_retractions: int = 0
+    num_steps: int = 0
+    num_rows: int = 0  # prefill and decode rows run
+    num_weight_commits: int = 0
+    step_seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)

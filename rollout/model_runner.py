@@ -1,0 +1,66 @@
+"""Runs one step: batch, forward, sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from .batch import Batch, build_batch
+from .hosted_attention import StepContext
+from .hosted_model import HostedModel
+from .kv_cache import KVCache
+from .request import Request
+from .sampler import Sampled, Sampler, prompt_logprobs
+from .schedule import ScheduleOutput, SequenceResult
+from .sequence_manager import WorkerSequenceManager
+
+
+class ModelRunner:
+    """The rank's share of a step. It reads what the worker manager knows and writes KV."""
+
+    def __init__(self, model: HostedModel, kv_cache: KVCache, sampler: Sampler, block_size: int) -> None:
+        self._model, self._kv_cache, self._sampler, self._block_size = model, kv_cache, sampler, block_size
+        self.num_forwards = 0
+
+    @torch.inference_mode()
+    def run(
+        self, output: ScheduleOutput, workers: WorkerSequenceManager, requests: Mapping[str, Request]
+    ) -> list[SequenceResult]:
+        """Run the scheduled rows; one result per scheduled sequence, in order."""
+        batch = build_batch(output, workers, requests, self._block_size, self._model.device)
+        context = StepContext(batch.slots, batch.paged, self._kv_cache.keys, self._kv_cache.values)
+        # A step of mid-prompt chunks needs no logits; the module wants at least one row to make them for.
+        rows = batch.logit_rows if len(batch.logit_rows) else torch.zeros(1, dtype=torch.int64, device=self._model.device)
+        logits = self._model.forward(batch.token_ids, batch.positions, rows, context)
+        self.num_forwards += 1
+        sampled = self._sample(batch, logits)
+        scored = self._score_prompts(batch, logits)
+        return [_result(item, sampled.get(item.id), scored.get(item.id)) for item in output.scheduled]
+
+    def _sample(self, batch: Batch, logits: torch.Tensor) -> dict[str, Sampled]:
+        if not batch.sampled:
+            return {}
+        choices = self._sampler.sample(logits[: len(batch.sampled)], batch.sampled)
+        return {request.id: choice for request, choice in zip(batch.sampled, choices, strict=True)}
+
+    def _score_prompts(self, batch: Batch, logits: torch.Tensor) -> dict[str, tuple]:
+        scored, first = {}, len(batch.sampled)
+        for rows in batch.prompts:
+            token_ids = rows.request.sequence.token_ids[rows.first_token : rows.first_token + rows.num_rows]
+            ids = torch.tensor(token_ids, device=logits.device)
+            scored[rows.request.id] = prompt_logprobs(logits[first : first + rows.num_rows], ids, rows.request)
+            first += rows.num_rows
+        return scored
+
+
+def _result(item, sampled: Sampled | None, scored: tuple | None) -> SequenceResult:  # noqa: ANN001
+    prompt, prompt_top = scored or ((), ())
+    if sampled is None:
+        return SequenceResult(
+            item.id, item.incarnation, item.num_tokens, prompt_logprobs=prompt, prompt_top_logprobs=prompt_top
+        )
+    return SequenceResult(
+        item.id, item.incarnation, item.num_tokens, sampled.token_id, sampled.logprob, sampled.top_logprobs, prompt,
+        prompt_top,
+    )

@@ -1,0 +1,106 @@
+"""A request as the controller keeps it: one sequence, what was asked, and what has been answered so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .completion import Completion, FinishReason, TopLogprobs, WeightSpan
+from .detokenizer import IncrementalDetokenizer
+from .sampling_params import SamplingParams
+from .sequence import Sequence
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What a caller may ask besides how to sample."""
+
+    logprob_start_len: int = -1  # prompt log-probabilities from this position on; -1: none
+    top_logprobs_num: int = 0  # how many alternatives to report at each position
+    extra_key: str = ""  # separates prefix caches: requests share KV only under equal keys
+
+    def __post_init__(self) -> None:
+        wrong = []
+        if self.logprob_start_len < -1:
+            wrong.append(f"logprob_start_len must be -1 or more, not {self.logprob_start_len}")
+        if self.top_logprobs_num < 0:
+            wrong.append(f"top_logprobs_num must not be negative, not {self.top_logprobs_num}")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+
+
+@dataclass(eq=False)  # a request is itself: identity, so that it can be a dict key
+class Request:
+    """One sequence of a request with its settings and its record of tokens, log-probabilities and weight versions."""
+
+    sequence: Sequence
+    params: SamplingParams
+    options: RequestOptions
+    index: int  # which of the n samples
+    seed: int  # of the counter-based noise
+    arrival_time: float  # seconds of time.monotonic()
+    arrival_index: int
+    detokenizer: IncrementalDetokenizer | None
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[float | None] = field(default_factory=list)
+    prompt_top_logprobs: list[TopLogprobs | None] = field(default_factory=list)
+    spans: list[WeightSpan] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    num_retractions: int = 0  # also the incarnation: results of an earlier one are dropped
+    finish_reason: FinishReason | None = None
+    num_tokens_streamed: int = 0
+    num_chars_streamed: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.sequence.id
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.options.logprob_start_len >= 0
+
+    @property
+    def max_reusable_tokens(self) -> int:
+        """Known tokens whose KV may come from the cache: one row at least must run, and prompt log-probabilities that
+        are still owed need the rows before their tokens."""
+        limit = self.sequence.num_tokens - 1
+        if self.wants_prompt_logprobs:
+            done = self.options.logprob_start_len + len(self.prompt_logprobs)
+            if done < self.sequence.num_prompt_tokens:
+                limit = min(limit, max(done - 1, 0))
+        return limit
+
+    def tag_token(self, version: str, digest: str | None) -> None:
+        """Record that the newest output token was sampled from this version of the weights."""
+        end, start = len(self.logprobs), len(self.logprobs) - 1
+        if self.spans and (self.spans[-1].version, self.spans[-1].digest) == (version, digest):
+            start = self.spans.pop().start
+        self.spans.append(WeightSpan(version, digest, start, end))
+
+    def text(self, *, final: bool) -> str:
+        """Text so far: all of it when `final`, otherwise what can no longer change."""
+        if self.detokenizer is None:
+            return ""
+        return self.detokenizer.text if final else self.detokenizer.streamable_text
+
+    def completion(self, version: str, digest: str | None) -> Completion:
+        """The answer as it stands; `version` and `digest` are those of the weights now."""
+        sequence, options = self.sequence, self.options
+        has_top = options.top_logprobs_num > 0
+        return Completion(
+            id=self.id,
+            index=self.index,
+            prompt_ids=tuple(sequence.token_ids[: sequence.num_prompt_tokens]),
+            token_ids=tuple(sequence.output_ids),
+            text=self.text(final=self.finish_reason is not None),
+            logprobs=tuple(self.logprobs),
+            finish_reason=self.finish_reason,
+            num_cached_tokens=self.num_cached_tokens,
+            num_retractions=self.num_retractions,
+            weight_version=version,
+            weight_digest=digest,
+            weight_versions=tuple(self.spans) or (WeightSpan(version, digest, 0, 0),),
+            top_logprobs=tuple(self.top_logprobs) if has_top else None,
+            prompt_logprobs=tuple(self.prompt_logprobs) if self.wants_prompt_logprobs else None,
+            prompt_top_logprobs=tuple(self.prompt_top_logprobs) if self.wants_prompt_logprobs and has_top else None,
+        )

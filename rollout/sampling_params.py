@@ -1,0 +1,200 @@
+"""How one request is to be sampled: the field names, defaults and ranges that SGLang-speaking clients
+send."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import regex
+
+GREEDY_BELOW = 1e-6  # temperatures under this mean argmax
+MAX_STOPS = 32
+MAX_STOP_REGEX_BYTES = 256
+NOT_SUPPORTED = ("json_schema", "regex", "ebnf", "structural_tag", "beam_width")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Settings of one request. Immutable; lists are kept as tuples and string keys of `logit_bias` as
+    integers.
+
+    Construction raises ValueError that names every field with a wrong type or a value out of range.
+    """
+
+    max_new_tokens: int = 128  # 0: score the prompt only
+    stop: tuple[
+        str, ...
+    ] = ()  # a string, a list or None are accepted too; found in the generated text, also across tokens
+    stop_token_ids: tuple[int, ...] = ()  # a list or None are accepted too
+    stop_regex: tuple[str, ...] = ()  # like `stop`; searched in the last characters of the generated text
+    temperature: float = 1.0  # below 1e-6: greedy
+    top_p: float = 1.0  # in (0, 1]
+    top_k: int = -1  # -1: all
+    min_p: float = 0.0  # in [0, 1], relative to the most likely token
+    frequency_penalty: float = 0.0  # in [-2, 2]
+    presence_penalty: float = 0.0  # in [-2, 2]
+    repetition_penalty: float = 1.0  # in (0, 2]
+    min_new_tokens: int = 0  # neither end of sequence nor a stop before this many
+    n: int = 1  # samples per prompt
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False  # keep the stop in the text
+    stream_interval: int | None = None  # tokens between two streamed pieces
+    logit_bias: Mapping[int, float] | None = None  # added to the logits
+    sampling_seed: int | None = None  # int64; the engine draws one where there is none
+    custom_params: Mapping[str, Any] | None = None  # not read by the engine
+
+    def __post_init__(self) -> None:
+        problems: list[str] = []
+        # The class is frozen for its users; here its fields take their final form, once.
+        object.__setattr__(self, "stop", _strings(self.stop))
+        object.__setattr__(self, "stop_regex", _strings(self.stop_regex))
+        object.__setattr__(self, "stop_token_ids", _listed(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _integer_keys(self.logit_bias))
+        for name, (accepts, wanted) in _RULES.items():
+            value = getattr(self, name)
+            if not accepts(value):
+                problems.append(f"{name} must be {wanted}, not {value!r}")
+        problems += [f"stop_regex {pattern!r}: {why}" for pattern, why in self._broken_patterns()]
+        if not problems and self.min_new_tokens > self.max_new_tokens:
+            problems.append(
+                f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}"
+            )
+        if problems:
+            raise ValueError("sampling parameters: " + "; ".join(problems))
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any]) -> SamplingParams:
+        """From a JSON object. null stands for the default.
+
+        Raises ValueError naming every unknown key, every setting that is not supported yet and every wrong
+        value.
+        """
+        given = {name: value for name, value in mapping.items() if value is not None}
+        known = {field.name for field in fields(cls)}
+        problems = [
+            f"unknown key {name!r}" for name in mapping if name not in known and name not in NOT_SUPPORTED
+        ]
+        problems += [f"{name} is not supported yet" for name in NOT_SUPPORTED if name in given]
+        try:
+            params = cls(**{name: value for name, value in given.items() if name in known})
+        except ValueError as error:
+            problems.append(str(error).removeprefix("sampling parameters: "))
+        if problems:
+            raise ValueError("sampling parameters: " + "; ".join(problems))
+        return params
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def needs_penalties(self) -> bool:
+        """Whether tokens seen so far change the logits."""
+        return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether ending the request takes a tokenizer."""
+        return bool(self.stop or self.stop_regex)
+
+    def _broken_patterns(self) -> list[tuple[str, str]]:
+        if not _RULES["stop_regex"][0](self.stop_regex):
+            return []
+        broken = []
+        for pattern in self.stop_regex:
+            try:
+                if regex.compile(pattern).match(""):
+                    broken.append((pattern, "matches the empty text"))
+            except regex.error as error:
+                broken.append((pattern, str(error)))
+        return broken
+
+
+def _strings(value: object) -> object:
+    return (value,) if isinstance(value, str) else _listed(value)
+
+
+def _listed(value: object) -> object:
+    """None as nothing, a list, tuple or set as a tuple, anything else as it is (and refused later)."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple | set | frozenset) else value
+
+
+def _integer_keys(value: object) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    return {int(k) if isinstance(k, str) and k.isascii() and k.isdigit() else k: v for k, v in value.items()}
+
+
+def _is_int(value: object, low: int, high: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_number(value: object, low: float, high: float = math.inf) -> bool:
+    # NaN fails both comparisons, infinity the last test.
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and low <= value <= high
+        and value != math.inf
+    )
+
+
+def _is_texts(value: object, max_bytes: float = math.inf) -> bool:
+    return (
+        isinstance(value, tuple)
+        and len(value) <= MAX_STOPS
+        and all(isinstance(text, str) and 0 < len(text.encode()) <= max_bytes for text in value)
+    )
+
+
+def _is_bias(value: object) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, Mapping) and all(
+        _is_int(k, 0) and _is_number(v, -math.inf) for k, v in value.items()
+    )
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, tuple) and all(_is_int(token_id, 0) for token_id in value)
+
+
+_BOOL = (_is_bool, "true or false")
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_new_tokens": (lambda v: _is_int(v, 0), "an integer of 0 or more"),
+    "stop": (_is_texts, f"a non-empty string or a list of at most {MAX_STOPS}"),
+    "stop_token_ids": (_is_ids, "a list of token ids of 0 or more"),
+    "stop_regex": (
+        lambda v: _is_texts(v, MAX_STOP_REGEX_BYTES),
+        f"a pattern of 1 to {MAX_STOP_REGEX_BYTES} bytes or a list of at most {MAX_STOPS}",
+    ),
+    "temperature": (lambda v: _is_number(v, 0), "a finite number of 0 or more"),
+    "top_p": (lambda v: _is_number(v, 0, 1) and v > 0, "a number in (0, 1]"),
+    "top_k": (lambda v: _is_int(v, -1) and v != 0, "-1 or an integer of 1 or more"),
+    "min_p": (lambda v: _is_number(v, 0, 1), "a number in [0, 1]"),
+    "frequency_penalty": (lambda v: _is_number(v, -2, 2), "a number in [-2, 2]"),
+    "presence_penalty": (lambda v: _is_number(v, -2, 2), "a number in [-2, 2]"),
+    "repetition_penalty": (lambda v: _is_number(v, 0, 2) and v > 0, "a number in (0, 2]"),
+    "min_new_tokens": (lambda v: _is_int(v, 0), "an integer of 0 or more"),
+    "n": (lambda v: _is_int(v, 1), "an integer of 1 or more"),
+    "ignore_eos": _BOOL,
+    "skip_special_tokens": _BOOL,
+    "spaces_between_special_tokens": _BOOL,
+    "no_stop_trim": _BOOL,
+    "stream_interval": (lambda v: v is None or _is_int(v, 1), "an integer of 1 or more"),
+    "logit_bias": (_is_bias, "an object of token ids and numbers"),
+    "sampling_seed": (lambda v: v is None or _is_int(v, -(2**63), 2**63 - 1), "a 64-bit integer"),
+    "custom_params": (lambda v: v is None or isinstance(v, Mapping), "an object"),
+}

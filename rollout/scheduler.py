@@ -1,0 +1,260 @@
+"""What runs in the next step: decodes first, then chunks of prompts under way, then waiting requests."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+from .kv_ledger import KVLedger
+from .policies import find_policy, pick_victim
+from .request import Request
+from .schedule import ScheduledSequence, ScheduleOutput
+from .sequence import State
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """How much one step may hold."""
+
+    max_num_seqs: int  # sequences that hold blocks
+    max_num_batched_tokens: int  # rows
+    chunked_prefill_size: int  # rows of one prompt
+    max_model_len: int  # tokens of one sequence
+
+
+class Scheduler:
+    """Queues and decisions. It reads sequences and writes none: the managers do, from its output."""
+
+    def __init__(self, ledger: KVLedger, limits: StepLimits, policy: str = "fcfs") -> None:
+        self._ledger = ledger
+        self._limits = limits
+        self._policy = find_policy(policy)
+        self._queue: list[tuple[tuple[float, int], int, Request]] = []  # heap by policy
+        self._queued: set[Request] = set()  # waiting, in the heap or parked; a heap entry not in here is stale
+        self._running: dict[Request, None] = {}  # holds blocks, in order of admission
+        self._computing: dict[int, Request] = {}  # hash of a prompt block under way -> who computes it
+        self._under_way: dict[Request, list[tuple[int, int]]] = {}  # its (last token + 1, hash), last block first
+        self._parked: dict[int, list[Request]] = {}  # waits for the block of that hash to be computed
+        self._num_queued_ever = 0
+        self._step = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queued)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._queued)
+
+    def waiting(self) -> list[Request]:
+        """Queued requests in the order of the policy, for reports."""
+        return sorted(self._queued, key=self._policy)
+
+    def running(self) -> list[Request]:
+        """Requests that hold blocks, in order of admission."""
+        return list(self._running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request: a new one, or one that was preempted."""
+        assert request not in self._queued and request not in self._running
+        self._queued.add(request)
+        self._push(request)
+
+    def on_step_completed(self, output: ScheduleOutput, requests: dict[str, Request]) -> None:
+        """The step ran: publish the KV that is complete now. `requests` holds the live ones by id."""
+        for item in output.scheduled:
+            request = requests.get(item.id)
+            if request in self._running and item.incarnation == request.num_retractions:
+                self._ledger.publish(request, item.start + item.num_tokens)
+                self._end_computing(request, item.start + item.num_tokens)
+
+    def remove(self, request: Request) -> None:
+        """The request ended: take it out of its queue, give back what it holds."""
+        if request in self._running:
+            self._give_back(request)
+        self._queued.discard(request)
+        self._ledger.forget(request)
+
+    def retract(self, request: Request) -> None:
+        """Take back the blocks of a running request and queue it again. The caller tells the managers."""
+        self._give_back(request)
+        self.add(request)
+
+    def schedule(self) -> ScheduleOutput:
+        """Decide the next step. Changes queues and the ledger; sequences change when the managers take the output."""
+        self._step += 1
+        budget = self._limits.max_num_batched_tokens
+        scheduled: list[ScheduledSequence] = []
+        preempted: list[str] = []
+        exhausted: list[tuple[str, str]] = []
+        decodes_first = sorted(self._running, key=lambda r: r.sequence.is_prefilling)
+        in_step: set[Request] = set()
+        for request in decodes_first:
+            if budget == 0:
+                break
+            if request not in self._running:
+                continue  # preempted by an earlier one of this loop
+            num_tokens = self._num_next(request, budget)
+            new_blocks = self._make_room(request, num_tokens, in_step, preempted)
+            if new_blocks is None:
+                if request in self._running:
+                    exhausted.append((request.id, self._why_exhausted(request)))
+                continue
+            scheduled.append(self._item(request, num_tokens, new_blocks, None))
+            in_step.add(request)
+            budget -= num_tokens
+        ignored: list[tuple[str, str]] = []
+        if not preempted:
+            self._admit(budget, scheduled, ignored)
+        return ScheduleOutput(self._step, tuple(scheduled), tuple(preempted), tuple(ignored), tuple(exhausted))
+
+    # -- running sequences --------------------------------------------------------------------------------------
+
+    def _num_next(self, request: Request, budget: int) -> int:
+        sequence = request.sequence
+        num_left = sequence.num_tokens - sequence.num_tokens_stage_processed
+        return min(num_left, self._limits.chunked_prefill_size, budget)
+
+    def _make_room(
+        self, request: Request, num_tokens: int, in_step: set[Request], preempted: list[str]
+    ) -> list[int] | None:
+        """Grow the request's table for its next rows, preempting others if it must.
+
+        None when it was preempted itself (then it is in `preempted`), or when it is alone and the pool is full.
+        """
+        needed = request.sequence.num_tokens_stage_processed + num_tokens
+        while (blocks := self._ledger.grow(request, needed)) is None:
+            candidates = [r for r in self._running if r not in in_step]
+            if candidates == [request]:
+                if not in_step:
+                    return None
+                victim = request  # others run this step and will free blocks: wait for them
+            else:
+                victim = pick_victim(candidates, self._policy)
+            preempted.append(victim.id)
+            self._give_back(victim)
+            self.add(victim)
+            if victim is request:
+                return None
+        return blocks
+
+    def _why_exhausted(self, request: Request) -> str:
+        usage = self._ledger.usage
+        return (
+            f"the KV pool of {usage.num_blocks} blocks of {self._ledger.block_size} tokens is full with this sequence "
+            f"alone at {request.sequence.num_tokens} tokens"
+        )
+
+    # -- waiting sequences --------------------------------------------------------------------------------------
+
+    def _admit(
+        self, budget: int, scheduled: list[ScheduledSequence], ignored: list[tuple[str, str]]
+    ) -> None:
+        """Take waiting requests in the order of the policy until rows, places or blocks run out."""
+        while budget > 0 and self._queue and len(self._running) < self._limits.max_num_seqs:
+            request = self._queue[0][2]
+            if request not in self._queued:
+                heapq.heappop(self._queue)
+                continue
+            if (why := self._why_never(request)) is not None:
+                heapq.heappop(self._queue)
+                self._queued.discard(request)
+                ignored.append((request.id, why))
+                continue
+            nodes = self._ledger.match(request)
+            if (hash := self._hash_being_computed(request, len(nodes))) is not None:
+                heapq.heappop(self._queue)
+                self._parked.setdefault(hash, []).append(request)
+                continue
+            size, num_known = self._ledger.block_size, request.sequence.num_tokens
+            num_cached = len(nodes) * size
+            num_uncached_nodes = sum(node.num_holders == 0 for node in nodes)  # holding them takes them from the pool
+            needed = self._ledger.num_blocks_for(num_known + 1) - len(nodes) + num_uncached_nodes
+            if needed + self._reserve() > self._ledger.num_available:
+                break
+            heapq.heappop(self._queue)
+            self._queued.discard(request)
+            self._running[request] = None
+            self._ledger.open(request, nodes)
+            num_tokens = min(num_known - num_cached, self._limits.chunked_prefill_size, budget)
+            blocks = self._ledger.grow(request, num_cached + num_tokens)
+            assert blocks is not None
+            if request.num_retractions == 0:
+                request.num_cached_tokens = num_cached
+            self._begin_computing(request, len(nodes))
+            table = [node.block for node in nodes] + blocks
+            is_new = request.sequence.state is State.WAITING
+            token_ids = tuple(request.sequence.token_ids) if is_new else None
+            scheduled.append(self._item(request, num_tokens, table, token_ids, start=num_cached))
+            budget -= num_tokens
+
+    def _reserve(self) -> int:
+        """Blocks kept back for the running sequences' next tokens: one each, none when nothing runs."""
+        return len(self._running)
+
+    def _why_never(self, request: Request) -> str | None:
+        num_known = request.sequence.num_tokens
+        if num_known >= self._limits.max_model_len:
+            return f"the prompt has {num_known} tokens, which leaves no room in a context of {self._limits.max_model_len}"
+        usage = self._ledger.usage
+        if self._ledger.num_blocks_for(num_known + 1) > usage.num_blocks:
+            return (
+                f"a prompt of {num_known} tokens and one more can never fit the KV pool of {usage.num_blocks} blocks of "
+                f"{self._ledger.block_size} tokens"
+            )
+        return None
+
+    # -- prompt blocks under way: equal prompts wait for the first of them, then hit its blocks --------------------
+
+    def _hash_being_computed(self, request: Request, num_matched: int) -> int | None:
+        if not self._computing or num_matched >= request.max_reusable_tokens // self._ledger.block_size:
+            return None
+        hash = self._ledger.hash_of_block(request, num_matched)
+        return hash if hash in self._computing else None
+
+    def _begin_computing(self, request: Request, num_matched: int) -> None:
+        if not self._ledger.prefix_cache:
+            return
+        size, under_way = self._ledger.block_size, []
+        for index in range(num_matched, request.sequence.num_tokens // size):
+            hash = self._ledger.hash_of_block(request, index)
+            if self._computing.setdefault(hash, request) is request:
+                under_way.append(((index + 1) * size, hash))
+        if under_way:
+            self._under_way[request] = under_way[::-1]
+
+    def _end_computing(self, request: Request, num_tokens: int) -> None:
+        """The first `num_tokens` of the request are in the cache, or never will be: let those who wait look again."""
+        under_way = self._under_way.get(request)
+        while under_way and under_way[-1][0] <= num_tokens:
+            _, hash = under_way.pop()
+            del self._computing[hash]
+            for parked in self._parked.pop(hash, ()):
+                if parked in self._queued:
+                    self._push(parked)
+        if under_way is not None and not under_way:
+            del self._under_way[request]
+
+    # -- helpers ------------------------------------------------------------------------------------------------
+
+    def _give_back(self, request: Request) -> None:
+        del self._running[request]
+        self._ledger.close(request)
+        self._end_computing(request, request.sequence.num_tokens)
+
+    def _push(self, request: Request) -> None:
+        self._num_queued_ever += 1
+        heapq.heappush(self._queue, (self._policy(request), self._num_queued_ever, request))
+
+    @staticmethod
+    def _item(
+        request: Request, num_tokens: int, new_blocks: list[int], token_ids: tuple[int, ...] | None,
+        start: int | None = None,
+    ) -> ScheduledSequence:
+        if start is None:
+            start = request.sequence.num_tokens_stage_processed
+        return ScheduledSequence(request.id, request.num_retractions, start, num_tokens, tuple(new_blocks), token_ids)

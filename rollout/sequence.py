@@ -1,0 +1,114 @@
+"""A sequence, its states, and the one function that moves it from state to state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from enum import Enum
+
+from .errors import IllegalTransition
+
+
+class State(Enum):
+    """Where a sequence stands in its life."""
+
+    WAITING = "waiting"  # arrived, holds no block
+    RUNNING = "running"  # holds blocks, is in the step being run
+    PAUSED = "paused"  # holds blocks, between two steps
+    WAITING_PREEMPT = "waiting_preempt"  # gave its blocks back, keeps its tokens
+    FINISHED = "finished"  # terminal: answered, holds no block
+    IGNORED = "ignored"  # terminal: could never have run; answered with the reason
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.RUNNING, State.IGNORED, State.FINISHED}),
+    State.RUNNING: frozenset({State.PAUSED, State.WAITING_PREEMPT, State.FINISHED}),
+    State.PAUSED: frozenset({State.RUNNING, State.WAITING_PREEMPT, State.FINISHED}),
+    State.WAITING_PREEMPT: frozenset({State.RUNNING, State.FINISHED}),
+    State.FINISHED: frozenset(),
+    State.IGNORED: frozenset(),
+}
+
+HOLDS_BLOCKS = frozenset({State.RUNNING, State.PAUSED})
+QUEUED = frozenset({State.WAITING, State.WAITING_PREEMPT})
+TERMINAL = frozenset({State.FINISHED, State.IGNORED})
+
+
+class Sequence:
+    """Tokens, progress and state of one sequence, as both managers keep it.
+
+    The two progress counters differ only in a pipeline: `num_tokens_step_processed` counts tokens that went through
+    all stages (output and stop conditions read this one), `num_tokens_stage_processed` those that went through this
+    stage, so that chunk k+1 may enter the first stage while chunk k is in the second.
+    """
+
+    __slots__ = (
+        "id",
+        "token_ids",
+        "num_prompt_tokens",
+        "num_tokens_step_processed",
+        "num_tokens_stage_processed",
+        "_state",
+    )
+
+    def __init__(self, id: str, prompt_ids: SequenceOf[int]) -> None:
+        self.id = id
+        self.token_ids: list[int] = list(prompt_ids)  # the prompt, then what was generated
+        self.num_prompt_tokens = len(self.token_ids)  # never changes, whatever preempts the sequence
+        self.num_tokens_step_processed = 0
+        self.num_tokens_stage_processed = 0
+        self._state = State.WAITING
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def move(self, to: State) -> None:
+        """Enter state `to`. The only writer of the state.
+
+        Raises IllegalTransition, and changes nothing, when the present state does not lead there.
+        """
+        if to not in TRANSITIONS[self._state]:
+            raise IllegalTransition(f"sequence {self.id!r} is {self._state.name} and cannot become {to.name}")
+        self._state = to
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether known tokens beyond the last one still lack KV at this stage."""
+        return self.num_tokens_stage_processed < len(self.token_ids) - 1
+
+    @property
+    def is_terminal(self) -> bool:
+        return self._state in TERMINAL
+
+    def stage_processed(self, num_tokens: int) -> None:
+        """Count `num_tokens` more through this stage. Never more than are known."""
+        self.num_tokens_stage_processed += num_tokens
+        assert num_tokens > 0 and self.num_tokens_stage_processed <= len(self.token_ids), self
+
+    def step_processed(self, num_tokens: int) -> None:
+        """Count `num_tokens` more through all stages. Never more than went through this one."""
+        self.num_tokens_step_processed += num_tokens
+        assert num_tokens > 0 and self.num_tokens_step_processed <= self.num_tokens_stage_processed, self
+
+    def forget_progress(self) -> None:
+        """Both counters to zero, as when the blocks are given back; tokens and prompt boundary stay."""
+        self.num_tokens_step_processed = 0
+        self.num_tokens_stage_processed = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.id!r}, {self._state.name}, prompt={self.num_prompt_tokens}, tokens={self.num_tokens}, "
+            f"step={self.num_tokens_step_processed}, stage={self.num_tokens_stage_processed})"
+        )

@@ -1,0 +1,247 @@
+"""All changes of a sequence's state go through a manager.
+
+Two managers consume the same events, so that replaying one log gives equal state: the controller's is authoritative
+(stop conditions, detokenising, outputs), a worker's stands on every rank (execution, block tables, stage progress).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from .completion import FinishReason
+from .request import Request
+from .schedule import ScheduledSequence, ScheduleOutput, SequenceResult
+from .sequence import State, Sequence
+
+
+class SequenceManager:
+    """Registry of live sequences and the events that move them. Base of both managers.
+
+    With one stage both progress counters advance together, at `on_step_completed`. With several, `on_stage_completed`
+    advances the stage counter and pauses the sequence early, so that its next chunk can enter this stage while the
+    present one is in the next.
+    """
+
+    def __init__(self, num_stages: int = 1) -> None:
+        self.num_stages = num_stages
+        self._sequences: dict[str, Sequence] = {}
+        self._incarnations: dict[str, int] = {}
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._sequences
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def sequence(self, id: str) -> Sequence:
+        """The live sequence of that id. Raises ValueError for an unknown one."""
+        if id not in self._sequences:
+            raise ValueError(f"no live sequence {id!r}")
+        return self._sequences[id]
+
+    def on_schedule(self, output: ScheduleOutput) -> None:
+        """Take a scheduling decision: ignored, exhausted, preempted, then scheduled sequences."""
+        for id, why in output.ignored:
+            self._ignore(id, why)
+        for id, why in output.exhausted:
+            self._exhaust(id, why)
+        for id in output.preempted:
+            self.preempt(id)
+        for item in output.scheduled:
+            self._on_scheduled(item)
+
+    def on_stage_completed(self, items: Iterable[ScheduledSequence]) -> None:
+        """These rows went through this stage. Does nothing with one stage: the step's end counts them."""
+        if self.num_stages == 1:
+            return
+        for item in items:
+            sequence = self._live(item.id, item.incarnation)
+            if sequence is None:
+                continue
+            sequence.stage_processed(item.num_tokens)
+            if sequence.is_prefilling or sequence.num_tokens_stage_processed < sequence.num_tokens:
+                sequence.move(State.PAUSED)  # more known tokens: the next chunk may enter this stage now
+
+    def on_step_completed(self, results: Iterable[SequenceResult]) -> list[str]:
+        """These rows went through all stages. Returns the ids that finished.
+
+        Results of sequences that are gone, or were preempted since, are dropped.
+        """
+        finished = []
+        for result in results:
+            sequence = self._live(result.id, result.incarnation)
+            if sequence is None:
+                continue
+            if self.num_stages == 1:
+                sequence.stage_processed(result.num_tokens)
+            sequence.step_processed(result.num_tokens)
+            if sequence.state is State.RUNNING:
+                sequence.move(State.PAUSED)
+            if result.token_id is not None:
+                sequence.token_ids.append(result.token_id)
+            if self._on_result(sequence, result):
+                finished.append(sequence.id)
+        return finished
+
+    def preempt(self, id: str) -> None:
+        """The sequence gave its blocks back; its tokens, prompt boundary and log-probabilities stay."""
+        sequence = self.sequence(id)
+        sequence.move(State.WAITING_PREEMPT)
+        sequence.forget_progress()
+        self._incarnations[id] += 1
+
+    def free(self, id: str) -> None:
+        """Forget a sequence, live or ended."""
+        sequence = self.sequence(id)
+        if not sequence.is_terminal:
+            sequence.move(State.FINISHED)
+        del self._sequences[id], self._incarnations[id]
+
+    def state_hash(self) -> str:
+        """SHA-256 over everything the two managers must agree on: ids, states, tokens, counters, incarnations."""
+        digest = hashlib.sha256()
+        for id in sorted(self._sequences):
+            s = self._sequences[id]
+            record = (id, s.state.name, s.num_prompt_tokens, s.token_ids, s.num_tokens_step_processed,
+                      s.num_tokens_stage_processed, self._incarnations[id])
+            digest.update(repr(record).encode())
+        return digest.hexdigest()
+
+    def _register(self, sequence: Sequence, incarnation: int = 0) -> None:
+        if sequence.id in self._sequences:
+            raise ValueError(f"duplicate request id {sequence.id!r}: a live request has it")
+        self._sequences[sequence.id] = sequence
+        self._incarnations[sequence.id] = incarnation
+
+    def _live(self, id: str, incarnation: int) -> Sequence | None:
+        sequence = self._sequences.get(id)
+        if sequence is None or self._incarnations[id] != incarnation or sequence.is_terminal:
+            return None
+        return sequence if sequence.state is not State.WAITING_PREEMPT else None
+
+    def _on_scheduled(self, item: ScheduledSequence) -> None:
+        sequence = self.sequence(item.id)
+        sequence.move(State.RUNNING)
+        if (num_cached := item.start - sequence.num_tokens_stage_processed) > 0:  # their KV was there already
+            sequence.stage_processed(num_cached)
+            sequence.step_processed(num_cached)
+
+    def _on_result(self, sequence: Sequence, result: SequenceResult) -> bool:
+        """What this manager does with a result beyond counting. Returns whether the sequence is finished."""
+        return False
+
+    def _ignore(self, id: str, why: str) -> None:
+        if id in self._sequences:
+            self.sequence(id).move(State.IGNORED)
+
+    def _exhaust(self, id: str, why: str) -> None:
+        self.sequence(id).move(State.FINISHED)
+
+
+class EngineSequenceManager(SequenceManager):
+    """The authoritative manager, on the controller: requests, stop conditions, detokenising, what was answered."""
+
+    def __init__(self, eos_token_ids: frozenset[int], max_model_len: int, num_stages: int = 1) -> None:
+        super().__init__(num_stages)
+        self.eos_token_ids = eos_token_ids
+        self.max_model_len = max_model_len
+        self.weight_version = "default"
+        self.weight_digest: str | None = None
+        self._requests: dict[str, Request] = {}
+
+    def add(self, request: Request) -> None:
+        """Register a new request. Raises ValueError when a live one has its id."""
+        self._register(request.sequence)
+        self._requests[request.id] = request
+
+    def request(self, id: str) -> Request:
+        """The live request of that id. Raises ValueError for an unknown one."""
+        self.sequence(id)
+        return self._requests[id]
+
+    def requests(self) -> list[Request]:
+        """Live requests in order of arrival."""
+        return list(self._requests.values())
+
+    def finish(self, id: str, reason: FinishReason) -> None:
+        """End a live sequence for `reason`, from any live state."""
+        self.sequence(id).move(State.FINISHED)
+        self._requests[id].finish_reason = reason
+
+    def preempt(self, id: str) -> None:
+        super().preempt(id)
+        self._requests[id].num_retractions += 1
+
+    def free(self, id: str) -> None:
+        super().free(id)
+        del self._requests[id]
+
+    def _ignore(self, id: str, why: str) -> None:
+        super()._ignore(id, why)
+        self._requests[id].finish_reason = FinishReason("ignored", message=why)
+
+    def _exhaust(self, id: str, why: str) -> None:
+        length = self.sequence(id).num_output_tokens
+        self.finish(id, FinishReason("length", length=length, message=why))
+
+    def _on_result(self, sequence: Sequence, result: SequenceResult) -> bool:
+        request = self._requests[sequence.id]
+        request.prompt_logprobs += result.prompt_logprobs
+        request.prompt_top_logprobs += result.prompt_top_logprobs
+        if result.token_id is None:
+            return False
+        if request.params.max_new_tokens == 0:  # rescoring: the prompt is done, the sampled token is not wanted
+            sequence.token_ids.pop()
+            self.finish(sequence.id, FinishReason("length", length=0))
+            return True
+        assert result.logprob is not None
+        request.logprobs.append(result.logprob)
+        if request.options.top_logprobs_num:
+            request.top_logprobs.append(result.top_logprobs)
+        request.tag_token(self.weight_version, self.weight_digest)
+        reason = self._why_finished(request, result.token_id)
+        if reason is not None:
+            self.finish(sequence.id, reason)
+        return reason is not None
+
+    def _why_finished(self, request: Request, token_id: int) -> FinishReason | None:
+        """Stop conditions, in their order: a stop token or string ends with "stop" also at the last allowed token."""
+        params, num_output = request.params, request.sequence.num_output_tokens
+        is_stop = token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self.eos_token_ids)
+        if request.detokenizer is not None and (not is_stop or params.no_stop_trim):
+            matched = request.detokenizer.append([token_id])
+            if matched is not None:
+                return FinishReason("stop", matched=matched.stop)
+        if is_stop:
+            return FinishReason("stop", matched=token_id)
+        if num_output >= params.max_new_tokens or request.sequence.num_tokens >= self.max_model_len:
+            return FinishReason("length", length=num_output)
+        return None
+
+
+class WorkerSequenceManager(SequenceManager):
+    """The manager on every rank: what has to run next, and where its KV stands."""
+
+    def __init__(self, num_stages: int = 1) -> None:
+        super().__init__(num_stages)
+        self._block_tables: dict[str, list[int]] = {}
+
+    def block_table(self, id: str) -> list[int]:
+        return self._block_tables[id]
+
+    def preempt(self, id: str) -> None:
+        super().preempt(id)
+        self._block_tables[id].clear()
+
+    def free(self, id: str) -> None:
+        super().free(id)
+        del self._block_tables[id]
+
+    def _on_scheduled(self, item: ScheduledSequence) -> None:
+        if item.id not in self:
+            assert item.token_ids is not None, f"first sight of {item.id} without its tokens"
+            self._register(Sequence(item.id, item.token_ids), item.incarnation)
+            self._block_tables[item.id] = []
+        super()._on_scheduled(item)
+        self._block_tables[item.id] += item.new_blocks

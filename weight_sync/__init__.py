@@ -1,0 +1,1 @@
+"""Moving weights: digests, manifests, wires and transactions over named tensors."""
