@@ -1,8 +1,9 @@
 """Activations whose every element depends on itself alone.
 
-PyTorch's own fp32 silu, sigmoid and gelu compute a tensor's last few elements (those that do not fill a vector, in each
-thread) by another routine than the rest; exp, tanh, erf and the four operations were measured not to. In half precisions
-silu and sigmoid did not differ either and are PyTorch's own, but both gelus did; they are computed in fp32 and rounded.
+PyTorch's own fp32 silu, sigmoid and gelu compute a tensor's last few elements (those that do not fill a
+vector, in each thread) by another routine than the rest; exp, tanh, erf and the four operations were measured
+not to. In half precisions silu and sigmoid did not differ either and are PyTorch's own, but both gelus did;
+they are computed in fp32 and rounded.
 """
 
 import math
@@ -34,7 +35,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """gelu with Phi approximated by tanh, as F.gelu(x, approximate="tanh"), any shape, differentiable once."""
+    """gelu with Phi approximated by tanh (F.gelu with approximate="tanh"), any shape, differentiable once."""
     return _apply(_gelu_tanh, _gelu_tanh_slope, x)
 
 
@@ -43,7 +44,7 @@ def _by_hand(x: Tensor) -> bool:
 
 
 class _Elementwise(torch.autograd.Function):
-    """A function and its slope, both computed at least in fp32; derived by hand because autograd's inf / inf is NaN."""
+    """A function and its slope, in fp32 or wider; derived by hand because autograd meets inf / inf."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,9 @@
-"""The start-up self-test: which matrix product and which attention keep a row's bits whatever its neighbours, here.
+"""The start-up self-test: which matrix product and which attention keep a row's bits whatever its neighbours,
+here.
 
-A library's product keeps that promise on some processors, at some thread counts, for some shapes; so it is tried on the
-model's own shapes, and where it fails the next candidate is, down to one row at a time, which cannot fail.
+A library's product keeps that promise on some processors, at some thread counts, for some shapes; so it is
+tried on the model's own shapes, and where it fails the next candidate is, down to one row at a time, which
+cannot fail.
 """
 
 import logging
@@ -48,14 +50,17 @@ _known: dict[tuple[Any, ...], Guarantee] = {}
 
 
 def self_test(
-    linear_shapes: Iterable[tuple[int, int]], dtype: torch.dtype, device: torch.device,
+    linear_shapes: Iterable[tuple[int, int]],
+    dtype: torch.dtype,
+    device: torch.device,
     candidates: Sequence[Candidate] | None = None,
 ) -> Guarantee:
-    """Finds the first product and attention that are invariant for layers (out_features, in_features) as they run now.
+    """Finds the first product and attention that are invariant for layers (out_features, in_features) as they
+    run now.
 
-    It takes a fraction of a second: at most MAX_SHAPES distinct shapes (`representative_shapes`), none with more than
-    MAX_WEIGHTS weights. The answer is remembered per (shapes, dtype, device, threads); `candidates` of the caller's own
-    are tried anew each time.
+    It takes a fraction of a second: at most MAX_SHAPES distinct shapes (`representative_shapes`), none with
+    more than MAX_WEIGHTS weights. The answer is remembered per (shapes, dtype, device, threads); `candidates`
+    of the caller's own are tried anew each time.
     """
     shapes = tuple(sorted(set(linear_shapes)))
     wrong = [shape for shape in shapes if len(shape) != 2 or min(shape) < 1]
@@ -66,7 +71,9 @@ def self_test(
         return _known[key]
     started = time.perf_counter()
     tried = representative_shapes(shapes)
-    product, product_reason = _first_invariant_product(candidates or default_candidates(device, dtype), tried, dtype, device)
+    product, product_reason = _first_invariant_product(
+        candidates or default_candidates(device, dtype), tried, dtype, device
+    )
     attention, attention_reason = _first_invariant_attention(dtype, device)
     seconds = time.perf_counter() - started
     guarantee = Guarantee(
@@ -74,7 +81,7 @@ def self_test(
         row_multiple=product.row_multiple if product else 1,
         attention=attention or attention_path(device, dtype),
         invariant=product is not None and attention is not None,
-        reason=f"{dtype} on {device}, {torch.get_num_threads()} threads: {product_reason}; {attention_reason}",
+        reason=f"{dtype} on {device}, {key[-1]} threads: {product_reason}; {attention_reason}",
         seconds=seconds,
     )
     log = logger.info if guarantee.invariant else logger.warning
@@ -94,7 +101,7 @@ def default_candidates(device: torch.device, dtype: torch.dtype) -> list[Candida
 
 
 def representative_shapes(shapes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """At most MAX_SHAPES of them: both ends in K and in N, the odd ones, each with its N cut down to MAX_WEIGHTS.
+    """At most MAX_SHAPES of them: both ends in K and in N and the odd ones, N cut down to MAX_WEIGHTS / K.
 
     The cut keeps N modulo 64, on which a library's handling of edges depends.
     """
@@ -113,12 +120,17 @@ def representative_shapes(shapes: Sequence[tuple[int, int]]) -> list[tuple[int, 
 
 
 def first_difference(
-    product: Product, shapes: Iterable[tuple[int, int]], dtype: torch.dtype, device: torch.device,
-    batch_rows: int = BATCH_ROWS, row_counts: Sequence[int] = ROW_COUNTS,
+    product: Product,
+    shapes: Iterable[tuple[int, int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    batch_rows: int = BATCH_ROWS,
+    row_counts: Sequence[int] = ROW_COUNTS,
 ) -> str | None:
-    """Where the product of a few rows first differs in bits from the same rows of a larger batch; None: nowhere.
+    """Where the product of a few rows first differs in bits from those rows of a larger batch, or None.
 
-    Each count is tried twice: at the batch's start without a bias, and at ODD_OFFSET (where the batch reaches) with one.
+    Each count is tried twice: at the batch's start without a bias, and at ODD_OFFSET (where the batch
+    reaches) with one.
     """
     generator = torch.Generator().manual_seed(0)
     for out_features, in_features in shapes:
@@ -129,24 +141,34 @@ def first_difference(
             for count in row_counts:
                 rows = slice(offset, offset + count)
                 if rows.stop <= batch_rows and not torch.equal(product(x[rows], weight, bias), whole[rows]):
-                    return f"{count} rows of {in_features} -> {out_features} differ from those of a batch of {batch_rows}"
+                    layer = f"{in_features} -> {out_features}"
+                    return f"{count} rows of {layer} differ from those of a batch of {batch_rows}"
     return None
 
 
-def _noise(shape: tuple[int, int], generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _noise(
+    shape: tuple[int, int], generator: torch.Generator, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     return torch.rand(shape, generator=generator).sub_(0.5).to(device=device, dtype=dtype)
 
 
 def _first_invariant_product(
-    candidates: Sequence[Candidate], shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device
+    candidates: Sequence[Candidate],
+    shapes: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[Candidate | None, str]:
     failures = []
     for candidate in candidates:
         name = f"{candidate.method} product"
         if candidate.method == "padded":
             name += f" with rows padded to {candidate.row_multiple}"
-        if candidate.method == "rows":  # equal calls, one a row: a short look suffices, a long one would cost seconds
-            difference = first_difference(candidate.product, shapes, dtype, device, batch_rows=6, row_counts=(1, 3))
+        if (
+            candidate.method == "rows"
+        ):  # equal calls, one a row: a short look suffices, a long one would cost seconds
+            difference = first_difference(
+                candidate.product, shapes, dtype, device, batch_rows=6, row_counts=(1, 3)
+            )
         else:
             difference = first_difference(candidate.product, shapes, dtype, device)
         if difference is None:
@@ -166,10 +188,12 @@ def _first_invariant_attention(dtype: torch.dtype, device: torch.device) -> tupl
 
 
 def attention_is_invariant(path: AttentionPath, dtype: torch.dtype, device: torch.device) -> bool:
-    """Compares the packed form with the paged one fed in chunks: 210 tokens, two query heads a KV head, 48 wide."""
+    """Compares the packed form with the paged one fed in chunks: 210 tokens, two heads a KV head, 48 wide."""
     length, block_size = 210, 16
     generator = torch.Generator().manual_seed(1)
-    query, key, value = (_noise((length, n * 48), generator, dtype, device).view(length, n, 48) for n in (4, 2, 2))
+    query, key, value = (
+        _noise((length, n * 48), generator, dtype, device).view(length, n, 48) for n in (4, 2, 2)
+    )
     start = torch.tensor([0, length], dtype=torch.int32, device=device)
     whole = varlen_attention(query, key, value, start, scale=0.5, path=path)
     num_blocks = -(-length // block_size)
@@ -188,7 +212,9 @@ def attention_is_invariant(path: AttentionPath, dtype: torch.dtype, device: torc
             torch.tensor([0, count], dtype=torch.int32, device=device),
             torch.tensor([end], dtype=torch.int32, device=device),
         )
-        if not torch.equal(paged_attention(query[begin:end], *caches, step, scale=0.5, path=path), whole[begin:end]):
+        if not torch.equal(
+            paged_attention(query[begin:end], *caches, step, scale=0.5, path=path), whole[begin:end]
+        ):
             return False
         begin = end
     assert begin == length

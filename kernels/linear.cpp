@@ -1,10 +1,11 @@
 // y = x @ weight^T + bias, every output element a function of its row of x and its row of weight alone.
 //
-// One element is one chain: W partial sums along K, each fused left to right, then the lanes added in a fixed tree, then
-// the bias. How many rows and columns share registers, and how many threads share the columns, is outside that chain.
-// Dimension letters: M rows of x, N rows of weight (columns of y), K summed over.
+// One element is one chain: W partial sums along K, each fused left to right, then the lanes added in a fixed
+// tree, then the bias. How many rows and columns share registers, and how many threads share the columns, is
+// outside that chain. Dimension letters: M rows of x, N rows of weight (columns of y), K summed over.
 #include <algorithm>
 #include <vector>
+
 #include "simd.h"
 
 using namespace simd;
@@ -14,8 +15,8 @@ namespace {
 constexpr int64_t COLUMN_BLOCK = 16;      // columns of y that a thread takes at a time
 constexpr int64_t SERIAL_WORK = 1 << 17;  // multiply-adds below which waking threads costs more than it gives
 
-// A block of R x C elements, R * C == W, so that one tree adds all their lanes. Rows and columns beyond the matrix are
-// given as repeats of real ones and not written.
+// A block of R x C elements, R * C == W, so that one tree adds all their lanes. Rows and columns beyond the
+// matrix are given as repeats of real ones and not written.
 template <int R, int C, typename Weight>
 Floats block(const float* const* x, const Weight* const* weight, int64_t K) {
   static_assert(R * C == W, "one vector of results");
@@ -52,20 +53,23 @@ Floats block(const float* const* x, const Weight* const* weight, int64_t K) {
 struct Product {
   const float* x;  // [M, K], rows x_stride apart
   const void *weight, *bias;
-  void* y;         // [M, N] contiguous
+  void* y;  // [M, N] contiguous
   int64_t M, N, K, x_stride, weight_stride;
 };
 
-// Rows [first, first + R) and `count` <= C columns from `column`, whose weights start at `weight`, `stride` apart.
+// Rows [first, first + R) and `count` <= C columns from `column`, whose weights start at `weight`, `stride`
+// apart.
 template <int R, int C, typename T, typename Weight>
-void multiply_block(const Product& p, const Weight* weight, int64_t stride, int64_t first, int64_t column, int64_t count) {
+void multiply_block(const Product& p, const Weight* weight, int64_t stride, int64_t first, int64_t column,
+                    int64_t count) {
   const float* x[R];
   const Weight* w[C];
   for (int r = 0; r < R; r++) x[r] = p.x + std::min(first + r, p.M - 1) * p.x_stride;
   for (int c = 0; c < C; c++) w[c] = weight + std::min<int64_t>(c, count - 1) * stride;
   Floats sum = block<R, C>(x, w, p.K);
   if (p.bias)
-    for (int64_t i = 0; i < W; i++) sum[i] += scalar(((const T*)p.bias)[column + std::min<int64_t>(i % C, count - 1)]);
+    for (int64_t i = 0; i < W; i++)
+      sum[i] += scalar(((const T*)p.bias)[column + std::min<int64_t>(i % C, count - 1)]);
   T found[W];
   store(found, sum);
   for (int64_t r = 0; r < std::min<int64_t>(R, p.M - first); r++)
@@ -80,7 +84,8 @@ void multiply_columns(const Product& p, const Weight* weight, int64_t stride, in
   if (p.M > 1)
     for (int64_t c = 0; c < count; c += COLUMNS)
       for (int64_t row = 0; row < p.M; row += SQUARE)
-        multiply_block<SQUARE, COLUMNS, T>(p, weight + c * stride, stride, row, column + c, std::min<int64_t>(COLUMNS, count - c));
+        multiply_block<SQUARE, COLUMNS, T>(p, weight + c * stride, stride, row, column + c,
+                                           std::min<int64_t>(COLUMNS, count - c));
   else
     for (int64_t c = 0; c < count; c += W)
       multiply_block<1, W, T>(p, weight + c * stride, stride, 0, column + c, std::min<int64_t>(W, count - c));
@@ -96,7 +101,8 @@ void widen(const T* from, int64_t count, float* to) {
 template <typename T>
 void multiply(const Product& p, int threads) {
   const int64_t num_blocks = (p.N + COLUMN_BLOCK - 1) / COLUMN_BLOCK;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && p.M * p.N * p.K > SERIAL_WORK)
+#pragma omp parallel for schedule(static) \
+    num_threads(threads) if (threads > 1 && p.M * p.N * p.K > SERIAL_WORK)
   for (int64_t b = 0; b < num_blocks; b++) {
     const int64_t column = b * COLUMN_BLOCK, count = std::min(COLUMN_BLOCK, p.N - column);
     const T* weight = (const T*)p.weight + column * p.weight_stride;
@@ -114,8 +120,9 @@ void multiply(const Product& p, int threads) {
 
 }  // namespace
 
-extern "C" void lockstep_linear(const float* x, const void* weight, const void* bias, void* y, int64_t M, int64_t N,
-                                int64_t K, int64_t x_stride, int64_t weight_stride, int64_t is_bf16, int64_t threads) {
+extern "C" void lockstep_linear(const float* x, const void* weight, const void* bias, void* y, int64_t M,
+                                int64_t N, int64_t K, int64_t x_stride, int64_t weight_stride,
+                                int64_t is_bf16, int64_t threads) {
   Product p{x, weight, bias, y, M, N, K, x_stride, weight_stride};
   if (is_bf16)
     multiply<bf16>(p, (int)threads);

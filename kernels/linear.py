@@ -18,22 +18,30 @@ from torch.autograd.function import once_differentiable
 from . import native
 
 LinearMethod = Literal["padded", "native", "rows", "library"]
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x [M,K], weight [N,K], bias [N] or None -> [M,N]
+Product = Callable[
+    [Tensor, Tensor, Tensor | None], Tensor
+]  # x [M,K], weight [N,K], bias [N] or None -> [M,N]
 
 ROW_MULTIPLE = 4
 SOURCE = "linear.cpp"
 
 
 def invariant_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, method: LinearMethod, row_multiple: int = ROW_MULTIPLE
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    method: LinearMethod,
+    row_multiple: int = ROW_MULTIPLE,
 ) -> Tensor:
     """x [...,K] @ weight [N,K]^T + bias [N] -> [...,N], differentiable once in all three.
 
-    - "padded": the library's product over rows padded to `row_multiple`; no copy when there are that many already;
+    - "padded": the library's product over rows padded to `row_multiple`; no copy when there are that many
+      already;
     - "native": our C++ product, invariant by construction (CPU, float32 and bfloat16, fp32 sums);
     - "rows": the library's product over one row at a time, invariant by construction anywhere, and slow;
-    - "library": the library's product as it is; promises nothing.
-    Backward passes are the library's products. Raises ValueError naming every argument that does not fit.
+    - "library": the library's product as it is; promises nothing. Backward passes are the library's products.
+      Raises ValueError naming every argument that does not fit.
     """
     if method == "library":
         return F.linear(x, weight, bias)
@@ -56,7 +64,9 @@ def product_of(method: LinearMethod, row_multiple: int = ROW_MULTIPLE) -> Produc
     return PRODUCTS[method]
 
 
-def padded_product(x: Tensor, weight: Tensor, bias: Tensor | None, row_multiple: int = ROW_MULTIPLE) -> Tensor:
+def padded_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, row_multiple: int = ROW_MULTIPLE
+) -> Tensor:
     missing = -x.shape[0] % row_multiple
     if not missing:
         return F.linear(x, weight, bias)
@@ -73,7 +83,9 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def native_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"the native product serves float32 and bfloat16 on a CPU, not {x.dtype} on {x.device}")
+        raise ValueError(
+            f"the native product serves float32 and bfloat16 on a CPU, not {x.dtype} on {x.device}"
+        )
     out = x.new_empty(x.shape[0], weight.shape[0])
     if not out.numel():
         return out
@@ -85,9 +97,10 @@ def native_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if bias is not None:
         bias = bias.contiguous()
     _entry_point()(
-        x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), x.shape[0],
-        weight.shape[0], x.shape[1], x.stride(0), weight.stride(0), out.dtype == torch.bfloat16, torch.get_num_threads(),
-    )  # fmt: skip
+        *(x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
+        *(x.shape[0], weight.shape[0], x.shape[1], x.stride(0), weight.stride(0)),
+        *(out.dtype == torch.bfloat16, torch.get_num_threads()),
+    )
     return out
 
 

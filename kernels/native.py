@@ -1,7 +1,8 @@
 """Our C++ kernels, compiled on first use and loaded with ctypes (which releases the GIL during a call).
 
-A library is kept in `$LOCKSTEP_CACHE_DIR`, or `$XDG_CACHE_HOME/lockstep`, or `~/.cache/lockstep`, under a name that is a
-digest of everything that shaped it: sources, flags, compiler and processor. `LOCKSTEP_NATIVE=0` switches native code off.
+A library is kept in `$LOCKSTEP_CACHE_DIR`, or `$XDG_CACHE_HOME/lockstep`, or `~/.cache/lockstep`, under a
+name that is a digest of everything that shaped it: sources, flags, compiler and processor.
+`LOCKSTEP_NATIVE=0` switches native code off.
 """
 
 import ctypes
@@ -49,7 +50,8 @@ _loaded: dict[str, NativeLibrary | NativeUnavailable] = {}
 def load(source_name: str) -> NativeLibrary | None:
     """The library built from `source_name` beside this file, or None (`why_unavailable` then tells why).
 
-    The first call in a process may compile (seconds); the answer, either way, holds for the life of the process.
+    The first call in a process may compile (seconds); the answer, either way, holds for the life of the
+    process.
     """
     found = _look_up(source_name)
     return found if isinstance(found, NativeLibrary) else None
@@ -69,7 +71,9 @@ def _look_up(source_name: str) -> NativeLibrary | NativeUnavailable:
         if source_name not in _loaded:
             try:
                 _loaded[source_name] = library = build(Path(__file__).with_name(source_name), os.environ)
-                logger.info("native %s: %s (compiled in %.1f s)", source_name, library.path, library.compile_seconds)
+                logger.info(
+                    "native %s: %s (compiled in %.1f s)", source_name, library.path, library.compile_seconds
+                )
             except NativeUnavailable as reason:
                 _loaded[source_name] = reason
                 logger.info("native %s is not available, the PyTorch path is used: %s", source_name, reason)
@@ -116,9 +120,11 @@ def _cache_dir(environ: Mapping[str, str]) -> Path:
 
 
 def _openmp_link_flags(is_clang: bool) -> list[str]:
-    """Links the very libgomp that torch has loaded: two OpenMP runtimes would keep two thread pools on the same cores."""
+    """Links the very libgomp that torch has loaded: two runtimes would keep two thread pools on the cores."""
     torch_root = Path(torch.__file__).parent
-    bundled = sorted([*torch_root.glob("lib/libgomp*.so*"), *torch_root.with_name("torch.libs").glob("libgomp*.so*")])
+    bundled = sorted(
+        [*torch_root.glob("lib/libgomp*.so*"), *torch_root.with_name("torch.libs").glob("libgomp*.so*")]
+    )
     if bundled and not is_clang:  # clang's -fopenmp emits calls that only its own runtime answers
         return [str(bundled[0])]
     return ["-fopenmp"]
@@ -131,13 +137,15 @@ def _digest(source: Path, compiler_version: str, link_flags: list[str]) -> str:
 
 
 def _processor() -> str:
-    """What -march=native looks at: a cache shared between machines must never serve one the other's instructions."""
+    """What -march=native looks at: a shared cache must never serve another machine's instructions."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return f"{platform.machine()} {platform.processor()} {platform.node()}"
     fields = ("model name", "cpu family", "model", "CPU part", "flags", "Features")
     first = cpuinfo.read_text().split("\n\n")[0].splitlines()
-    return platform.machine() + "".join(sorted(line for line in first if line.split("\t")[0].strip() in fields))
+    return platform.machine() + "".join(
+        sorted(line for line in first if line.split("\t")[0].strip() in fields)
+    )
 
 
 def _compile(compiler: str, source: Path, link_flags: list[str], path: Path) -> None:

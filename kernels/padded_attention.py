@@ -1,33 +1,29 @@
-"""Causal attention in plain PyTorch, on any device: the naive reference, an invariant forward and the backward.
+"""Causal attention in plain PyTorch, on any device: the naive reference, an invariant forward and the
+backward.
 
-Sequences are gathered side by side, padded, and multiplied as batches; a long sequence is cut into runs of its rows.
-A piece never holds more scores than `score_budget`, so memory stays bounded (about six fp32 tensors of that size).
-A row's bits do not depend on the piece it lands in, by the rule measured for CPU matrix products: rows padded to a
-multiple of 4, keys to a multiple of 16, values added in blocks of 128 keys from left to right, all in fp32.
+Sequences are gathered side by side, padded, and multiplied as batches; a long sequence is cut into runs of
+its rows. A piece never holds more scores than `score_budget`, so memory stays bounded (about six fp32 tensors
+of that size). A row's bits do not depend on the piece it lands in, by the rule measured for CPU matrix
+products: rows padded to a multiple of 4, keys to a multiple of 16, values added in blocks of 128 keys from
+left to right, all in fp32.
 
-Dimension letters: N rows of a step, S sequences, P sequences in a piece, T rows of one, L keys (padded), H query heads,
-K KV heads, G = H / K, D key width, E value width.
+Dimension letters: N rows of a step, S sequences, P sequences in a piece, T rows of one, L keys (padded), H
+query heads, K KV heads, G = H / K, D key width, E value width.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from .attention_step import RowLayout, ScoreRule, refuse_layout
+
 ROW_MULTIPLE = 4
 KEY_MULTIPLE = 16
 VALUE_BLOCK = 128
-
-
-@dataclass(frozen=True)
-class ScoreRule:
-    """How a dot product becomes a score, and who sees whom."""
-
-    scale: float
-    window: int | None  # tokens a row sees, itself included
-    softcap: float | None
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Gathered:
-    """One piece as batched operands. Padding repeats the last row and the last key, so it is finite and masked."""
+    """One piece as batched operands. Padding repeats the last row and the last key: finite, and masked."""
 
     query: Tensor  # [P * K, G * T, D] fp32
     key: Tensor  # [P * K, L, D] fp32
@@ -52,40 +48,18 @@ class Gathered:
     key_is_real: Tensor  # [P, L] bool
 
 
-def reference_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None = None,
-    softcap: float | None = None, sinks: Tensor | None = None,
-) -> Tensor:
-    """The plain definition for one sequence: query [T,H,D] stands at the last T of key [L,K,D], value [L,K,E].
-
-    Softmax over all visible scores at once, in fp32. Returns [T,H,E].
-    """
-    num_rows, num_heads, _ = query.shape
-    num_keys, num_kv_heads, _ = key.shape
-    key = key.float().repeat_interleave(num_heads // num_kv_heads, dim=1)
-    value = value.float().repeat_interleave(num_heads // num_kv_heads, dim=1)
-    scores = torch.einsum("thd,lhd->htl", query.float(), key) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    position = torch.arange(num_keys - num_rows, num_keys, device=query.device)[:, None]
-    other = torch.arange(num_keys, device=query.device)[None]
-    hidden = other > position
-    if window is not None:
-        hidden = hidden | (other <= position - window)
-    scores = scores.masked_fill(hidden, -math.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, num_rows, 1)], dim=-1)
-    probs = torch.softmax(scores, dim=-1)[..., :num_keys]
-    return torch.einsum("htl,lhe->the", probs, value).to(query.dtype)
-
-
 def score_budget(device: torch.device) -> int:
     """Scores of one piece: a few caches full on a CPU, enough to fill a GPU."""
     return 1 << 21 if device.type == "cpu" else 1 << 26
 
 
-def plan_pieces(rows: list[int], contexts: list[int], num_heads: int, group: int, budget: int) -> Iterator[Piece]:
-    """Packs sequences of like size together and cuts those that alone exceed the budget. Every row falls in one piece."""
+def plan_pieces(
+    rows: list[int], contexts: list[int], num_heads: int, group: int, budget: int
+) -> Iterator[Piece]:
+    """Packs sequences of like size together and cuts those that alone exceed the budget.
+
+    Every row falls in exactly one piece.
+    """
     order = sorted((s for s, count in enumerate(rows) if count), key=lambda s: (rows[s], contexts[s]))
     batch: list[int] = []
     longest = 0
@@ -117,10 +91,16 @@ def padded_keys(num_keys: int) -> int:
 
 
 def gather_piece(
-    piece: Piece, query: Tensor, starts: list[int], rows: list[int], contexts: list[int],
-    fetch: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], num_kv_heads: int, rule: ScoreRule,
+    piece: Piece,
+    query: Tensor,
+    starts: list[int],
+    rows: list[int],
+    contexts: list[int],
+    fetch: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    num_kv_heads: int,
+    rule: ScoreRule,
 ) -> Gathered:
-    """Builds a piece's operands. `fetch(sequences [P], positions [P,L])` returns keys [P,L,K,D] and values [P,L,K,E]."""
+    """A piece as operands; `fetch(sequences [P], positions [P,L])` gives keys [P,L,K,D], values [P,L,K,E]."""
     num_heads, width = query.shape[1:]
     group = num_heads // num_kv_heads
 
@@ -181,7 +161,8 @@ def softmax_scores(piece: Gathered, rule: ScoreRule, sinks: Tensor | None) -> So
     by_head = scores.view(num_pieces, -1, num_rows, num_keys).masked_fill(~piece.seen, -math.inf)
     if sinks is None:
         return Softmax(torch.softmax(by_head, dim=-1).view_as(scores), None, tanh)
-    # The sink stands in the first of sixteen columns, so that a longer row still only grows by -inf at its end.
+    # The sink stands in the first of sixteen columns, so that a longer row still only grows by -inf at its
+    # end.
     column = by_head.new_full((num_pieces, by_head.shape[1], num_rows, KEY_MULTIPLE), -math.inf)
     column[..., 0] = sinks.float()[:, None]
     probs = torch.softmax(torch.cat([column, by_head], dim=-1), dim=-1)
@@ -238,3 +219,93 @@ def piece_gradients(
         value=by_key(grad_value),
         sinks=grad_sinks,
     )
+
+
+def padded_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, rule: ScoreRule, sinks: Tensor | None
+) -> Tensor:
+    out = query.new_empty(*query.shape[:2], value.shape[-1])
+    for _, piece in _pieces(query, key, value, layout, rule):
+        result = attend_piece(piece, rule, sinks)
+        out[piece.rows[piece.row_is_real]] = result[piece.row_is_real].to(out.dtype)
+    return out
+
+
+def _pieces(
+    query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, rule: ScoreRule
+) -> Iterator[tuple[Piece, Gathered]]:
+    """Yields (Piece, Gathered) until every row of the step was in one."""
+    starts = layout.query_start.tolist()
+    rows = [end - start for start, end in pairwise(starts)]
+    contexts = rows if layout.context_lens is None else layout.context_lens.tolist()
+    _check_on_host(starts, rows, contexts, query, key, layout)
+    start_of = layout.query_start.to(torch.int64)
+
+    def fetch(sequences: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if layout.block_tables is None:
+            packed = start_of[sequences][:, None] + positions
+            return key[packed], value[packed]
+        block_size = key.shape[1]
+        blocks = layout.block_tables[sequences[:, None], positions // block_size].to(torch.int64)
+        return key[blocks, positions % block_size], value[blocks, positions % block_size]
+
+    num_heads, num_kv_heads = query.shape[1], key.shape[-2]
+    group = num_heads // num_kv_heads
+    for piece in plan_pieces(rows, contexts, num_heads, group, score_budget(query.device)):
+        yield piece, gather_piece(piece, query, starts, rows, contexts, fetch, num_kv_heads, rule)
+
+
+def _check_on_host(
+    starts: list[int], rows: list[int], contexts: list[int], query: Tensor, key: Tensor, layout: RowLayout
+) -> None:
+    """What the native kernel checks by itself."""
+    if starts[0] != 0 or starts[-1] != query.shape[0]:
+        refuse_layout(-1, layout, query.shape[0])
+    tables = layout.block_tables
+    for s, (count, context) in enumerate(zip(rows, contexts, strict=True)):
+        fits = 0 <= count <= context
+        if fits and tables is not None:
+            used = tables[s, : -(-context // key.shape[1])]
+            fits = context <= tables.shape[1] * key.shape[1]
+            fits = fits and (not used.numel() or bool((used >= 0).all() & (used < key.shape[0]).all()))
+        if not fits:
+            refuse_layout(s, layout, query.shape[0])
+
+
+def padded_gradients(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    query_start: Tensor,
+    rule: ScoreRule,
+    grad_out: Tensor,
+) -> list[Tensor | None]:
+    """Gradients of packed attention in query, key, value, sinks: summed in fp32, cast back at the end."""
+    inputs = [query, key, value] if sinks is None else [query, key, value, sinks]
+    grads = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in inputs]
+    starts = query_start.tolist()
+    for piece, gathered in _pieces(query, key, value, RowLayout(query_start, None, None), rule):
+        found = piece_gradients(gathered, grad_out, rule, sinks, key.shape[1])
+        grads[0][gathered.rows[gathered.row_is_real]] = found.query[gathered.row_is_real]
+        _add_key_gradients(
+            grads[1:3], (found.key, found.value), gathered, [starts[s] for s in piece.sequences]
+        )
+        if found.sinks is not None:
+            grads[3] += found.sinks
+    results: list[Tensor | None] = [g.to(t.dtype) for t, g in zip(inputs, grads, strict=True)]
+    return results if sinks is not None else [*results, None]
+
+
+def _add_key_gradients(
+    grads: list[Tensor], found: tuple[Tensor, Tensor], gathered: Gathered, starts: list[int]
+) -> None:
+    if len(starts) == 1:  # perhaps one of several runs of rows of a long sequence: their shares add up
+        num_keys = int(gathered.key_is_real.sum())
+        for grad, part in zip(grads, found, strict=True):
+            grad[starts[0] : starts[0] + num_keys] += part[0, :num_keys]
+        return
+    offset = torch.arange(gathered.key_is_real.shape[1], device=grads[0].device)
+    rows = (torch.tensor(starts, device=grads[0].device)[:, None] + offset)[gathered.key_is_real]
+    for grad, part in zip(grads, found, strict=True):
+        grad[rows] = part[gathered.key_is_real]

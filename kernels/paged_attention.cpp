@@ -1,24 +1,28 @@
-// Causal attention over a paged (or packed) KV cache, every output row a function of that row's query and its keys alone.
+// Causal attention over a paged (or packed) KV cache, every output row a function of that row's query and its
+// keys alone.
 //
-// The keys of a sequence are walked in tiles of TILE positions aligned at position 0, with an online softmax in fp32
-// (Milakov & Gimelshein 2018; tiled as in FlashAttention, Dao et al. 2022). What surrounds a row cannot reach its bits:
-//   - a dot product adds its products in lanes of W along the head dimension and then the lanes in a fixed tree;
-//   - a tile in which a row sees nothing multiplies its state by exp(0) = 1 and adds exact zeros, so whether it is
-//     visited (a longer neighbour in the same query tile needs it) or skipped is the same;
-//   - values are added one position after the other.
-// Dimension letters: S sequences, H query heads, Hk KV heads, G = H / Hk, D key width, Dv value width.
+// The keys of a sequence are walked in tiles of TILE positions aligned at position 0, with an online softmax
+// in fp32 (Milakov & Gimelshein 2018; tiled as in FlashAttention, Dao et al. 2022). What surrounds a row
+// cannot reach its bits:
+//   - a dot product adds its products in lanes of W along the head dimension and then the lanes in a fixed
+//     tree;
+//   - a tile in which a row sees nothing multiplies its state by exp(0) = 1 and adds exact zeros, so whether
+//     it is visited (a longer neighbour in the same query tile needs it) or skipped is the same;
+//   - values are added one position after the other. Dimension letters: S sequences, H query heads, Hk KV
+//     heads, G = H / Hk, D key width, Dv value width.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <vector>
+
 #include "simd.h"
 
 using namespace simd;
 
 namespace {
 
-constexpr int TILE = 64;         // positions per online-softmax step
-constexpr int QUERY_ROWS = 32;   // rows (positions x heads of one group) that share a staged tile, about
+constexpr int TILE = 64;        // positions per online-softmax step
+constexpr int QUERY_ROWS = 32;  // rows (positions x heads of one group) that share a staged tile, about
 constexpr int64_t SERIAL_WORK = 1 << 17;  // multiply-adds below which waking threads costs more than it gives
 
 struct Problem {
@@ -46,8 +50,12 @@ struct Scratch {
   float *tile, *query, *out, *probs, *total, *top;
   std::vector<float> memory;
   void reserve(int64_t rows, int64_t key_width, int64_t value_width) {
-    int64_t sizes[] = {TILE * std::max(key_width, value_width), rows * key_width, rows * value_width, rows * TILE,
-                       rows * W, round_up(rows)};
+    int64_t sizes[] = {TILE * std::max(key_width, value_width),
+                       rows * key_width,
+                       rows * value_width,
+                       rows * TILE,
+                       rows * W,
+                       round_up(rows)};
     int64_t needed = 2 * W;
     for (int64_t n : sizes) needed += n;
     if ((int64_t)memory.size() < needed) memory.resize(needed);
@@ -100,7 +108,8 @@ Floats dots(const float* query, const float* keys, int64_t width) {  // of one q
 
 // out[r, c] += probs[r, j] * values[j, c] for j in [begin, end), R rows by C vectors held in registers.
 template <int R, int C>
-void add_values(const float* probs, const float* values, float* out, int64_t width, int64_t begin, int64_t end) {
+void add_values(const float* probs, const float* values, float* out, int64_t width, int64_t begin,
+                int64_t end) {
   Floats acc[R][C];
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) acc[r][c] = load(out + r * width + c * W);
@@ -117,7 +126,8 @@ void add_values(const float* probs, const float* values, float* out, int64_t wid
 }
 
 template <int R>
-void add_values_to_rows(const float* probs, const float* values, float* out, int64_t width, int64_t begin, int64_t end) {
+void add_values_to_rows(const float* probs, const float* values, float* out, int64_t width, int64_t begin,
+                        int64_t end) {
   int64_t c = 0;
   for (; c + 4 * W <= width; c += 4 * W) add_values<R, 4>(probs, values + c, out + c, width, begin, end);
   for (; c + 2 * W <= width; c += 2 * W) add_values<R, 2>(probs, values + c, out + c, width, begin, end);
@@ -163,7 +173,8 @@ void update_row(const Problem& p, const Seen& seen, const float* query, const fl
   }
   float before = *top, now = std::max(before, largest(peak));
   *top = now;
-  if (now == -INFINITY) now = 0.0f;  // every score overflowed downwards; exp(-inf - 0) is 0, exp(-inf + inf) is NaN
+  if (now == -INFINITY)
+    now = 0.0f;  // every score overflowed downwards; exp(-inf - 0) is 0, exp(-inf + inf) is NaN
   Floats sum_of_lanes = load(total);
   if (before != now) {
     Floats shrink = exp_nonpositive(splat(before - now));
@@ -185,7 +196,8 @@ template <typename T>
 void write_row(const float* row, float total, int64_t width, T* to) {
   const Floats divisor = splat(total), zero = splat(0.0f);
   int64_t d = 0;
-  // Adding zero turns -0 into +0: the sign of a zero is the one thing an exact-zero addend could have changed.
+  // Adding zero turns -0 into +0: the sign of a zero is the one thing an exact-zero addend could have
+  // changed.
   for (; d + W <= width; d += W) store(to + d, load(row + d) / divisor + zero);
   for (; d < width; d++) store_scalar(to + d, row[d] / total + 0.0f);
 }
@@ -199,8 +211,8 @@ void attend(const Problem& p, int64_t s, int64_t kv_head, int64_t first, int64_t
   const int64_t row0 = p.query_start[s] + first, position0 = p.context(s) - p.rows(s) + first;
   for (int64_t r = 0; r < num_rows; r++) {
     int64_t head = kv_head * group + r % group;
-    copy_row((const T*)p.query + (row0 + r / group) * p.query_row + head * p.query_head, p.key_width, key_width,
-             scratch.query + r * key_width);
+    copy_row((const T*)p.query + (row0 + r / group) * p.query_row + head * p.query_head, p.key_width,
+             key_width, scratch.query + r * key_width);
     scratch.top[r] = p.sinks ? p.sinks[head] : -INFINITY;
     store(scratch.total + r * W, splat(0.0f));
     if (p.sinks) scratch.total[r * W] = 1.0f;
@@ -211,19 +223,24 @@ void attend(const Problem& p, int64_t s, int64_t kv_head, int64_t first, int64_t
   const int64_t begin = p.window ? std::max<int64_t>(0, position0 - p.window + 1) / TILE * TILE : 0;
   for (int64_t t = begin; t < end; t += TILE) {
     const int64_t staged = std::min<int64_t>(TILE, end - t);
-    stage(p, (const T*)p.key + kv_head * p.key_head, s, t, staged, p.key_block, p.key_token, p.key_width, scratch.tile);
-    for (int64_t r = 0; r < num_rows; r++)
-      update_row(p, Seen(p, position0 + r / group, t), scratch.query + r * key_width, scratch.tile, key_width, value_width,
-                 scratch.probs + r * TILE, scratch.out + r * value_width, scratch.total + r * W, scratch.top + r);
-    stage(p, (const T*)p.value + kv_head * p.value_head, s, t, staged, p.value_block, p.value_token, p.value_width,
+    stage(p, (const T*)p.key + kv_head * p.key_head, s, t, staged, p.key_block, p.key_token, p.key_width,
           scratch.tile);
+    for (int64_t r = 0; r < num_rows; r++)
+      update_row(p, Seen(p, position0 + r / group, t), scratch.query + r * key_width, scratch.tile, key_width,
+                 value_width, scratch.probs + r * TILE, scratch.out + r * value_width, scratch.total + r * W,
+                 scratch.top + r);
+    stage(p, (const T*)p.value + kv_head * p.value_head, s, t, staged, p.value_block, p.value_token,
+          p.value_width, scratch.tile);
     for (int64_t r = 0, step; r < num_rows; r += step) {
       step = std::min<int64_t>(4, num_rows - r);
-      auto add = step == 4 ? add_values_to_rows<4> : step == 3 ? add_values_to_rows<3>
-               : step == 2 ? add_values_to_rows<2> : add_values_to_rows<1>;
+      auto add = step == 4   ? add_values_to_rows<4>
+                 : step == 3 ? add_values_to_rows<3>
+                 : step == 2 ? add_values_to_rows<2>
+                             : add_values_to_rows<1>;
       Seen earliest(p, position0 + r / group, t), latest(p, position0 + (r + step - 1) / group, t);
       if (earliest.begin < latest.end)
-        add(scratch.probs + r * TILE, scratch.tile, scratch.out + r * value_width, value_width, earliest.begin, latest.end);
+        add(scratch.probs + r * TILE, scratch.tile, scratch.out + r * value_width, value_width,
+            earliest.begin, latest.end);
     }
   }
   for (int64_t r = 0; r < num_rows; r++)
@@ -260,7 +277,8 @@ void attend_all(const Problem& p, int threads) {
   int64_t work = 0;
   for (int64_t s = 0; s < p.num_sequences; s++) {
     work += p.rows(s) * p.context(s);
-    for (int64_t i = 0; i < p.rows(s); i += positions) items.push_back({s, i, std::min(positions, p.rows(s) - i)});
+    for (int64_t i = 0; i < p.rows(s); i += positions)
+      items.push_back({s, i, std::min(positions, p.rows(s) - i)});
   }
   const int64_t num_items = (int64_t)items.size() * p.num_kv_heads;
   work *= p.num_heads * (p.key_width + p.value_width);
@@ -274,7 +292,8 @@ void attend_all(const Problem& p, int threads) {
 
 }  // namespace
 
-extern "C" int64_t lockstep_attention(const Problem* problem, int64_t num_rows, int64_t is_bf16, int64_t threads) {
+extern "C" int64_t lockstep_attention(const Problem* problem, int64_t num_rows, int64_t is_bf16,
+                                      int64_t threads) {
   if (problem->query_start[0] != 0 || problem->query_start[problem->num_sequences] != num_rows) return -1;
   int64_t bad = first_bad_sequence(*problem, num_rows);
   if (bad) return bad;

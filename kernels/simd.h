@@ -1,6 +1,6 @@
-// The vector vocabulary of our CPU kernels: one register of W floats, and only operations whose every lane is computed alike.
-// Build with -ffp-contract=off: a product and a sum are fused where `fused` says so and nowhere else, so a value's bits
-// never depend on which copy of an inlined loop the compiler put it in.
+// The vector vocabulary of our CPU kernels: one register of W floats, and only operations whose every lane is
+// computed alike. Build with -ffp-contract=off: a product and a sum are fused where `fused` says so and
+// nowhere else, so a value's bits never depend on which copy of an inlined loop the compiler put it in.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -73,7 +73,8 @@ static inline float scalar(bf16 x) {
 }
 
 static inline void store(float* p, Floats v) { memcpy(p, &v, sizeof v); }
-static inline void store(bf16* p, Floats v) {  // to nearest, ties to even; any NaN becomes the quiet one, as in PyTorch
+static inline void store(
+    bf16* p, Floats v) {  // to nearest, ties to even; any NaN becomes the quiet one, as in PyTorch
   Words u = (Words)v;
   Words rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
   Ints is_nan = v != v;
@@ -97,7 +98,8 @@ static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 #define SIMD_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Ints){__VA_ARGS__})
 #endif
 
-// Adds up W vectors at once: lane j of the result is the sum of vector j's lanes, neighbours first. Overwrites `v`.
+// Adds up W vectors at once: lane j of the result is the sum of vector j's lanes, neighbours first.
+// Overwrites `v`.
 static inline Floats sums(Floats v[W]) {
 #pragma GCC unroll 5
   for (int n = W; n > 1; n /= 2)
@@ -121,7 +123,8 @@ static inline float largest(Floats v) {
 // exp(x) for x <= 0, within 2 ulp; exactly 1 at 0, exactly 0 below -87.3 and at -inf; NaN stays NaN.
 // Range reduction and polynomial are those of Cephes expf (S. Moshier).
 static inline Floats exp_nonpositive(Floats x) {
-  const Floats lowest = splat(-87.3f), magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats lowest = splat(-87.3f),
+               magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   Ints underflow = x < lowest;
   Floats y = select(underflow, lowest, x);
   Floats t = fused(y, splat(1.44269504088896341f), magic);

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Protocol
 
 import regex
-from transformers import PreTrainedTokenizerBase
 
 from .errors import LockstepError
 from .sampling_params import SamplingParams
@@ -29,9 +29,14 @@ REGEX_TIMEOUT_S = 0.1
 HALF = "\ufffd"  # what decoders write for bytes that are no character (yet)
 
 
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer; those of transformers fit."""
+
+    def decode(self, token_ids: list[int], **options: bool) -> str | list[str]: ...
+
+
 class StopRegexTimeout(LockstepError):
-    """A stop_regex took too long on the text so far (runaway backtracking); only this request is
-    concerned."""
+    """A stop_regex ran away on the text so far; only its own request is concerned."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, prompt_ids: SequenceOf[int], params: SamplingParams
+        self, tokenizer: Tokenizer | None, prompt_ids: SequenceOf[int], params: SamplingParams
     ) -> None:
         if tokenizer is None and params.needs_text:
             raise ValueError("stop and stop_regex need a tokenizer, and the engine has none")
@@ -141,14 +146,13 @@ class IncrementalDetokenizer:
         if is_stuck:  # so many tokens are no half character: all but the last are broken for good
             settled = text[:-1]
         if not self._num_chars and len(settled) > self._num_known and text.startswith(self._prompt_text):
-            self._num_known = max(
-                self._num_known, len(self._prompt_text)
-            )  # the prompt's last bytes were broken
+            # What the prompt ended in was broken, not half a character that the first token completes.
+            self._num_known = max(self._num_known, len(self._prompt_text))
         fresh = settled[self._num_known :]
         self._num_known = max(self._num_known, len(settled))
         pending = text[self._num_known :]
         if not fresh and not pending and not self._pending and text:
-            self._window.pop()  # a token without text, as skipped special ones are, must not push out the context
+            self._window.pop()  # a token without text, like a skipped special one, must not drive context out
         self._pending = pending
         if is_stuck:
             self._cut_window(len(self._window) - NUM_BYTES_OF_A_CHARACTER)
@@ -161,15 +165,13 @@ class IncrementalDetokenizer:
         return fresh
 
     def _cut_window(self, num_dropped: int) -> None:
-        """Forget the oldest tokens of the window; the known part is measured anew, what is pending stays
-        pending."""
+        """Forget the oldest tokens of the window; its known part is measured anew, pending stays."""
         self._window = self._window[num_dropped:]
         self._num_known = len(self._decode(self._window)) - len(self._pending)
         self._clean = len(self._window)
 
     def _find_stop(self, fresh: str) -> StopMatch | None:
-        """The stop that `fresh`, the newest settled text, completes. Keeps the tail that later text may build
-        on."""
+        """The stop that `fresh`, the newest settled text, completes. Moves the tail on."""
         if not self._params.needs_text:
             return None
         text = self._tail + fresh

@@ -7,35 +7,30 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from ..kernels.sampling import derive_seed
 from .completion import Completion, FinishReason, StreamChunk
 from .config import EngineConfig, parse_kv_size
-from .detokenizer import IncrementalDetokenizer
 from .errors import MemoryReleased, NotIdle, SamplingRefused
 from .hosted_model import HostedModel
+from .intake import Intake, Params, Prompt, as_params, as_prompts, find_eos_token_ids, load_tokenizer
 from .kv_cache import KVCache, plan_kv_pool
 from .kv_ledger import KVLedger
+from .mailboxes import Mailboxes
 from .metrics import Metrics
 from .model_runner import ModelRunner
 from .request import Request, RequestOptions
 from .sampler import Sampler
-from .sampling_params import SamplingParams
 from .schedule import ScheduleOutput, SequenceResult
 from .scheduler import Scheduler, StepLimits
-from .sequence import Sequence as TokenSequence
 from .sequence_manager import EngineSequenceManager, WorkerSequenceManager
 
 logger = logging.getLogger(__name__)
-
-Prompt = str | Sequence[int]
-Params = SamplingParams | Mapping[str, object] | None
 
 
 class Engine:
@@ -45,8 +40,8 @@ class Engine:
         engine = Engine("path/to/model", EngineConfig(kv_cache="512MiB"))
         [completion] = engine.generate(["2 + 2 ="], SamplingParams(max_new_tokens=8))
 
-    A module that is handed over keeps its storage, and belongs to the engine only while a call of it generates, or inside
-    `rollout_phase()`. Methods may be called from any thread; one step runs at a time.
+    A module that is handed over keeps its storage, and belongs to the engine only while a call generates or inside
+    `engine.model.rollout_phase()`. Methods may be called from any thread; one step runs at a time.
     """
 
     def __init__(
@@ -60,11 +55,11 @@ class Engine:
         options = {"dtype": config.dtype, "device": config.device, "invariant": config.invariant}
         if isinstance(model, str | Path):
             self.model = HostedModel.load(model, **options)
-            tokenizer = tokenizer or _load_tokenizer(Path(model))
+            tokenizer = tokenizer or load_tokenizer(Path(model))
         else:
             self.model = HostedModel.adopt(model, **options)
         self.tokenizer = tokenizer
-        self.eos_token_ids = _eos_token_ids(self.model.module, tokenizer)
+        self.eos_token_ids = find_eos_token_ids(self.model.module, tokenizer)
         self.max_model_len = min(config.max_model_len or self.model.max_model_len, self.model.max_model_len)
         self.kv_plan = plan_kv_pool(
             parse_kv_size(config.kv_cache), self.model.kv_shapes, config.block_size, config.max_num_seqs,
@@ -87,8 +82,8 @@ class Engine:
         self._runner = ModelRunner(self.model, self._kv_cache, self._sampler, config.block_size)
         self.metrics = Metrics()
         self._lock = threading.RLock()
-        self._mailboxes: dict[str, list[StreamChunk]] = {}  # of requests that some call of ours waits for
-        self._num_added = 0
+        self._mailboxes = Mailboxes()
+        self._intake = Intake(tokenizer, self.model.vocab_size, config.seed)
         self._refusal: str | None = None  # why no step may run; a weight commit lifts it
         self._owned_phase = ExitStack()
         if self.model.owned:
@@ -108,19 +103,14 @@ class Engine:
 
         Raises ValueError for a bad prompt or setting, or an id that a live request has; then nothing is queued.
         """
-        params = _as_params(sampling_params)
-        options = options or RequestOptions()
-        prompt_ids = self._prompt_ids(prompt)
-        if self.tokenizer is None and (params.stop or params.stop_regex):
-            raise ValueError("stop strings need a tokenizer, and this engine has none")
+        params = as_params(sampling_params)
         rid = rid or uuid.uuid4().hex
         ids = [rid] if params.n == 1 else [f"{rid}-{index}" for index in range(params.n)]
         with self._lock:
             if taken := [id for id in ids if id in self._sequences]:
                 raise ValueError(f"duplicate request ID detected: {', '.join(taken)}")
-            now = time.monotonic()
-            for index, id in enumerate(ids):
-                self._queue(self._request(id, prompt_ids, params, options, index, now))
+            for request in self._intake.requests(prompt, params, options, ids):
+                self._queue(request)
         return ids
 
     def generate(
@@ -137,9 +127,9 @@ class Engine:
         ids = self._add_all(prompts, sampling_params, options)
         try:
             with self.model.rollout_phase():
-                while not self._all_done(ids):
+                while not self._mailboxes.all_done(ids):
                     self.step()
-            return [self._mailboxes[id][-1].completion for id in ids]  # type: ignore[misc]
+            return self._mailboxes.completions(ids)
         finally:
             self._let_go(ids)
 
@@ -153,9 +143,9 @@ class Engine:
         """As `generate`, from a coroutine; calls that run at the same time share their steps."""
         ids = await asyncio.to_thread(self._add_all, prompts, sampling_params, options)
         try:
-            while not self._all_done(ids):
-                await asyncio.to_thread(self._step_unless, lambda: self._all_done(ids))
-            return [self._mailboxes[id][-1].completion for id in ids]  # type: ignore[misc]
+            while not self._mailboxes.all_done(ids):
+                await asyncio.to_thread(self._step_unless, lambda: self._mailboxes.all_done(ids))
+            return self._mailboxes.completions(ids)
         finally:
             await asyncio.to_thread(self._let_go, ids)
 
@@ -170,7 +160,7 @@ class Engine:
         try:
             num_open = len(ids)
             while num_open:
-                self._step_unless(lambda: self._has_news(ids))
+                self._step_unless(lambda: self._mailboxes.has_news(ids))
                 for chunk in self._take_news(ids):
                     num_open -= chunk.completion is not None
                     yield chunk
@@ -185,14 +175,16 @@ class Engine:
         try:
             num_open = len(ids)
             while num_open:
-                await asyncio.to_thread(self._step_unless, lambda: self._has_news(ids))
+                await asyncio.to_thread(self._step_unless, lambda: self._mailboxes.has_news(ids))
                 for chunk in self._take_news(ids):
                     num_open -= chunk.completion is not None
                     yield chunk
         finally:
             await asyncio.to_thread(self._let_go, ids)
 
-    def abort_request(self, rid: str | None = None, *, abort_all: bool = False, message: str | None = None) -> list[str]:
+    def abort_request(
+        self, rid: str | None = None, *, abort_all: bool = False, message: str | None = None
+    ) -> list[str]:
         """End live requests, with what they have so far; returns the ids that were. An unknown id is no error."""
         with self._lock:
             requests = [r for r in self._sequences.requests() if abort_all or r.id == rid]
@@ -239,7 +231,7 @@ class Engine:
         self.metrics.num_retractions += len(output.preempted)
         for id, request in requests.items():
             if id in self._mailboxes and request.finish_reason is None:
-                self._post(request, None)
+                self._mailboxes.post(request, None)
         completions = [self._answer(self._sequences.request(id)) for id in ended]
         if not self._scheduler.has_work:
             self._ledger.check_idle()
@@ -255,7 +247,7 @@ class Engine:
             self._workers.free(request.id)
         self._count(request)
         if request.id in self._mailboxes:
-            self._post(request, completion)
+            self._mailboxes.post(request, completion)
         return completion
 
     # -- weights, KV and state --------------------------------------------------------------------------------------
@@ -302,8 +294,8 @@ class Engine:
     def flush_cache(self) -> int:
         """Drop every cached prefix; returns the number of blocks freed. Raises NotIdle while sequences run."""
         with self._lock:
-            if self._scheduler.num_running:
-                raise NotIdle(f"cannot flush: {self._scheduler.num_running} running, {self._scheduler.num_waiting} waiting")
+            if num_running := self._scheduler.num_running:
+                raise NotIdle(f"cannot flush: {num_running} running, {self._scheduler.num_waiting} waiting")
             return self._ledger.flush()
 
     def release_kv(self) -> int:
@@ -356,40 +348,6 @@ class Engine:
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("a text prompt needs a tokenizer, and this engine has none: pass token ids")
-            prompt = self.tokenizer(prompt)["input_ids"]
-        ids = list(prompt)
-        if not ids:
-            raise ValueError("the prompt is empty")
-        vocab_size = self.model.vocab_size
-        bad = [id for id in ids if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < vocab_size]
-        if bad:
-            raise ValueError(f"prompt token ids must be integers from 0 to {vocab_size - 1}, not {bad[:5]}")
-        return ids
-
-    def _request(
-        self, id: str, prompt_ids: list[int], params: SamplingParams, options: RequestOptions, index: int, now: float
-    ) -> Request:
-        self._num_added += 1
-        if params.sampling_seed is None:
-            seed = derive_seed(self.config.seed, self._num_added)
-        else:
-            seed = derive_seed(params.sampling_seed, index)
-        detokenizer = IncrementalDetokenizer(self.tokenizer, prompt_ids, params) if self.tokenizer else None
-        request = Request(
-            TokenSequence(id, prompt_ids), params, options, index, seed, now, self._num_added, detokenizer
-        )
-        if options.logprob_start_len > len(prompt_ids):
-            raise ValueError(f"logprob_start_len {options.logprob_start_len} is beyond the {len(prompt_ids)} prompt tokens")
-        if options.logprob_start_len == 0:  # nothing comes before the first token
-            request.prompt_logprobs.append(None)
-            if options.top_logprobs_num:
-                request.prompt_top_logprobs.append(None)
-        return request
-
     def _queue(self, request: Request) -> None:
         self._sequences.add(request)
         self._scheduler.add(request)
@@ -399,7 +357,7 @@ class Engine:
     def _add_all(
         self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params], options: RequestOptions | None
     ) -> list[str]:
-        prompts = _as_list(prompts)
+        prompts = as_prompts(prompts)
         params_list = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
         if len(params_list) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params_list)} sampling_params")
@@ -411,14 +369,14 @@ class Engine:
             except ValueError:
                 self._let_go(ids)
                 raise
-            self._mailboxes.update((id, []) for id in ids)
+            self._mailboxes.open(ids)
         return ids
 
     def _let_go(self, ids: Iterable[str]) -> None:
         """Nobody waits for these any more: abort what still runs."""
         with self._lock:
             for id in ids:
-                self._mailboxes.pop(id, None)
+                self._mailboxes.close(id)
                 if id in self._sequences:
                     self.abort_request(id, message="the caller went away")
 
@@ -427,33 +385,9 @@ class Engine:
             if not is_done():
                 self.step()
 
-    def _all_done(self, ids: list[str]) -> bool:
-        return all(box and box[-1].completion is not None for box in map(self._mailboxes.__getitem__, ids))
-
-    def _has_news(self, ids: list[str]) -> bool:
-        return any(self._mailboxes[id] for id in ids)
-
     def _take_news(self, ids: list[str]) -> list[StreamChunk]:
         with self._lock:
-            chunks = [chunk for id in ids for chunk in self._mailboxes[id]]
-            for id in ids:
-                self._mailboxes[id].clear()
-            return chunks
-
-    def _post(self, request: Request, completion: Completion | None) -> None:
-        """Put what is new of a request into its mailbox."""
-        text = completion.text if completion is not None else request.text(final=False)
-        first, start = request.num_tokens_streamed, request.num_chars_streamed
-        sequence = request.sequence
-        token_ids = tuple(sequence.token_ids[sequence.num_prompt_tokens + first :])
-        if completion is None and not token_ids:
-            return
-        chunk = StreamChunk(
-            request.id, request.index, token_ids, tuple(request.logprobs[first:]), text[start:], completion
-        )
-        request.num_tokens_streamed += len(token_ids)
-        request.num_chars_streamed = max(len(text), start)
-        self._mailboxes[request.id].append(chunk)
+            return self._mailboxes.take(ids)
 
     def _count(self, request: Request) -> None:
         assert request.finish_reason is not None
@@ -464,29 +398,3 @@ class Engine:
         self.metrics.num_cached_tokens += request.num_cached_tokens
         self.metrics.num_output_tokens += request.sequence.num_output_tokens
 
-
-def _as_params(params: Params) -> SamplingParams:
-    if params is None:
-        return SamplingParams()
-    return params if isinstance(params, SamplingParams) else SamplingParams.from_dict(params)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or a list of them, as a list."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    has_one = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    return AutoTokenizer.from_pretrained(folder) if has_one else None
-
-
-def _eos_token_ids(module: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Every id that ends a sequence, by the module's generation config and the tokenizer."""
-    configured = getattr(module.generation_config, "eos_token_id", None)
-    ids = set(configured if isinstance(configured, list) else [configured])
-    if tokenizer is not None:
-        ids.add(tokenizer.eos_token_id)
-    return frozenset(id for id in ids if id is not None)

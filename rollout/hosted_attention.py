@@ -1,7 +1,7 @@
 """The attention that a hosted module calls: paged in a rollout step, packed or padded in the trainer's forward.
 
-Registered with transformers' AttentionInterface, once per path of the kernel. Both forms end in the same kernel, which is
-why the trainer's log-probabilities are the engine's. Letters: N rows, B batch, T tokens, H query heads, K KV heads,
+Registered with transformers' AttentionInterface, once per path of the kernel. Both forms end in the same kernel, which
+is why the trainer's log-probabilities are the engine's. Letters: N rows, B batch, T tokens, H query heads, K KV heads,
 D head size.
 """
 
@@ -86,8 +86,8 @@ def hosted_attention(
     batch, num_heads, num_rows, head_dim = query.shape
     if key.shape[2] != num_rows:
         raise ValueError(
-            f"{type(module).__name__} brought {key.shape[2]} keys for {num_rows} queries: the hosted attention keeps its "
-            "own KV, so call the module with use_cache=False and not through generate()"
+            f"{type(module).__name__} brought {key.shape[2]} keys for {num_rows} queries: the hosted attention keeps "
+            "its own KV, so call the module with use_cache=False and not through generate()"
         )
     rows = [t.transpose(1, 2).reshape(batch * num_rows, t.shape[1], t.shape[3]) for t in (query, key, value)]
     options = {

@@ -176,7 +176,7 @@ class HostedModel:
             raise ValueError(f"{type(self.module).__name__} cannot be hosted: {', '.join(wrong)}")
 
     def _probe(self) -> list[KVShape]:
-        """Run a few tokens through the module: every layer must come to the hosted attention, with keywords it knows."""
+        """Run a few tokens through: every layer must come to the hosted attention, with keywords it knows."""
         probe = Probe()
         ids = torch.arange(4, device=self.device) % self.vocab_size
         with self.rollout_phase(), torch.inference_mode():
@@ -184,6 +184,7 @@ class HostedModel:
         missing = sorted(set(range(self.config.num_hidden_layers)) - set(probe.layers))
         if missing:
             raise ValueError(
-                f"{type(self.module).__name__} cannot be hosted: layers {missing} do not use transformers' attention interface"
+                f"{type(self.module).__name__} cannot be hosted: layers {missing} do not use transformers' attention "
+                "interface"
             )
         return [probe.layers[index] for index in range(self.config.num_hidden_layers)]

@@ -176,7 +176,7 @@ class KVLedger:
         return num_freed
 
     def check_idle(self) -> None:
-        """With nobody admitted, free + cached must be the pool. Raises LedgerError; cheap enough for every idle moment."""
+        """With nobody admitted, free + cached must be the pool. Raises LedgerError; cheap enough for each idle time."""
         usage = self.usage
         if not self._accounts and usage.num_held:
             raise LedgerError(f"idle, but free {usage.num_free} + cached {usage.num_cached} != pool {usage.num_blocks}")

@@ -31,7 +31,7 @@ class ModelRunner:
         batch = build_batch(output, workers, requests, self._block_size, self._model.device)
         context = StepContext(batch.slots, batch.paged, self._kv_cache.keys, self._kv_cache.values)
         # A step of mid-prompt chunks needs no logits; the module wants at least one row to make them for.
-        rows = batch.logit_rows if len(batch.logit_rows) else torch.zeros(1, dtype=torch.int64, device=self._model.device)
+        rows = batch.logit_rows if len(batch.logit_rows) else batch.slots.new_zeros(1)
         logits = self._model.forward(batch.token_ids, batch.positions, rows, context)
         self.num_forwards += 1
         sampled = self._sample(batch, logits)
@@ -54,7 +54,7 @@ class ModelRunner:
         return scored
 
 
-def _result(item, sampled: Sampled | None, scored: tuple | None) -> SequenceResult:  # noqa: ANN001
+def _result(item, sampled: Sampled | None, scored: tuple | None) -> SequenceResult:
     prompt, prompt_top = scored or ((), ())
     if sampled is None:
         return SequenceResult(

@@ -48,7 +48,7 @@ class InvariantFunctions(TorchFunctionMode):
             Tensor.sigmoid: sigmoid,
         }
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204 - torch's own signature
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         return self._table.get(func, func)(*args, **(kwargs or {}))
 
 

@@ -1,7 +1,7 @@
 """Which blocks hold the KV of which token prefix: a tree with one node per full block.
 
-A node is found by the chained hash of its whole prefix, and its own tokens and parent are compared before it is used, so
-a collision can cost a hit but never serve another prefix's KV. One node per block means that no node is ever split:
+A node is found by the chained hash of its whole prefix, and its own tokens and parent are compared before it is used,
+so a collision can cost a hit but never serve another prefix's KV. One node per block means that no node is ever split:
 prefixes part ways at a block boundary or not at all.
 
 Who owns a block in the tree:

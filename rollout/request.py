@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .completion import Completion, FinishReason, TopLogprobs, WeightSpan
-from .detokenizer import IncrementalDetokenizer
+from .detokenizer import IncrementalDetokenizer, StopRegexTimeout
 from .sampling_params import SamplingParams
 from .sequence import Sequence
 
@@ -81,7 +81,12 @@ class Request:
         """Text so far: all of it when `final`, otherwise what can no longer change."""
         if self.detokenizer is None:
             return ""
-        return self.detokenizer.text if final else self.detokenizer.streamable_text
+        if final:
+            return self.detokenizer.text
+        try:
+            return self.detokenizer.streamable_text
+        except StopRegexTimeout:  # nothing new can be given out; the next token ends the request for this reason
+            return ""
 
     def completion(self, version: str, digest: str | None) -> Completion:
         """The answer as it stands; `version` and `digest` are those of the weights now."""

@@ -18,18 +18,17 @@ NOT_SUPPORTED = ("json_schema", "regex", "ebnf", "structural_tag", "beam_width")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Settings of one request. Immutable; lists are kept as tuples and string keys of `logit_bias` as
-    integers.
+    """Settings of one request. Immutable.
 
-    Construction raises ValueError that names every field with a wrong type or a value out of range.
+    `stop` and `stop_regex` take a string, a list or None too, `stop_token_ids` a list or None, `logit_bias`
+    string keys; they are kept as declared. ValueError names every field with a wrong type or a value out of
+    range.
     """
 
     max_new_tokens: int = 128  # 0: score the prompt only
-    stop: tuple[
-        str, ...
-    ] = ()  # a string, a list or None are accepted too; found in the generated text, also across tokens
-    stop_token_ids: tuple[int, ...] = ()  # a list or None are accepted too
-    stop_regex: tuple[str, ...] = ()  # like `stop`; searched in the last characters of the generated text
+    stop: tuple[str, ...] = ()  # found in the generated text, also across tokens
+    stop_token_ids: tuple[int, ...] = ()
+    stop_regex: tuple[str, ...] = ()  # searched in the last characters of the generated text
     temperature: float = 1.0  # below 1e-6: greedy
     top_p: float = 1.0  # in (0, 1]
     top_k: int = -1  # -1: all

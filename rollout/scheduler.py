@@ -199,11 +199,11 @@ class Scheduler:
     def _why_never(self, request: Request) -> str | None:
         num_known = request.sequence.num_tokens
         if num_known >= self._limits.max_model_len:
-            return f"the prompt has {num_known} tokens, which leaves no room in a context of {self._limits.max_model_len}"
+            return f"{num_known} tokens leave no room in a context of {self._limits.max_model_len}"
         usage = self._ledger.usage
         if self._ledger.num_blocks_for(num_known + 1) > usage.num_blocks:
             return (
-                f"a prompt of {num_known} tokens and one more can never fit the KV pool of {usage.num_blocks} blocks of "
+                f"{num_known} tokens and one more can never fit the KV pool of {usage.num_blocks} blocks of "
                 f"{self._ledger.block_size} tokens"
             )
         return None

@@ -10,9 +10,10 @@ import hashlib
 from collections.abc import Iterable
 
 from .completion import FinishReason
+from .detokenizer import StopRegexTimeout
 from .request import Request
 from .schedule import ScheduledSequence, ScheduleOutput, SequenceResult
-from .sequence import State, Sequence
+from .sequence import Sequence, State
 
 
 class SequenceManager:
@@ -210,7 +211,10 @@ class EngineSequenceManager(SequenceManager):
         params, num_output = request.params, request.sequence.num_output_tokens
         is_stop = token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self.eos_token_ids)
         if request.detokenizer is not None and (not is_stop or params.no_stop_trim):
-            matched = request.detokenizer.append([token_id])
+            try:
+                matched = request.detokenizer.append([token_id])
+            except StopRegexTimeout as error:  # this pattern runs wild: its request ends, the batch goes on
+                return FinishReason("abort", message=str(error))
             if matched is not None:
                 return FinishReason("stop", matched=matched.stop)
         if is_stop:

@@ -40,4 +40,5 @@ def test_sampled_logprobs_are_the_trainers_bit_for_bit(make_model, family, dtype
             logits = model(ids, use_cache=False).logits[0, completion.num_prompt_tokens - 1 : -1]
         assert logits.requires_grad
         logprobs = torch.log_softmax(logits.float() / torch.tensor([0.7]), -1)
-        assert list(completion.logprobs) == logprobs.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist()
+        chosen = logprobs.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        assert list(completion.logprobs) == chosen.tolist()

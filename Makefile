@@ -1,0 +1,35 @@
+# `make train` and `make test` work on a fresh machine; both set up .venv first, once.
+# PYTHON names the base interpreter (3.11 or newer), ARGS is passed on to the job or to pytest.
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: setup train test test-slow lint clean
+
+setup: $(STAMP)
+
+# The stamp is written last: an interrupted installation is done again, a finished one is not.
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("lockstep needs Python 3.11 or newer, %s is %d.%d: make PYTHON=..." \
+	  % (sys.executable, *sys.version_info[:2]) if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,test]'
+	@touch $@
+
+train: setup
+	$(BIN)/torchrun --nproc-per-node 2 -m lockstep.integration.grpo configs/arithmetic_cpu.toml $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+
+# pytest exits with 5 where it finds nothing to run, which is no failure here.
+test-slow: setup
+	$(BIN)/python -m pytest -q -m slow $(ARGS) || [ $$? -eq 5 ]
+
+lint: setup
+	$(BIN)/ruff check .
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

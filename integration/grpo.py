@@ -1,0 +1,90 @@
+"""The main job: GRPO under torchrun, sampling from the very model that is trained.
+
+    torchrun --nproc-per-node 2 -m lockstep.integration.grpo configs/arithmetic_cpu.toml key=value...
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from .job_config import JobConfig, load_config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the job, or with --check print its plan. Returns the exit code: 2 for what the user got wrong."""
+    parser = argparse.ArgumentParser(prog="lockstep.integration.grpo", description=__doc__)
+    parser.add_argument("config", help="a TOML file; see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
+    parser.add_argument("--check", action="store_true", help="validate the config, print the plan and stop")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of this run")
+    options = parser.parse_intermixed_args(arguments)
+    rank = os.environ.get("RANK", "0")
+    _set_up_logging(rank)
+    try:
+        config = load_config(options.config, options.overrides)
+        # Only now the heavy imports: a mistyped key is answered at once.
+        from .plan import check_job, describe_plan
+
+        num_ranks = int(os.environ.get("WORLD_SIZE", "0")) or config.run.num_ranks or 1
+        check_job(config, num_ranks)
+        if options.check:
+            print(describe_plan(config, num_ranks))
+            return 0
+    except ValueError as error:
+        # Every rank finds the same faults, before there is a process group that could hang; one of them says so.
+        return _refuse(error) if rank == "0" else 2
+    try:
+        run(config, resume=options.resume)
+    except ValueError as error:
+        return _refuse(error)
+    return 0
+
+
+def _refuse(error: ValueError) -> int:
+    print(f"lockstep: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    return 2
+
+
+def _set_up_logging(rank: str) -> None:
+    level = logging.INFO if rank == "0" else logging.WARNING
+    logging.basicConfig(level=level, format=f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s")
+    for chatty in ("httpx", "matplotlib"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def run(config: JobConfig, *, resume: bool) -> None:
+    """Train to the end. Every rank of torchrun calls it together."""
+    from .grpo_job import GrpoJob
+    from .ranks import process_group, this_rank
+
+    ranks = this_rank(config.engine.device)
+    with process_group(ranks, config.run.timeout_s):
+        if ranks.is_first:
+            prepare_folder(config.folder, resume=resume)
+        started = time.perf_counter()
+        job = GrpoJob(config, ranks, resume=resume)
+        job.run()
+        if ranks.is_first:
+            print(f"total {time.perf_counter() - started:.0f} s; results in {config.folder}", flush=True)
+
+
+def prepare_folder(folder: Path, *, resume: bool) -> None:
+    """Make the run's folder. One that is there is gone on with or, without `resume`, moved aside; never overwritten."""
+    if folder.exists() and not resume:
+        number = 1
+        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+            number += 1
+        shutil.move(folder, aside)
+        print(f"an earlier run of this name was moved to {aside}", flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""One rank of the main job. The loop is generate, score, train, commit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from ..kernels.sampling import derive_seed
+from ..rollout.completion import Completion
+from ..rollout.config import EngineConfig
+from ..rollout.engine import Engine
+from ..rollout.sampling_params import SamplingParams
+from .arithmetic import ArithmeticSpec
+from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from .grpo_loss import group_advantages
+from .job_config import JobConfig
+from .packing import Sample
+from .plan import model_spec
+from .prompts import Problem
+from .ranks import Ranks
+from .rewards import load_reward
+from .run_log import RunLog
+from .service import Commit, RolloutService
+from .task import build_task
+from .trainer import GrpoTrainer
+from .warm_start import WarmStartProgress, WarmStartSpec, warm_start
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What one step sampled on this rank."""
+
+    completions: list[Completion]
+    rewards: torch.Tensor  # float32 [prompts, group]
+
+
+class GrpoJob:
+    """Model, engine and trainer of one rank."""
+
+    def __init__(self, config: JobConfig, ranks: Ranks, *, resume: bool) -> None:
+        self.config = config
+        self.ranks = ranks
+        self.task = build_task(config)
+        self.reward = load_reward(config.reward)
+        folder = Path(config.model.path) if config.model.path else self._built_model()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[config.model.dtype])
+        self.model.to(ranks.device)
+        settings = config.engine
+        engine = Engine(
+            self.model,
+            EngineConfig(
+                kv_cache=settings.kv_cache,
+                max_num_seqs=settings.max_num_seqs,
+                max_num_batched_tokens=settings.max_num_batched_tokens,
+                invariant=settings.invariant,
+                seed=config.run.seed,
+            ),
+            tokenizer=self.tokenizer,
+        )
+        self.service = RolloutService(engine)
+        self.trainer = GrpoTrainer(self.model, self.service, config.train, config.rollout.temperature, ranks)
+        checkpoint = newest_checkpoint(config.folder / "checkpoints") if resume else None
+        self.first_step = load_checkpoint(checkpoint, self.model, self.trainer.optimizer) if checkpoint else 0
+        self._commit(self.first_step)
+
+    def run(self) -> None:
+        """Train to the last step, evaluate, save the model; rank 0 reports."""
+        config, log = self.config, None
+        before = self._accuracy_before()
+        if self.ranks.is_first:
+            log = RunLog(config.folder, config.run.num_steps, self.first_step, tensorboard=config.run.tensorboard)
+        try:
+            for step in range(self.first_step, config.run.num_steps):
+                line = self._step(step)
+                is_last = step + 1 == config.run.num_steps
+                if is_last or (step + 1) % config.run.eval_every == 0:
+                    line["heldout_accuracy"] = self.heldout_accuracy()
+                if log is not None:
+                    log.step(line)
+                if is_last or (step + 1) % config.run.checkpoint_every == 0:
+                    self._save_checkpoint(step + 1)
+        finally:
+            if log is not None:
+                log.close()
+        if log is not None:
+            self._save_model(config.folder / "model")
+            print(f"held-out accuracy: {before:.1%} before, {log.heldout_accuracy:.1%} after {config.run.num_steps} "
+                  "steps", flush=True)  # fmt: skip
+        dist.barrier()  # nobody leaves before the results stand
+
+    def _step(self, step: int) -> dict[str, object]:
+        """Generate, score, train, commit; returns the step's metrics."""
+        started = time.perf_counter()
+        rollouts = self._rollout(step)
+        rolled_out = time.perf_counter()
+        stats = self.trainer.update(self._samples(rollouts), step)
+        trained = time.perf_counter()
+        commit = self._commit(step + 1)
+        synced = time.perf_counter()
+        num_tokens = self.ranks.total(sum(c.num_completion_tokens for c in rollouts.completions))
+        rollout_s = self.ranks.largest(rolled_out - started)
+        return {
+            "step": step + 1,
+            "reward_mean": self.ranks.total(rollouts.rewards.sum().item()) / self._num_samples,
+            "logprob_gap": stats.logprob_gap,
+            "loss": stats.loss,
+            "kl": stats.kl,
+            "clip_fraction": stats.clip_fraction,
+            "grad_norm": stats.grad_norm,
+            "sync_bytes": int(self.ranks.total(commit.bytes_copied)),
+            "weight_version": commit.version,
+            "weight_digest": commit.digest,
+            "rollout_tokens_per_s": num_tokens / rollout_s,
+            "rollout_s": rollout_s,
+            "train_s": trained - rolled_out,
+            "sync_s": synced - trained,
+        }
+
+    @property
+    def _num_samples(self) -> int:
+        return self.config.rollout.prompts_per_step * self.config.rollout.group_size
+
+    def _rollout(self, step: int) -> Rollouts:
+        """Sample this rank's share of the step's prompts, a group for each, and score it."""
+        rollout, ranks = self.config.rollout, self.ranks
+        problems = list(self.task.train_problems(step, rollout.prompts_per_step))
+        mine = range(ranks.rank, len(problems), ranks.num_ranks)
+        params = [
+            SamplingParams(
+                n=rollout.group_size,
+                temperature=rollout.temperature,
+                max_new_tokens=rollout.max_new_tokens,
+                sampling_seed=derive_seed(self.config.run.seed, step, index),  # the same on any number of ranks
+            )
+            for index in mine
+        ]
+        with self.service.rollout(release_kv=True):
+            completions = self.service.engine.generate([problems[i].prompt for i in mine], params)
+        owners = [problems[i] for i in mine for _ in range(rollout.group_size)]
+        rewards = torch.tensor(self._score(owners, completions)).view(len(mine), rollout.group_size)
+        return Rollouts(completions, rewards)
+
+    def _samples(self, rollouts: Rollouts) -> list[Sample]:
+        advantages = group_advantages(rollouts.rewards, self.config.train.scale_by_std).flatten().tolist()
+        return [
+            Sample(completion.prompt_ids, completion.token_ids, completion.logprobs, advantage)
+            for completion, advantage in zip(rollouts.completions, advantages, strict=True)
+        ]
+
+    def _score(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float]:
+        pairs = zip(problems, completions, strict=True)
+        return [self.reward(problem.prompt, completion.text, problem.answer) for problem, completion in pairs]
+
+    def heldout_accuracy(self) -> float:
+        """Mean reward of greedy answers to the held-out problems, shared among the ranks."""
+        mine = list(self.task.heldout[self.ranks.rank :: self.ranks.num_ranks])
+        params = SamplingParams(temperature=0.0, max_new_tokens=self.config.rollout.max_new_tokens)
+        total = 0.0
+        if mine:
+            with self.service.rollout(release_kv=True):
+                completions = self.service.engine.generate([p.prompt for p in mine], params)
+            total = sum(self._score(mine, completions))
+        return self.ranks.total(total) / len(self.task.heldout)
+
+    def _commit(self, step: int) -> Commit:
+        """Publish the weights after `step` steps: the engine's are the trainer's, so nothing moves."""
+        return self.service.commit_in_place(str(step), source=self.model.named_parameters())
+
+    # -- what is kept -----------------------------------------------------------------------------------------------
+
+    def _accuracy_before(self) -> float:
+        """Held-out accuracy of the model that the run began with; a resumed run remembers it."""
+        path = self.config.folder / "before.json"
+        if self.first_step:
+            return json.loads(path.read_text())["heldout_accuracy"] if self.ranks.is_first else 0.0
+        accuracy = self.heldout_accuracy()
+        if self.ranks.is_first:
+            path.write_text(json.dumps({"heldout_accuracy": accuracy}) + "\n")
+        return accuracy
+
+    def _built_model(self) -> Path:
+        config = self.config
+        data = config.data
+        spec = WarmStartSpec(
+            seed=config.run.seed,
+            model=model_spec(config),
+            data=ArithmeticSpec(config.run.seed, data.min_digits, data.max_digits, data.num_heldout),
+            num_steps=config.warm_start.num_steps,
+            batch_size=config.warm_start.batch_size,
+            learning_rate=config.warm_start.learning_rate,
+        )
+        cache_dir, device = config.warm_start.cache_dir, self.ranks.device
+        return warm_start(spec, cache_dir, device=device, on_progress=_report_warm_start)
+
+    def _save_checkpoint(self, step: int) -> None:
+        if self.ranks.is_first:
+            save_checkpoint(self.config.folder / "checkpoints", step, self.model, self.trainer.optimizer)
+
+    def _save_model(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+def _report_warm_start(progress: WarmStartProgress) -> None:
+    if progress.step % 50 == 0 or progress.step == progress.num_steps:
+        logger.info("warm start %d/%d: loss %.3f", progress.step, progress.num_steps, progress.loss)

@@ -1,0 +1,130 @@
+"""The arithmetic of GRPO as pure functions of tensors: advantages, policy loss, KL estimate.
+
+Dimension letters: P prompts, G samples of one prompt; sampled tokens come in any layout, with a mask.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def group_advantages(rewards: Tensor, scale_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
+    """How much better each sample did than the others of its prompt: (reward - mean) / (std + epsilon).
+
+    rewards: [P, G], floating point. Returns [P, G]; each row sums to zero up to rounding. The standard
+    deviation is that of the population. A group whose rewards are all equal has advantages of exactly zero.
+    With `scale_by_std=False` only the mean is taken off.
+
+    Source: GRPO, Shao et al., "DeepSeekMath", 2024, section 4.1.2 (arXiv 2402.03300); without the division:
+    Liu et al., "Understanding R1-Zero-Like Training", 2025 (Dr. GRPO, arXiv 2503.20783), which shows that it
+    favours prompts that are nearly always or nearly never solved.
+    """
+    if rewards.dim() != 2 or rewards.numel() == 0 or not rewards.is_floating_point():
+        raise ValueError(
+            "rewards must be a non-empty floating-point [prompts, samples], "
+            f"not {rewards.dtype} {tuple(rewards.shape)}"
+        )
+    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    if scale_by_std:
+        centred = centred / (rewards.std(dim=1, correction=0, keepdim=True) + epsilon)
+    # Rounding of the mean leaves a residue in equal rewards, which the division would blow up.
+    is_degenerate = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
+    return centred.masked_fill(is_degenerate, 0.0)
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The loss to differentiate and, detached, what to log: shares that add up over ranks and batches."""
+
+    loss: Tensor  # scalar; this rank's share of the token mean over the whole batch, KL included
+    clip_fraction: float  # this rank's share of the fraction of tokens whose gradient the clip cut off
+    kl: float  # this rank's share of the mean KL to the reference per token; 0.0 without a reference
+    ratio_deviation: float  # largest |ratio - 1| on this rank; 0.0 exactly when behaviour and trainer agree
+
+
+def policy_loss(
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    num_tokens: int,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    reference_logprobs: Tensor | None = None,
+    kl_coefficient: float = 0.0,
+) -> PolicyLoss:
+    """Clipped token-level policy loss, -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), and KL.
+
+    logprobs (with gradient), behaviour_logprobs, advantages, reference_logprobs: one shape, one value per
+    sampled token; mask: bool, same shape, true for the tokens that count; values under a false mask never
+    matter. num_tokens: how many tokens count over all ranks and micro-batches, so that every token weighs
+    the same however the batch is cut. DDP averages gradients over ranks: back-propagate `loss` times the
+    number of ranks.
+
+    Raises ValueError for shapes that differ, a non-positive num_tokens, or a KL coefficient without a
+    reference.
+
+    Sources: clipped surrogate, Schulman et al., "Proximal Policy Optimization", 2017, eq. 7 (arXiv
+    1707.06347); separate clip bounds and the token mean over the whole batch, Yu et al., "DAPO", 2025, eq. 8
+    (arXiv 2503.14476); KL per token, Schulman, "Approximating KL Divergence", 2020, estimator k3, as in
+    DeepSeekMath, eq. 4.
+    """
+    _check_policy_loss(
+        logprobs, behaviour_logprobs, advantages, mask, num_tokens, reference_logprobs, kl_coefficient
+    )
+    log_ratio = torch.where(mask, logprobs - behaviour_logprobs.detach(), 0.0)
+    # Masked before they are multiplied: 0 * inf is not a number, and its gradient neither.
+    advantages = torch.where(mask, advantages.detach(), 0.0)
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
+    loss = -surrogate.sum() / num_tokens
+    kl = loss.new_zeros(())
+    if reference_logprobs is not None:
+        reference_log_ratio = torch.where(mask, reference_logprobs.detach() - logprobs, 0.0)
+        kl = kl_k3(reference_log_ratio).sum() / num_tokens
+        # Without this guard a coefficient of 0 would still turn an infinite estimate into NaN.
+        if kl_coefficient:
+            loss = loss + kl_coefficient * kl
+    with torch.no_grad():
+        num_clipped = (clipped * advantages < ratio * advantages).sum().item()
+        deviation = (ratio - 1.0).abs().amax().item() if ratio.numel() else 0.0
+    return PolicyLoss(
+        loss=loss, clip_fraction=num_clipped / num_tokens, kl=kl.item(), ratio_deviation=deviation
+    )
+
+
+def kl_k3(reference_log_ratio: Tensor) -> Tensor:
+    """Schulman's k3 estimate of KL(policy || reference) for tokens drawn from the policy, never negative.
+    reference_log_ratio: log p_reference - log p_policy of each token, any shape; the result has the same
+    shape.
+    """
+    return torch.expm1(reference_log_ratio) - reference_log_ratio
+
+
+def _check_policy_loss(
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    num_tokens: int,
+    reference_logprobs: Tensor | None,
+    kl_coefficient: float,
+) -> None:
+    others = {"behaviour_logprobs": behaviour_logprobs, "advantages": advantages, "mask": mask}
+    if reference_logprobs is not None:
+        others["reference_logprobs"] = reference_logprobs
+    faults = [
+        f"{name} has shape {tuple(tensor.shape)}, logprobs {tuple(logprobs.shape)}"
+        for name, tensor in others.items()
+        if tensor.shape != logprobs.shape
+    ]
+    if mask.dtype != torch.bool:
+        faults.append(f"mask must be bool, not {mask.dtype}")
+    if num_tokens < 1:
+        faults.append(f"num_tokens must be at least 1, not {num_tokens}")
+    if kl_coefficient and reference_logprobs is None:
+        faults.append(f"kl_coefficient={kl_coefficient} needs reference_logprobs")
+    if faults:
+        raise ValueError("; ".join(faults))

@@ -1,0 +1,250 @@
+"""The job's settings: TOML plus `key=value`, every fault named by its key before anything heavy is imported."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What is run, and where it is written."""
+
+    name: str  # results go to <dir>/<name>
+    dir: str = "runs"
+    seed: int = 0
+    num_ranks: int = 0  # how many ranks the config is made for; 0: any number
+    num_steps: int = 100
+    eval_every: int = 10  # steps between held-out evaluations; the first and the last step always have one
+    checkpoint_every: int = 20
+    tensorboard: bool = False
+    timeout_s: int = 120  # how long a rank waits for the others in a collective
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The model: a folder in Hugging Face format, or, without a path, a small Qwen3 that is built and warm-started."""
+
+    path: str = ""
+    dtype: str = "float32"  # or "bfloat16"
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+
+
+@dataclass(frozen=True)
+class WarmStartSettings:
+    """Supervised steps on worked examples that make the built model a weak solver; cached."""
+
+    enabled: bool = True
+    cache_dir: str = ".cache/lockstep"
+    num_steps: int = 300
+    batch_size: int = 256
+    learning_rate: float = 2e-3
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """The problems: three-digit sums made on the spot, or, with a path, one problem per line of a JSONL file."""
+
+    path: str = ""
+    heldout_path: str = ""  # JSONL too; without it every tenth problem of `path` is held out
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+    min_digits: int = 3
+    max_digits: int = 3
+    num_heldout: int = 512
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """How a step samples."""
+
+    prompts_per_step: int = 64  # over all ranks
+    group_size: int = 8  # samples of one prompt
+    max_new_tokens: int = 24
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How a step learns."""
+
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    num_warmup_steps: int = 5
+    max_grad_norm: float = 1.0
+    epochs_per_step: int = 1  # optimizer steps on each batch of samples
+    microbatch_tokens: int = 16384  # rows of one forward and backward
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coefficient: float = 0.0
+    scale_by_std: bool = True  # divide advantages by the group's standard deviation
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The engine in each rank; see `lockstep.rollout.config.EngineConfig`."""
+
+    device: str = ""  # "cpu" or "cuda"; empty: this rank's GPU if there is one
+    kv_cache: str = "auto"
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    invariant: bool = True
+
+
+@dataclass(frozen=True)
+class HttpSettings:
+    """The HTTP surface on each replica."""
+
+    port: int = 0  # 0: none
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """All settings of one training job."""
+
+    run: RunSettings
+    model: ModelSettings = field(default_factory=ModelSettings)
+    warm_start: WarmStartSettings = field(default_factory=WarmStartSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    reward: str = "lockstep.integration.rewards:exact_answer"  # module:function
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    http: HttpSettings = field(default_factory=HttpSettings)
+
+    def __post_init__(self) -> None:
+        wrong = [f"{key} {why}" for key, why in _faults(self)]
+        if wrong:
+            raise ValueError("; ".join(wrong))
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run.dir) / self.run.name
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """Read a TOML file and apply `section.key=value` overrides in order.
+
+    Values of overrides are read as TOML, and as plain text where they are not. Raises ValueError naming every unknown
+    key, missing key and wrong type at once.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"config {str(path)!r} is not TOML: {error}") from error
+    for override in overrides:
+        _apply_override(values, override)
+    faults: list[str] = []
+    config = _build(JobConfig, values, "", faults)
+    if faults:
+        raise ValueError("; ".join(faults))
+    return config
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ValueError(f"override {override!r} is not of the form key=value")
+    *sections, name = key.strip().split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"{key}: {section} is a value, not a section")
+    try:
+        values[name] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        values[name] = text
+
+
+def _build(cls: type, values: object, prefix: str, faults: list[str]) -> Any:
+    """An instance of a settings class from a mapping; faults are added to the list, and the result is None then."""
+    if not isinstance(values, Mapping):
+        faults.append(f"{prefix.rstrip('.')} must be a section, not {values!r}")
+        return None
+    known = {f.name: f for f in fields(cls)}
+    types = get_type_hints(cls)
+    before = len(faults)
+    faults += [f"unknown key {prefix}{name}" for name in values if name not in known]
+    chosen = {}
+    for name, spec in known.items():
+        if name not in values:
+            # A section without its own table still has required keys to report.
+            if spec.default is MISSING and spec.default_factory is MISSING:
+                if is_dataclass(types[name]):
+                    _build(types[name], {}, f"{prefix}{name}.", faults)
+                else:
+                    faults.append(f"missing key {prefix}{name}")
+        elif is_dataclass(types[name]):
+            chosen[name] = _build(types[name], values[name], f"{prefix}{name}.", faults)
+        else:
+            chosen[name] = _typed(values[name], types[name], f"{prefix}{name}", faults)
+    if len(faults) > before:
+        return None
+    try:
+        return cls(**chosen)
+    except ValueError as error:
+        faults.append(str(error))
+        return None
+
+
+def _typed(value: object, wanted: type, key: str, faults: list[str]) -> object:
+    """The value in the wanted type; an integer will do for a float."""
+    allowed = get_args(wanted) or (wanted,)
+    is_bool = isinstance(value, bool)
+    if float in allowed and isinstance(value, int) and not is_bool:
+        return float(value)
+    if (is_bool and bool not in allowed) or not isinstance(value, allowed):
+        names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+        faults.append(f"{key} must be {names[allowed[0]]}, not {value!r}")
+    return value
+
+
+def _faults(config: JobConfig) -> list[tuple[str, str]]:
+    """What is out of range, as (key, why)."""
+    at_least_one = {
+        "run": ("num_steps", "eval_every", "checkpoint_every", "timeout_s"),
+        "model": ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+        "warm_start": ("num_steps", "batch_size"),
+        "data": ("num_heldout",),
+        "rollout": ("prompts_per_step", "group_size", "max_new_tokens"),
+        "train": ("epochs_per_step", "microbatch_tokens"),
+        "engine": ("max_num_seqs", "max_num_batched_tokens"),
+    }
+    found = [
+        (f"{section}.{name}", f"must be at least 1, not {value}")
+        for section, names in at_least_one.items()
+        for name in names
+        if (value := getattr(getattr(config, section), name)) < 1
+    ]
+    positive = {
+        "rollout.temperature": config.rollout.temperature,
+        "train.learning_rate": config.train.learning_rate,
+        "train.max_grad_norm": config.train.max_grad_norm,
+        "warm_start.learning_rate": config.warm_start.learning_rate,
+    }
+    found += [(key, f"must be positive, not {value}") for key, value in positive.items() if not value > 0]
+    if config.rollout.group_size < 2:
+        found.append(("rollout.group_size", "must be at least 2: advantages compare the samples of a group"))
+    if config.model.dtype not in ("float32", "bfloat16"):
+        found.append(("model.dtype", f'must be "float32" or "bfloat16", not {config.model.dtype!r}'))
+    if config.run.num_ranks < 0:
+        found.append(("run.num_ranks", f"must not be negative, not {config.run.num_ranks}"))
+    if not config.run.name or "/" in config.run.name:
+        found.append(("run.name", f"must be a folder name, not {config.run.name!r}"))
+    if config.data.heldout_path and not config.data.path:
+        found.append(("data.heldout_path", "needs data.path"))
+    if config.model.path and config.warm_start.enabled:
+        found.append(("warm_start.enabled", "must be false with model.path: only the built model is warm-started"))
+    if config.http.port:
+        found.append(("http.port", "must be 0: the HTTP surface is not there yet"))
+    return found

@@ -1,0 +1,89 @@
+"""Samples laid end to end for the trainer's forward, so that no row is padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sampled sequence, as the trainer learns from it."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # sampled, at least one
+    logprobs: tuple[float, ...]  # the engine's, one per sampled token
+    advantage: float
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of its forward: the last token is predicted, never read."""
+        return len(self.prompt_ids) + len(self.token_ids) - 1
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """N rows of several sequences in one; M sampled tokens."""
+
+    input_ids: Tensor  # int64 [1, N]
+    position_ids: Tensor  # int64 [1, N]
+    cu_seq_lens: Tensor  # int32 [S + 1]: where sequences begin
+    logit_rows: Tensor  # int64 [M]: the row before each sampled token
+    targets: Tensor  # int64 [M]
+    logprobs: Tensor  # float32 [M]: the behaviour policy's
+    advantages: Tensor  # float32 [M]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.targets.shape[0]
+
+    def model_inputs(self) -> dict[str, object]:
+        """Keyword arguments of a transformers causal LM that give logits [1, M, V]."""
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "cu_seq_lens_q": self.cu_seq_lens,
+            "logits_to_keep": self.logit_rows,
+            "use_cache": False,
+        }
+
+
+def microbatches(samples: Sequence[Sample], max_rows: int) -> Iterator[list[Sample]]:
+    """Cut samples, in order, into runs of at most `max_rows` rows; a longer sample stands alone."""
+    run: list[Sample] = []
+    num_rows = 0
+    for sample in samples:
+        if run and num_rows + sample.num_rows > max_rows:
+            yield run
+            run, num_rows = [], 0
+        run.append(sample)
+        num_rows += sample.num_rows
+    if run:
+        yield run
+
+
+def pack(samples: Sequence[Sample], device: torch.device) -> PackedBatch:
+    """Lay out the samples one after another."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    starts, rows = [0], []
+    for sample in samples:
+        first = len(token_ids)
+        token_ids += (*sample.prompt_ids, *sample.token_ids[:-1])
+        positions += range(sample.num_rows)
+        rows += range(first + len(sample.prompt_ids) - 1, first + sample.num_rows)
+        starts.append(len(token_ids))
+    return PackedBatch(
+        input_ids=torch.tensor([token_ids], device=device),
+        position_ids=torch.tensor([positions], device=device),
+        cu_seq_lens=torch.tensor(starts, dtype=torch.int32, device=device),
+        logit_rows=torch.tensor(rows, device=device),
+        targets=torch.tensor([t for s in samples for t in s.token_ids], device=device),
+        logprobs=torch.tensor([p for s in samples for p in s.logprobs], dtype=torch.float32, device=device),
+        advantages=torch.tensor(
+            [s.advantage for s in samples for _ in s.token_ids], dtype=torch.float32, device=device
+        ),
+    )

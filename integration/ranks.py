@@ -1,0 +1,67 @@
+"""This process among the job's ranks, as a value that is passed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which rank this is, of how many, and on what device."""
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def total(self, value: float) -> float:
+        """Sum of one number over all ranks, on every rank."""
+        return self._reduce(value, dist.ReduceOp.SUM)
+
+    def largest(self, value: float) -> float:
+        """Largest of one number over all ranks, on every rank."""
+        return self._reduce(value, dist.ReduceOp.MAX)
+
+    def _reduce(self, value: float, op: dist.ReduceOp) -> float:
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=op)
+        return tensor.item()
+
+
+def this_rank(device: str = "") -> Ranks:
+    """From torchrun's environment; a process of its own is rank 0 of 1. Joins nothing.
+
+    Raises ValueError for a CUDA device where there is none.
+    """
+    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"engine.device is {device!r}, but this machine has no CUDA device")
+    if device == "cuda" or (not device and torch.cuda.is_available()):
+        return Ranks(rank, num_ranks, torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))))
+    return Ranks(rank, num_ranks, torch.device(device or "cpu"))
+
+
+@contextmanager
+def process_group(ranks: Ranks, timeout_s: int) -> Iterator[None]:
+    """The job's default process group: NCCL on GPUs, gloo on CPUs. A collective that waits longer than `timeout_s`
+    fails on every rank that waits."""
+    store = dist.HashStore() if "MASTER_ADDR" not in os.environ else None
+    backend = "nccl" if ranks.device.type == "cuda" else "gloo"
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
+    options = {"store": store, "rank": 0, "world_size": 1} if store is not None else {}
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **options)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,272 @@
+"""The warm start: a small model taught by worked examples until it is a weak solver, cached in Hugging Face
+format.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import tokenizers
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from .arithmetic import CONTEXT_TOKENS, ArithmeticSpec, arithmetic_problems, build_tokenizer, worked_solution
+
+FORMAT = 1  # part of the cache key: raise it when the same spec comes to mean another model
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Shape of the Qwen3 model to build. Every width is a multiple of 32, as the invariance rules need."""
+
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+
+    def __post_init__(self) -> None:
+        widths = {name: getattr(self, name) for name in ("hidden_size", "intermediate_size", "head_dim")}
+        faults = [
+            f"{name}={width} is not a positive multiple of 32"
+            for name, width in widths.items()
+            if width < 1 or width % 32
+        ]
+        if self.num_layers < 1:
+            faults.append(f"num_layers={self.num_layers} is below 1")
+        if self.num_kv_heads < 1 or self.num_heads < 1 or self.num_heads % self.num_kv_heads:
+            faults.append(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        if faults:
+            raise ValueError("; ".join(faults))
+
+
+@dataclass(frozen=True)
+class WarmStartSpec:
+    """Everything a user chooses about the warm start."""
+
+    seed: int = 0  # of the weights; the examples follow data.seed
+    model: ModelSpec = field(default_factory=ModelSpec)
+    data: ArithmeticSpec = field(default_factory=ArithmeticSpec)
+    slip_rate: float = 0.75  # how often the worked examples forget a carry
+    num_steps: int = 300
+    batch_size: int = 128  # examples a step, over all ranks
+    learning_rate: float = 4e-3  # at its peak, after `num_warmup_steps` and before a linear decay to a tenth
+    num_warmup_steps: int = 20
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{name} must be at least 1, not {getattr(self, name)}"
+            for name in ("num_steps", "batch_size", "num_warmup_steps")
+            if getattr(self, name) < 1
+        ]
+        if not 0 <= self.slip_rate <= 1:
+            faults.append(f"slip_rate must be from 0 to 1, not {self.slip_rate}")
+        if not self.learning_rate > 0:
+            faults.append(f"learning_rate must be positive, not {self.learning_rate}")
+        if not self.max_grad_norm > 0:
+            faults.append(f"max_grad_norm must be positive, not {self.max_grad_norm}")
+        if faults:
+            raise ValueError("; ".join(faults))
+
+
+@dataclass(frozen=True)
+class WarmStartProgress:
+    step: int  # finished steps
+    num_steps: int
+    loss: float  # token mean over all ranks, nats
+
+
+def warm_start(
+    spec: WarmStartSpec,
+    cache_dir: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    prepare: Callable[[Qwen3ForCausalLM], None] | None = None,
+    prepared_as: str = "",
+    on_progress: Callable[[WarmStartProgress], None] | None = None,
+) -> Path:
+    """Returns the folder of the warm-started model and tokenizer, trained first unless `cache_dir` has it.
+
+    Call it on every rank when torch.distributed is initialised: each takes its slice of every batch, rank 0
+    writes the folder, and all return once it stands. `prepare` may put other operations on the module before
+    it is trained; `prepared_as` then says which, as they change the bits of the result. `on_progress` is
+    called on every rank after every step. Leaves the random number generators as they were.
+    """
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    device = torch.device(device)
+    key = warm_start_key(spec, num_ranks, device.type, prepared_as)
+    folder = Path(cache_dir) / f"warm-start-{key}"
+    if _rank_zero_finds(folder, device):
+        return folder
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        tokenizer = build_tokenizer()
+        model = build_model(spec.model, tokenizer).to(device)
+    if prepare is not None:
+        prepare(model)
+    train_supervised(model, tokenizer, spec, on_progress)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _save(model, tokenizer, spec, folder)
+    if dist.is_initialized():
+        dist.barrier()
+    return folder
+
+
+def warm_start_key(spec: WarmStartSpec, num_ranks: int, device_type: str, prepared_as: str) -> str:
+    """A short hash of everything that determines the result's bits on one processor."""
+    determinants = {
+        "format": FORMAT,
+        "spec": asdict(spec),
+        "num_ranks": num_ranks,
+        "device_type": device_type,
+        "prepared_as": prepared_as,
+        "versions": [torch.__version__, transformers.__version__, tokenizers.__version__],
+    }
+    return hashlib.sha256(json.dumps(determinants, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def build_model(spec: ModelSpec, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """A Qwen3 model in float32, its weights drawn from torch's default generator, in eval mode."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        max_position_embeddings=CONTEXT_TOKENS,
+        tie_word_embeddings=True,
+        initializer_range=spec.hidden_size**-0.5,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def train_supervised(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    spec: WarmStartSpec,
+    on_progress: Callable[[WarmStartProgress], None] | None = None,
+) -> None:
+    """Trains `model` in place on worked solutions of training problems, and leaves it in eval mode.
+
+    The loss is the mean over completion tokens, end token included, of the whole batch over all ranks.
+    """
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    device = next(model.parameters()).device
+    data = arithmetic_problems(spec.data)
+    wrapped = DistributedDataParallel(model) if num_ranks > 1 else model
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.95), weight_decay=spec.weight_decay
+    )
+    model.train()
+    for step in range(spec.num_steps):
+        for group in optimizer.param_groups:
+            group["lr"] = spec.learning_rate * _schedule(step, spec)
+        # The examples of the warm start are numbered apart from the job's own steps.
+        problems = data.train_problems(-1 - step, spec.batch_size)
+        rng = random.Random(f"slips/{spec.data.seed}/{step}")
+        examples = [(problem.prompt, worked_solution(problem, spec.slip_rate, rng)) for problem in problems]
+        num_tokens = sum(len(tokenizer(text, add_special_tokens=False).input_ids) + 1 for _, text in examples)
+        batch = _encode(tokenizer, examples[rank::num_ranks], device)
+        logits = wrapped(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
+        ).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+        )
+        loss = loss / num_tokens
+        optimizer.zero_grad(set_to_none=True)
+        (loss * num_ranks).backward()  # DDP averages over ranks, and the loss is their sum
+        torch.nn.utils.clip_grad_norm_(model.parameters(), spec.max_grad_norm)
+        optimizer.step()
+        if on_progress is not None:
+            total = loss.detach()
+            if num_ranks > 1:
+                dist.all_reduce(total)
+            on_progress(WarmStartProgress(step=step + 1, num_steps=spec.num_steps, loss=total.item()))
+    optimizer.zero_grad(set_to_none=True)
+    model.eval()
+
+
+@dataclass(frozen=True)
+class _Batch:
+    input_ids: Tensor  # [examples, tokens], padded on the right
+    attention_mask: Tensor  # same shape, 1 for real tokens
+    labels: Tensor  # same shape, -100 where no token is to be learnt
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerFast, examples: list[tuple[str, str]], device: torch.device
+) -> _Batch:
+    prompts = [tokenizer(prompt).input_ids for prompt, _ in examples]
+    completions = [
+        [*tokenizer(completion, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        for _, completion in examples
+    ]
+    width = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
+    shape = (len(examples), width)
+    input_ids = torch.full(shape, tokenizer.pad_token_id)
+    attention_mask = torch.zeros(shape, dtype=torch.long)
+    labels = torch.full(shape, -100)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        end = len(prompt) + len(completion)
+        input_ids[row, :end] = torch.tensor(prompt + completion)
+        attention_mask[row, :end] = 1
+        labels[row, len(prompt) : end] = torch.tensor(completion)
+    return _Batch(input_ids.to(device), attention_mask.to(device), labels.to(device))
+
+
+def _schedule(step: int, spec: WarmStartSpec) -> float:
+    """Factor of the learning rate: up in a line, down in a line to a tenth."""
+    if step < spec.num_warmup_steps:
+        return (step + 1) / spec.num_warmup_steps
+    num_decay_steps = max(spec.num_steps - spec.num_warmup_steps, 1)
+    return 1.0 - 0.9 * (step - spec.num_warmup_steps) / num_decay_steps
+
+
+def _rank_zero_finds(folder: Path, device: torch.device) -> bool:
+    """Whether rank 0 sees the folder, on every rank, so that all of them take the same branch."""
+    if not dist.is_initialized():
+        return folder.is_dir()
+    found = torch.tensor([folder.is_dir()], dtype=torch.uint8, device=device)
+    dist.broadcast(found, src=0)
+    return bool(found.item())
+
+
+def _save(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, spec: WarmStartSpec, folder: Path
+) -> None:
+    """Writes the folder under another name and renames it, so that what bears its name is whole."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
+    partial.mkdir()
+    try:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        (partial / "warm_start.json").write_text(json.dumps(asdict(spec), indent=2) + "\n")
+        try:
+            os.rename(partial, folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            # Another job with the same spec was faster; its result is the same.
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,81 @@
+"""What an attention call is about: where its rows and keys lie, and how a dot product becomes a score."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """How a dot product becomes a score, and who sees whom."""
+
+    scale: float
+    window: int | None  # tokens a row sees, itself included
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class PagedStep:
+    """Where the rows of one step and their keys lie. Built once a step, used by every layer.
+
+    Raises ValueError when the tensors do not fit each other.
+    """
+
+    block_tables: Tensor  # [S, max_blocks] int32 ids; entries beyond the context are not read
+    query_start: (
+        Tensor  # [S + 1] int32, row offsets: sequence s owns rows [query_start[s], query_start[s + 1])
+    )
+    context_lens: Tensor  # [S] int32, tokens in the KV cache, this step's rows included
+
+    def __post_init__(self) -> None:
+        tensors = {
+            "block_tables": self.block_tables,
+            "query_start": self.query_start,
+            "context_lens": self.context_lens,
+        }
+        wrong = [f"{name} is {t.dtype}, not int32" for name, t in tensors.items() if t.dtype != torch.int32]
+        wrong += [
+            f"{name} has {t.dim()} dimensions, not {dims}"
+            for (name, t), dims in zip(tensors.items(), (2, 1, 1), strict=True)
+            if t.dim() != dims
+        ]
+        if not wrong:
+            num_sequences = self.context_lens.shape[0]
+            if self.block_tables.shape[0] != num_sequences or self.query_start.shape[0] != num_sequences + 1:
+                wrong.append(
+                    f"block_tables {list(self.block_tables.shape)}, "
+                    f"query_start {list(self.query_start.shape)} and context_lens "
+                    f"{list(self.context_lens.shape)} speak of different numbers of sequences"
+                )
+            wrong += [
+                f"{name} is not contiguous" for name, t in tensors.items() if t.numel() and t.stride(-1) != 1
+            ]
+        if len({t.device for t in tensors.values()}) > 1:
+            wrong.append(f"devices differ: { ({name: str(t.device) for name, t in tensors.items()}) }")
+        if wrong:
+            raise ValueError("PagedStep: " + "; ".join(wrong))
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """PagedStep, or with two Nones the packed sequences of `varlen_attention`: what the paths take."""
+
+    query_start: Tensor
+    context_lens: Tensor | None
+    block_tables: Tensor | None
+
+
+def refuse_layout(sequence: int, layout: RowLayout, num_rows: int) -> None:
+    """Raises ValueError for a sequence that does not fit the step; -1 stands for the row offsets."""
+    starts = layout.query_start.tolist()
+    if sequence < 0:
+        raise ValueError(
+            f"query_start runs from {starts[0]} to {starts[-1]}, but the query has {num_rows} rows"
+        )
+    message = f"sequence {sequence}: rows {starts[sequence]} to {starts[sequence + 1]}"
+    if layout.context_lens is not None and layout.block_tables is not None:
+        message += (
+            f", context {int(layout.context_lens[sequence])}, blocks {layout.block_tables[sequence].tolist()}"
+        )
+    raise ValueError(message + " do not fit the query and the cache")

@@ -1,0 +1,102 @@
+"""From what a caller passes to requests: prompts, settings, seeds, checked before anything is queued."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ..kernels.sampling import derive_seed
+from .detokenizer import IncrementalDetokenizer
+from .request import Request, RequestOptions
+from .sampling_params import SamplingParams
+from .sequence import Sequence as TokenSequence
+
+Prompt = str | Sequence[int]
+Params = SamplingParams | Mapping[str, object] | None
+
+
+class Intake:
+    """Makes requests; counts them, so that each has a place in the order of arrival and a seed of its own."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._seed = seed
+        self._num_made = 0
+
+    def requests(
+        self, prompt: Prompt, params: Params, options: RequestOptions | None, ids: Sequence[str]
+    ) -> list[Request]:
+        """One request per id: the prompt's samples. Raises ValueError for a bad prompt or setting."""
+        params, options = as_params(params), options or RequestOptions()
+        prompt_ids = self._prompt_ids(prompt)
+        if self._tokenizer is None and params.needs_text:
+            raise ValueError("stop strings need a tokenizer, and this engine has none")
+        if options.logprob_start_len > len(prompt_ids):
+            start = options.logprob_start_len
+            raise ValueError(f"logprob_start_len {start} is beyond the {len(prompt_ids)} prompt tokens")
+        now = time.monotonic()
+        return [self._request(id, prompt_ids, params, options, index, now) for index, id in enumerate(ids)]
+
+    def _request(
+        self, id: str, prompt_ids: list[int], params: SamplingParams, options: RequestOptions, index: int, now: float
+    ) -> Request:
+        self._num_made += 1
+        if params.sampling_seed is None:
+            seed = derive_seed(self._seed, self._num_made)
+        else:
+            seed = derive_seed(params.sampling_seed, index)
+        detokenizer = IncrementalDetokenizer(self._tokenizer, prompt_ids, params) if self._tokenizer else None
+        sequence = TokenSequence(id, prompt_ids)
+        request = Request(sequence, params, options, index, seed, now, self._num_made, detokenizer)
+        if options.logprob_start_len == 0:  # nothing comes before the first token
+            request.prompt_logprobs.append(None)
+            if options.top_logprobs_num:
+                request.prompt_top_logprobs.append(None)
+        return request
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise ValueError("a text prompt needs a tokenizer, and this engine has none: pass token ids")
+            prompt = self._tokenizer(prompt)["input_ids"]
+        ids = list(prompt)
+        if not ids:
+            raise ValueError("the prompt is empty")
+        bad = [id for id in ids if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < self._vocab_size]
+        if bad:
+            raise ValueError(f"prompt token ids must be integers from 0 to {self._vocab_size - 1}, not {bad[:5]}")
+        return ids
+
+
+def as_params(params: Params) -> SamplingParams:
+    """Sampling parameters from whatever a caller passed. Raises ValueError naming every fault."""
+    if params is None:
+        return SamplingParams()
+    return params if isinstance(params, SamplingParams) else SamplingParams.from_dict(params)
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or a list of them, as a list."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The folder's tokenizer, or None where it has none."""
+    has_one = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    return AutoTokenizer.from_pretrained(folder) if has_one else None
+
+
+def find_eos_token_ids(module: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """Every id that ends a sequence, by the module's generation config and the tokenizer."""
+    configured = getattr(module.generation_config, "eos_token_id", None)
+    ids = set(configured if isinstance(configured, list) else [configured])
+    if tokenizer is not None:
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(id for id in ids if id is not None)

@@ -1,0 +1,233 @@
+"""The model digest: a SHA-256 tree over named tensors that every layout of one model agrees on.
+
+Letters used in shapes: L leading entries (experts), R rows, C columns, each as one number;
+a cell is r rows by c columns, and a tile is a contiguous piece of a cell.
+
+Every tensor is cut by a grid that depends on its shape alone. The last two dimensions are cut into cells so
+that any shard of 1, 2, 4, 8 or 16 ways along either (where that divides it) owns whole cells; leading
+dimensions are cut into single entries. A cell, read row by row, is cut further into tiles of at most 16,384
+elements. Leaves are the SHA-256 of the tiles' raw bytes (little-endian, as in memory), cell after cell in
+row-major order. Ranks exchange leaves only:
+`shard_leaves` on each rank and `merge_leaves` anywhere give the same root as `tensor_leaves` on the whole
+tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+MAX_WAYS = 16
+MAX_TILE_ELEMENTS = 16_384
+CHUNK_BYTES = 2 << 20  # copied at once, except that one cell is never split; small enough to stay in a cache
+MIN_BYTES_FOR_THREADS = 32 << 20  # below this, starting threads costs more than they save
+
+
+@dataclass(frozen=True)
+class TileGrid:
+    """How a tensor of one shape is cut; see the module's docstring for the letters."""
+
+    leading: int  # L, the product of all dimensions but the last two
+    cell_rows: int  # cells along the rows
+    cell_cols: int  # cells along the columns
+    rows: int  # r, rows of one cell
+    cols: int  # c, columns of one cell
+    tile_bounds: tuple[tuple[int, int], ...]  # first and last + 1 element of each tile inside a cell
+
+    @property
+    def num_cells(self) -> int:
+        return self.leading * self.cell_rows * self.cell_cols
+
+    @property
+    def num_tiles(self) -> int:
+        """Leaves of the tensor; 0 where it has no element."""
+        return self.num_cells * len(self.tile_bounds)
+
+
+def tile_grid(shape: Sequence[int]) -> TileGrid:
+    """The grid of a shape, a pure function of it. A vector counts as one row, a scalar as one element."""
+    *leading, rows, cols = (1, 1, *shape) if len(shape) < 2 else shape
+    num_leading = math.prod(leading)
+    if 0 in (num_leading, rows, cols):
+        return TileGrid(num_leading, 0, 0, 0, 0, ())
+    ways_rows, ways_cols = math.gcd(rows, MAX_WAYS), math.gcd(cols, MAX_WAYS)
+    r, c = rows // ways_rows, cols // ways_cols
+    # Whole rows together where a row fits into a tile, pieces of single rows where it does not.
+    spans = [(0, r * c)] if c <= MAX_TILE_ELEMENTS else [(i * c, (i + 1) * c) for i in range(r)]
+    step = MAX_TILE_ELEMENTS // c * c or MAX_TILE_ELEMENTS
+    bounds = tuple((i, min(i + step, stop)) for start, stop in spans for i in range(start, stop, step))
+    return TileGrid(num_leading, ways_rows, ways_cols, r, c, bounds)
+
+
+def tensor_leaves(tensor: Tensor) -> list[bytes]:
+    """SHA-256 of each tile of a whole tensor, in order. Any dtype, device and strides; does not change the
+    tensor."""
+    grid = tile_grid(tensor.shape)
+    return [leaf for block in _blocks(tensor, grid) for leaf in _block_leaves(block, grid)]
+
+
+def shard_leaves(tensor: Tensor, full_shape: Sequence[int], offsets: Sequence[int]) -> dict[int, bytes]:
+    """Leaves of the part of a tensor that starts at `offsets` of `full_shape`, by their index in the whole
+    tensor.
+
+    Raises ValueError, naming every dimension, where the part leaves the full shape or cuts through a cell.
+    """
+    grid = tile_grid(full_shape)
+    if not len(tensor.shape) == len(full_shape) == len(offsets):
+        shapes = f"shard {list(tensor.shape)}, full shape {list(full_shape)}, offsets {list(offsets)}"
+        raise ValueError(f"{shapes}: they differ in rank")
+    if tensor.numel() == 0:
+        return {}
+    units = (*(1 for _ in full_shape[:-2]), grid.rows, grid.cols)[-len(full_shape) :] if full_shape else ()
+    wrong = [
+        f"dim {d}: [{start}, {start + size}) of {full} must lie on multiples of {unit}"
+        for d, (size, full, start, unit) in enumerate(
+            zip(tensor.shape, full_shape, offsets, units, strict=True)
+        )
+        if start < 0 or start + size > full or start % unit or size % unit
+    ]
+    if wrong:
+        raise ValueError(f"shard of {list(full_shape)} does not own whole cells: " + "; ".join(wrong))
+    *lead, rows, cols = (1, 1, *tensor.shape)[-max(2, tensor.dim()) :]
+    *lead_start, row_start, col_start = (0, 0, *offsets)[-max(2, tensor.dim()) :]
+    entries = torch.arange(grid.leading).reshape(full_shape[:-2])
+    for d, (start, size) in enumerate(zip(lead_start, lead, strict=True)):
+        entries = entries.narrow(d, start, size)
+    part = TileGrid(
+        entries.numel(), rows // grid.rows, cols // grid.cols, grid.rows, grid.cols, grid.tile_bounds
+    )
+    indices = (
+        ((entry * grid.cell_rows + i) * grid.cell_cols + j) * len(grid.tile_bounds) + t
+        for entry in entries.flatten().tolist()
+        for i in range(row_start // grid.rows, row_start // grid.rows + part.cell_rows)
+        for j in range(col_start // grid.cols, col_start // grid.cols + part.cell_cols)
+        for t in range(len(grid.tile_bounds))
+    )
+    leaves = (leaf for block in _blocks(tensor, part) for leaf in _block_leaves(block, part))
+    return dict(zip(indices, leaves, strict=True))
+
+
+def merge_leaves(shape: Sequence[int], parts: Iterable[Mapping[int, bytes]]) -> list[bytes]:
+    """Leaves of a whole tensor of `shape` from those of its shards; replicas may overlap.
+
+    Raises ValueError naming tiles that are missing, unknown, or that two shards disagree about.
+    """
+    num_tiles = tile_grid(shape).num_tiles
+    merged: dict[int, bytes] = {}
+    differing: set[int] = set()
+    for part in parts:
+        differing.update(index for index, leaf in part.items() if merged.setdefault(index, leaf) != leaf)
+    problems = {
+        "missing": [i for i in range(num_tiles) if i not in merged],
+        "unknown": sorted(i for i in merged if not 0 <= i < num_tiles),
+        "differing": sorted(differing),
+    }
+    if any(problems.values()):
+        listed = "; ".join(f"{what} tiles {_abridged(tiles)}" for what, tiles in problems.items() if tiles)
+        raise ValueError(
+            f"leaves do not make a tensor of shape {list(shape)} with {num_tiles} tiles: {listed}"
+        )
+    return [merged[i] for i in range(num_tiles)]
+
+
+def tensor_root(name: str, dtype: torch.dtype, shape: Sequence[int], leaves: Sequence[bytes]) -> bytes:
+    """SHA-256 over length-prefixed name, dtype, shape and leaves: 32 bytes. Raises ValueError for a wrong
+    leaf count."""
+    num_tiles = tile_grid(shape).num_tiles
+    if len(leaves) != num_tiles:
+        raise ValueError(f"{name}: a tensor of shape {list(shape)} has {num_tiles} tiles, not {len(leaves)}")
+    fields = [
+        name.encode(),
+        str(dtype).removeprefix("torch.").encode(),
+        struct.pack(f"<{len(shape)}Q", *shape),
+    ]
+    header = b"".join(struct.pack("<Q", len(field)) + field for field in fields)
+    return hashlib.sha256(header + struct.pack("<Q", len(leaves)) + b"".join(leaves)).digest()
+
+
+def model_root(roots: Iterable[tuple[str, bytes]]) -> str:
+    """Hex digest of a model from its (name, tensor root) pairs in any order. Raises ValueError for duplicate
+    names."""
+    pairs = sorted(roots)
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"tensors named more than once: {', '.join(sorted({n for n in names if names.count(n) > 1}))}"
+        )
+    return hashlib.sha256(struct.pack("<Q", len(pairs)) + b"".join(root for _, root in pairs)).hexdigest()
+
+
+def model_digest(named_tensors: NamedTensors, num_threads: int | None = None) -> str:
+    """Hex digest of whole tensors; the same whatever their order, devices or strides and however many threads
+    hash.
+
+    `num_threads` None takes up to 8 of the cores this process may use, or one where the model is small.
+    """
+    tensors = list(named_tensors)
+    if num_threads is None:
+        num_bytes = sum(t.numel() * t.element_size() for _, t in tensors)
+        num_threads = min(8, len(os.sched_getaffinity(0))) if num_bytes >= MIN_BYTES_FOR_THREADS else 1
+    grids = [tile_grid(t.shape) for _, t in tensors]
+    leaves: list[list[bytes]] = [[] for _ in tensors]
+    work = (
+        (k, block, grids[k]) for k, (_, tensor) in enumerate(tensors) for block in _blocks(tensor, grids[k])
+    )
+    if num_threads == 1:
+        for k, block, grid in work:
+            leaves[k] += _block_leaves(block, grid)
+    else:
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="digest") as pool:
+            hashed = pool.map(lambda item: (item[0], _block_leaves(item[1], item[2])), work)
+            for k, block_leaves in hashed:
+                leaves[k] += block_leaves
+    return model_root(
+        (name, tensor_root(name, tensor.dtype, tensor.shape, tensor_leaves_))
+        for (name, tensor), tensor_leaves_ in zip(tensors, leaves, strict=True)
+    )
+
+
+def _blocks(tensor: Tensor, grid: TileGrid) -> Iterator[Tensor]:
+    """Views [k, r, m, c] of the tensor, k * m whole cells each, in the order of the cells and of bounded
+    size."""
+    if grid.num_tiles == 0:
+        return
+    rows = (
+        tensor.detach().contiguous().view(grid.leading * grid.cell_rows, grid.rows, grid.cell_cols, grid.cols)
+    )
+    row_bytes = rows[0].numel() * rows.element_size()
+    if row_bytes <= CHUNK_BYTES:
+        yield from rows.split(CHUNK_BYTES // row_bytes)
+    else:
+        for row in rows:
+            yield from row.unsqueeze(0).split(max(1, CHUNK_BYTES * grid.cell_cols // row_bytes), dim=2)
+
+
+def _block_leaves(block: Tensor, grid: TileGrid) -> list[bytes]:
+    """Hash the tiles of one block [k, r, m, c]. One copy where its cells are not contiguous or not on the
+    CPU."""
+    cells = block.permute(0, 2, 1, 3).contiguous().cpu()
+    raw = memoryview(cells.view(-1).view(torch.uint8).numpy())
+    size, sha256 = cells.element_size(), hashlib.sha256
+    cell_bytes = grid.rows * grid.cols * size
+    if len(grid.tile_bounds) == 1:
+        return [sha256(raw[i : i + cell_bytes]).digest() for i in range(0, len(raw), cell_bytes)]
+    bounds = [(start * size, stop * size) for start, stop in grid.tile_bounds]
+    return [
+        sha256(raw[i + start : i + stop]).digest()
+        for i in range(0, len(raw), cell_bytes)
+        for start, stop in bounds
+    ]
+
+
+def _abridged(tiles: Sequence[int]) -> str:
+    return ", ".join(map(str, tiles[:8])) + (f" and {len(tiles) - 8} more" if len(tiles) > 8 else "")
