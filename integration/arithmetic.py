@@ -31,9 +31,7 @@ class ArithmeticSpec:
     def __post_init__(self) -> None:
         faults = []
         if not 2 <= self.min_digits <= self.max_digits <= 9:
-            faults.append(
-                f"2 <= min_digits <= max_digits <= 9 is needed, not {self.min_digits} and {self.max_digits}"
-            )
+            faults.append(f"2 <= min_digits <= max_digits <= 9 is needed, not {self.min_digits} and {self.max_digits}")
         if self.num_heldout < 1:
             faults.append(f"num_heldout must be at least 1, not {self.num_heldout}")
         if self.heldout_one_in < 2:
@@ -43,9 +41,7 @@ class ArithmeticSpec:
             num_expected = num_operands * (num_operands + 1) // 2 // self.heldout_one_in
             # Drawing without repetition slows down as the pool empties.
             if self.num_heldout * 2 > num_expected:
-                faults.append(
-                    f"num_heldout={self.num_heldout} is over half of about {num_expected} held-out pairs"
-                )
+                faults.append(f"num_heldout={self.num_heldout} is over half of about {num_expected} held-out pairs")
         if faults:
             raise ValueError("; ".join(faults))
 
@@ -105,9 +101,7 @@ def _problem(a: int, b: int) -> Problem:
     return Problem(prompt=f"What is {a} + {b}?\n", answer=str(a + b))
 
 
-def _draw_pairs(
-    spec: ArithmeticSpec, stream: str, num_pairs: int, wants_heldout: bool
-) -> list[tuple[int, int]]:
+def _draw_pairs(spec: ArithmeticSpec, stream: str, num_pairs: int, wants_heldout: bool) -> list[tuple[int, int]]:
     # A string seed is hashed with SHA-512, the same on every platform and in every process.
     rng = random.Random(f"arithmetic/{stream}")
     drawn: dict[tuple[int, int], tuple[int, int]] = {}

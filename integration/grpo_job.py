@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from ..kernels.sampling import derive_seed
 from ..rollout.completion import Completion
-from ..rollout.config import EngineConfig
 from ..rollout.engine import Engine
 from ..rollout.sampling_params import SamplingParams
 from .arithmetic import ArithmeticSpec
@@ -23,7 +23,7 @@ from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from .grpo_loss import group_advantages
 from .job_config import JobConfig
 from .packing import Sample
-from .plan import model_spec
+from .plan import engine_config, model_spec
 from .prompts import Problem
 from .ranks import Ranks
 from .rewards import load_reward
@@ -50,6 +50,7 @@ class GrpoJob:
     """Model, engine and trainer of one rank."""
 
     def __init__(self, config: JobConfig, ranks: Ranks, *, resume: bool) -> None:
+        transformers_logging.disable_progress_bar()  # one bar, ours
         self.config = config
         self.ranks = ranks
         self.task = build_task(config)
@@ -58,18 +59,7 @@ class GrpoJob:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[config.model.dtype])
         self.model.to(ranks.device)
-        settings = config.engine
-        engine = Engine(
-            self.model,
-            EngineConfig(
-                kv_cache=settings.kv_cache,
-                max_num_seqs=settings.max_num_seqs,
-                max_num_batched_tokens=settings.max_num_batched_tokens,
-                invariant=settings.invariant,
-                seed=config.run.seed,
-            ),
-            tokenizer=self.tokenizer,
-        )
+        engine = Engine(self.model, engine_config(config), tokenizer=self.tokenizer)
         self.service = RolloutService(engine)
         self.trainer = GrpoTrainer(self.model, self.service, config.train, config.rollout.temperature, ranks)
         checkpoint = newest_checkpoint(config.folder / "checkpoints") if resume else None
@@ -150,8 +140,11 @@ class GrpoJob:
         with self.service.rollout(release_kv=True):
             completions = self.service.engine.generate([problems[i].prompt for i in mine], params)
         owners = [problems[i] for i in mine for _ in range(rollout.group_size)]
-        rewards = torch.tensor(self._score(owners, completions)).view(len(mine), rollout.group_size)
-        return Rollouts(completions, rewards)
+        rewards = torch.tensor(self._score(owners, completions))
+        if rollout.shuffle_rewards:
+            generator = torch.Generator().manual_seed(derive_seed(self.config.run.seed, step, ranks.rank))
+            rewards = rewards[torch.randperm(len(rewards), generator=generator)]
+        return Rollouts(completions, rewards.view(len(mine), rollout.group_size))
 
     def _samples(self, rollouts: Rollouts) -> list[Sample]:
         advantages = group_advantages(rollouts.rewards, self.config.train.scale_by_std).flatten().tolist()
@@ -201,6 +194,7 @@ class GrpoJob:
             num_steps=config.warm_start.num_steps,
             batch_size=config.warm_start.batch_size,
             learning_rate=config.warm_start.learning_rate,
+            slip_rate=config.warm_start.slip_rate,
         )
         cache_dir, device = config.warm_start.cache_dir, self.ranks.device
         return warm_start(spec, cache_dir, device=device, on_progress=_report_warm_start)

@@ -22,8 +22,7 @@ def group_advantages(rewards: Tensor, scale_by_std: bool = True, epsilon: float 
     """
     if rewards.dim() != 2 or rewards.numel() == 0 or not rewards.is_floating_point():
         raise ValueError(
-            "rewards must be a non-empty floating-point [prompts, samples], "
-            f"not {rewards.dtype} {tuple(rewards.shape)}"
+            f"rewards must be a non-empty floating-point [prompts, samples], not {rewards.dtype} {tuple(rewards.shape)}"
         )
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     if scale_by_std:
@@ -70,9 +69,7 @@ def policy_loss(
     (arXiv 2503.14476); KL per token, Schulman, "Approximating KL Divergence", 2020, estimator k3, as in
     DeepSeekMath, eq. 4.
     """
-    _check_policy_loss(
-        logprobs, behaviour_logprobs, advantages, mask, num_tokens, reference_logprobs, kl_coefficient
-    )
+    _check_policy_loss(logprobs, behaviour_logprobs, advantages, mask, num_tokens, reference_logprobs, kl_coefficient)
     log_ratio = torch.where(mask, logprobs - behaviour_logprobs.detach(), 0.0)
     # Masked before they are multiplied: 0 * inf is not a number, and its gradient neither.
     advantages = torch.where(mask, advantages.detach(), 0.0)
@@ -90,9 +87,7 @@ def policy_loss(
     with torch.no_grad():
         num_clipped = (clipped * advantages < ratio * advantages).sum().item()
         deviation = (ratio - 1.0).abs().amax().item() if ratio.numel() else 0.0
-    return PolicyLoss(
-        loss=loss, clip_fraction=num_clipped / num_tokens, kl=kl.item(), ratio_deviation=deviation
-    )
+    return PolicyLoss(loss=loss, clip_fraction=num_clipped / num_tokens, kl=kl.item(), ratio_deviation=deviation)
 
 
 def kl_k3(reference_log_ratio: Tensor) -> Tensor:

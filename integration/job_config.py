@@ -17,7 +17,7 @@ class RunSettings:
     dir: str = "runs"
     seed: int = 0
     num_ranks: int = 0  # how many ranks the config is made for; 0: any number
-    num_steps: int = 100
+    num_steps: int = 80
     eval_every: int = 10  # steps between held-out evaluations; the first and the last step always have one
     checkpoint_every: int = 20
     tensorboard: bool = False
@@ -31,7 +31,7 @@ class ModelSettings:
     path: str = ""
     dtype: str = "float32"  # or "bfloat16"
     hidden_size: int = 128
-    intermediate_size: int = 384
+    intermediate_size: int = 256
     num_layers: int = 4
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -45,8 +45,9 @@ class WarmStartSettings:
     enabled: bool = True
     cache_dir: str = ".cache/lockstep"
     num_steps: int = 300
-    batch_size: int = 256
-    learning_rate: float = 2e-3
+    batch_size: int = 128  # examples, over all ranks
+    learning_rate: float = 4e-3
+    slip_rate: float = 0.75  # how often the worked examples forget a carry
 
 
 @dataclass(frozen=True)
@@ -66,19 +67,20 @@ class DataSettings:
 class RolloutSettings:
     """How a step samples."""
 
-    prompts_per_step: int = 64  # over all ranks
-    group_size: int = 8  # samples of one prompt
-    max_new_tokens: int = 24
+    prompts_per_step: int = 32  # over all ranks
+    group_size: int = 16  # samples of one prompt
+    max_new_tokens: int = 16
     temperature: float = 1.0
+    shuffle_rewards: bool = False  # a control: rewards are dealt out at random among the samples of a step
 
 
 @dataclass(frozen=True)
 class TrainSettings:
     """How a step learns."""
 
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-5
     weight_decay: float = 0.0
-    num_warmup_steps: int = 5
+    num_warmup_steps: int = 10
     max_grad_norm: float = 1.0
     epochs_per_step: int = 1  # optimizer steps on each batch of samples
     microbatch_tokens: int = 16384  # rows of one forward and backward
@@ -237,6 +239,8 @@ def _faults(config: JobConfig) -> list[tuple[str, str]]:
         found.append(("rollout.group_size", "must be at least 2: advantages compare the samples of a group"))
     if config.model.dtype not in ("float32", "bfloat16"):
         found.append(("model.dtype", f'must be "float32" or "bfloat16", not {config.model.dtype!r}'))
+    if not 0 <= config.warm_start.slip_rate <= 1:
+        found.append(("warm_start.slip_rate", f"must be from 0 to 1, not {config.warm_start.slip_rate}"))
     if config.run.num_ranks < 0:
         found.append(("run.num_ranks", f"must not be negative, not {config.run.num_ranks}"))
     if not config.run.name or "/" in config.run.name:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from ..rollout.config import EngineConfig
 from .arithmetic import CONTEXT_TOKENS, build_tokenizer
 from .job_config import JobConfig
 from .rewards import load_reward
@@ -20,6 +22,18 @@ def model_spec(config: JobConfig) -> ModelSpec:
     return ModelSpec(m.hidden_size, m.intermediate_size, m.num_layers, m.num_heads, m.num_kv_heads, m.head_dim)
 
 
+def engine_config(config: JobConfig) -> EngineConfig:
+    """How each rank's engine is set up. Raises ValueError naming what is out of range."""
+    settings = config.engine
+    return EngineConfig(
+        kv_cache=settings.kv_cache,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        invariant=settings.invariant,
+        seed=config.run.seed,
+    )
+
+
 def check_job(config: JobConfig, num_ranks: int) -> None:
     """Look at everything that can be wrong before a process group exists. Raises ValueError in one line."""
     wrong = []
@@ -27,8 +41,12 @@ def check_job(config: JobConfig, num_ranks: int) -> None:
         wrong.append(f"run.num_ranks is {config.run.num_ranks}, but torchrun started {num_ranks}")
     if config.rollout.prompts_per_step % num_ranks:
         wrong.append(f"rollout.prompts_per_step={config.rollout.prompts_per_step} does not divide by {num_ranks} ranks")
+    needed = ["matplotlib"] + ["tensorboard"] * config.run.tensorboard
+    if absent := [name for name in needed if importlib.util.find_spec(name) is None]:
+        wrong.append(f"{' and '.join(absent)} must be installed for the run's plots and logs: pip install lockstep[train]")
     if wrong:
         raise ValueError("; ".join(wrong))
+    engine_config(config)
     load_reward(config.reward)
     model_spec(config)
     task = build_task(config)

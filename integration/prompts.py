@@ -14,9 +14,7 @@ class Problem:
     source: str = field(default="", compare=False)  # "file:line" to name in errors; empty if made on the spot
 
 
-def load_problems(
-    path: str | Path, prompt_field: str = "prompt", answer_field: str = "answer"
-) -> list[Problem]:
+def load_problems(path: str | Path, prompt_field: str = "prompt", answer_field: str = "answer") -> list[Problem]:
     """Reads one problem per line of a UTF-8 JSONL file, in file order.
 
     Each line is an object holding both fields as strings; further fields are ignored. An answer may also be
@@ -98,9 +96,7 @@ def draw_problems(problems: Sequence[Problem], seed: int, step: int, num_problem
     if not problems:
         raise ValueError("there are no problems to draw from")
     if step < 0 or num_problems < 1:
-        raise ValueError(
-            f"step must be at least 0 and num_problems at least 1, not {step} and {num_problems}"
-        )
+        raise ValueError(f"step must be at least 0 and num_problems at least 1, not {step} and {num_problems}")
     drawn: list[Problem] = []
     epoch, offset = divmod(step * num_problems, len(problems))
     while len(drawn) < num_problems:

@@ -38,12 +38,17 @@ class Ranks:
         return tensor.item()
 
 
+def is_launched() -> bool:
+    """Whether torchrun, or something that sets the same variables, started this process."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+
+
 def this_rank(device: str = "") -> Ranks:
     """From torchrun's environment; a process of its own is rank 0 of 1. Joins nothing.
 
     Raises ValueError for a CUDA device where there is none.
     """
-    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, num_ranks = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if is_launched() else (0, 1)
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"engine.device is {device!r}, but this machine has no CUDA device")
     if device == "cuda" or (not device and torch.cuda.is_available()):
@@ -55,7 +60,7 @@ def this_rank(device: str = "") -> Ranks:
 def process_group(ranks: Ranks, timeout_s: int) -> Iterator[None]:
     """The job's default process group: NCCL on GPUs, gloo on CPUs. A collective that waits longer than `timeout_s`
     fails on every rank that waits."""
-    store = dist.HashStore() if "MASTER_ADDR" not in os.environ else None
+    store = None if is_launched() else dist.HashStore()
     backend = "nccl" if ranks.device.type == "cuda" else "gloo"
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)

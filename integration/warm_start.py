@@ -186,9 +186,7 @@ def train_supervised(
         examples = [(problem.prompt, worked_solution(problem, spec.slip_rate, rng)) for problem in problems]
         num_tokens = sum(len(tokenizer(text, add_special_tokens=False).input_ids) + 1 for _, text in examples)
         batch = _encode(tokenizer, examples[rank::num_ranks], device)
-        logits = wrapped(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
-        ).logits
+        logits = wrapped(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
         )
@@ -197,10 +195,10 @@ def train_supervised(
         (loss * num_ranks).backward()  # DDP averages over ranks, and the loss is their sum
         torch.nn.utils.clip_grad_norm_(model.parameters(), spec.max_grad_norm)
         optimizer.step()
+        total = loss.detach()
+        if num_ranks > 1:  # on every rank, also where nobody listens: the others wait for it
+            dist.all_reduce(total)
         if on_progress is not None:
-            total = loss.detach()
-            if num_ranks > 1:
-                dist.all_reduce(total)
             on_progress(WarmStartProgress(step=step + 1, num_steps=spec.num_steps, loss=total.item()))
     optimizer.zero_grad(set_to_none=True)
     model.eval()
@@ -213,9 +211,7 @@ class _Batch:
     labels: Tensor  # same shape, -100 where no token is to be learnt
 
 
-def _encode(
-    tokenizer: PreTrainedTokenizerFast, examples: list[tuple[str, str]], device: torch.device
-) -> _Batch:
+def _encode(tokenizer: PreTrainedTokenizerFast, examples: list[tuple[str, str]], device: torch.device) -> _Batch:
     prompts = [tokenizer(prompt).input_ids for prompt, _ in examples]
     completions = [
         [*tokenizer(completion, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
@@ -251,9 +247,7 @@ def _rank_zero_finds(folder: Path, device: torch.device) -> bool:
     return bool(found.item())
 
 
-def _save(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, spec: WarmStartSpec, folder: Path
-) -> None:
+def _save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, spec: WarmStartSpec, folder: Path) -> None:
     """Writes the folder under another name and renames it, so that what bears its name is whole."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")

@@ -28,11 +28,13 @@ def selected_logprobs(logits: Tensor, token_ids: Tensor, temperature: Tensor | f
 
 def derive_seed(*parts: int) -> int:
     """One int64 seed from several numbers: equal parts give equal seeds, any other parts an unrelated one."""
-    state = torch.zeros(1, dtype=torch.int64)
+    state = 0
     for part in parts:
-        wrapped = (part + 2**63) % 2**64 - 2**63
-        state = _mix(state + torch.tensor([wrapped], dtype=torch.int64) + _GAMMA)
-    return int(state.item())
+        z = (state + part + _GAMMA) % 2**64
+        z = (z ^ (z >> 30)) * _MIX_1 % 2**64
+        z = (z ^ (z >> 27)) * _MIX_2 % 2**64
+        state = z ^ (z >> 31)
+    return (state + 2**63) % 2**64 - 2**63
 
 
 def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -84,6 +85,9 @@ class Engine:
         self._lock = threading.RLock()
         self._mailboxes = Mailboxes()
         self._intake = Intake(tokenizer, self.model.vocab_size, config.seed)
+        self._stepper = ThreadPoolExecutor(1, "lockstep-step")  # runs the steps that coroutines wait for
+        self._turn: Future[list[Completion]] | None = None  # the latest of them
+        self._turn_lock = threading.Lock()
         self._refusal: str | None = None  # why no step may run; a weight commit lifts it
         self._owned_phase = ExitStack()
         if self.model.owned:
@@ -141,10 +145,10 @@ class Engine:
         options: RequestOptions | None = None,
     ) -> list[Completion]:
         """As `generate`, from a coroutine; calls that run at the same time share their steps."""
-        ids = await asyncio.to_thread(self._add_all, prompts, sampling_params, options)
+        ids = await self._add_all_async(prompts, sampling_params, options)
         try:
             while not self._mailboxes.all_done(ids):
-                await asyncio.to_thread(self._step_unless, lambda: self._mailboxes.all_done(ids))
+                await self._shared_step()
             return self._mailboxes.completions(ids)
         finally:
             await asyncio.to_thread(self._let_go, ids)
@@ -171,11 +175,12 @@ class Engine:
         self, prompt: Prompt, sampling_params: Params = None, *, options: RequestOptions | None = None
     ) -> AsyncIterator[StreamChunk]:
         """As `stream`, for `async for`."""
-        ids = await asyncio.to_thread(self._add_all, [prompt], sampling_params, options)
+        ids = await self._add_all_async([prompt], sampling_params, options)
         try:
             num_open = len(ids)
             while num_open:
-                await asyncio.to_thread(self._step_unless, lambda: self._mailboxes.has_news(ids))
+                if not self._mailboxes.has_news(ids):
+                    await self._shared_step()
                 for chunk in self._take_news(ids):
                     num_open -= chunk.completion is not None
                     yield chunk
@@ -213,7 +218,10 @@ class Engine:
             self._sequences.on_schedule(output)
             self._workers.on_schedule(output)
             requests = {item.id: self._sequences.request(item.id) for item in output.scheduled}
-            results = self._runner.run(output, self._workers, requests) if output.scheduled else []
+            with ExitStack() as undo:
+                undo.callback(self._undo_schedule, output, requests)
+                results = self._runner.run(output, self._workers, requests) if output.scheduled else []
+                undo.pop_all()
             completions = self._commit(output, results, requests)
             self.metrics.num_steps += 1
             self.metrics.num_rows += output.num_tokens
@@ -236,6 +244,17 @@ class Engine:
         if not self._scheduler.has_work:
             self._ledger.check_idle()
         return completions
+
+    def _undo_schedule(self, output: ScheduleOutput, requests: dict[str, Request]) -> None:
+        """The forward failed or was interrupted: nobody stays half in the step. What it ended is answered, what it was
+        to run waits again, as after a preemption."""
+        for id, _ in (*output.ignored, *output.exhausted):
+            self._answer(self._sequences.request(id))
+        for id, request in requests.items():
+            self._sequences.preempt(id)
+            self._workers.preempt(id)
+            self._scheduler.retract(request)
+        self.metrics.num_retractions += len(output.preempted) + len(requests)
 
     def _answer(self, request: Request) -> Completion:
         """The request has ended: give everything back and answer it, once."""
@@ -345,6 +364,7 @@ class Engine:
             self.abort_request(abort_all=True, message="the engine was closed")
             self.release_kv()
             self._owned_phase.close()
+        self._stepper.shutdown()
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
@@ -363,14 +383,33 @@ class Engine:
             raise ValueError(f"{len(prompts)} prompts, but {len(params_list)} sampling_params")
         ids: list[str] = []
         with self._lock:
-            try:
+            with ExitStack() as undo:  # one bad prompt, and none is queued
+                undo.callback(self._let_go, ids)
                 for prompt, its_params in zip(prompts, params_list, strict=True):
                     ids += self.add(prompt, its_params, options=options)
-            except ValueError:
-                self._let_go(ids)
-                raise
+                undo.pop_all()
             self._mailboxes.open(ids)
         return ids
+
+    async def _add_all_async(
+        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params], options: RequestOptions | None
+    ) -> list[str]:
+        adding = asyncio.ensure_future(asyncio.to_thread(self._add_all, prompts, params, options))
+        try:
+            return await asyncio.shield(adding)
+        except asyncio.CancelledError:  # a thread cannot be stopped: let go of what it queues
+            with suppress(ValueError):
+                await asyncio.to_thread(self._let_go, await adding)
+            raise
+
+    async def _shared_step(self) -> None:
+        """One step, on a thread of the engine's own. Coroutines that want one at the same time get the same one, or each
+        would wait for as many steps as there are others."""
+        with self._turn_lock:
+            if self._turn is None or self._turn.done():
+                self._turn = self._stepper.submit(self.step)
+            turn = self._turn
+        await asyncio.shield(asyncio.wrap_future(turn))
 
     def _let_go(self, ids: Iterable[str]) -> None:
         """Nobody waits for these any more: abort what still runs."""

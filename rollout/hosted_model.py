@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -36,8 +37,10 @@ class HostedModel:
         self.config = module.config.get_text_config(decoder=True)
         self._refuse_unsupported(invariant)
         self.numerics = Numerics(module, invariant)
-        self._phase_depth = 0
-        self._numerics_depth = 0
+        self._lock = threading.RLock()
+        self._numerics_users = 0
+        self._rollout_users = 0
+        self._numerics_exit, self._rollout_exit = ExitStack(), ExitStack()  # how to leave: the last one out does
         self.kv_shapes = self._probe()
         logger.info("hosting %s: %s", type(module).__name__, self.numerics.describe())
 
@@ -86,7 +89,7 @@ class HostedModel:
 
     @property
     def in_rollout_phase(self) -> bool:
-        return self.owned or self._phase_depth > 0
+        return self.owned or self._rollout_users > 0
 
     def resident_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters by Hugging Face name, tied ones once, under the first of their names."""
@@ -96,40 +99,45 @@ class HostedModel:
     def training_numerics(self) -> Iterator[None]:
         """The trainer's forward and backward run in here: same operations as the rollout, attention included.
 
-        Re-entrant; on leaving, attention and experts implementation and every forward are what they were.
+        Re-entrant, also from several threads: as the last one leaves, attention and experts implementation and every
+        forward are what they were.
         """
-        with ExitStack() as stack:
-            if self._numerics_depth == 0:
-                config = self.module.config
-                stack.callback(self._restore, config._attn_implementation, config._experts_implementation)
-                self._use_implementations()
-            stack.enter_context(self.numerics.installed())
-            self._numerics_depth += 1
-            try:
-                yield
-            finally:
-                self._numerics_depth -= 1
+        with self._lock:
+            if self._numerics_users == 0:
+                with ExitStack() as entered:
+                    config = self.module.config
+                    entered.callback(self._restore, config._attn_implementation, config._experts_implementation)
+                    self._use_implementations()
+                    entered.enter_context(self.numerics.installed())
+                    self._numerics_exit = entered.pop_all()
+            self._numerics_users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._numerics_users -= 1
+                if self._numerics_users == 0:
+                    self._numerics_exit.close()
 
     @contextmanager
     def rollout_phase(self) -> Iterator[None]:
-        """The module is the engine's in here: numerics, eval flags, no autograd. Re-entrant; restores everything."""
-        if self._phase_depth:
-            self._phase_depth += 1
-            try:
-                yield
-            finally:
-                self._phase_depth -= 1
-            return
-        flags = [(module, module.training) for module in self.module.modules()]
-        with self.training_numerics():
-            self.module.eval()
-            self._phase_depth = 1
-            try:
-                yield
-            finally:
-                self._phase_depth = 0
-                for module, training in flags:
-                    module.training = training
+        """The module is the engine's in here: numerics, eval flags, no autograd. Re-entrant, also from several threads:
+        the last one to leave restores everything."""
+        with self._lock:
+            if self._rollout_users == 0:
+                with ExitStack() as entered:
+                    entered.enter_context(self.training_numerics())
+                    entered.callback(_restore_flags, [(module, module.training) for module in self.module.modules()])
+                    self.module.eval()
+                    self._rollout_exit = entered.pop_all()
+            self._rollout_users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._rollout_users -= 1
+                if self._rollout_users == 0:
+                    self._rollout_exit.close()
 
     def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, step: StepContext) -> Tensor:
         """Logits [len(logit_rows), vocab] of the rows asked for; token_ids, positions: int64 [N].
@@ -170,6 +178,8 @@ class HostedModel:
         for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
             if invariant and parameters.get("rope_type") in _BATCH_DEPENDENT_ROPE:
                 wrong.append(f"rope_type {parameters['rope_type']!r} (its tables depend on the batch)")
+        if not self.module._can_set_attn_implementation():
+            wrong.append("attention that does not go through transformers' attention interface")
         if getattr(self.config, "is_encoder_decoder", False):
             wrong.append("an encoder")
         if wrong:
@@ -188,3 +198,8 @@ class HostedModel:
                 "interface"
             )
         return [probe.layers[index] for index in range(self.config.num_hidden_layers)]
+
+
+def _restore_flags(flags: list[tuple[nn.Module, bool]]) -> None:
+    for module, training in flags:
+        module.training = training

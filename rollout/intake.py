@@ -39,6 +39,8 @@ class Intake:
         if options.logprob_start_len > len(prompt_ids):
             start = options.logprob_start_len
             raise ValueError(f"logprob_start_len {start} is beyond the {len(prompt_ids)} prompt tokens")
+        if bad := [id for id in params.logit_bias or () if id >= self._vocab_size]:
+            raise ValueError(f"logit_bias names tokens {bad[:5]}, but the vocabulary ends at {self._vocab_size - 1}")
         now = time.monotonic()
         return [self._request(id, prompt_ids, params, options, index, now) for index, id in enumerate(ids)]
 
@@ -64,6 +66,8 @@ class Intake:
             if self._tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer, and this engine has none: pass token ids")
             prompt = self._tokenizer(prompt)["input_ids"]
+        if not isinstance(prompt, Sequence):
+            raise ValueError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
         ids = list(prompt)
         if not ids:
             raise ValueError("the prompt is empty")

@@ -108,12 +108,14 @@ class KVLedger:
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
         """Make the table long enough for `num_tokens`, evicting cached blocks if need be.
 
-        Returns the blocks that were added, or None, and changes nothing, when there are not enough.
+        Returns the blocks that were added, or None, and leaves every table as it is, when there are not enough.
         """
         account = self._accounts[request]
         num_missing = self.num_blocks_for(num_tokens) - len(account.blocks)
         if num_missing <= 0:
             return []
+        if num_missing > self.num_available:
+            self._merge_copies()
         if num_missing > self.num_available:
             return None
         if (num_short := num_missing - self._pool.num_free) > 0:
@@ -122,6 +124,15 @@ class KVLedger:
         blocks = self._pool.take(num_missing)
         account.blocks += blocks
         return blocks
+
+    def _merge_copies(self) -> None:
+        """Where a request holds a node besides its own copy of the block, and nobody else does, the node takes the copy
+        and its block is free: no table names it."""
+        for account in self._accounts.values():
+            for block, node in zip(account.blocks, account.nodes, strict=False):
+                if node.block != block and node.num_holders == 1:
+                    self._pool.give(node.block)
+                    node.block = block
 
     def publish(self, request: Request, num_tokens: int) -> None:
         """The KV of the first `num_tokens` tokens is complete: put the newly full blocks in the tree."""

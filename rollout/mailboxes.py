@@ -25,11 +25,11 @@ class Mailboxes:
 
     def post(self, request: Request, completion: Completion | None) -> None:
         """Put what is new of a request into its box; its completion, if it has ended."""
-        text = completion.text if completion is not None else request.text(final=False)
         sequence, first, start = request.sequence, request.num_tokens_streamed, request.num_chars_streamed
         token_ids = tuple(sequence.token_ids[sequence.num_prompt_tokens + first :])
-        if completion is None and not token_ids:
+        if completion is None and len(token_ids) < (request.params.stream_interval or 1):
             return
+        text = completion.text if completion is not None else request.text(final=False)
         logprobs = tuple(request.logprobs[first:])
         self._boxes[request.id].append(
             StreamChunk(request.id, request.index, token_ids, logprobs, text[start:], completion)

@@ -67,6 +67,11 @@ class RadixCache:
     def __len__(self) -> int:
         return len(self._index)
 
+    @property
+    def num_eviction_candidates(self) -> int:
+        """Entries of the eviction order, stale ones included: in proportion to the tree, however long it is used."""
+        return len(self._leaves)
+
     def __iter__(self) -> Iterator[Node]:
         return iter(self._index.values())
 
@@ -120,8 +125,9 @@ class RadixCache:
         """Remove up to `num_blocks` cached leaves, least recently used first; returns their blocks."""
         blocks = []
         while len(blocks) < num_blocks and self._leaves:
-            last_used, _, node = heapq.heappop(self._leaves)
-            if node.last_used == last_used and node.is_evictable_leaf and self._index.get(node.hash) is node:
+            entry = heapq.heappop(self._leaves)
+            if self._is_current(entry):
+                node = entry[2]
                 self._remove(node)
                 blocks.append(node.block)
         return blocks
@@ -148,6 +154,13 @@ class RadixCache:
     def _push(self, node: Node) -> None:
         self._num_pushed += 1
         heapq.heappush(self._leaves, (node.last_used, self._num_pushed, node))
+        if len(self._leaves) > 2 * len(self._index) + 64:  # mostly stale: without evictions nothing else removes them
+            self._leaves = [entry for entry in self._leaves if self._is_current(entry)]
+            heapq.heapify(self._leaves)
+
+    def _is_current(self, entry: tuple[int, int, Node]) -> bool:
+        last_used, _, node = entry
+        return node.last_used == last_used and node.is_evictable_leaf and self._index.get(node.hash) is node
 
     def check(self) -> list[str]:
         """What is inconsistent in the tree, in words; empty when nothing is. Cost grows with the tree."""

@@ -17,6 +17,9 @@ from ..kernels.sampling import sample_from, scaled_logprobs, selected_logprobs, 
 from .completion import TopLogprobs
 from .request import Request
 
+# Beyond every logit, and still finite after division by the lowest temperature: a row never loses all its tokens.
+_FAR = 1e30
+
 
 @dataclass(frozen=True)
 class Sampled:
@@ -92,11 +95,12 @@ class Sampler:
             logits = counts.penalise(logits, request)
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), device=logits.device)
-            bias = torch.tensor(list(params.logit_bias.values()), device=logits.device)
-            logits = logits.index_add(0, ids, bias)
+            bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64, device=logits.device)
+            logits = logits.index_add(0, ids, bias.clamp(-_FAR, _FAR).float())
         if request.sequence.num_output_tokens < params.min_new_tokens:
-            banned = self._eos_token_ids | set(params.stop_token_ids)
-            logits = logits.index_fill(0, torch.tensor(sorted(banned), device=logits.device), float("-inf"))
+            stops = self._eos_token_ids | set(params.stop_token_ids)
+            banned = [id for id in stops if id < len(logits)]  # a tokenizer may know more ids than the model has rows
+            logits = logits.index_fill(0, torch.tensor(banned, dtype=torch.int64, device=logits.device), -2 * _FAR)
         return logits
 
 

@@ -109,7 +109,7 @@ class Scheduler:
             budget -= num_tokens
         ignored: list[tuple[str, str]] = []
         if not preempted:
-            self._admit(budget, scheduled, ignored)
+            self._admit(budget, scheduled, ignored, exhausted)
         return ScheduleOutput(self._step, tuple(scheduled), tuple(preempted), tuple(ignored), tuple(exhausted))
 
     # -- running sequences --------------------------------------------------------------------------------------
@@ -152,7 +152,11 @@ class Scheduler:
     # -- waiting sequences --------------------------------------------------------------------------------------
 
     def _admit(
-        self, budget: int, scheduled: list[ScheduledSequence], ignored: list[tuple[str, str]]
+        self,
+        budget: int,
+        scheduled: list[ScheduledSequence],
+        ignored: list[tuple[str, str]],
+        exhausted: list[tuple[str, str]],
     ) -> None:
         """Take waiting requests in the order of the policy until rows, places or blocks run out."""
         while budget > 0 and self._queue and len(self._running) < self._limits.max_num_seqs:
@@ -163,7 +167,7 @@ class Scheduler:
             if (why := self._why_never(request)) is not None:
                 heapq.heappop(self._queue)
                 self._queued.discard(request)
-                ignored.append((request.id, why))
+                (exhausted if request.num_retractions else ignored).append((request.id, why))
                 continue
             nodes = self._ledger.match(request)
             if (hash := self._hash_being_computed(request, len(nodes))) is not None:
@@ -173,7 +177,8 @@ class Scheduler:
             size, num_known = self._ledger.block_size, request.sequence.num_tokens
             num_cached = len(nodes) * size
             num_uncached_nodes = sum(node.num_holders == 0 for node in nodes)  # holding them takes them from the pool
-            needed = self._ledger.num_blocks_for(num_known + 1) - len(nodes) + num_uncached_nodes
+            num_wanted = min(self._ledger.num_blocks_for(num_known + 1), self._ledger.usage.num_blocks)
+            needed = num_wanted - len(nodes) + num_uncached_nodes
             if needed + self._reserve() > self._ledger.num_available:
                 break
             heapq.heappop(self._queue)
@@ -198,12 +203,13 @@ class Scheduler:
 
     def _why_never(self, request: Request) -> str | None:
         num_known = request.sequence.num_tokens
-        if num_known >= self._limits.max_model_len:
+        num_new = min(request.params.max_new_tokens, 1)
+        if num_known + num_new > self._limits.max_model_len:
             return f"{num_known} tokens leave no room in a context of {self._limits.max_model_len}"
         usage = self._ledger.usage
-        if self._ledger.num_blocks_for(num_known + 1) > usage.num_blocks:
+        if self._ledger.num_blocks_for(num_known) > usage.num_blocks:
             return (
-                f"{num_known} tokens and one more can never fit the KV pool of {usage.num_blocks} blocks of "
+                f"{num_known} tokens can never fit the KV pool of {usage.num_blocks} blocks of "
                 f"{self._ledger.block_size} tokens"
             )
         return None

@@ -77,7 +77,9 @@ class SequenceManager:
             if self.num_stages == 1:
                 sequence.stage_processed(result.num_tokens)
             sequence.step_processed(result.num_tokens)
-            if sequence.state is State.RUNNING:
+            # In a pipeline a chunk inside the prompt was paused when it left this stage, and RUNNING is the next one.
+            was_last = self.num_stages == 1 or result.token_id is not None
+            if was_last and sequence.state is State.RUNNING:
                 sequence.move(State.PAUSED)
             if result.token_id is not None:
                 sequence.token_ids.append(result.token_id)
@@ -100,10 +102,13 @@ class SequenceManager:
         del self._sequences[id], self._incarnations[id]
 
     def state_hash(self) -> str:
-        """SHA-256 over everything the two managers must agree on: ids, states, tokens, counters, incarnations."""
+        """SHA-256 over everything the two managers must agree on: ids, states, tokens, counters, incarnations. A sequence
+        that still waits for its first step is left out: no worker has heard of it."""
         digest = hashlib.sha256()
         for id in sorted(self._sequences):
             s = self._sequences[id]
+            if s.state in (State.WAITING, State.IGNORED):
+                continue
             record = (id, s.state.name, s.num_prompt_tokens, s.token_ids, s.num_tokens_step_processed,
                       s.num_tokens_stage_processed, self._incarnations[id])
             digest.update(repr(record).encode())

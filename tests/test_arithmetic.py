@@ -139,10 +139,7 @@ def test_every_id_decodes_and_unknown_characters_are_one_token(tokenizer):
     assert len(tokenizer) == VOCAB_SIZE
     assert all(tokenizer.decode([index]) for index in range(VOCAB_SIZE))
     assert tokenizer("é", add_special_tokens=False).input_ids == [tokenizer.unk_token_id]
-    assert (
-        len({tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id})
-        == 4
-    )
+    assert len({tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}) == 4
 
 
 def test_every_prompt_fills_more_than_one_block_of_16_tokens(tokenizer):

@@ -70,11 +70,7 @@ def test_one_field_cannot_be_prompt_and_answer(tmp_path):
 
 def test_drawing_walks_through_every_problem_once_a_pass():
     problems = [Problem(str(i), "") for i in range(10)]
-    drawn = [
-        problem
-        for step in range(10)
-        for problem in draw_problems(problems, seed=3, step=step, num_problems=4)
-    ]
+    drawn = [problem for step in range(10) for problem in draw_problems(problems, seed=3, step=step, num_problems=4)]
     for begin in range(0, 40, 10):
         assert sorted(p.prompt for p in drawn[begin : begin + 10]) == sorted(p.prompt for p in problems)
     assert drawn[:10] != drawn[10:20]

@@ -48,9 +48,7 @@ def test_the_default_reward_can_be_loaded_by_name():
     assert load_reward("lockstep.integration.rewards:exact_answer")("", "7", "7") == 1.0
 
 
-@pytest.mark.parametrize(
-    "result", ["float('nan')", "float('inf')", "-float('inf')", "None", "'1.0'", "[1.0]"]
-)
+@pytest.mark.parametrize("result", ["float('nan')", "float('inf')", "-float('inf')", "None", "'1.0'", "[1.0]"])
 def test_results_that_are_not_finite_numbers_are_refused_by_name(user_module, result):
     name = user_module(f"def score(p, c, a):\n    return {result}\n")
     with pytest.raises(ValueError, match=f"{name}:score.* returned .*not a (finite )?number"):

@@ -1,0 +1,81 @@
+"""The models that benchmarks run on: random weights from a fixed seed, or a Hugging Face model folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+_SEED = 0
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+# Widths of Qwen3 models; the head is the embedding, so that the vocabulary counts once.
+PRESETS: dict[str, dict[str, int]] = {
+    "tiny": {  # 7.3 M parameters
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "vocab_size": 16384,
+    },
+    "small": {  # 95 M parameters
+        "hidden_size": 768,
+        "intermediate_size": 2304,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 16384,
+    },
+}
+
+
+def load_model(name: str, *, dtype: str = "bfloat16", device: str = "cpu") -> PreTrainedModel:
+    """The preset of that name, or the causal LM in the folder of that name, in eval mode without gradients.
+
+    Raises ValueError for what is neither.
+    """
+    if name in PRESETS:
+        model: PreTrainedModel = _random_model(PRESETS[name]).to(DTYPES[dtype])
+    elif (Path(name) / "config.json").is_file():
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype])
+    else:
+        raise ValueError(
+            f"--model {name!r} is neither {' nor '.join(PRESETS)} nor a folder with a config.json"
+        )
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _random_model(widths: dict[str, int]) -> Qwen3ForCausalLM:
+    """float32, on the CPU, so that every device and dtype starts from the same numbers.
+
+    Matrices are drawn with a standard deviation of in_features ** -0.5, which keeps the size of what they
+    multiply; the embedding, being the head too, with hidden_size ** -0.5: after the last norm a logit has a
+    standard deviation of about 1, as the logits of a barely trained model. Nothing overflows, no token is
+    likely, and greedy choices are not ties.
+    """
+    config = Qwen3Config(
+        **widths,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config)
+    model.to_empty(device="cpu")
+    # Rotary tables are buffers that the constructor computes: on the meta device they were not.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    model.tie_weights()
+    generator = torch.Generator().manual_seed(_SEED)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+            else:
+                parameter.fill_(1.0)  # norms
+    return model

@@ -1,0 +1,323 @@
+"""The command `lockstep`: one subcommand a job. Parsing imports nothing heavy; a subcommand imports what it
+runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import configparser
+import importlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+PACKAGE = __package__.split(".")[0]
+
+# name of a module in bench/: what it measures
+BENCHMARKS = {
+    "rollout": "tokens per second of a batch of prompts, alone or against transformers' generate",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"lockstep: error: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit code: 2, after one line on stderr, for what the user got wrong."""
+    commands = "\n".join(f"  {name:10} {what}" for name, (_, what) in COMMANDS.items())
+    parser = _Parser(
+        prog="lockstep",
+        description="A rollout engine inside the trainer's torchrun ranks.",
+        epilog=f"commands:\n{commands}\n\n`lockstep COMMAND --help` tells more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"lockstep {version()}")
+    parser.add_argument("command", choices=tuple(COMMANDS), metavar="COMMAND")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="see below")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        return COMMANDS[options.command][0](options.arguments)
+    except ValueError as error:
+        print(f"lockstep: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        print("lockstep: interrupted", file=sys.stderr, flush=True)
+        return 130
+
+
+def version() -> str:
+    """Of the installed package, or of the checkout that this is."""
+    try:
+        return importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        config = configparser.ConfigParser()
+        config.read(Path(__file__).parent.parent / "setup.cfg")
+        return f"{config['metadata']['version']} (not installed)"
+
+
+# -- generate --------------------------------------------------------------------------------------------
+
+
+def _generate(arguments: Sequence[str]) -> int:
+    from ..rollout.config import EngineConfig
+    from ..rollout.sampling_params import SamplingParams
+    from . import offline
+
+    parser = _Parser(
+        prog="lockstep generate",
+        description="Answer every prompt of a file. Answers are appended as they finish; `index` is the number of the "
+        "input line, from 0. Run the same command again after an interruption: it goes on where it stopped.",
+    )
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="a causal LM in Hugging Face format")
+    parser.add_argument(
+        "--input", default=offline.STANDARD, metavar="FILE", help="JSONL; default -, standard input"
+    )
+    parser.add_argument(
+        "--output", default=offline.STANDARD, metavar="FILE", help="JSONL; default -, standard output"
+    )
+    parser.add_argument("--text", action="store_true", help="every input line is a prompt, not a JSON object")
+    parser.add_argument(
+        "--prompt-field",
+        default="prompt",
+        metavar="NAME",
+        help="of the JSON objects: a text or a list of token ids",
+    )
+    parser.add_argument(
+        "--sampling",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="sampling settings, or one JSON object of them: max_new_tokens=64 temperature=0.7 n=4 ...",
+    )
+    parser.add_argument(
+        "--engine",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="engine settings, likewise: kv_cache=2GiB dtype=bfloat16 max_num_seqs=64 ...",
+    )
+    options = parser.parse_args(arguments)
+    job = offline.OfflineJob(
+        options.model,
+        options.input,
+        options.output,
+        options.prompt_field,
+        options.text,
+        SamplingParams.from_dict(read_settings("--sampling", options.sampling)),
+        _named("--engine", lambda: EngineConfig.from_dict(read_settings("--engine", options.engine))),
+    )
+    logging.getLogger(PACKAGE).setLevel(logging.INFO)  # what the engine chose, and why
+    tally = offline.generate(job)
+    there = f", {tally.num_before} were there" if tally.num_before else ""
+    ignored = (
+        f"; {tally.num_ignored} could not be taken, see their finish_reason" if tally.num_ignored else ""
+    )
+    print(f"{tally.num_written} answers written{there}{ignored}", file=sys.stderr)
+    return 0
+
+
+def read_settings(flag: str, items: Sequence[str]) -> dict[str, object]:
+    """Settings from `key=value` items and JSON objects, later ones winning.
+
+    A value is read as JSON, and as plain text where it is none. Raises ValueError naming the flag and the item.
+    """
+    settings: dict[str, object] = {}
+    for item in items:
+        if item.lstrip().startswith("{"):
+            try:
+                settings.update(json.loads(item))
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{flag} {item!r} is not JSON: {error.msg} at column {error.colno}"
+                ) from error
+            continue
+        key, equals, text = item.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"{flag} {item!r} is neither key=value nor a JSON object")
+        try:
+            settings[key.strip()] = json.loads(text)
+        except json.JSONDecodeError:
+            settings[key.strip()] = text
+    return settings
+
+
+def _named(flag: str, make: Callable):
+    try:
+        return make()
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error
+
+
+# -- bench -----------------------------------------------------------------------------------------------
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    names = "\n".join(f"  {name:10} {what}" for name, what in BENCHMARKS.items())
+    parser = _Parser(
+        prog="lockstep bench",
+        description="Measure something on this machine.",
+        epilog=f"benchmarks:\n{names}\n\n`lockstep bench NAME --help` tells more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=tuple(BENCHMARKS), metavar="NAME")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="see below")
+    chosen = parser.parse_args(arguments)
+    module = importlib.import_module(f".bench.{chosen.name}", __package__)
+    parser = _Parser(
+        prog=f"lockstep bench {chosen.name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, on the last line")
+    module.add_arguments(parser)
+    options = parser.parse_args(chosen.arguments)
+    report = module.run(options)
+    if options.json:
+        print(json.dumps(report))
+    else:
+        for name, value in report.items():
+            print(f"{name:16} {' .. '.join(map(str, value)) if isinstance(value, list) else value}")
+    return 0
+
+
+# -- train -----------------------------------------------------------------------------------------------
+
+
+def _train(arguments: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="lockstep train",
+        description="Check a config, then run the GRPO job under torchrun on this machine. For more machines call "
+        "torchrun -m lockstep.integration.grpo yourself.",
+    )
+    parser.add_argument("config", help="a TOML file; see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
+    parser.add_argument(
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="ranks; default: run.num_ranks, else one per GPU, else 2",
+    )
+    parser.add_argument("--check", action="store_true", help="print the plan and stop")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of this run")
+    options = parser.parse_intermixed_args(arguments)
+    from .job_config import load_config
+
+    config = load_config(options.config, options.overrides)
+    # Only now the heavy imports: a mistyped key is answered at once.
+    import torch
+
+    from .plan import check_job, describe_plan
+
+    num_ranks = options.nproc_per_node
+    if num_ranks is None:
+        num_ranks = config.run.num_ranks or torch.cuda.device_count() or 2
+    if num_ranks < 1:
+        raise ValueError(f"--nproc-per-node must be at least 1, not {num_ranks}")
+    check_job(config, num_ranks)
+    if options.check:
+        print(describe_plan(config, num_ranks))
+        return 0
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num_ranks),
+    ]
+    command += ["-m", f"{PACKAGE}.integration.grpo", options.config, *options.overrides]
+    sys.stdout.flush()
+    os.execv(sys.executable, [*command, *(["--resume"] if options.resume else [])])
+
+
+# -- doctor ----------------------------------------------------------------------------------------------
+
+_DOCTOR_SHAPES = ((768, 768), (2304, 768), (768, 2304), (1024, 256))  # layers (out_features, in_features)
+# Those that kernels care about.
+_PROCESSOR_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="lockstep doctor",
+        description="Which kernels run here and why, and whether results are independent of the batch. Exits with 1 "
+        "where they are not.",
+    )
+    parser.parse_args(arguments)
+    import torch
+
+    from ..kernels import native
+    from ..kernels.invariant import self_test
+    from ..kernels.paged_attention import attention_path
+
+    devices = [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
+    for name, value in (*_versions().items(), *_processor().items()):
+        _say(name, value)
+    _say("threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors")
+    _say("GPU", ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))) or "none")
+    for source in sorted(Path(native.__file__).parent.glob("*.cpp")):
+        library = native.load(source.name)
+        _say(source.name, library.path if library else f"not used: {native.why_unavailable(source.name)}")
+    is_invariant = True
+    for device in devices:
+        for dtype in (torch.float32, torch.bfloat16):
+            guarantee = self_test(_DOCTOR_SHAPES, dtype, device)
+            is_invariant &= guarantee.invariant
+            kind = f"{device.type} {str(dtype).removeprefix('torch.')}"
+            path, word = (
+                attention_path(device, dtype),
+                "invariant" if guarantee.invariant else "NOT INVARIANT",
+            )
+            _say(kind, f"attention {path}; {word}: {guarantee.reason} ({guarantee.seconds:.2f} s)")
+    return 0 if is_invariant else 1
+
+
+def _say(name: str, value: object) -> None:
+    print(f"{name:20} {value}", flush=True)
+
+
+def _versions() -> dict[str, str]:
+    found = {"lockstep": version(), "python": platform.python_version()}
+    for name in ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton", "deepspeed"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _processor() -> dict[str, str]:
+    """Name and features, as Linux tells them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().split("\n\n")[0].splitlines() if cpuinfo.exists() else []
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = set(fields.get("flags", fields.get("Features", "")).split())
+    return {
+        "processor": f"{fields.get('model name', platform.processor() or 'unknown')} ({platform.machine()})",
+        "features": " ".join(feature for feature in _PROCESSOR_FEATURES if feature in flags) or "unknown",
+    }
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "generate": (_generate, "offline generation from a file or standard input"),
+    "train": (_train, "the GRPO job, checked and then run under torchrun"),
+    "bench": (_bench, f"benchmarks: {', '.join(BENCHMARKS)}"),
+    "doctor": (_doctor, "which kernels run here and why"),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,406 @@
+"""Scripted traces on a pool of four blocks, then random traces: everybody is answered, nothing deadlocks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lockstep.rollout.kv_ledger import KVLedger
+from lockstep.rollout.policies import fcfs, find_policy, pick_victim
+from lockstep.rollout.request import Request, RequestOptions
+from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.rollout.schedule import ScheduledSequence, ScheduleOutput, SequenceResult
+from lockstep.rollout.scheduler import Scheduler, StepLimits
+from lockstep.rollout.sequence import Sequence, State
+from lockstep.rollout.sequence_manager import EngineSequenceManager, WorkerSequenceManager
+
+SIZE = 4
+
+
+class Loop:
+    """The engine's loop without a model: the token after n known ones is n."""
+
+    def __init__(
+        self, num_blocks: int = 4, *, seqs: int = 8, rows: int = 64, chunk: int | None = None, context: int = 1000,
+        prefix_cache: bool = True,
+    ) -> None:
+        self.ledger = KVLedger(num_blocks, SIZE, prefix_cache)
+        self.limits = StepLimits(seqs, rows, chunk or rows, context)
+        self.scheduler = Scheduler(self.ledger, self.limits)
+        self.controller = EngineSequenceManager(frozenset(), context)
+        self.worker = WorkerSequenceManager()
+        self.requests: dict[str, Request] = {}
+        self.num_preemptions = 0
+
+    def add(self, id: str, prompt: list[int] | int, new: int = 4, **options: object) -> Request:
+        """A prompt given as a number is that many tokens that no other prompt has."""
+        number = len(self.requests)
+        prompt = [1000 * (number + 1) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
+        params = SamplingParams(max_new_tokens=new)
+        request = Request(
+            Sequence(id, prompt), params, RequestOptions(**options), 0, 0, float(number), number, None
+        )
+        self.requests[id] = request
+        self.controller.add(request)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> ScheduleOutput:
+        output = self.scheduler.schedule()
+        self.check_limits(output)
+        self.controller.on_schedule(output)
+        self.worker.on_schedule(output)
+        results = [self.result(item) for item in output.scheduled]
+        ended = [id for id, _ in (*output.ignored, *output.exhausted)]
+        ended += self.controller.on_step_completed(results)
+        self.worker.on_step_completed(results)
+        self.scheduler.on_step_completed(output, {item.id: self.requests[item.id] for item in output.scheduled})
+        self.num_preemptions += len(output.preempted)
+        for id in ended:
+            self.end(id)
+        self.ledger.check()
+        assert self.controller.state_hash() == self.worker.state_hash()
+        return output
+
+    def end(self, id: str) -> None:
+        self.scheduler.remove(self.requests[id])
+        self.controller.free(id)
+        if id in self.worker:
+            self.worker.free(id)
+
+    def result(self, item: ScheduledSequence) -> SequenceResult:
+        known = self.worker.sequence(item.id).num_tokens
+        assert len(self.worker.block_table(item.id)) * SIZE >= item.start + item.num_tokens
+        assert self.worker.block_table(item.id) == self.ledger.block_table(self.requests[item.id])
+        assert item.start + item.num_tokens <= known
+        is_last = item.start + item.num_tokens == known
+        token = (known, -1.0) if is_last else (None, None)
+        return SequenceResult(item.id, item.incarnation, item.num_tokens, *token)
+
+    def check_limits(self, output: ScheduleOutput) -> None:
+        assert output.num_tokens <= self.limits.max_num_batched_tokens
+        assert self.scheduler.num_running <= self.limits.max_num_seqs
+        ids = [item.id for item in output.scheduled]
+        assert len(set(ids)) == len(ids) and not set(ids) & set(output.preempted)
+        assert all(0 < item.num_tokens <= self.limits.chunked_prefill_size for item in output.scheduled)
+
+    def drain(self, limit: int = 5000) -> int:
+        """Steps until nothing is left."""
+        for steps in range(limit):
+            if not self.scheduler.has_work:
+                self.ledger.check_idle()
+                assert len(self.controller) == len(self.worker) == 0
+                return steps
+            self.step()
+        raise AssertionError(f"still at work after {limit} steps: {self.scheduler.running()}")
+
+
+def rows(output: ScheduleOutput) -> list[tuple[str, int, int]]:
+    return [(item.id, item.start, item.num_tokens) for item in output.scheduled]
+
+
+# -- one step ---------------------------------------------------------------------------------------------------------
+
+
+def test_prompt_is_prefilled_in_chunks_and_then_decoded():
+    loop = Loop(chunk=4)
+    loop.add("a", 10, new=2)
+    assert [rows(loop.step()) for _ in range(4)] == [
+        [("a", 0, 4)], [("a", 4, 4)], [("a", 8, 2)], [("a", 10, 1)],
+    ]
+    assert not loop.scheduler.has_work
+
+
+def test_blocks_are_taken_as_rows_need_them():
+    loop = Loop(chunk=4)
+    loop.add("a", 10, new=4)
+    assert [len(loop.step().scheduled[0].new_blocks) for _ in range(6)] == [1, 1, 1, 0, 0, 1]
+
+
+def test_decodes_come_before_chunks_of_prompts_and_those_before_newcomers():
+    loop = Loop(16, rows=6)
+    loop.add("decodes", 3, new=9)
+    loop.step()
+    loop.add("prefills", 12)
+    assert rows(loop.step()) == [("decodes", 3, 1), ("prefills", 0, 5)]
+    loop.add("waits", 4)
+    assert rows(loop.step()) == [("decodes", 4, 1), ("prefills", 5, 5)]
+    assert rows(loop.step()) == [("decodes", 5, 1), ("prefills", 10, 2), ("waits", 0, 3)]
+
+
+def test_decode_goes_first_even_when_the_prompt_under_way_was_admitted_earlier():
+    loop = Loop(16, rows=8, chunk=4)
+    loop.add("long", 30)
+    loop.add("short", 2, new=9)
+    assert rows(loop.step()) == [("long", 0, 4), ("short", 0, 2)]
+    assert rows(loop.step())[0] == ("short", 2, 1)
+
+
+def test_budget_of_one_row_still_finishes():
+    loop = Loop(seqs=1, rows=1)
+    loop.add("a", 5, new=2)
+    assert loop.drain() == 6
+
+
+def test_no_more_sequences_hold_blocks_than_allowed():
+    loop = Loop(16, seqs=2)
+    for id in "abc":
+        loop.add(id, 2, new=3)
+    assert [id for id, *_ in rows(loop.step())] == ["a", "b"]
+    assert (loop.scheduler.num_running, loop.scheduler.num_waiting) == (2, 1)
+    loop.drain()
+
+
+def test_first_come_is_first_served_and_a_large_one_is_not_overtaken():
+    loop = Loop(4)
+    loop.add("a", 8, new=2)
+    loop.step()
+    loop.add("large", 12)
+    loop.add("small", 1)
+    assert rows(loop.step()) == [("a", 8, 1)]
+    assert [r.id for r in loop.scheduler.waiting()] == ["large", "small"]
+    loop.drain()
+
+
+def test_thousands_may_wait():
+    loop = Loop(64, seqs=32, rows=256)
+    for number in range(3000):
+        loop.add(f"r{number}", 3, new=2)
+    assert loop.drain() < 300
+
+
+# -- prefix cache ---------------------------------------------------------------------------------------------------
+
+
+def test_equal_prompts_wait_for_the_blocks_of_the_first():
+    loop = Loop(16)
+    prompt = list(range(10))
+    for id in "abc":
+        loop.add(id, prompt)
+    assert rows(loop.step()) == [("a", 0, 10)]
+    assert rows(loop.step()) == [("a", 10, 1), ("b", 8, 2), ("c", 8, 2)]
+    assert [loop.requests[id].num_cached_tokens for id in "abc"] == [0, 8, 8]
+
+
+def test_waiting_for_a_block_does_not_hold_up_other_prompts():
+    loop = Loop(16)
+    loop.add("a", list(range(10)))
+    loop.add("same", list(range(10)))
+    loop.add("other", 3)
+    assert [id for id, *_ in rows(loop.step())] == ["a", "other"]
+
+
+def test_those_who_wait_take_over_when_the_first_is_aborted():
+    loop = Loop(16, chunk=4)
+    prompt = list(range(12))
+    for id in "abc":
+        loop.add(id, prompt)
+    assert rows(loop.step()) == [("a", 0, 4)]
+    loop.controller.free("a")
+    loop.worker.free("a")
+    loop.scheduler.remove(loop.requests["a"])
+    assert rows(loop.step()) == [("b", 4, 4)]  # what was computed stays cached
+    loop.drain()
+    assert [loop.requests[id].sequence.num_output_tokens for id in "bc"] == [4, 4]
+
+
+def test_aborted_while_parked_is_never_scheduled():
+    loop = Loop(16)
+    loop.add("a", list(range(10)))
+    parked = loop.add("b", list(range(10)))
+    loop.step()
+    loop.scheduler.remove(parked)
+    loop.controller.free("b")
+    assert [id for id, *_ in rows(loop.step())] == ["a"]
+    loop.drain()
+
+
+def test_equal_prompts_with_wanted_prompt_logprobs_compute_them_all():
+    loop = Loop(16)
+    for id in "ab":
+        loop.add(id, list(range(10)), logprob_start_len=0)
+    assert rows(loop.step()) == [("a", 0, 10), ("b", 0, 10)]
+    loop.drain()
+
+
+def test_prompts_that_share_a_stem_share_its_blocks():
+    loop = Loop(16)
+    loop.add("a", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    loop.add("b", [1, 2, 3, 4, 50, 60, 70, 80, 90])
+    loop.step()
+    assert ("b", 4, 5) in rows(loop.step())
+    loop.drain()
+
+
+def test_without_prefix_cache_nobody_waits_for_anybody():
+    loop = Loop(16, prefix_cache=False)
+    for id in "ab":
+        loop.add(id, list(range(10)))
+    assert rows(loop.step()) == [("a", 0, 10), ("b", 0, 10)]
+
+
+# -- a full pool ------------------------------------------------------------------------------------------------------
+
+
+def test_latest_arrival_gives_way_keeps_its_tokens_and_comes_back():
+    loop = Loop(4)
+    first, second = loop.add("a", 4, new=8), loop.add("b", 4, new=8)
+    loop.step()
+    while loop.num_preemptions == 0:
+        output = loop.step()
+    assert output.preempted == ("b",) and [id for id, *_ in rows(output)] == ["a"]
+    assert second.sequence.state is State.WAITING_PREEMPT
+    assert second.sequence.num_output_tokens == 5 and second.num_retractions == 1
+    loop.drain()
+    assert first.sequence.output_ids == second.sequence.output_ids == list(range(4, 12))
+    assert first.num_retractions == 0
+
+
+def test_preempted_one_resumes_from_its_cached_blocks_and_counts_only_its_first_hit():
+    loop = Loop(5)
+    loop.add("a", 4, new=9)
+    second = loop.add("b", 4, new=9)
+    while not loop.num_preemptions:
+        loop.step()
+    while second.sequence.state is State.WAITING_PREEMPT:
+        output = loop.step()
+    resumed = next(item for item in output.scheduled if item.id == "b")
+    assert resumed.incarnation == 1
+    assert resumed.token_ids is None
+    assert second.num_cached_tokens == 0
+    loop.drain()
+
+
+def test_nobody_is_admitted_in_the_step_that_preempts():
+    loop = Loop(4)
+    loop.add("a", 4, new=8)
+    loop.add("b", 4, new=8)
+    loop.step()
+    loop.add("c", 1)
+    while not loop.num_preemptions:
+        output = loop.step()
+    assert [id for id, *_ in rows(output)] == ["a"]
+    loop.drain()
+
+
+def test_lone_sequence_that_fills_the_pool_ends_with_length_and_says_so():
+    loop = Loop(4)
+    request = loop.add("a", 6, new=100)
+    loop.drain()
+    assert request.finish_reason.type == "length"
+    assert request.finish_reason.length == request.sequence.num_output_tokens == 11
+    assert "KV pool of 4 blocks of 4 tokens is full with this sequence alone at 17 tokens" in request.finish_reason.message
+
+
+def test_prompt_that_can_never_fit_is_ignored_with_the_numbers():
+    loop = Loop(4)
+    request = loop.add("a", 17)
+    small = loop.add("b", 3)
+    loop.step()
+    assert request.sequence.state is State.IGNORED
+    assert request.finish_reason.type == "ignored"
+    assert "17 tokens" in request.finish_reason.message and "4 blocks of 4 tokens" in request.finish_reason.message
+    loop.drain()
+    assert small.sequence.num_output_tokens == 4
+
+
+def test_prompt_that_fills_the_pool_exactly_gets_its_one_token():
+    loop = Loop(4)
+    request = loop.add("a", 16, new=5)
+    loop.drain()
+    assert (request.finish_reason.type, request.sequence.num_output_tokens) == ("length", 1)
+
+
+def test_prompt_that_fills_the_context_is_ignored_unless_it_is_only_scored():
+    loop = Loop(16, context=10)
+    generates, scores, too_long = loop.add("a", 10, new=1), loop.add("b", 10, new=0), loop.add("c", 11, new=0)
+    loop.drain()
+    assert (generates.finish_reason.type, scores.finish_reason.type) == ("ignored", "length")
+    assert too_long.finish_reason.type == "ignored"
+    assert "context of 10" in generates.finish_reason.message
+
+
+@pytest.mark.parametrize("num_known", [16, 17])
+def test_retracted_sequence_that_filled_the_pool_ends_with_length_and_not_in_an_illegal_state(num_known):
+    loop = Loop(4)
+    request = loop.add("a", 6, new=100)
+    while request.sequence.num_tokens < num_known:
+        loop.step()
+    loop.controller.preempt("a")
+    loop.worker.preempt("a")
+    loop.scheduler.retract(request)
+    loop.drain()
+    assert request.finish_reason.type == "length"
+    assert request.sequence.num_output_tokens == 11  # as without the retraction
+
+
+def test_victim_is_the_lowest_priority_then_fewest_generated_then_longest_input():
+    def request(arrival: float, generated: int, prompt: int) -> Request:
+        request = Request(Sequence("r", [1] * prompt), SamplingParams(), RequestOptions(), 0, 0, arrival, 0, None)
+        request.sequence.token_ids += [2] * generated
+        return request
+
+    early, late = request(0.0, 0, 9), request(1.0, 5, 1)
+    assert pick_victim([early, late], fcfs) is late
+    more, fewer = request(0.0, 5, 9), request(0.0, 2, 1)
+    assert pick_victim([more, fewer], fcfs) is fewer
+    short, long = request(0.0, 2, 3), request(0.0, 2, 8)
+    assert pick_victim([long, short], fcfs) is long
+
+
+def test_unknown_policy_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="policy must be one of fcfs, not 'lifo'"):
+        find_policy("lifo")
+
+
+# -- random traces ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_traces_drain_with_every_request_answered(seed):
+    """Small pools, shared prefixes, aborts, retractions, flushes and epochs in between; tokens never depend on any."""
+    chance = random.Random(seed)
+    loop = Loop(
+        chance.choice((4, 5, 9, 20)), seqs=chance.choice((1, 3, 8)), rows=chance.choice((8, 11, 64)),
+        chunk=chance.choice((1, 3, 8, None)), context=chance.choice((15, 40)), prefix_cache=chance.random() < 0.8,
+    )
+    aborted = set()
+    stems = [[chance.randrange(3) for _ in range(12)] for _ in range(3)]
+    for number in range(60):
+        stem = chance.choice(stems)[: chance.randrange(13)]
+        prompt = stem + [chance.randrange(2) for _ in range(chance.randint(1, 9))]
+        loop.add(f"r{number}", prompt, chance.randint(0, 12), logprob_start_len=chance.choice((-1, -1, 0)))
+        for _ in range(chance.randrange(4)):
+            loop.step()
+        roll = chance.random()
+        live = [r for r in loop.requests.values() if r.id in loop.controller]
+        if roll < 0.1 and live:
+            victim = chance.choice(live)
+            aborted.add(victim.id)
+            loop.end(victim.id)
+        elif roll < 0.2 and loop.scheduler.num_running:
+            victim = chance.choice(loop.scheduler.running())
+            loop.controller.preempt(victim.id)
+            loop.worker.preempt(victim.id)
+            loop.scheduler.retract(victim)
+        elif roll < 0.25:
+            loop.ledger.flush()
+        elif roll < 0.3:
+            loop.ledger.start_epoch()
+        loop.ledger.check()
+    loop.drain()
+    for request in loop.requests.values():
+        if request.id in aborted:
+            continue
+        sequence, reason = request.sequence, request.finish_reason
+        assert reason is not None, request.id
+        assert sequence.output_ids == list(range(sequence.num_prompt_tokens, sequence.num_tokens))
+        if reason.type == "ignored":
+            limit = min(loop.limits.max_model_len, loop.ledger.usage.num_blocks * SIZE + 1)
+            assert sequence.num_prompt_tokens >= limit and sequence.num_output_tokens == 0
+        elif reason.message is None:
+            full = loop.limits.max_model_len - sequence.num_prompt_tokens
+            assert sequence.num_output_tokens == min(request.params.max_new_tokens, full)
+        else:  # ended by the pool, which it filled
+            assert sequence.num_tokens == loop.ledger.usage.num_blocks * SIZE + 1
