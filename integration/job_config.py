@@ -13,14 +13,14 @@ from typing import Any, get_args, get_type_hints
 class RunSettings:
     """What is run, and where it is written."""
 
-    name: str  # results go to <dir>/<name>
-    dir: str = "runs"
-    seed: int = 0
+    name: str  # results go to the folder of this name in run.dir
+    dir: str = "runs"  # where results go
+    seed: int = 0  # root of every random choice
     num_ranks: int = 0  # how many ranks the config is made for; 0: any number
-    num_steps: int = 80
+    num_steps: int = 80  # GRPO steps
     eval_every: int = 10  # steps between held-out evaluations; the first and the last step always have one
-    checkpoint_every: int = 20
-    tensorboard: bool = False
+    checkpoint_every: int = 20  # steps between checkpoints
+    tensorboard: bool = False  # write TensorBoard events too
     timeout_s: int = 120  # how long a rank waits for the others in a collective
 
 
@@ -28,25 +28,25 @@ class RunSettings:
 class ModelSettings:
     """The model: a folder in Hugging Face format, or, without a path, a small Qwen3 that is built and warm-started."""
 
-    path: str = ""
+    path: str = ""  # a Hugging Face folder; empty: a small Qwen3 is built in the shape below
     dtype: str = "float32"  # or "bfloat16"
-    hidden_size: int = 128
-    intermediate_size: int = 256
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 32
+    hidden_size: int = 128  # of the built model, as are the next five
+    intermediate_size: int = 256  # width of its MLP
+    num_layers: int = 4  # its layers
+    num_heads: int = 4  # query heads
+    num_kv_heads: int = 2  # key and value heads
+    head_dim: int = 32  # size of a head
 
 
 @dataclass(frozen=True)
 class WarmStartSettings:
     """Supervised steps on worked examples that make the built model a weak solver; cached."""
 
-    enabled: bool = True
-    cache_dir: str = ".cache/lockstep"
-    num_steps: int = 300
+    enabled: bool = True  # whether the built model is warm-started
+    cache_dir: str = ".cache/lockstep"  # where the warm-started model is kept
+    num_steps: int = 300  # supervised steps
     batch_size: int = 128  # examples, over all ranks
-    learning_rate: float = 4e-3
+    learning_rate: float = 4e-3  # at its peak
     slip_rate: float = 0.75  # how often the worked examples forget a carry
 
 
@@ -54,13 +54,13 @@ class WarmStartSettings:
 class DataSettings:
     """The problems: three-digit sums made on the spot, or, with a path, one problem per line of a JSONL file."""
 
-    path: str = ""
+    path: str = ""  # JSONL, one problem a line; empty: sums made on the spot
     heldout_path: str = ""  # JSONL too; without it every tenth problem of `path` is held out
-    prompt_field: str = "prompt"
-    answer_field: str = "answer"
-    min_digits: int = 3
-    max_digits: int = 3
-    num_heldout: int = 512
+    prompt_field: str = "prompt"  # where a line has its prompt
+    answer_field: str = "answer"  # where a line has its answer
+    min_digits: int = 3  # of each number to add
+    max_digits: int = 3  # likewise
+    num_heldout: int = 512  # problems held out, at most
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class RolloutSettings:
 
     prompts_per_step: int = 32  # over all ranks
     group_size: int = 16  # samples of one prompt
-    max_new_tokens: int = 16
-    temperature: float = 1.0
+    max_new_tokens: int = 16  # of each sample
+    temperature: float = 1.0  # of sampling, and of both log-probabilities
     shuffle_rewards: bool = False  # a control: rewards are dealt out at random among the samples of a step
 
 
@@ -78,15 +78,15 @@ class RolloutSettings:
 class TrainSettings:
     """How a step learns."""
 
-    learning_rate: float = 5e-5
-    weight_decay: float = 0.0
-    num_warmup_steps: int = 10
-    max_grad_norm: float = 1.0
+    learning_rate: float = 5e-5  # of AdamW
+    weight_decay: float = 0.0  # likewise
+    num_warmup_steps: int = 10  # steps over which the learning rate rises
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm
     epochs_per_step: int = 1  # optimizer steps on each batch of samples
     microbatch_tokens: int = 16384  # rows of one forward and backward
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl_coefficient: float = 0.0
+    clip_low: float = 0.2  # the ratio is clipped at 1 - clip_low
+    clip_high: float = 0.2  # and at 1 + clip_high
+    kl_coefficient: float = 0.0  # weight of the KL to the model at the start; 0: no reference is kept
     scale_by_std: bool = True  # divide advantages by the group's standard deviation
 
 
@@ -95,10 +95,10 @@ class EngineSettings:
     """The engine in each rank; see `lockstep.rollout.config.EngineConfig`."""
 
     device: str = ""  # "cpu" or "cuda"; empty: this rank's GPU if there is one
-    kv_cache: str = "auto"
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    invariant: bool = True
+    kv_cache: str = "auto"  # size of the KV pool: "auto", bytes ("512MiB") or blocks ("4096 blocks")
+    max_num_seqs: int = 256  # sequences that run at a time
+    max_num_batched_tokens: int = 2048  # rows of one step
+    invariant: bool = True  # bits do not depend on the batch; false promises no logprob_gap of 0.0
 
 
 @dataclass(frozen=True)

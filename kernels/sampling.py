@@ -51,11 +51,12 @@ def sample_from(probabilities: Tensor, noise: Tensor) -> Tensor:
     """int64 [R]: the token at which the running sum of the row passes noise * total (inverse transform sampling).
 
     probabilities [R, V], not negative, each row with a positive sum, not necessarily 1; noise float64 [R] in [0, 1).
-    Zero-probability tokens are never chosen.
+    Zero-probability tokens are never chosen. A row that holds NaN gets some token: whoever reports its log-probability,
+    NaN too, refuses it.
     """
     running = probabilities.double().cumsum(-1)
     threshold = noise.unsqueeze(-1) * running[:, -1:]
-    return torch.searchsorted(running, threshold, right=True).squeeze(-1)
+    return torch.searchsorted(running, threshold, right=True).squeeze(-1).clamp_(max=probabilities.shape[-1] - 1)
 
 
 def _mix(z: Tensor) -> Tensor:

@@ -403,8 +403,10 @@ class Engine:
             raise
 
     async def _shared_step(self) -> None:
-        """One step, on a thread of the engine's own. Coroutines that want one at the same time get the same one, or each
-        would wait for as many steps as there are others."""
+        """One step, on a thread of the engine's own.
+
+        Coroutines that want one at the same time get the same one, or each would wait for as many as there are others.
+        """
         with self._turn_lock:
             if self._turn is None or self._turn.done():
                 self._turn = self._stepper.submit(self.step)

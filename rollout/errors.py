@@ -25,5 +25,9 @@ class LedgerError(LockstepError):
     """The block ledger does not sum up: free + cached + held is not the pool. A bug of ours."""
 
 
+class BrokenLogits(LockstepError):
+    """The model gave NaN where log-probabilities should be: its weights are broken. Nothing was sampled."""
+
+
 class SamplingRefused(LockstepError):
     """The weights may be torn: nothing is sampled before the next commit."""

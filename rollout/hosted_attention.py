@@ -81,6 +81,8 @@ def hosted_attention(
     unknown = sorted(name for name, value in others.items() if value is not None and name not in _HARMLESS)
     if unknown:
         raise ValueError(f"{type(module).__name__} asks its attention for {', '.join(unknown)}: not supported")
+    if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise ValueError(f"{type(module).__name__} is not causal: not supported")
     if dropout:
         raise ValueError(f"attention dropout ({dropout}) would make the trainer differ from the engine: set it to 0")
     batch, num_heads, num_rows, head_dim = query.shape

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Rotary tables that are recomputed from the longest sequence of the batch: a row would depend on its neighbours.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 class HostedModel:
@@ -180,6 +181,11 @@ class HostedModel:
                 wrong.append(f"rope_type {parameters['rope_type']!r} (its tables depend on the batch)")
         if not self.module._can_set_attn_implementation():
             wrong.append("attention that does not go through transformers' attention interface")
+        if getattr(self.config, "num_attention_heads", None) is None:
+            wrong.append("layers without attention heads")
+        # Other kinds are told to a module by its mask or its own code, and would go unseen.
+        kinds = set(getattr(self.config, "layer_types", None) or ()) - _LAYER_TYPES
+        wrong += [f"layers of type {kind}" for kind in sorted(kinds)]
         if getattr(self.config, "is_encoder_decoder", False):
             wrong.append("an encoder")
         if wrong:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..kernels.sampling import sample_from, scaled_logprobs, selected_logprobs, uniform_noise
 from .completion import TopLogprobs
+from .errors import BrokenLogits
 from .request import Request
 
 # Beyond every logit, and still finite after division by the lowest temperature: a row never loses all its tokens.
@@ -38,18 +39,23 @@ class Sampler:
         self._counts: dict[Request, _Counts] = {}
 
     def sample(self, logits: Tensor, requests: Sequence[Request]) -> list[Sampled]:
-        """One token per row of logits [R, V] (any float dtype), requests in row order."""
+        """One token per row of logits [R, V] (any float dtype), requests in row order. Raises BrokenLogits."""
         device = logits.device
         temperatures = torch.tensor([_temperature(r) for r in requests], device=device)
         logprobs = scaled_logprobs(logits, temperatures)
         shaped = [i for i, r in enumerate(requests) if self._reshapes(r)]
-        wanted = logprobs  # up to a constant per row, log of what to sample from
+        wanted = logprobs  # the log of what is sampled from
         if shaped:
             wanted = logprobs.clone()
             for row in shaped:
-                wanted[row] = self._reshape(logits[row].float(), requests[row]) / temperatures[row]
+                reshaped = self._reshape(logits[row].float(), requests[row])
+                wanted[row] = torch.log_softmax(reshaped / temperatures[row], -1)
         token_ids = self._choose(wanted, requests)
         chosen = logprobs.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+        if bool(chosen.isnan().any()):
+            broken = [r.id for r, is_nan in zip(requests, chosen.isnan().tolist(), strict=True) if is_nan]
+            count = f"{len(broken)} sequences, {broken[0]!r} first"
+            raise BrokenLogits(f"the model's logits are NaN or infinite for {count}")
         tops = top_logprobs(logprobs, [r.options.top_logprobs_num for r in requests])
         return [Sampled(*row) for row in zip(token_ids.tolist(), chosen.tolist(), tops, strict=True)]
 
@@ -65,7 +71,7 @@ class Sampler:
         seeds = torch.tensor([r.seed for r in requests], device=device)
         positions = torch.tensor([r.sequence.num_tokens for r in requests], device=device)
         noise = uniform_noise(seeds, positions)
-        probabilities = torch.softmax(wanted, -1)
+        probabilities = wanted.exp()
         plain = [i for i, r in enumerate(requests) if not greedy[i] and not _filters(r)]
         filtered = [i for i, r in enumerate(requests) if not greedy[i] and _filters(r)]
         token_ids = wanted.argmax(-1) if any(greedy) else torch.empty(len(requests), dtype=torch.int64, device=device)

@@ -102,8 +102,10 @@ class SequenceManager:
         del self._sequences[id], self._incarnations[id]
 
     def state_hash(self) -> str:
-        """SHA-256 over everything the two managers must agree on: ids, states, tokens, counters, incarnations. A sequence
-        that still waits for its first step is left out: no worker has heard of it."""
+        """SHA-256 over everything the two managers must agree on: ids, states, tokens, counters, incarnations.
+
+        A sequence that still waits for its first step is left out: no worker has heard of it.
+        """
         digest = hashlib.sha256()
         for id in sorted(self._sequences):
             s = self._sequences[id]

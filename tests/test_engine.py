@@ -71,7 +71,7 @@ def assert_idle(engine: Engine) -> None:
     engine.check_integrity()
 
 
-# -- generate -----------------------------------------------------------------------------------------------------------
+# -- generate --------------------------------------------------------------------------------------
 
 
 def test_answers_come_in_the_order_of_the_prompts_with_samples_side_by_side(make_engine):
@@ -141,7 +141,7 @@ def test_extra_key_and_disabled_cache_share_nothing(make_engine):
     assert [c.num_cached_tokens for c in engine.generate([LONG, LONG], sampled())] == [0, 0]
 
 
-# -- text, stops, lengths -------------------------------------------------------------------------------------------------
+# -- text, stops, lengths --------------------------------------------------------------------------
 
 
 def test_text_in_text_out(talker, tokenizer):
@@ -214,7 +214,7 @@ def test_context_ends_a_sequence_and_a_prompt_that_fills_it_is_ignored(make_engi
     assert len(scored.prompt_logprobs) == 20 and scored.finish_reason.type == "length"
 
 
-# -- log-probabilities ------------------------------------------------------------------------------------------------
+# -- log-probabilities -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("start", [0, 1, 16, 17, 40, 69, 70])
@@ -263,7 +263,7 @@ def test_alternatives_of_output_tokens_hold_the_greedy_choice(make_engine):
         assert len(top) == 4 and top[0] == (logprob, token)
 
 
-# -- streams and async twins -------------------------------------------------------------------------------------------
+# -- streams and async twins -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("interval", [None, 3])
@@ -420,7 +420,7 @@ def test_overlapping_phases_of_two_threads_end_with_the_last(make_engine):
     assert not model.module.config._attn_implementation.startswith("lockstep")
 
 
-# -- driving the loop by hand --------------------------------------------------------------------------------------------
+# -- driving the loop by hand ----------------------------------------------------------------------
 
 
 def test_added_requests_are_answered_by_the_step_that_ends_them(make_engine):
@@ -472,7 +472,7 @@ def test_abort_answers_with_what_was_generated(make_engine):
     assert_idle(engine)
 
 
-# -- weights and KV -------------------------------------------------------------------------------------------------------
+# -- weights and KV --------------------------------------------------------------------------------
 
 
 def test_tokens_say_which_weights_made_them_across_a_commit(make_engine):
@@ -582,13 +582,13 @@ def test_closed_engine_gives_everything_back(make_engine):
     assert_idle(engine)
 
 
-# -- phases ---------------------------------------------------------------------------------------------------------------
+# -- phases ----------------------------------------------------------------------------------------
 
 
 def marks(module: torch.nn.Module) -> list[tuple]:
     """Everything about a module that a rollout might change."""
     return [
-        (name, m.training, "forward" in vars(m), len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks))
+        (name, m.training, "forward" in vars(m), *map(len, (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks)))
         for name, m in module.named_modules()
     ] + [(name, p.requires_grad, p.data_ptr(), p.grad is None) for name, p in module.named_parameters()] + [
         (module.config._attn_implementation, module.config._experts_implementation, torch.is_grad_enabled())
@@ -645,12 +645,17 @@ def test_module_is_restored_after_a_failing_forward_and_the_others_go_on(make_en
 def test_phases_nest_and_the_outermost_restores(make_engine):
     model = make_engine().model
     before = marks(model.module)
-    with pytest.raises(Broken), model.rollout_phase(), model.rollout_phase():
-        assert model.in_rollout_phase and not model.module.training
-        with model.training_numerics():
-            pass
-        assert model.module.config._attn_implementation.startswith("lockstep")
-        raise Broken
+
+    def fail_inside() -> None:
+        with model.rollout_phase(), model.rollout_phase():
+            assert model.in_rollout_phase and not model.module.training
+            with model.training_numerics():
+                pass
+            assert model.module.config._attn_implementation.startswith("lockstep")
+            raise Broken
+
+    with pytest.raises(Broken):
+        fail_inside()
     assert marks(model.module) == before
 
 
@@ -661,7 +666,7 @@ def test_module_outside_its_phase_refuses_to_run_for_the_engine(make_engine):
         model.forward(rows, rows, rows, None)
 
 
-# -- bad input --------------------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -713,7 +718,7 @@ def test_one_bad_prompt_among_many_queues_none(make_engine):
 
 
 def test_options_name_every_offender():
-    with pytest.raises(ValueError, match="logprob_start_len.*top_logprobs_num"):
+    with pytest.raises(ValueError, match=r"logprob_start_len.*top_logprobs_num"):
         RequestOptions(logprob_start_len=-2, top_logprobs_num=-1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 import transformers
@@ -19,7 +21,9 @@ def _one_thread(restore_threads):
     torch.set_num_threads(1)  # these matrices are small: a second thread would only wait for the first
 
 
-def adopt(module: nn.Module, dtype: str | None = None, device: str | None = None, invariant: bool = True) -> HostedModel:
+def adopt(
+    module: nn.Module, dtype: str | None = None, device: str | None = None, invariant: bool = True
+) -> HostedModel:
     return HostedModel.adopt(module, dtype=dtype, device=device, invariant=invariant)
 
 
@@ -28,7 +32,7 @@ def logits_of(hosted: HostedModel, ids: list[list[int]], **kwargs: object) -> to
         return hosted.module(torch.tensor(ids), use_cache=False, **kwargs).logits
 
 
-# -- refusals -------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 class BiasedAttention(Qwen3Attention):
@@ -73,7 +77,7 @@ def test_rope_that_depends_on_the_batch_is_refused_by_name(make_model, rope_type
 
 
 def test_unsupported_dtype_is_refused_by_name(make_model):
-    with pytest.raises(ValueError, match="Qwen3ForCausalLM cannot be hosted: dtype torch.float16"):
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM cannot be hosted: dtype torch\.float16"):
         adopt(make_model("qwen3", torch.float16))
 
 
@@ -92,6 +96,21 @@ def test_model_without_attention_is_refused_by_name():
     config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
     with pytest.raises(ValueError, match="MambaForCausalLM cannot be hosted"):
         adopt(transformers.MambaForCausalLM(config))
+
+
+@pytest.mark.parametrize("kind", ["chunked_attention", "linear_attention"])
+def test_layers_of_a_kind_that_only_the_mask_would_tell_are_refused_by_name(make_model, kind):
+    model = make_model("qwen3")
+    model.config.layer_types = ["full_attention", kind]
+    with pytest.raises(ValueError, match=f"layers of type {kind}"):
+        adopt(model)
+
+
+def test_attention_that_looks_ahead_is_refused_by_name(make_model):
+    model = make_model("qwen3")
+    model.model.layers[1].self_attn.is_causal = False
+    with pytest.raises(ValueError, match="Qwen3Attention is not causal"):
+        adopt(model)
 
 
 def test_wishes_that_contradict_the_trainers_module_are_listed_together(make_model):
@@ -124,7 +143,7 @@ def test_linear_with_a_forward_of_its_own_is_refused_and_left_alone(make_model):
     assert "forward" not in vars(model.lm_head)
 
 
-# -- the trainer's forward ----------------------------------------------------------------------------------------------------
+# -- the trainer's forward -------------------------------------------------------------------------
 
 
 def test_padding_on_the_left_is_refused(make_model):
@@ -163,7 +182,7 @@ def test_packed_sequences_equal_separate_ones_bit_for_bit(make_model, family, dt
     hosted = adopt(make_model(family, dtype))
     lengths = torch.tensor([0, *map(len, SEQUENCES)]).cumsum(0).to(torch.int32)
     packed = logits_of(
-        hosted, [sum(SEQUENCES, [])], cu_seq_lens_q=lengths,
+        hosted, [list(chain(*SEQUENCES))], cu_seq_lens_q=lengths,
         position_ids=torch.cat([torch.arange(len(s)) for s in SEQUENCES])[None],
     )
     assert packed.requires_grad

@@ -1,7 +1,7 @@
 """The invariance table: a token's log-probability is the trainer's, in every bit, whatever stood beside it.
 
-Rows: batch mates, chunk sizes, prefix hits, thread counts, preemption. Columns: float32 and bfloat16, the native and the
-PyTorch attention. The truth is always the trainer's forward over the whole sequence, alone, with gradients enabled.
+Rows: batch mates, chunk sizes, prefix hits, thread counts, preemption. Columns: float32 and bfloat16, the native and
+the PyTorch attention. The truth is always the trainer's forward over the whole sequence, alone, with gradients enabled.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ TEMPERATURE = 0.7
 STEM = [(11 * i + 3) % 250 for i in range(40)]
 PROMPTS = [
     [5],
-    STEM + [1, 2, 3],
-    STEM + [(7 * i) % 250 for i in range(250)],
+    [*STEM, 1, 2, 3],
+    [*STEM, *((7 * i) % 250 for i in range(250))],
     [(3 * i + 1) % 250 for i in range(127)],
     STEM[:33],
     [9] * 200,
@@ -117,8 +117,8 @@ def test_joining_and_leaving_in_mid_generation_changes_no_bit(make, one_thread, 
 @DTYPES
 def test_prefix_hit_changes_no_bit(make, one_thread, dtype):
     engine = make_engine(make(dtype), chunked_prefill_size=64)
-    cold = engine.generate(PROMPTS, [params(i) for i in range(6)])
-    hit = engine.generate(PROMPTS, [params(i) for i in range(6)])
+    cold = engine.generate(PROMPTS, [params(i, 20) for i in range(6)])
+    hit = engine.generate(PROMPTS, [params(i, 20) for i in range(6)])
     assert [c.num_cached_tokens for c in hit] == [(len(p) - 1) // 16 * 16 for p in PROMPTS]
     for a, b in zip(cold, hit, strict=True):
         assert (a.token_ids, a.logprobs) == (b.token_ids, b.logprobs)

@@ -16,7 +16,9 @@ def chain(*blocks: tuple[int, ...], key: str = "") -> list[int]:
     return hashes
 
 
-def grow(cache: RadixCache, path: list[Node], tokens: tuple[int, ...], block: int, hash: int | None = None) -> list[Node]:
+def grow(
+    cache: RadixCache, path: list[Node], tokens: tuple[int, ...], block: int, hash: int | None = None
+) -> list[Node]:
     """Publish one more block at the end of a held path."""
     parent = path[-1] if path else None
     if hash is None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
+from lockstep.rollout.errors import BrokenLogits
 from lockstep.rollout.request import Request, RequestOptions
 from lockstep.rollout.sampler import Sampler, prompt_logprobs
 from lockstep.rollout.sampling_params import SamplingParams
@@ -145,7 +146,8 @@ def naive_reshaped(logits: list[float], prompt, output, params: SamplingParams, 
     out = list(logits)
     for token in range(len(out)):
         if token in prompt or token in output:
-            out[token] = out[token] / params.repetition_penalty if out[token] > 0 else out[token] * params.repetition_penalty
+            by = params.repetition_penalty
+            out[token] = out[token] / by if out[token] > 0 else out[token] * by
         out[token] -= params.frequency_penalty * output.count(token)
         out[token] -= params.presence_penalty * (token in output)
         out[token] += (params.logit_bias or {}).get(token, 0.0)
@@ -218,6 +220,15 @@ def test_bias_larger_than_a_float_can_hold_still_chooses_that_token():
     for temperature in (0.0, 1e-5, 1.0):
         request = a_request(temperature=temperature, logit_bias={3: 1e300, 4: -1e300})
         assert choose(some_logits(), [request]) == [3]
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.0}, {"top_p": 0.5}], ids=str)
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_broken_logits_are_refused_and_never_leave_the_vocabulary(settings, broken):
+    logits = some_logits(3)
+    logits[1, 7] = broken
+    with pytest.raises(BrokenLogits, match="NaN or infinite for 1 sequences, 'r' first"):
+        choose(logits, [a_request(s, **settings) for s in range(3)])
 
 
 def test_alternatives_are_the_most_likely_tokens_with_the_reported_logprobs():

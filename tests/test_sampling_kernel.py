@@ -60,7 +60,7 @@ def test_noise_is_uniform_and_below_one(along):
         noise = uniform_noise(count, zeros)
     else:
         noise = (uniform_noise(count, zeros) - uniform_noise(count + 1, zeros)) % 1.0
-    assert 0.0 <= noise.min() and noise.max() < 1.0
+    assert noise.min() >= 0.0 and noise.max() < 1.0
     assert stats.kstest(noise.numpy(), "uniform").pvalue > 1e-3
     pairs = torch.stack([noise[:-1:2], noise[1::2]])
     cells = (pairs[0] * 10).long() * 10 + (pairs[1] * 10).long()
@@ -74,7 +74,9 @@ def naive_derived(*parts: int) -> int:
     return state - 2**64 if state >= 2**63 else state
 
 
-@pytest.mark.parametrize("parts", [(0,), (0, 0), (1, 2), (2, 1), (-1, 5), (2**63 - 1, 3), (-(2**63), 0), (2**64 + 1, 2)])
+@pytest.mark.parametrize(
+    "parts", [(0,), (0, 0), (1, 2), (2, 1), (-1, 5), (2**63 - 1, 3), (-(2**63), 0), (2**64 + 1, 2)]
+)
 def test_derived_seed_is_the_mixed_chain_of_its_parts(parts):
     assert derive_seed(*parts) == naive_derived(*parts)
 

@@ -100,7 +100,7 @@ def rows(output: ScheduleOutput) -> list[tuple[str, int, int]]:
     return [(item.id, item.start, item.num_tokens) for item in output.scheduled]
 
 
-# -- one step ---------------------------------------------------------------------------------------------------------
+# -- one step --------------------------------------------------------------------------------------
 
 
 def test_prompt_is_prefilled_in_chunks_and_then_decoded():
@@ -170,7 +170,7 @@ def test_thousands_may_wait():
     assert loop.drain() < 300
 
 
-# -- prefix cache ---------------------------------------------------------------------------------------------------
+# -- prefix cache ----------------------------------------------------------------------------------
 
 
 def test_equal_prompts_wait_for_the_blocks_of_the_first():
@@ -240,7 +240,7 @@ def test_without_prefix_cache_nobody_waits_for_anybody():
     assert rows(loop.step()) == [("a", 0, 10), ("b", 0, 10)]
 
 
-# -- a full pool ------------------------------------------------------------------------------------------------------
+# -- a full pool -----------------------------------------------------------------------------------
 
 
 def test_latest_arrival_gives_way_keeps_its_tokens_and_comes_back():
@@ -284,13 +284,43 @@ def test_nobody_is_admitted_in_the_step_that_preempts():
     loop.drain()
 
 
+def test_a_block_is_kept_back_for_each_running_sequence_so_that_newcomers_do_not_push_it_out():
+    loop = Loop(4)
+    loop.add("a", 3, new=5)
+    loop.step()
+    loop.add("b", 11, new=1)  # would take all three blocks that are left
+    assert [id for id, *_ in rows(loop.step())] == ["a"]
+    loop.drain()
+    assert loop.num_preemptions == 0
+
+
+def test_late_step_of_an_earlier_incarnation_publishes_nothing():
+    loop = Loop(8, chunk=4)
+    request = loop.add("a", list(range(9)))
+    late = loop.scheduler.schedule()
+    for manager in (loop.controller, loop.worker):
+        manager.on_schedule(late)
+        manager.preempt("a")
+    loop.scheduler.retract(request)
+    output = loop.scheduler.schedule()
+    for manager in (loop.controller, loop.worker):
+        manager.on_schedule(output)
+    loop.scheduler.on_step_completed(late, {"a": request})
+    twin = Request(Sequence("twin", list(range(9))), SamplingParams(), RequestOptions(), 0, 0, 9.0, 9, None)
+    assert loop.ledger.match(twin) == []
+    loop.scheduler.on_step_completed(output, {"a": request})
+    assert len(loop.ledger.match(twin)) == 1
+    loop.ledger.check()
+
+
 def test_lone_sequence_that_fills_the_pool_ends_with_length_and_says_so():
     loop = Loop(4)
     request = loop.add("a", 6, new=100)
     loop.drain()
     assert request.finish_reason.type == "length"
     assert request.finish_reason.length == request.sequence.num_output_tokens == 11
-    assert "KV pool of 4 blocks of 4 tokens is full with this sequence alone at 17 tokens" in request.finish_reason.message
+    why = "the KV pool of 4 blocks of 4 tokens is full with this sequence alone at 17 tokens"
+    assert request.finish_reason.message == why
 
 
 def test_prompt_that_can_never_fit_is_ignored_with_the_numbers():
@@ -354,7 +384,7 @@ def test_unknown_policy_is_refused_with_the_known_ones():
         find_policy("lifo")
 
 
-# -- random traces ------------------------------------------------------------------------------------------------------
+# -- random traces ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(25))

@@ -43,7 +43,7 @@ def progress(manager: SequenceManager, id: str = "a") -> tuple[int, int]:
     return sequence.num_tokens_step_processed, sequence.num_tokens_stage_processed
 
 
-# -- the two-stage example of 1000 tokens ---------------------------------------------------------------------------
+# -- the two-stage example of 1000 tokens ----------------------------------------------------------
 
 
 def test_thousand_tokens_flow_through_two_stages_as_in_the_published_example():
@@ -122,7 +122,7 @@ def test_stop_conditions_wait_until_all_stages_are_through():
     assert controller.on_step_completed([got("a", 3, token_id=5)]) == ["a"]
 
 
-# -- one stage ------------------------------------------------------------------------------------------------------
+# -- one stage -------------------------------------------------------------------------------------
 
 
 def test_with_one_stage_a_step_counts_both_and_a_stage_event_counts_nothing():
@@ -269,7 +269,7 @@ def test_requests_that_wait_do_not_make_the_two_managers_disagree():
     assert controller.state_hash() == worker.state_hash()
 
 
-# -- stop conditions ------------------------------------------------------------------------------------------------
+# -- stop conditions -------------------------------------------------------------------------------
 
 
 def finish_of(token_ids: list[int], **params: object):
@@ -327,7 +327,7 @@ def test_spans_say_which_weights_made_which_token():
     assert spans == [("v1", "d1", 0, 2), ("v2", None, 2, 3)]
 
 
-# -- registry -------------------------------------------------------------------------------------------------------
+# -- registry --------------------------------------------------------------------------------------
 
 
 def test_duplicate_id_is_refused_and_the_first_stays():
