@@ -43,7 +43,7 @@ def check_job(config: JobConfig, num_ranks: int) -> None:
         wrong.append(f"rollout.prompts_per_step={config.rollout.prompts_per_step} does not divide by {num_ranks} ranks")
     needed = ["matplotlib"] + ["tensorboard"] * config.run.tensorboard
     if absent := [name for name in needed if importlib.util.find_spec(name) is None]:
-        wrong.append(f"{' and '.join(absent)} must be installed for the run's plots and logs: pip install lockstep[train]")
+        wrong.append(f"{' and '.join(absent)} must be installed for plots and logs: pip install lockstep[train]")
     if wrong:
         raise ValueError("; ".join(wrong))
     engine_config(config)

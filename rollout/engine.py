@@ -160,7 +160,7 @@ class Engine:
 
         A caller that stops iterating aborts what is left.
         """
-        ids = self._add_all([prompt], sampling_params, options)
+        ids = self._add_all([prompt], sampling_params, options, streamed=True)
         try:
             num_open = len(ids)
             while num_open:
@@ -175,7 +175,7 @@ class Engine:
         self, prompt: Prompt, sampling_params: Params = None, *, options: RequestOptions | None = None
     ) -> AsyncIterator[StreamChunk]:
         """As `stream`, for `async for`."""
-        ids = await self._add_all_async([prompt], sampling_params, options)
+        ids = await self._add_all_async([prompt], sampling_params, options, streamed=True)
         try:
             num_open = len(ids)
             while num_open:
@@ -238,7 +238,7 @@ class Engine:
         self._scheduler.on_step_completed(output, requests)
         self.metrics.num_retractions += len(output.preempted)
         for id, request in requests.items():
-            if id in self._mailboxes and request.finish_reason is None:
+            if request.finish_reason is None and self._mailboxes.wants_chunks(id):
                 self._mailboxes.post(request, None)
         completions = [self._answer(self._sequences.request(id)) for id in ended]
         if not self._scheduler.has_work:
@@ -375,7 +375,12 @@ class Engine:
         self.metrics.num_prompt_tokens += request.sequence.num_prompt_tokens
 
     def _add_all(
-        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params], options: RequestOptions | None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params | Sequence[Params],
+        options: RequestOptions | None,
+        *,
+        streamed: bool = False,
     ) -> list[str]:
         prompts = as_prompts(prompts)
         params_list = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
@@ -388,13 +393,18 @@ class Engine:
                 for prompt, its_params in zip(prompts, params_list, strict=True):
                     ids += self.add(prompt, its_params, options=options)
                 undo.pop_all()
-            self._mailboxes.open(ids)
+            self._mailboxes.open(ids, streamed=streamed)
         return ids
 
     async def _add_all_async(
-        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params], options: RequestOptions | None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params | Sequence[Params],
+        options: RequestOptions | None,
+        *,
+        streamed: bool = False,
     ) -> list[str]:
-        adding = asyncio.ensure_future(asyncio.to_thread(self._add_all, prompts, params, options))
+        adding = asyncio.ensure_future(asyncio.to_thread(self._add_all, prompts, params, options, streamed=streamed))
         try:
             return await asyncio.shield(adding)
         except asyncio.CancelledError:  # a thread cannot be stopped: let go of what it queues

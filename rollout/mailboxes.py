@@ -13,15 +13,24 @@ class Mailboxes:
 
     def __init__(self) -> None:
         self._boxes: dict[str, list[StreamChunk]] = {}
+        self._streamed: set[str] = set()  # the ids whose call wants every chunk, not only the answer
 
     def __contains__(self, id: str) -> bool:
         return id in self._boxes
 
-    def open(self, ids: Iterable[str]) -> None:
-        self._boxes.update((id, []) for id in ids)
+    def open(self, ids: Iterable[str], *, streamed: bool) -> None:
+        for id in ids:
+            self._boxes[id] = []
+            if streamed:
+                self._streamed.add(id)
 
     def close(self, id: str) -> None:
         self._boxes.pop(id, None)
+        self._streamed.discard(id)
+
+    def wants_chunks(self, id: str) -> bool:
+        """Whether the request's call wants what each step adds."""
+        return id in self._streamed
 
     def post(self, request: Request, completion: Completion | None) -> None:
         """Put what is new of a request into its box; its completion, if it has ended."""

@@ -120,7 +120,8 @@ def test_a_rank_that_fails_brings_the_other_down_within_seconds(straight_run, tm
 def test_own_data_model_and_reward(straight_run, tmp_path):
     problems = [{"question": f"Say {n}:", "solution": n} for n in range(10, 40)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
-    (tmp_path / "my_reward.py").write_text("def length(prompt, completion, answer):\n    return min(len(completion), 24) / 24\n")
+    reward = "def length(prompt, completion, answer):\n    return min(len(completion), 24) / 24\n"
+    (tmp_path / "my_reward.py").write_text(reward)
     process = torchrun(
         tmp_path, str(CONFIG), *SHRUNK, f"model.path={straight_run}/runs/arithmetic/model", "warm_start.enabled=false",
         "data.path=data.jsonl", "data.prompt_field=question", "data.answer_field=solution", "reward=my_reward:length",
