@@ -48,6 +48,8 @@ class Request:
     num_cached_tokens: int = 0
     num_retractions: int = 0  # also the incarnation: results of an earlier one are dropped
     finish_reason: FinishReason | None = None
+    num_rows_in_flight: int = 0  # of the step that the model runs now
+    num_tokens_in_flight: int = 0  # that this step will add to the sequence: 0 or 1
     num_tokens_streamed: int = 0
     num_chars_streamed: int = 0
 
@@ -58,6 +60,27 @@ class Request:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.options.logprob_start_len >= 0
+
+    @property
+    def num_tokens_ahead(self) -> int:
+        """Tokens there will be when the step that runs now is done."""
+        return self.sequence.num_tokens + self.num_tokens_in_flight
+
+    @property
+    def num_processed_ahead(self) -> int:
+        """Tokens that will have gone through this stage then."""
+        return self.sequence.num_tokens_stage_processed + self.num_rows_in_flight
+
+    @property
+    def is_prefilling_ahead(self) -> bool:
+        """Whether known tokens beyond the last one will still lack KV then."""
+        return self.num_processed_ahead < self.num_tokens_ahead - 1
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the step that runs now will reach the length that was asked for."""
+        num_output = self.sequence.num_output_tokens + self.num_tokens_in_flight
+        return self.num_tokens_in_flight > 0 and num_output >= self.params.max_new_tokens
 
     @property
     def max_reusable_tokens(self) -> int:

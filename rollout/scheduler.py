@@ -91,7 +91,7 @@ class Scheduler:
         scheduled: list[ScheduledSequence] = []
         preempted: list[str] = []
         exhausted: list[tuple[str, str]] = []
-        decodes_first = sorted(self._running, key=lambda r: r.sequence.is_prefilling)
+        decodes_first = sorted(self._running, key=lambda r: r.is_prefilling_ahead)
         in_step: set[Request] = set()
         for request in decodes_first:
             if budget == 0:
@@ -99,6 +99,8 @@ class Scheduler:
             if request not in self._running:
                 continue  # preempted by an earlier one of this loop
             num_tokens = self._num_next(request, budget)
+            if num_tokens == 0:
+                continue  # the step under way is its last
             new_blocks = self._make_room(request, num_tokens, in_step, preempted)
             if new_blocks is None:
                 if request in self._running:
@@ -115,8 +117,10 @@ class Scheduler:
     # -- running sequences --------------------------------------------------------------------------------------
 
     def _num_next(self, request: Request, budget: int) -> int:
-        sequence = request.sequence
-        num_left = sequence.num_tokens - sequence.num_tokens_stage_processed
+        """Rows of the request's next chunk; 0 when the step that runs now will end it."""
+        if request.is_ending or request.num_tokens_ahead > self._limits.max_model_len:
+            return 0
+        num_left = request.num_tokens_ahead - request.num_processed_ahead
         return min(num_left, self._limits.chunked_prefill_size, budget)
 
     def _make_room(
@@ -126,7 +130,7 @@ class Scheduler:
 
         None when it was preempted itself (then it is in `preempted`), or when it is alone and the pool is full.
         """
-        needed = request.sequence.num_tokens_stage_processed + num_tokens
+        needed = request.num_processed_ahead + num_tokens
         while (blocks := self._ledger.grow(request, needed)) is None:
             candidates = [r for r in self._running if r not in in_step]
             if candidates == [request]:
@@ -146,7 +150,7 @@ class Scheduler:
         usage = self._ledger.usage
         return (
             f"the KV pool of {usage.num_blocks} blocks of {self._ledger.block_size} tokens is full with this sequence "
-            f"alone at {request.sequence.num_tokens} tokens"
+            f"alone at {request.num_tokens_ahead} tokens"
         )
 
     # -- waiting sequences --------------------------------------------------------------------------------------
@@ -262,5 +266,5 @@ class Scheduler:
         start: int | None = None,
     ) -> ScheduledSequence:
         if start is None:
-            start = request.sequence.num_tokens_stage_processed
+            start = request.num_processed_ahead
         return ScheduledSequence(request.id, request.num_retractions, start, num_tokens, tuple(new_blocks), token_ids)
