@@ -118,7 +118,8 @@ class Scheduler:
 
     def _num_next(self, request: Request, budget: int) -> int:
         """Rows of the request's next chunk; 0 when the step that runs now will end it."""
-        if request.is_ending or request.num_tokens_ahead > self._limits.max_model_len:
+        is_at_end_of_context = request.num_tokens_ahead >= self._limits.max_model_len
+        if request.is_ending or (request.num_tokens_in_flight and is_at_end_of_context):
             return 0
         num_left = request.num_tokens_ahead - request.num_processed_ahead
         return min(num_left, self._limits.chunked_prefill_size, budget)
