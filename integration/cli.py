@@ -22,6 +22,8 @@ PACKAGE = __package__.split(".")[0]
 # name of a module in bench/: what it measures
 BENCHMARKS = {
     "rollout": "tokens per second of a batch of prompts, alone or against transformers' generate",
+    "pause": "latency of each kind of pause, and the cost of going on after it",
+    "schedule": "scheduler time per step, by policy and by how many requests wait",
 }
 
 
@@ -189,8 +191,19 @@ def _bench(arguments: Sequence[str]) -> int:
         print(json.dumps(report))
     else:
         for name, value in report.items():
-            print(f"{name:16} {' .. '.join(map(str, value)) if isinstance(value, list) else value}")
+            print(f"{name:16} {_in_words(value)}")
     return 0
+
+
+def _in_words(value: object, depth: int = 0) -> str:
+    """A value of a report as people read it: a list is a range, an object has a line for each of its members."""
+    if isinstance(value, list):
+        return " .. ".join(map(str, value))
+    if not isinstance(value, dict):
+        return str(value)
+    if depth:
+        return "".join(f"{name:>8}: {_in_words(item, depth + 1):8}" for name, item in value.items())
+    return "".join(f"\n  {name:14} {_in_words(item, depth + 1)}" for name, item in value.items())
 
 
 # -- train -----------------------------------------------------------------------------------------------

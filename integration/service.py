@@ -51,6 +51,7 @@ class RolloutService:
         """
         self.engine.resume_kv()
         with self.engine.model.rollout_phase():
+            self.engine.wake()
             yield
         if release_kv:
             self.engine.release_kv()

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, fields
+
+POLICIES = ("edf", "fcfs", "lrs")
+DEADLINE_MULTIPLIER = 1.5
+MIN_DEADLINE_S = 0.5
+ADMISSION_RATIO = 0.7
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(|k|m|g|ki|mi|gi)b\s*", re.IGNORECASE)
@@ -54,7 +60,13 @@ class EngineConfig:
     max_model_len: int | None = None  # prompt + output tokens of a sequence; None: the model's own limit
     prefix_cache: bool = True  # reuse the KV of equal prefixes
     invariant: bool = True  # bits do not depend on the batch (DESIGN section 4); False is a speed choice
-    policy: str = "fcfs"  # order of the waiting queue
+    policy: str = "fcfs"  # order of the waiting queue: "fcfs", "edf" (deadline), "lrs" (least relative slack)
+    deadline_multiplier: float = DEADLINE_MULTIPLIER  # a deadline is arrival + max(predicted prefill * this, ...
+    min_deadline_s: float = MIN_DEADLINE_S  # ... this); only edf and lrs read the two
+    admission_ratio: float = ADMISSION_RATIO  # share of what running sequences may still generate that admission keeps
+    # room for, at first; it adapts
+    overlap: bool = False  # plan the next step and deliver the last one while the model runs
+    trace: str | None = None  # a file for Chrome-trace events
     seed: int = 0  # root of the noise of requests that bring no sampling_seed
 
     def __post_init__(self) -> None:
@@ -66,9 +78,19 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 wrong.append(f"{name} must be a positive integer, not {value!r}")
-        for name in ("prefix_cache", "invariant"):
+        for name in ("prefix_cache", "invariant", "overlap"):
             if not isinstance(getattr(self, name), bool):
                 wrong.append(f"{name} must be true or false, not {getattr(self, name)!r}")
+        if self.policy not in POLICIES:
+            wrong.append(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
+        for name in ("deadline_multiplier", "min_deadline_s"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not math.isfinite(value) or value <= 0:
+                wrong.append(f"{name} must be a positive number, not {value!r}")
+        ratio = self.admission_ratio
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
+            wrong.append(f"admission_ratio must be a number from 0 to 1, not {ratio!r}")
         if self.dtype not in (None, "float32", "bfloat16"):
             wrong.append(f'dtype must be "float32" or "bfloat16", not {self.dtype!r}')
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):

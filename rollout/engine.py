@@ -1,35 +1,32 @@
-"""The engine: requests in, completions out. Its loop is schedule, run, commit."""
+"""The engine: requests in, completions out, commands between the steps, from any thread."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from .commands import AbortReport, CommandLog, ContinueReport, FlushReport, PauseMode, PauseReport, check_pause_mode
 from .completion import Completion, FinishReason, StreamChunk
-from .config import EngineConfig, parse_kv_size
-from .errors import MemoryReleased, NotIdle, SamplingRefused
-from .hosted_model import HostedModel
-from .intake import Intake, Params, Prompt, as_params, as_prompts, find_eos_token_ids, load_tokenizer
-from .kv_cache import KVCache, plan_kv_pool
-from .kv_ledger import KVLedger
+from .config import EngineConfig
+from .core import EngineCore
+from .errors import EngineStopped
+from .event_log import Event
+from .fair_lock import FairLock
+from .intake import Intake, Params, Prompt, as_params, as_prompts
+from .kv_cache import KVPlan
 from .mailboxes import Mailboxes
 from .metrics import Metrics
-from .model_runner import ModelRunner
 from .request import Request, RequestOptions
-from .sampler import Sampler
-from .schedule import ScheduleOutput, SequenceResult
-from .scheduler import Scheduler, StepLimits
-from .sequence_manager import EngineSequenceManager, WorkerSequenceManager
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +39,8 @@ class Engine:
         [completion] = engine.generate(["2 + 2 ="], SamplingParams(max_new_tokens=8))
 
     A module that is handed over keeps its storage, and belongs to the engine only while a call generates or inside
-    `engine.model.rollout_phase()`. Methods may be called from any thread; one step runs at a time.
+    `engine.model.rollout_phase()`. Every method may be called from any thread. Whoever waits for an answer runs the
+    steps, unless `start()` has put a thread there for it.
     """
 
     def __init__(
@@ -53,42 +51,22 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
-        options = {"dtype": config.dtype, "device": config.device, "invariant": config.invariant}
-        if isinstance(model, str | Path):
-            self.model = HostedModel.load(model, **options)
-            tokenizer = tokenizer or load_tokenizer(Path(model))
-        else:
-            self.model = HostedModel.adopt(model, **options)
-        self.tokenizer = tokenizer
-        self.eos_token_ids = find_eos_token_ids(self.model.module, tokenizer)
-        self.max_model_len = min(config.max_model_len or self.model.max_model_len, self.model.max_model_len)
-        self.kv_plan = plan_kv_pool(
-            parse_kv_size(config.kv_cache), self.model.kv_shapes, config.block_size, config.max_num_seqs,
-            self.max_model_len, self.model.device,
-        )
-        logger.info("KV pool: %d blocks of %d tokens, %.1f MiB (%s)", self.kv_plan.num_blocks, config.block_size,
-                    self.kv_plan.num_bytes / 2**20, self.kv_plan.reason)
-        self._kv_cache = KVCache(self.kv_plan, self.model.kv_shapes, config.block_size, self.model.device)
-        self._ledger = KVLedger(self.kv_plan.num_blocks, config.block_size, config.prefix_cache)
-        limits = StepLimits(
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            config.chunked_prefill_size or config.max_num_batched_tokens,
-            self.max_model_len,
-        )
-        self._scheduler = Scheduler(self._ledger, limits, config.policy)
-        self._sequences = EngineSequenceManager(self.eos_token_ids, self.max_model_len)
-        self._workers = WorkerSequenceManager()
-        self._sampler = Sampler(self.eos_token_ids)
-        self._runner = ModelRunner(self.model, self._kv_cache, self._sampler, config.block_size)
-        self.metrics = Metrics()
-        self._lock = threading.RLock()
         self._mailboxes = Mailboxes()
-        self._intake = Intake(tokenizer, self.model.vocab_size, config.seed)
+        self._unclaimed: list[Completion] = []  # answers that no mailbox is there for: `step` returns them
+        self._core = EngineCore(model, config, tokenizer, self._on_token, self._on_answer)
+        self.model = self._core.model
+        self.tokenizer = self._core.tokenizer
+        self._intake = Intake(self.tokenizer, self.model.vocab_size, config.seed)
+        self._lock = FairLock()
+        self._wake = threading.Condition(self._lock)  # type: ignore[arg-type]
+        self._commands = CommandLog()
         self._stepper = ThreadPoolExecutor(1, "lockstep-step")  # runs the steps that coroutines wait for
-        self._turn: Future[list[Completion]] | None = None  # the latest of them
+        self._turn: Future[None] | None = None  # the latest of them
         self._turn_lock = threading.Lock()
-        self._refusal: str | None = None  # why no step may run; a weight commit lifts it
+        self._thread: threading.Thread | None = None  # drives the loop, once started
+        self._stopping = False
+        self._failure: Exception | None = None  # what ended the thread
+        self.model.before_phase_ends = self._drain
         self._owned_phase = ExitStack()
         if self.model.owned:
             self._owned_phase.enter_context(self.model.rollout_phase())
@@ -110,11 +88,13 @@ class Engine:
         params = as_params(sampling_params)
         rid = rid or uuid.uuid4().hex
         ids = [rid] if params.n == 1 else [f"{rid}-{index}" for index in range(params.n)]
-        with self._lock:
-            if taken := [id for id in ids if id in self._sequences]:
+        with self._wake:
+            if taken := [id for id in ids if id in self._core.sequences]:
                 raise ValueError(f"duplicate request ID detected: {', '.join(taken)}")
             for request in self._intake.requests(prompt, params, options, ids):
-                self._queue(request)
+                request.base_id = rid
+                self._core.queue(request)
+            self._wake.notify_all()
         return ids
 
     def generate(
@@ -131,8 +111,7 @@ class Engine:
         ids = self._add_all(prompts, sampling_params, options)
         try:
             with self.model.rollout_phase():
-                while not self._mailboxes.all_done(ids):
-                    self.step()
+                self._wait_until(lambda: self._mailboxes.all_done(ids))
             return self._mailboxes.completions(ids)
         finally:
             self._let_go(ids)
@@ -148,7 +127,7 @@ class Engine:
         ids = await self._add_all_async(prompts, sampling_params, options)
         try:
             while not self._mailboxes.all_done(ids):
-                await self._shared_step()
+                await self._progress(lambda: self._mailboxes.all_done(ids))
             return self._mailboxes.completions(ids)
         finally:
             await asyncio.to_thread(self._let_go, ids)
@@ -164,7 +143,7 @@ class Engine:
         try:
             num_open = len(ids)
             while num_open:
-                self._step_unless(lambda: self._mailboxes.has_news(ids))
+                self._wait_until(lambda: self._mailboxes.has_news(ids))
                 for chunk in self._take_news(ids):
                     num_open -= chunk.completion is not None
                     yield chunk
@@ -180,109 +159,185 @@ class Engine:
             num_open = len(ids)
             while num_open:
                 if not self._mailboxes.has_news(ids):
-                    await self._shared_step()
+                    await self._progress(lambda: self._mailboxes.has_news(ids))
                 for chunk in self._take_news(ids):
                     num_open -= chunk.completion is not None
                     yield chunk
         finally:
             await asyncio.to_thread(self._let_go, ids)
 
-    def abort_request(
-        self, rid: str | None = None, *, abort_all: bool = False, message: str | None = None
-    ) -> list[str]:
-        """End live requests, with what they have so far; returns the ids that were. An unknown id is no error."""
-        with self._lock:
-            requests = [r for r in self._sequences.requests() if abort_all or r.id == rid]
-            for request in requests:
-                self._sequences.finish(request.id, FinishReason("abort", message=message or "aborted"))
-                self._answer(request)
-            return [request.id for request in requests]
-
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._core.loop.has_work
 
     def step(self) -> list[Completion]:
-        """Run one step; returns the sequences it finished. Does nothing when there is nothing to run."""
-        with self._lock, self.model.rollout_phase():
-            if not self._scheduler.has_work:
-                return []
-            if not self._kv_cache.is_allocated:
-                raise MemoryReleased("the KV pool is released: resume it before generating")
-            if self._refusal is not None:
-                raise SamplingRefused(self._refusal)
-            started = time.perf_counter()
-            output = self._scheduler.schedule()
-            self._sequences.on_schedule(output)
-            self._workers.on_schedule(output)
-            requests = {item.id: self._sequences.request(item.id) for item in output.scheduled}
-            with ExitStack() as undo:
-                undo.callback(self._undo_schedule, output, requests)
-                results = self._runner.run(output, self._workers, requests) if output.scheduled else []
-                undo.pop_all()
-            completions = self._commit(output, results, requests)
-            self.metrics.num_steps += 1
-            self.metrics.num_rows += output.num_tokens
-            self.metrics.step_seconds += time.perf_counter() - started
-            return completions
+        """Run one step; returns the sequences that ended since the last one, but for those that another call waits for.
 
-    def _commit(
-        self, output: ScheduleOutput, results: list[SequenceResult], requests: dict[str, Request]
-    ) -> list[Completion]:
-        """Take a step's results: states, KV, answers, streams."""
-        ended = [id for id, _ in (*output.ignored, *output.exhausted)]
-        ended += self._sequences.on_step_completed(results)
-        self._workers.on_step_completed(results)
-        self._scheduler.on_step_completed(output, requests)
-        self.metrics.num_retractions += len(output.preempted)
-        for id, request in requests.items():
-            if request.finish_reason is None and self._mailboxes.wants_chunks(id):
-                self._mailboxes.post(request, None)
-        completions = [self._answer(self._sequences.request(id)) for id in ended]
-        if not self._scheduler.has_work:
-            self._ledger.check_idle()
-        return completions
+        Runs nothing while paused, or when there is nothing to run.
+        """
+        with self._lock:
+            self._run_step()
+            answers, self._unclaimed = self._unclaimed, []
+            return answers
 
-    def _undo_schedule(self, output: ScheduleOutput, requests: dict[str, Request]) -> None:
-        """The forward failed or was interrupted: nobody stays half in the step. What it ended is answered, what it was
-        to run waits again, as after a preemption."""
-        for id, _ in (*output.ignored, *output.exhausted):
-            self._answer(self._sequences.request(id))
-        for id, request in requests.items():
-            self._sequences.preempt(id)
-            self._workers.preempt(id)
-            self._scheduler.retract(request)
-        self.metrics.num_retractions += len(output.preempted) + len(requests)
+    def _run_step(self) -> None:
+        with self._wake, self.model.rollout_phase():
+            try:
+                self._core.step()
+            finally:
+                self._wake.notify_all()
 
-    def _answer(self, request: Request) -> Completion:
-        """The request has ended: give everything back and answer it, once."""
-        completion = request.completion(self.weight_version, self.weight_digest)
-        self._scheduler.remove(request)
-        self._sampler.forget(request)
-        self._sequences.free(request.id)
-        if request.id in self._workers:
-            self._workers.free(request.id)
-        self._count(request)
-        if request.id in self._mailboxes:
-            self._mailboxes.post(request, completion)
-        return completion
+    def start(self) -> None:
+        """Let a thread of the engine's own drive the loop; callers then only wait. Does nothing when started.
+
+        It sleeps while there is nothing to run, while paused, and outside the rollout phase of a trainer's module."""
+        with self._lock:
+            if self._thread is None:
+                self._stopping, self._failure = False, None
+                self._thread = threading.Thread(target=self._drive, name="lockstep-loop", daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        """End that thread after the step it is in; live requests stay, and go on with the next who drives."""
+        with self._wake:
+            thread, self._thread = self._thread, None
+            self._stopping = True
+            self._wake.notify_all()
+        if thread is not None:
+            thread.join()
+
+    def _drive(self) -> None:
+        me = threading.current_thread()
+        try:
+            while True:
+                with self._wake:
+                    while not (self._core.can_step and self.model.in_rollout_phase) and self._thread is me:
+                        self._wake.wait()
+                    if self._thread is not me:
+                        return
+                    self._core.step()
+                    self._wake.notify_all()
+        except Exception as error:
+            logger.exception("the loop has ended")
+            with self._wake:
+                self._failure, self._thread = error, None
+                self._wake.notify_all()
+
+    # -- commands ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_paused(self) -> bool:
+        return self._core.pause_mode is not None
+
+    def pause_generation(
+        self, mode: PauseMode = "retract", *, op_id: str | None = None, timeout_s: float | None = None
+    ) -> PauseReport:
+        """Run no more steps until `continue_generation`; it holds when the call returns.
+
+        in_place: sequences keep their KV; retract: they give it back, keep tokens and log-probabilities and are
+        computed again; abort: all are answered with what they have. Requests that come while paused wait. Raises
+        ValueError for another mode, DeadlineExceeded when `timeout_s` passed before it began.
+        """
+        check_pause_mode(mode)
+        return self._command("pause_generation", lambda: self._core.pause(mode), op_id, timeout_s)
+
+    def continue_generation(self, *, op_id: str | None = None, timeout_s: float | None = None) -> ContinueReport:
+        """End a pause; says so if there was none."""
+        return self._command("continue_generation", self._core.resume, op_id, timeout_s)
+
+    def abort_request(
+        self,
+        rid: str | None = None,
+        *,
+        abort_all: bool = False,
+        message: str | None = None,
+        finished_reason: FinishReason | None = None,
+        op_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> AbortReport:
+        """End a live request, or all, with what they have so far; `rid` is exact, or the base of n samples.
+
+        An id that is not live is reported, not an error. Raises ValueError when neither is named.
+        """
+        if rid is None and not abort_all:
+            raise ValueError("abort_request needs a rid, or abort_all")
+        reason = finished_reason or FinishReason("abort", message=message or "aborted")
+
+        def abort() -> AbortReport:
+            if abort_all:
+                return AbortReport(tuple(self._core.abort_all(reason)), ())
+            return self._core.abort(rid, reason)
+
+        return self._command("abort_request", abort, op_id, timeout_s)
+
+    def flush_cache(self, *, op_id: str | None = None, timeout_s: float | None = None) -> FlushReport:
+        """Empty the prefix cache, unless sequences hold blocks; however many wait."""
+        return self._command("flush_cache", self._core.flush, op_id, timeout_s)
+
+    def _command(
+        self, name: str, run: Callable[[], Any], op_id: str | None = None, timeout_s: float | None = None
+    ) -> Any:
+        """Run something between two steps, with nothing in flight; the same op_id runs once."""
+
+        def drained() -> Any:
+            with self._core.trace.span(name):
+                self._core.loop.drain()
+                return run()
+
+        command, is_new = self._commands.submit(name, drained, op_id, timeout_s)
+        if is_new:
+            seconds = command.seconds_left
+            if self._lock.acquire(timeout=-1 if seconds is None else seconds):
+                try:
+                    command.execute()
+                    self._wake.notify_all()
+                finally:
+                    self._lock.release()
+            else:
+                command.give_up()
+        return command.reply.result()
 
     # -- weights, KV and state --------------------------------------------------------------------------------------
 
     @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self._core.eos_token_ids
+
+    @property
+    def max_model_len(self) -> int:
+        return self._core.max_model_len
+
+    @property
+    def kv_plan(self) -> KVPlan:
+        return self._core.kv_plan
+
+    @property
+    def metrics(self) -> Metrics:
+        return self._core.metrics
+
+    @property
     def weight_version(self) -> str:
-        return self._sequences.weight_version
+        return self._core.sequences.weight_version
 
     @property
     def weight_digest(self) -> str | None:
-        return self._sequences.weight_digest
+        return self._core.sequences.weight_digest
 
     @property
     def epoch(self) -> int:
         """How many times weights were committed; KV of an earlier epoch never matches a prefix again."""
-        return self._ledger.epoch
+        return self._core.ledger.epoch
+
+    @property
+    def log_events(self) -> list[Event] | None:
+        """Where the managers' events are recorded, for `event_log.replay`; None: nowhere."""
+        return self._core.managers.log
+
+    @log_events.setter
+    def log_events(self, log: list[Event] | None) -> None:
+        self._core.managers.log = log
 
     def resident_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The weights by Hugging Face name, tied ones once."""
@@ -294,85 +349,106 @@ class Engine:
         version and digest are opaque here. Returns the number of cached blocks that were dropped. Running sequences go
         on, on their KV.
         """
-        with self._lock:
-            self._sequences.weight_version, self._sequences.weight_digest = version, digest
-            self._refusal = None
-            self.metrics.num_weight_commits += 1
-            return self._ledger.start_epoch()
+        return self._command("commit_weights", lambda: self._core.commit_weights(version, digest))
 
     def refuse_sampling(self, why: str) -> None:
         """Run no step until the next weight commit: the weights may be torn. `why` is what a step raises."""
-        with self._lock:
-            self._refusal = why
+
+        def refuse() -> None:
+            self._core.refusal = why
+
+        self._command("refuse_sampling", refuse)
 
     def set_weight_digest(self, digest: str) -> None:
         """The digest of the version that is committed, computed later. Starts no epoch."""
         with self._lock:
-            self._sequences.weight_digest = digest
-
-    def flush_cache(self) -> int:
-        """Drop every cached prefix; returns the number of blocks freed. Raises NotIdle while sequences run."""
-        with self._lock:
-            if num_running := self._scheduler.num_running:
-                raise NotIdle(f"cannot flush: {num_running} running, {self._scheduler.num_waiting} waiting")
-            return self._ledger.flush()
+            self._core.sequences.weight_digest = digest
 
     def release_kv(self) -> int:
-        """Give the KV pool's memory back; returns its bytes. Raises NotIdle while sequences run."""
-        with self._lock:
-            self.flush_cache()
-            num_bytes = self._kv_cache.num_bytes
-            self._kv_cache.release()
-            return num_bytes
+        """Give the KV pool's memory back; returns its bytes. Raises NotIdle while sequences hold blocks."""
+        return self._command("release_kv", self._core.release_kv)
 
     def resume_kv(self) -> int:
         """Allocate the KV pool again; returns its bytes. Does nothing when it is there."""
-        with self._lock:
-            self._kv_cache.allocate()
-            return self._kv_cache.num_bytes
+        return self._command("resume_kv", self._core.resume_kv)
 
     def state(self) -> dict[str, object]:
         """What is where, as plain values. Changes nothing."""
         with self._lock:
-            usage = self._ledger.usage
-            return {
-                "num_running": self._scheduler.num_running,
-                "num_waiting": self._scheduler.num_waiting,
-                "running_ids": [r.id for r in self._scheduler.running()],
-                "waiting_ids": [r.id for r in self._scheduler.waiting()],
-                "num_blocks": usage.num_blocks,
-                "num_free_blocks": usage.num_free,
-                "num_cached_blocks": usage.num_cached,
-                "num_held_blocks": usage.num_held,
-                "kv_bytes": self._kv_cache.num_bytes,
-                "num_forwards": self._runner.num_forwards,
-                "weight_version": self.weight_version,
-                "weight_digest": self.weight_digest,
-                "epoch": self.epoch,
-                "numerics": self.model.numerics.describe(),
-                "metrics": self.metrics.as_dict(),
-            }
+            return self._core.state()
 
     def check_integrity(self) -> None:
         """Sum up the block ledger block by block. Raises LedgerError naming what is wrong."""
         with self._lock:
-            self._ledger.check()
+            self._core.ledger.check()
+
+    def wake(self) -> None:
+        """Tell a started engine that its module's rollout phase has begun."""
+        with self._wake:
+            self._wake.notify_all()
 
     def close(self) -> None:
-        """Abort what is live and give the KV and the module back."""
-        with self._lock:
-            self.abort_request(abort_all=True, message="the engine was closed")
-            self.release_kv()
-            self._owned_phase.close()
+        """Abort what is live and give the KV, the threads and the module back."""
+        self.stop()
+        self.abort_request(abort_all=True, message="the engine was closed")
+        self.release_kv()
+        self._owned_phase.close()
         self._stepper.shutdown()
+        self._core.loop.close()
+        self._core.trace.close()
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
-    def _queue(self, request: Request) -> None:
-        self._sequences.add(request)
-        self._scheduler.add(request)
-        self.metrics.num_requests += 1
-        self.metrics.num_prompt_tokens += request.sequence.num_prompt_tokens
+    def _on_token(self, request: Request) -> None:
+        if self._mailboxes.wants_chunks(request.id):
+            self._mailboxes.post(request, None)
+
+    def _on_answer(self, request: Request, completion: Completion) -> None:
+        if request.id in self._mailboxes:
+            self._mailboxes.post(request, completion)
+        else:
+            self._unclaimed.append(completion)
+
+    def _drain(self) -> None:
+        """The rollout phase ends: the step that runs is finished first."""
+        with self._lock:
+            self._core.loop.drain()
+
+    def _wait_until(self, is_done: Callable[[], bool]) -> None:
+        """Return when `is_done()`; drives the loop meanwhile where no thread does."""
+        with self._wake:
+            self._wake.notify_all()  # the rollout phase may have begun with this call
+        while not self._wait_a_step(is_done):
+            pass
+
+    def _wait_a_step(self, is_done: Callable[[], bool]) -> bool:
+        """Run one step, or wait until something happens where somebody else runs them; returns `is_done()` before."""
+        with self._wake:
+            if is_done():
+                return True
+            if self._failure is not None:
+                raise EngineStopped("the engine's loop has ended") from self._failure
+            if self._thread is None and not self.is_paused:
+                self._run_step()
+            else:
+                if self._thread is None:
+                    logger.warning("paused (%s): waiting for continue_generation", self._core.pause_mode)
+                self._wake.wait()
+            return False
+
+    async def _progress(self, is_done: Callable[[], bool]) -> None:
+        """From a coroutine: let a step happen.
+
+        Coroutines that want one at the same time get the same one, or each would wait for as many as there are others.
+        """
+        if self._thread is not None:
+            await asyncio.to_thread(self._wait_until, is_done)
+            return
+        with self._turn_lock:
+            if self._turn is None or self._turn.done():
+                self._turn = self._stepper.submit(self._wait_a_step, lambda: False)
+            turn = self._turn
+        await asyncio.shield(asyncio.wrap_future(turn))
 
     def _add_all(
         self,
@@ -396,15 +472,8 @@ class Engine:
             self._mailboxes.open(ids, streamed=streamed)
         return ids
 
-    async def _add_all_async(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: Params | Sequence[Params],
-        options: RequestOptions | None,
-        *,
-        streamed: bool = False,
-    ) -> list[str]:
-        adding = asyncio.ensure_future(asyncio.to_thread(self._add_all, prompts, params, options, streamed=streamed))
+    async def _add_all_async(self, *args: Any, streamed: bool = False) -> list[str]:
+        adding = asyncio.ensure_future(asyncio.to_thread(self._add_all, *args, streamed=streamed))
         try:
             return await asyncio.shield(adding)
         except asyncio.CancelledError:  # a thread cannot be stopped: let go of what it queues
@@ -412,40 +481,15 @@ class Engine:
                 await asyncio.to_thread(self._let_go, await adding)
             raise
 
-    async def _shared_step(self) -> None:
-        """One step, on a thread of the engine's own.
-
-        Coroutines that want one at the same time get the same one, or each would wait for as many as there are others.
-        """
-        with self._turn_lock:
-            if self._turn is None or self._turn.done():
-                self._turn = self._stepper.submit(self.step)
-            turn = self._turn
-        await asyncio.shield(asyncio.wrap_future(turn))
-
     def _let_go(self, ids: Iterable[str]) -> None:
         """Nobody waits for these any more: abort what still runs."""
         with self._lock:
+            for id in [id for id in ids if id in self._core.sequences]:
+                self._mailboxes.open([id], streamed=False)  # its answer is nobody's
+                self.abort_request(id, message="the caller went away")
             for id in ids:
                 self._mailboxes.close(id)
-                if id in self._sequences:
-                    self.abort_request(id, message="the caller went away")
-
-    def _step_unless(self, is_done: Callable[[], bool]) -> None:
-        with self._lock:
-            if not is_done():
-                self.step()
 
     def _take_news(self, ids: list[str]) -> list[StreamChunk]:
         with self._lock:
             return self._mailboxes.take(ids)
-
-    def _count(self, request: Request) -> None:
-        assert request.finish_reason is not None
-        kind = request.finish_reason.type
-        self.metrics.num_aborted += kind == "abort"
-        self.metrics.num_ignored += kind == "ignored"
-        self.metrics.num_finished += kind in ("stop", "length")
-        self.metrics.num_cached_tokens += request.num_cached_tokens
-        self.metrics.num_output_tokens += request.sequence.num_output_tokens
-

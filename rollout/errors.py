@@ -31,3 +31,11 @@ class BrokenLogits(LockstepError):
 
 class SamplingRefused(LockstepError):
     """The weights may be torn: nothing is sampled before the next commit."""
+
+
+class DeadlineExceeded(LockstepError):
+    """A command's deadline passed before it began; it never runs."""
+
+
+class EngineStopped(LockstepError):
+    """The background loop has ended, by `stop()` or by the error that is this one's cause."""

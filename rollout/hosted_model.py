@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -41,7 +41,9 @@ class HostedModel:
         self._lock = threading.RLock()
         self._numerics_users = 0
         self._rollout_users = 0
-        self._numerics_exit, self._rollout_exit = ExitStack(), ExitStack()  # how to leave: the last one out does
+        self._numerics_exit = ExitStack()  # how to leave: the last one out does
+        self._rollout_exit: ExitStack | None = None  # likewise; None outside the phase
+        self.before_phase_ends: Callable[[], None] = lambda: None
         self.kv_shapes = self._probe()
         logger.info("hosting %s: %s", type(module).__name__, self.numerics.describe())
 
@@ -123,10 +125,11 @@ class HostedModel:
     @contextmanager
     def rollout_phase(self) -> Iterator[None]:
         """The module is the engine's in here: numerics, eval flags, no autograd. Re-entrant, also from several threads:
-        the last one to leave restores everything."""
+        the last one to leave calls `before_phase_ends`, waits for it, and restores everything."""
         with self._lock:
-            if self._rollout_users == 0:
+            if self._rollout_exit is None:
                 with ExitStack() as entered:
+                    entered.callback(self._leave_rollout_phase)
                     entered.enter_context(self.training_numerics())
                     entered.callback(_restore_flags, [(module, module.training) for module in self.module.modules()])
                     self.module.eval()
@@ -137,15 +140,28 @@ class HostedModel:
         finally:
             with self._lock:
                 self._rollout_users -= 1
-                if self._rollout_users == 0:
+                is_last = self._rollout_users == 0
+            if is_last:
+                self._end_rollout_phase()
+
+    def _end_rollout_phase(self) -> None:
+        try:
+            # Without our lock: it waits for a step that may be running, and that step may look at the phase.
+            self.before_phase_ends()
+        finally:
+            with self._lock:
+                if self._rollout_users == 0 and self._rollout_exit is not None:
                     self._rollout_exit.close()
+
+    def _leave_rollout_phase(self) -> None:
+        self._rollout_exit = None
 
     def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, step: StepContext) -> Tensor:
         """Logits [len(logit_rows), vocab] of the rows asked for; token_ids, positions: int64 [N].
 
         Writes the rows' KV. Raises PhaseError outside the rollout phase.
         """
-        if not self.in_rollout_phase:
+        if self._rollout_exit is None:
             raise PhaseError("the module is the trainer's now: generate inside the rollout phase")
         return self._call(token_ids, positions, step, logits_to_keep=logit_rows)
 

@@ -23,12 +23,15 @@ class ModelRunner:
         self._model, self._kv_cache, self._sampler, self._block_size = model, kv_cache, sampler, block_size
         self.num_forwards = 0
 
-    @torch.inference_mode()
-    def run(
+    def prepare(
         self, output: ScheduleOutput, workers: WorkerSequenceManager, requests: Mapping[str, Request]
-    ) -> list[SequenceResult]:
+    ) -> Batch:
+        """The step's tensors. Reads the managers, which `run` does not: it may run on another thread."""
+        return build_batch(output, workers, requests, self._block_size, self._model.device)
+
+    @torch.inference_mode()
+    def run(self, output: ScheduleOutput, batch: Batch) -> list[SequenceResult]:
         """Run the scheduled rows; one result per scheduled sequence, in order."""
-        batch = build_batch(output, workers, requests, self._block_size, self._model.device)
         context = StepContext(batch.slots, batch.paged, self._kv_cache.keys, self._kv_cache.values)
         # A step of mid-prompt chunks needs no logits; the module wants at least one row to make them for.
         rows = batch.logit_rows if len(batch.logit_rows) else batch.slots.new_zeros(1)

@@ -40,6 +40,7 @@ class Request:
     arrival_time: float  # seconds of time.monotonic()
     arrival_index: int
     detokenizer: IncrementalDetokenizer | None
+    base_id: str = ""  # of the request whose sample this is
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from .admission import Admission
+from .config import ADMISSION_RATIO, DEADLINE_MULTIPLIER, MIN_DEADLINE_S
 from .kv_ledger import KVLedger
-from .policies import find_policy, pick_victim
+from .policies import Policy, find_policy, pick_victim
+from .prefill_time import PrefillTimePredictor
+from .radix_cache import Node
 from .request import Request
 from .schedule import ScheduledSequence, ScheduleOutput
 from .sequence import State
+from .waiting_queue import Priority
 
 
 @dataclass(frozen=True)
@@ -23,19 +29,37 @@ class StepLimits:
 
 
 class Scheduler:
-    """Queues and decisions. It reads sequences and writes none: the managers do, from its output."""
+    """Queues and decisions. It reads sequences and writes none: the managers do, from its output.
 
-    def __init__(self, ledger: KVLedger, limits: StepLimits, policy: str = "fcfs") -> None:
+    What a step costs grows with the sequences that run and are taken up, not with those that wait.
+    """
+
+    def __init__(
+        self,
+        ledger: KVLedger,
+        limits: StepLimits,
+        policy: str = "fcfs",
+        *,
+        deadline_multiplier: float = DEADLINE_MULTIPLIER,
+        min_deadline_s: float = MIN_DEADLINE_S,
+        admission_ratio: float = ADMISSION_RATIO,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """clock: seconds, the one that arrival times were read from. Raises ValueError for an unknown policy."""
         self._ledger = ledger
         self._limits = limits
-        self._policy = find_policy(policy)
-        self._queue: list[tuple[tuple[float, int], int, Request]] = []  # heap by policy
-        self._queued: set[Request] = set()  # waiting, in the heap or parked; a heap entry not in here is stale
+        self._clock = clock
+        self._now = clock()  # of the newest step
+        self._predictor = PrefillTimePredictor(min(limits.chunked_prefill_size, limits.max_num_batched_tokens))
+        self._policy: Policy = find_policy(policy)(self._predictor, deadline_multiplier, min_deadline_s)
+        self._admission = Admission(ledger, limits.max_model_len, admission_ratio)
+        self._queue = self._policy.make_queue()
+        self._queued: set[Request] = set()  # waiting, in the queue or parked
         self._running: dict[Request, None] = {}  # holds blocks, in order of admission
         self._computing: dict[int, Request] = {}  # hash of a prompt block under way -> who computes it
         self._under_way: dict[Request, list[tuple[int, int]]] = {}  # its (last token + 1, hash), last block first
         self._parked: dict[int, list[Request]] = {}  # waits for the block of that hash to be computed
-        self._num_queued_ever = 0
+        self._num_parked = 0  # in all lists, those that ended since included
         self._step = 0
 
     @property
@@ -50,9 +74,18 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._running or self._queued)
 
+    @property
+    def admission_ratio(self) -> float:
+        """Share of what running sequences may still generate that admission keeps room for."""
+        return self._admission.ratio
+
+    def reset_admission(self) -> None:
+        """Set the admission ratio back to its initial value, as when the cache is flushed."""
+        self._admission.reset()
+
     def waiting(self) -> list[Request]:
         """Queued requests in the order of the policy, for reports."""
-        return sorted(self._queued, key=self._policy)
+        return sorted(self._queued, key=self._rank)
 
     def running(self) -> list[Request]:
         """Requests that hold blocks, in order of admission."""
@@ -61,8 +94,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request: a new one, or one that was preempted."""
         assert request not in self._queued and request not in self._running
+        self._policy.arrive(request)
         self._queued.add(request)
-        self._push(request)
+        self._queue.push(request)
 
     def on_step_completed(self, output: ScheduleOutput, requests: dict[str, Request]) -> None:
         """The step ran: publish the KV that is complete now. `requests` holds the live ones by id."""
@@ -72,21 +106,37 @@ class Scheduler:
                 self._ledger.publish(request, item.start + item.num_tokens)
                 self._end_computing(request, item.start + item.num_tokens)
 
+    def on_step_timed(self, output: ScheduleOutput, seconds: float) -> None:
+        """The model ran this step in so many seconds: what deadlines and slacks are predicted from."""
+        self._predictor.observe(output, seconds)
+
     def remove(self, request: Request) -> None:
         """The request ended: take it out of its queue, give back what it holds."""
         if request in self._running:
             self._give_back(request)
         self._queued.discard(request)
+        self._queue.discard(request)
+        self._policy.forget(request)
         self._ledger.forget(request)
+        if not self.has_work:
+            self.reset_admission()
 
     def retract(self, request: Request) -> None:
         """Take back the blocks of a running request and queue it again. The caller tells the managers."""
         self._give_back(request)
         self.add(request)
 
+    def requeue(self, request: Request) -> None:
+        """Make a live request wait, wherever it is now."""
+        if request in self._running:
+            self._give_back(request)
+        if request not in self._queued:
+            self.add(request)
+
     def schedule(self) -> ScheduleOutput:
         """Decide the next step. Changes queues and the ledger; sequences change when the managers take the output."""
         self._step += 1
+        self._now = self._clock()
         budget = self._limits.max_num_batched_tokens
         scheduled: list[ScheduledSequence] = []
         preempted: list[str] = []
@@ -110,8 +160,12 @@ class Scheduler:
             in_step.add(request)
             budget -= num_tokens
         ignored: list[tuple[str, str]] = []
-        if not preempted:
+        if preempted:
+            self._admission.on_retraction(self._running)
+        else:
             self._admit(budget, scheduled, ignored, exhausted)
+            if scheduled:
+                self._admission.on_good_step()
         return ScheduleOutput(self._step, tuple(scheduled), tuple(preempted), tuple(ignored), tuple(exhausted))
 
     # -- running sequences --------------------------------------------------------------------------------------
@@ -139,7 +193,7 @@ class Scheduler:
                     return None
                 victim = request  # others run this step and will free blocks: wait for them
             else:
-                victim = pick_victim(candidates, self._policy)
+                victim = pick_victim(candidates, self._rank)
             preempted.append(victim.id)
             self._give_back(victim)
             self.add(victim)
@@ -163,36 +217,40 @@ class Scheduler:
         ignored: list[tuple[str, str]],
         exhausted: list[tuple[str, str]],
     ) -> None:
-        """Take waiting requests in the order of the policy until rows, places or blocks run out."""
-        while budget > 0 and self._queue and len(self._running) < self._limits.max_num_seqs:
-            request = self._queue[0][2]
-            if request not in self._queued:
-                heapq.heappop(self._queue)
-                continue
+        """Take waiting requests in the order of the policy until rows, places or blocks run out.
+
+        Parks, and gives up on, at most as many as may run, so that a step never looks at all who wait.
+        """
+        most = self._limits.max_num_seqs
+        reserve: int | None = None  # counted once there is a request to admit
+        while budget > 0 and len(self._running) < most and self._num_parked < most:
+            request = self._queue.peek(self._now)
+            if request is None or len(ignored) + len(exhausted) >= most:
+                break
             if (why := self._why_never(request)) is not None:
-                heapq.heappop(self._queue)
+                self._queue.discard(request)
                 self._queued.discard(request)
                 (exhausted if request.num_retractions else ignored).append((request.id, why))
                 continue
             nodes = self._ledger.match(request)
             if (hash := self._hash_being_computed(request, len(nodes))) is not None:
-                heapq.heappop(self._queue)
+                self._queue.discard(request)
                 self._parked.setdefault(hash, []).append(request)
+                self._num_parked += 1
                 continue
-            size, num_known = self._ledger.block_size, request.sequence.num_tokens
-            num_cached = len(nodes) * size
-            num_uncached_nodes = sum(node.num_holders == 0 for node in nodes)  # holding them takes them from the pool
-            num_wanted = min(self._ledger.num_blocks_for(num_known + 1), self._ledger.usage.num_blocks)
-            needed = num_wanted - len(nodes) + num_uncached_nodes
-            if needed + self._reserve() > self._ledger.num_available:
+            if reserve is None:
+                reserve = self._admission.num_blocks_reserved(self._running)
+            if not self._fits(request, nodes, reserve):
                 break
-            heapq.heappop(self._queue)
+            self._queue.discard(request)
             self._queued.discard(request)
             self._running[request] = None
             self._ledger.open(request, nodes)
+            num_known, num_cached = request.sequence.num_tokens, len(nodes) * self._ledger.block_size
             num_tokens = min(num_known - num_cached, self._limits.chunked_prefill_size, budget)
             blocks = self._ledger.grow(request, num_cached + num_tokens)
             assert blocks is not None
+            reserve += self._admission.num_blocks_reserved((request,))
             if request.num_retractions == 0:
                 request.num_cached_tokens = num_cached
             self._begin_computing(request, len(nodes))
@@ -202,9 +260,15 @@ class Scheduler:
             scheduled.append(self._item(request, num_tokens, table, token_ids, start=num_cached))
             budget -= num_tokens
 
-    def _reserve(self) -> int:
-        """Blocks kept back for the running sequences' next tokens: one each, none when nothing runs."""
-        return len(self._running)
+    def _fits(self, request: Request, nodes: list[Node], reserve: int) -> bool:
+        """Whether the pool has the blocks that the request is expected to have, besides those kept for running ones.
+        When nothing runs its known tokens are enough: whoever comes first is always taken."""
+        if self._running:
+            num_wanted = self._admission.num_blocks_expected(request)
+        else:
+            num_wanted = self._ledger.num_blocks_for(request.sequence.num_tokens)
+        num_uncached_nodes = sum(node.num_holders == 0 for node in nodes)  # holding them takes them from the pool
+        return num_wanted - len(nodes) + num_uncached_nodes + reserve <= self._ledger.num_available
 
     def _why_never(self, request: Request) -> str | None:
         num_known = request.sequence.num_tokens
@@ -244,9 +308,11 @@ class Scheduler:
         while under_way and under_way[-1][0] <= num_tokens:
             _, hash = under_way.pop()
             del self._computing[hash]
-            for parked in self._parked.pop(hash, ()):
-                if parked in self._queued:
-                    self._push(parked)
+            parked = self._parked.pop(hash, ())
+            self._num_parked -= len(parked)
+            for waiting in parked:
+                if waiting in self._queued:
+                    self._queue.push(waiting)
         if under_way is not None and not under_way:
             del self._under_way[request]
 
@@ -257,9 +323,8 @@ class Scheduler:
         self._ledger.close(request)
         self._end_computing(request, request.sequence.num_tokens)
 
-    def _push(self, request: Request) -> None:
-        self._num_queued_ever += 1
-        heapq.heappush(self._queue, (self._policy(request), self._num_queued_ever, request))
+    def _rank(self, request: Request) -> Priority:
+        return self._policy.rank(request, self._now)
 
     @staticmethod
     def _item(

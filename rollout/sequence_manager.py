@@ -65,7 +65,7 @@ class SequenceManager:
                 sequence.move(State.PAUSED)  # more known tokens: the next chunk may enter this stage now
 
     def on_step_completed(self, results: Iterable[SequenceResult]) -> list[str]:
-        """These rows went through all stages. Returns the ids that finished.
+        """These rows went through all stages. Returns the ids that finished, as far as no text is needed to tell.
 
         Results of sequences that are gone, or were preempted since, are dropped.
         """
@@ -121,6 +121,10 @@ class SequenceManager:
             raise ValueError(f"duplicate request id {sequence.id!r}: a live request has it")
         self._sequences[sequence.id] = sequence
         self._incarnations[sequence.id] = incarnation
+
+    def is_live(self, id: str, incarnation: int) -> bool:
+        """Whether a result of that incarnation would be taken."""
+        return self._live(id, incarnation) is not None
 
     def _live(self, id: str, incarnation: int) -> Sequence | None:
         sequence = self._sequences.get(id)
@@ -214,21 +218,35 @@ class EngineSequenceManager(SequenceManager):
         return reason is not None
 
     def _why_finished(self, request: Request, token_id: int) -> FinishReason | None:
-        """Stop conditions, in their order: a stop token or string ends with "stop" also at the last allowed token."""
-        params, num_output = request.params, request.sequence.num_output_tokens
-        is_stop = token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self.eos_token_ids)
-        if request.detokenizer is not None and (not is_stop or params.no_stop_trim):
-            try:
-                matched = request.detokenizer.append([token_id])
-            except StopRegexTimeout as error:  # this pattern runs wild: its request ends, the batch goes on
-                return FinishReason("abort", message=str(error))
-            if matched is not None:
-                return FinishReason("stop", matched=matched.stop)
-        if is_stop:
+        """Stop conditions that need no text: a stop token ends with "stop" also at the last allowed length."""
+        num_output = request.sequence.num_output_tokens
+        if self._is_stop(request, token_id):
             return FinishReason("stop", matched=token_id)
-        if num_output >= params.max_new_tokens or request.sequence.num_tokens >= self.max_model_len:
+        if num_output >= request.params.max_new_tokens or request.sequence.num_tokens >= self.max_model_len:
             return FinishReason("length", length=num_output)
         return None
+
+    def _is_stop(self, request: Request, token_id: int) -> bool:
+        params = request.params
+        return token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self.eos_token_ids)
+
+    def deliver(self, request: Request, token_id: int) -> bool:
+        """Turn the newest token into text, which may complete a stop string; returns whether the sequence is finished.
+
+        Comes after `on_step_completed`, while the next step may be running already: then that step's result is dropped.
+        """
+        if request.detokenizer is not None and (request.params.no_stop_trim or not self._is_stop(request, token_id)):
+            reason = None
+            try:
+                if (matched := request.detokenizer.append([token_id])) is not None:
+                    reason = FinishReason("stop", matched=matched.stop)
+            except StopRegexTimeout as error:  # this pattern runs wild: its request ends, the batch goes on
+                reason = FinishReason("abort", message=str(error))
+            if reason is not None and request.finish_reason is None:
+                self.finish(request.id, reason)
+            elif reason is not None:  # a stop string in the last allowed token is a stop, not a length
+                request.finish_reason = reason
+        return request.finish_reason is not None
 
 
 class WorkerSequenceManager(SequenceManager):

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lockstep.integration.bench import presets, rollout
+from lockstep.integration import cli
+from lockstep.integration.bench import pause, presets, rollout, schedule
 from lockstep.integration.bench.rollout import Load, Run
 
 LOAD = Load(batch=3, prompt_tokens=20, new_tokens=5)
@@ -120,6 +121,96 @@ def test_the_command_prints_one_json_object_on_the_last_line():
     }.items() <= report.items()
     assert report["invariant"] is True
     assert min(report[key] for key in ("tok_s", "prefill_tok_s", "step_ms", "hf_tok_s", "ratio")) > 0
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "edf", "lrs"])
+def test_each_step_of_the_schedule_load_ends_one_sequence_and_admits_one(policy):
+    load = schedule.SteadyLoad(policy, batch=5, num_waiting=12)
+    for _ in range(30):
+        before = {request.id for request in load.scheduler.waiting()}
+        assert load.step() > 0
+        after = {request.id for request in load.scheduler.waiting()}
+        assert (len(before), len(before - after), len(after - before)) == (12, 1, 1)
+        assert load.scheduler.num_running == 4  # the fifth has just ended
+
+
+def test_the_schedule_benchmark_reports_each_policy_and_queue_length(capsys):
+    arguments = ["bench", "schedule", "--batch", "3", "--waiting", "20", "5", "--steps", "4", "--repeats", "1"]
+    assert cli.main([*arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(report["ms_per_step"]) == set(report["growth"]) == {"fcfs", "edf", "lrs"}
+    for times in report["ms_per_step"].values():
+        assert set(times) == {"5", "20"} and min(times.values()) > 0
+    assert cli.main([*arguments, "--policies", "lrs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    [line] = [line.split() for line in lines if line.startswith("  lrs") and ":" in line]
+    assert line[1] == "5:" and line[3] == "20:"
+
+
+# -- pause -----------------------------------------------------------------------------------------
+
+
+def test_percentiles_are_values_that_were_measured():
+    values = [float(value) for value in range(1, 201)][::-1]
+    assert [pause.percentile(values, percent) for percent in (0, 50, 99, 100)] == [1.0, 100.0, 198.0, 200.0]
+    assert pause.percentile([7.0], 99) == 7.0
+
+
+def test_the_pause_report_is_in_milliseconds_and_holds_what_the_bars_compare():
+    latencies = {"in_place": [0.01, 0.03], "retract": [0.02, 0.02], "abort": [0.04, 0.01]}
+    resumes = [pause.Resume(1.0, 2.0, 5), pause.Resume(3.0, 2.0, 6), pause.Resume(2.2, 2.0, 7)]
+    assert pause.report([0.01, 0.02, 0.05], latencies, resumes) == {
+        "step_ms_p50": 20.0,
+        "in_place_ms_p50": 10.0,
+        "in_place_ms_p99": 30.0,
+        "retract_ms_p50": 20.0,
+        "retract_ms_p99": 20.0,
+        "abort_ms_p50": 10.0,
+        "abort_ms_p99": 40.0,
+        "worst_p99_over_step": 2.0,
+        "resume_ms": 2200.0,
+        "ideal_prefill_ms": 2000.0,
+        "resume_over_ideal": 1.1,
+        "resumed_tokens": 7,
+    }
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+def test_resuming_and_its_ideal_compute_the_same_rows_from_an_empty_cache(tiny, overlap):
+    load = Load(batch=3, prompt_tokens=20, new_tokens=40)
+    bench = pause.Bench(pause.make_engine(tiny, load, overlap=overlap), load, seed=0)
+    metrics, rows = bench.engine.metrics, []
+    with bench.engine.model.rollout_phase():
+        assert len(bench.decode_steps()) > 0
+        measured = bench._until_decoding
+
+        def counted() -> float:
+            before = metrics.num_rows
+            seconds = measured()
+            rows.append(metrics.num_rows - before)
+            return seconds
+
+        bench._until_decoding = counted
+        resume = bench.resume(repeat=0)
+    filled, resumed, prefilled = rows
+    assert resume.num_tokens > load.batch * load.prompt_tokens + 3 * 10
+    assert resumed == prefilled > resume.num_tokens > filled
+    assert min(resume.resume_seconds, resume.ideal_seconds) > 0
+    assert metrics.num_cached_tokens == 0
+    bench.engine.close()
+
+
+def test_the_pause_command_prints_the_agreed_keys():
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep.integration.cli", "bench", "pause", "--model", "tiny", "--batch", "2",
+         "--prompt-tokens", "16", "--new-tokens", "64", "--pauses", "2", "--repeats", "1", "--json", "--threads", "1"],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    keys = ("step_ms_p50", "in_place_ms_p99", "retract_ms_p99", "abort_ms_p99", "resume_ms", "ideal_prefill_ms")
+    assert min(report[key] for key in keys) > 0
+    assert (report["batch"], report["pauses"], report["model"]) == (2, 2, "tiny")
 
 
 @pytest.mark.gpu

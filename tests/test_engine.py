@@ -460,15 +460,15 @@ def test_abort_answers_with_what_was_generated(make_engine):
     for _ in range(3):
         engine.step()
     engine.add([5], sampled(), rid="waits")
-    assert engine.abort_request("unknown") == []
-    assert engine.abort_request("waits") == ["waits"]
+    assert engine.abort_request("unknown").unknown == ("unknown",)
+    assert engine.abort_request("waits").aborted == ("waits",)
     stream = engine.stream([1, 2], sampled())
     chunk = next(stream)
-    assert engine.abort_request(chunk.id, message="enough") == [chunk.id]
+    assert engine.abort_request(chunk.id, message="enough").aborted == (chunk.id,)
     last = list(stream)[-1].completion
     assert (last.finish_reason.type, last.finish_reason.message) == ("abort", "enough")
     assert last.token_ids == whole.token_ids[: len(last.token_ids)] and len(last.token_ids) == 1
-    assert engine.abort_request(abort_all=True) == ids
+    assert engine.abort_request(abort_all=True).aborted == tuple(ids)
     assert_idle(engine)
 
 
@@ -541,7 +541,7 @@ def test_refused_sampling_says_why_until_the_next_commit(make_engine):
     with pytest.raises(SamplingRefused):
         engine.step()
     engine.commit_weights("v2", None)
-    assert engine.step() == [] and engine.abort_request("waits") == ["waits"]
+    assert engine.step() == [] and engine.abort_request("waits").aborted == ("waits",)
 
 
 def test_released_kv_comes_back_and_what_waited_runs(make_engine):
@@ -565,11 +565,12 @@ def test_flush_and_release_wait_for_an_idle_engine(make_engine):
     engine = make_engine()
     engine.add(LONG, sampled())
     engine.step()
-    for verb in (engine.flush_cache, engine.release_kv):
-        with pytest.raises(NotIdle, match="1 running, 0 waiting"):
-            verb()
+    report = engine.flush_cache()
+    assert not report.success and report.flushed_items == 0 and "1 running, 0 waiting" in report.error_msg
+    with pytest.raises(NotIdle, match="1 running, 0 waiting"):
+        engine.release_kv()
     engine.abort_request(abort_all=True)
-    assert engine.flush_cache() == 4
+    assert engine.flush_cache().flushed_items == 4
     assert engine.state()["num_free_blocks"] == 64
 
 

@@ -6,6 +6,9 @@ import random
 
 import pytest
 
+from lockstep.rollout import admission
+from lockstep.rollout.admission import MINIMUM_SHARE, NUM_DECAY_STEPS, RISE
+from lockstep.rollout.config import ADMISSION_RATIO as INITIAL_RATIO
 from lockstep.rollout.kv_ledger import KVLedger
 from lockstep.rollout.policies import fcfs, find_policy, pick_victim
 from lockstep.rollout.request import Request, RequestOptions
@@ -23,11 +26,12 @@ class Loop:
 
     def __init__(
         self, num_blocks: int = 4, *, seqs: int = 8, rows: int = 64, chunk: int | None = None, context: int = 1000,
-        prefix_cache: bool = True,
+        prefix_cache: bool = True, policy: str = "fcfs",
     ) -> None:
+        self.now = 0.0  # a step is a second
         self.ledger = KVLedger(num_blocks, SIZE, prefix_cache)
         self.limits = StepLimits(seqs, rows, chunk or rows, context)
-        self.scheduler = Scheduler(self.ledger, self.limits)
+        self.scheduler = Scheduler(self.ledger, self.limits, policy, clock=lambda: self.now)
         self.controller = EngineSequenceManager(frozenset(), context)
         self.worker = WorkerSequenceManager()
         self.requests: dict[str, Request] = {}
@@ -38,15 +42,15 @@ class Loop:
         number = len(self.requests)
         prompt = [1000 * (number + 1) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
         params = SamplingParams(max_new_tokens=new)
-        request = Request(
-            Sequence(id, prompt), params, RequestOptions(**options), 0, 0, float(number), number, None
-        )
+        arrival = self.now + number * 1e-6
+        request = Request(Sequence(id, prompt), params, RequestOptions(**options), 0, 0, arrival, number, None)
         self.requests[id] = request
         self.controller.add(request)
         self.scheduler.add(request)
         return request
 
     def step(self) -> ScheduleOutput:
+        self.now += 1.0
         output = self.scheduler.schedule()
         self.check_limits(output)
         self.controller.on_schedule(output)
@@ -56,6 +60,7 @@ class Loop:
         ended += self.controller.on_step_completed(results)
         self.worker.on_step_completed(results)
         self.scheduler.on_step_completed(output, {item.id: self.requests[item.id] for item in output.scheduled})
+        self.scheduler.on_step_timed(output, 0.1 + 0.1 * output.num_tokens)
         self.num_preemptions += len(output.preempted)
         for id in ended:
             self.end(id)
@@ -244,23 +249,23 @@ def test_without_prefix_cache_nobody_waits_for_anybody():
 
 
 def test_latest_arrival_gives_way_keeps_its_tokens_and_comes_back():
-    loop = Loop(4)
-    first, second = loop.add("a", 4, new=8), loop.add("b", 4, new=8)
+    loop = Loop(8)  # of 4 blocks each is expected to need, and 5 it does
+    first, second = loop.add("a", 4, new=16), loop.add("b", 4, new=16)
     loop.step()
     while loop.num_preemptions == 0:
         output = loop.step()
     assert output.preempted == ("b",) and [id for id, *_ in rows(output)] == ["a"]
     assert second.sequence.state is State.WAITING_PREEMPT
-    assert second.sequence.num_output_tokens == 5 and second.num_retractions == 1
+    assert second.sequence.num_output_tokens == 13 and second.num_retractions == 1
     loop.drain()
-    assert first.sequence.output_ids == second.sequence.output_ids == list(range(4, 12))
+    assert first.sequence.output_ids == second.sequence.output_ids == list(range(4, 20))
     assert first.num_retractions == 0
 
 
 def test_preempted_one_resumes_from_its_cached_blocks_and_counts_only_its_first_hit():
-    loop = Loop(5)
-    loop.add("a", 4, new=9)
-    second = loop.add("b", 4, new=9)
+    loop = Loop(9)
+    loop.add("a", 4, new=18)
+    second = loop.add("b", 4, new=18)
     while not loop.num_preemptions:
         loop.step()
     while second.sequence.state is State.WAITING_PREEMPT:
@@ -273,9 +278,9 @@ def test_preempted_one_resumes_from_its_cached_blocks_and_counts_only_its_first_
 
 
 def test_nobody_is_admitted_in_the_step_that_preempts():
-    loop = Loop(4)
-    loop.add("a", 4, new=8)
-    loop.add("b", 4, new=8)
+    loop = Loop(8)
+    loop.add("a", 4, new=16)
+    loop.add("b", 4, new=16)
     loop.step()
     loop.add("c", 1)
     while not loop.num_preemptions:
@@ -380,20 +385,215 @@ def test_victim_is_the_lowest_priority_then_fewest_generated_then_longest_input(
 
 
 def test_unknown_policy_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="policy must be one of fcfs, not 'lifo'"):
+    with pytest.raises(ValueError, match="policy must be one of edf, fcfs, lrs, not 'lifo'"):
         find_policy("lifo")
+
+
+# -- the reserve of admission ----------------------------------------------------------------------
+
+
+def test_admission_ratio_decays_to_its_minimum_and_starts_over_when_idle():
+    loop = Loop(200)
+    assert loop.scheduler.admission_ratio == INITIAL_RATIO
+    loop.add("a", 4, new=NUM_DECAY_STEPS + 50)
+    ratios = [INITIAL_RATIO]
+    for _ in range(NUM_DECAY_STEPS + 20):
+        loop.step()
+        ratios.append(loop.scheduler.admission_ratio)
+    assert ratios[1] == pytest.approx(INITIAL_RATIO - INITIAL_RATIO * (1 - MINIMUM_SHARE) / NUM_DECAY_STEPS)
+    assert ratios == sorted(ratios, reverse=True)
+    assert ratios[-1] == ratios[-15] == pytest.approx(INITIAL_RATIO * MINIMUM_SHARE)
+    loop.drain()
+    assert loop.scheduler.admission_ratio == INITIAL_RATIO
+
+
+def test_admission_ratio_starts_over_on_demand():
+    loop = Loop(200)
+    loop.add("a", 4, new=100)
+    for _ in range(20):
+        loop.step()
+    assert loop.scheduler.admission_ratio < INITIAL_RATIO
+    loop.scheduler.reset_admission()
+    assert loop.scheduler.admission_ratio == INITIAL_RATIO
+
+
+@pytest.mark.parametrize("num_new", [16, 60])
+def test_admission_ratio_rises_when_blocks_run_out_and_not_beyond_one(num_new):
+    loop = Loop(8)
+    for id in "ab":
+        loop.add(id, 4, new=num_new)
+    loop.scheduler._admission.ratio = 0.1
+    for _ in range(20):
+        if loop.num_preemptions == 0:
+            before = loop.scheduler.admission_ratio
+            loop.step()
+    assert loop.num_preemptions == 1
+    assert before + RISE <= loop.scheduler.admission_ratio <= 1.0
+    for _ in range(20):
+        loop.scheduler._admission.on_retraction(loop.scheduler.running())
+    assert loop.scheduler.admission_ratio == 1.0
+
+
+def test_after_a_retraction_all_are_expected_to_generate_what_was_generated_so_far_and_more():
+    loop = Loop(1000)
+    for id in "ab":
+        loop.add(id, 4, new=100)
+    for _ in range(65):
+        loop.step()
+    loop.scheduler._admission.ratio = 0.2
+    loop.scheduler._admission.on_retraction(loop.scheduler.running())
+    assert loop.scheduler.admission_ratio == pytest.approx((2 * 65 + 2 * admission.NUM_STEPS_AHEAD) / 201)
+
+
+def test_a_retraction_that_was_asked_for_says_nothing_about_the_load():
+    loop = Loop(16)
+    request = loop.add("a", 4, new=9)
+    loop.step()
+    before = loop.scheduler.admission_ratio
+    loop.controller.preempt("a")
+    loop.worker.preempt("a")
+    loop.scheduler.retract(request)
+    assert loop.scheduler.admission_ratio == before
+
+
+def test_reserve_is_the_share_of_what_may_still_be_generated_in_blocks_less_those_held():
+    loop = Loop(100)
+    request = loop.add("a", 6, new=21)
+    blocks = loop.scheduler._admission
+    blocks.ratio = 0.5
+    assert blocks.num_blocks_expected(request) == 4  # 6 known + half of the 20 that need KV: 16 tokens
+    blocks.ratio = 0.51
+    assert blocks.num_blocks_expected(request) == 5
+    blocks.ratio = 1.0
+    assert blocks.num_blocks_expected(request) == 7  # 26 tokens: the last needs no KV
+    loop.step()
+    assert blocks.num_blocks_reserved([request]) == 7 - 2
+
+
+def test_reserve_is_never_more_than_pool_or_context_allow():
+    for loop, most in ((Loop(4), 4), (Loop(100, context=11), 3)):
+        request = loop.add("a", 6, new=1000)
+        loop.scheduler._admission.ratio = 1.0
+        assert loop.scheduler._admission.num_blocks_expected(request) == most
+        assert loop.step().scheduled
+        loop.drain()
+
+
+def test_reserve_counts_the_part_of_a_prompt_that_is_still_to_come():
+    loop = Loop(10, chunk=4)
+    loop.add("a", 24, new=1)
+    loop.step()
+    loop.add("b", 20, new=1)  # 5 blocks, of which only 4 are left when a has its 6
+    assert [id for id, *_ in rows(loop.step())] == ["a"]
+    loop.drain()
+    assert loop.num_preemptions == 0
+
+
+def test_requests_for_no_end_of_tokens_do_not_keep_all_others_out():
+    loop = Loop(5000, context=100_000)
+    for id in "abcd":
+        loop.add(id, 4, new=90_000)
+    loop.step()
+    assert loop.scheduler.num_running == 4
+    counted = 5000 * SIZE // (4 + int(INITIAL_RATIO * admission.MAX_TOKENS_COUNTED))
+    assert counted >= 4
+
+
+def test_sequences_that_are_expected_to_fit_run_together_and_those_that_are_not_wait():
+    loop = Loop(8)
+    for id in "abc":
+        loop.add(id, 4, new=16)  # 4 blocks each are expected
+    assert [id for id, *_ in rows(loop.step())] == ["a", "b"]
+    loop.drain()
+
+
+def test_alone_the_first_is_taken_whatever_the_ratio_expects_of_it():
+    loop = Loop(4)
+    for id in "ab":
+        loop.add(id, 12, new=100)
+    loop.scheduler._admission.ratio = 1.0
+    assert [id for id, *_ in rows(loop.step())] == ["a"]
+    loop.drain()
+
+
+def test_ratio_that_decayed_lets_more_in():
+    def num_together(ratio: float) -> int:
+        loop = Loop(20)
+        for number in range(10):
+            loop.add(f"r{number}", 4, new=40)
+        loop.scheduler._admission.ratio = ratio
+        loop.step()
+        return loop.scheduler.num_running
+
+    assert (num_together(1.0), num_together(0.5), num_together(0.1)) == (1, 3, 8)
+
+
+# -- what a step costs -----------------------------------------------------------------------------
+
+
+class CountingLedger(KVLedger):
+    """Counts how often a waiting request is looked up."""
+
+    num_matches = 0
+
+    def match(self, request):
+        self.num_matches += 1
+        return super().match(request)
+
+
+def most_looks_in_a_step(policy: str, num_waiting: int, prompt) -> int:
+    """The most lookups and rankings of any step while `num_waiting` requests wait, all of them drained."""
+    looks = []
+    loop = Loop(64, seqs=4, rows=16, chunk=4, context=40, policy=policy)
+    loop.ledger = CountingLedger(64, SIZE, True)
+    loop.scheduler = Scheduler(loop.ledger, loop.limits, policy, clock=lambda: loop.now)
+    chance = random.Random(0)
+    for number in range(num_waiting):
+        loop.add(f"r{number}", prompt(chance), new=chance.randint(1, 3))
+    policy_of = loop.scheduler._policy
+    rank, num_ranks = policy_of.rank, 0
+
+    def counted(request, now):
+        nonlocal num_ranks
+        num_ranks += 1
+        return rank(request, now)
+
+    policy_of.rank = counted
+    while loop.scheduler.has_work:
+        loop.ledger.num_matches = num_ranks = 0
+        num_given_up = len(loop.step().ignored)
+        looks.append(loop.ledger.num_matches + num_ranks + num_given_up)
+    return max(looks)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "edf", "lrs"])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        lambda chance: chance.randint(1, 30),
+        lambda chance: list(range(20)),  # all share a prefix that is being computed
+        lambda chance: 100,  # none can ever run
+    ],
+    ids=["mixed", "equal", "hopeless"],
+)  # fmt: skip
+def test_a_step_looks_at_no_more_requests_when_more_wait(policy, prompt):
+    """LRS ranks a head per class of allowances, of which there are more when prompts differ more, but at most 64."""
+    few, many = (most_looks_in_a_step(policy, num_waiting, prompt) for num_waiting in (30, 600))
+    assert many <= 2 * few
 
 
 # -- random traces ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "edf", "lrs"])
 @pytest.mark.parametrize("seed", range(25))
-def test_random_traces_drain_with_every_request_answered(seed):
+def test_random_traces_drain_with_every_request_answered(seed, policy):
     """Small pools, shared prefixes, aborts, retractions, flushes and epochs in between; tokens never depend on any."""
     chance = random.Random(seed)
     loop = Loop(
         chance.choice((4, 5, 9, 20)), seqs=chance.choice((1, 3, 8)), rows=chance.choice((8, 11, 64)),
         chunk=chance.choice((1, 3, 8, None)), context=chance.choice((15, 40)), prefix_cache=chance.random() < 0.8,
+        policy=policy,
     )
     aborted = set()
     stems = [[chance.randrange(3) for _ in range(12)] for _ in range(3)]

@@ -1,0 +1,238 @@
+"""What interrupting generation costs: the latency of each kind of pause, and of going on after it.
+
+A batch of random prompts decodes on a background engine. At random moments another thread pauses it, in place, by
+retraction, by abortion, in turns, and times the call, which returns when the pause holds; then the engine goes on until
+it decodes the whole batch again. step_ms_p50 is the median step that ran one decode row of every sequence, timed before
+and after all that. resume_ms is what going on costs after a retraction and a flush: from `continue_generation` until
+every known token has its KV again and the next step would decode the whole batch. ideal_prefill_ms is the same for new
+requests of the very same tokens, on an empty cache. Both are medians over the repeats.
+
+Bars: the p99 of every mode at most twice the median step; resuming at most 1.25 times the ideal prefill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...rollout.commands import PauseReport
+from ...rollout.config import EngineConfig
+from ...rollout.engine import Engine
+from ...rollout.sampling_params import SamplingParams
+from .presets import DTYPES, PRESETS, load_model
+from .rollout import Load, _clock, _device, _positive
+
+MODES = ("in_place", "retract", "abort")
+_NUM_TIMED_STEPS = 16
+_POLL_SECONDS = 0.002
+_PATIENCE = 120.0  # seconds; an engine that takes longer to decode again is broken
+
+
+@dataclass(frozen=True)
+class Resume:
+    """One repeat of going on after a retraction, and of prefilling the same tokens."""
+
+    resume_seconds: float
+    ideal_seconds: float
+    num_tokens: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="small", help=f"{', '.join(PRESETS)} (random weights) or a model folder")
+    parser.add_argument("--batch", type=_positive, default=32, help="sequences that decode")
+    parser.add_argument("--prompt-tokens", type=_positive, default=128)
+    parser.add_argument("--new-tokens", type=_positive, default=512, help="room for decoding between two abortions")
+    parser.add_argument("--pauses", type=_positive, default=40, help="of each mode")
+    parser.add_argument("--repeats", type=_positive, default=3, help="of resuming; the median counts")
+    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=EngineConfig.overlap)
+    parser.add_argument("--threads", type=_positive, help="default: torch's own choice")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+
+
+def run(options: argparse.Namespace) -> dict[str, object]:
+    """Measure, and return the report. Raises ValueError for an option that does not fit the machine or the model."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = _device(options.device)
+    model = load_model(options.model, dtype=options.dtype, device=str(device))
+    load = Load(options.batch, options.prompt_tokens, options.new_tokens)
+    bench = Bench(make_engine(model, load, overlap=options.overlap), load, options.seed)
+    with bench.engine.model.rollout_phase():
+        resumes = [bench.resume(repeat) for repeat in range(options.repeats)]
+        steps = bench.decode_steps()
+        latencies = bench.pauses(options.pauses)
+        steps += bench.decode_steps()
+    bench.engine.close()
+    settings = {
+        "model": options.model,
+        "dtype": options.dtype,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "batch": load.batch,
+        "prompt_tokens": load.prompt_tokens,
+        "pauses": options.pauses,
+        "overlap": options.overlap,
+    }
+    return {**settings, **report(steps, latencies, resumes)}
+
+
+def report(
+    step_seconds: Sequence[float], latencies: dict[str, list[float]], resumes: Sequence[Resume]
+) -> dict[str, object]:
+    """Milliseconds: medians and 99th percentiles, and their ratios to the bars' measures."""
+    step = statistics.median(step_seconds)
+    numbers: dict[str, object] = {"step_ms_p50": _ms(step)}
+    for mode, seconds in latencies.items():
+        numbers[f"{mode}_ms_p50"] = _ms(percentile(seconds, 50))
+        numbers[f"{mode}_ms_p99"] = _ms(percentile(seconds, 99))
+    worst = max(percentile(seconds, 99) for seconds in latencies.values())
+    return {
+        **numbers,
+        "worst_p99_over_step": round(worst / step, 3),
+        "resume_ms": _ms(statistics.median(r.resume_seconds for r in resumes)),
+        "ideal_prefill_ms": _ms(statistics.median(r.ideal_seconds for r in resumes)),
+        "resume_over_ideal": round(statistics.median(r.resume_seconds / r.ideal_seconds for r in resumes), 3),
+        "resumed_tokens": resumes[-1].num_tokens,
+    }
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that so many percent of the values do not exceed."""
+    return sorted(values)[max(math.ceil(len(values) * percent / 100) - 1, 0)]
+
+
+def make_engine(model: torch.nn.Module, load: Load, *, overlap: bool) -> Engine:
+    """An engine that holds the load at once, and its prefixes. Raises ValueError when the model's context does not."""
+    length = load.prompt_tokens + load.new_tokens
+    config = EngineConfig(
+        kv_cache=load.batch * -(-(length + 1) // EngineConfig.block_size) + 64,
+        max_num_seqs=load.batch,
+        max_num_batched_tokens=max(EngineConfig.max_num_batched_tokens, load.batch),
+        overlap=overlap,
+    )
+    engine = Engine(model, config)
+    if length > engine.max_model_len:
+        raise ValueError(f"{length} tokens (prompt and new) exceed the context of {engine.max_model_len}")
+    return engine
+
+
+class Bench:
+    """An engine whose batch is kept full, driven step by step or by its own thread."""
+
+    def __init__(self, engine: Engine, load: Load, seed: int) -> None:
+        self.engine, self.load = engine, load
+        self._random = random.Random(seed)
+        self._step_seconds = 0.0
+
+    def resume(self, repeat: int) -> Resume:
+        """Retract the batch in mid-decode, flush, and go on; then prefill the same tokens as new requests."""
+        engine = self.engine
+        self._fill(self.load.prompts(engine.model.vocab_size, repeat))
+        self._until_decoding()
+        for _ in range(_NUM_TIMED_STEPS):
+            engine.step()
+        engine.pause_generation("retract")
+        known = [list(request.sequence.token_ids) for request in engine._core.sequences.requests()]
+        self._flush()
+        engine.continue_generation()
+        resumed = self._until_decoding()
+        engine.pause_generation("abort")
+        self._flush()
+        engine.continue_generation()
+        self._fill(known)
+        ideal = self._until_decoding()
+        engine.abort_request(abort_all=True)
+        self._flush()
+        print(f"resume {repeat + 1}: {_ms(resumed)} ms, prefill {_ms(ideal)} ms", file=sys.stderr,
+              flush=True)  # fmt: skip
+        return Resume(resumed, ideal, sum(map(len, known)))
+
+    def decode_steps(self) -> list[float]:
+        """Seconds of steps that decode the whole batch, at the context that the pauses meet."""
+        engine = self.engine
+        self._fill(self.load.prompts(engine.model.vocab_size, -1))
+        self._until_decoding()
+        seconds = []
+        for _ in range(_NUM_TIMED_STEPS):
+            started = _clock(engine.model.device)
+            engine.step()
+            seconds.append(_clock(engine.model.device) - started)
+        engine.abort_request(abort_all=True)
+        self._step_seconds = statistics.median(seconds)
+        print(f"decode step: {_ms(self._step_seconds)} ms", file=sys.stderr, flush=True)
+        return seconds
+
+    def pauses(self, num_pauses: int) -> dict[str, list[float]]:
+        """Seconds that each call of `pause_generation` took, by mode, at random moments of decoding."""
+        engine, latencies = self.engine, {mode: [] for mode in MODES}
+        prompts = self.load.prompts(engine.model.vocab_size, -1)
+        engine.start()
+        for _ in range(num_pauses):
+            for mode in MODES:
+                if engine.state()["num_running"] + engine.state()["num_waiting"] < self.load.batch:
+                    engine.abort_request(abort_all=True)
+                    self._fill(prompts)
+                self._await_decoding()
+                threading.Event().wait(self._random.random() * 2 * self._step_seconds)
+                started = time.perf_counter()
+                found: PauseReport = engine.pause_generation(mode, timeout_s=_PATIENCE)
+                latencies[mode].append(time.perf_counter() - started)
+                assert found.num_aborted + found.num_retracted + found.num_running == self.load.batch, found
+                engine.continue_generation()
+        engine.abort_request(abort_all=True)
+        engine.stop()
+        return latencies
+
+    def _fill(self, prompts: Sequence[list[int]]) -> None:
+        length = self.load.prompt_tokens + self.load.new_tokens
+        for prompt in prompts:
+            self.engine.add(prompt, SamplingParams(max_new_tokens=length - len(prompt), ignore_eos=True))
+
+    def _until_decoding(self) -> float:
+        """Run steps until one has decoded the whole batch; returns the seconds of those before it."""
+        engine = self.engine
+        started = before = _clock(engine.model.device)
+        seen = self._rows_and_steps()
+        while True:
+            engine.step()
+            now, last = _clock(engine.model.device), self._rows_and_steps()
+            if self._have_decoded(seen, last):
+                return before - started
+            before, seen = now, last
+
+    def _await_decoding(self) -> None:
+        """Wait until the background loop has decoded the whole batch."""
+        deadline, pulse = time.monotonic() + _PATIENCE, threading.Event()
+        seen = self._rows_and_steps()
+        while not self._have_decoded(seen, last := self._rows_and_steps()):
+            assert time.monotonic() < deadline, self.engine.state()
+            seen = last
+            pulse.wait(_POLL_SECONDS)
+
+    def _rows_and_steps(self) -> tuple[int, int]:
+        state = self.engine.state()
+        is_full = state["num_running"] == self.load.batch and not state["num_waiting"]
+        return (state["metrics"]["num_rows"], state["metrics"]["num_steps"]) if is_full else (-1, -1)
+
+    def _have_decoded(self, before: tuple[int, int], after: tuple[int, int]) -> bool:
+        num_rows, num_steps = after[0] - before[0], after[1] - before[1]
+        return before[0] >= 0 and num_steps > 0 and num_rows == num_steps * self.load.batch
+
+    def _flush(self) -> None:
+        done = self.engine.flush_cache()
+        assert done.success, done.error_msg
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)

@@ -1,0 +1,130 @@
+"""Control commands: values with an id, a deadline and a reply, which run between two steps.
+
+A command runs once or never: one whose deadline passed before it began never runs later, and the same op_id twice gets
+the answer of the one run.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from .errors import DeadlineExceeded
+
+PauseMode = Literal["abort", "retract", "in_place"]
+_NUM_REMEMBERED = 1024  # op_ids whose answers are kept
+
+
+@dataclass(frozen=True)
+class PauseReport:
+    """What a pause found and did; it holds when the call returns."""
+
+    mode: PauseMode
+    num_running: int  # sequences that hold blocks now
+    num_waiting: int  # sequences that wait now, retracted ones included
+    num_retracted: int  # by this call
+    num_aborted: int  # by this call
+
+
+@dataclass(frozen=True)
+class ContinueReport:
+    """What goes on."""
+
+    was_paused: bool
+    num_running: int
+    num_waiting: int
+
+
+@dataclass(frozen=True)
+class AbortReport:
+    """Ids of the sequences that were ended, and what was asked for but is not live."""
+
+    aborted: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FlushReport:
+    """Whether the cache was emptied, how many blocks that freed, and why not."""
+
+    success: bool
+    flushed_items: int
+    error_msg: str
+
+
+def check_pause_mode(mode: str) -> None:
+    """Raises ValueError naming the allowed modes."""
+    if mode not in get_args(PauseMode):
+        raise ValueError(f"mode must be one of {', '.join(get_args(PauseMode))}, not {mode!r}")
+
+
+@dataclass(eq=False)
+class Command:
+    """One thing to do between two steps."""
+
+    name: str
+    run: Callable[[], Any]
+    timeout_s: float | None
+    deadline: float | None  # of time.monotonic()
+    reply: Future = field(default_factory=Future)
+    _begun: threading.Lock = field(default_factory=threading.Lock)  # taken once, by whoever runs it or gives it up
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the deadline, never negative; None without one."""
+        return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
+
+    def execute(self) -> None:
+        """Run, unless it was given up or is too late, and answer."""
+        if not self._begun.acquire(blocking=False):
+            return
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            self.reply.set_exception(self.too_late())
+            return
+        try:
+            self.reply.set_result(self.run())
+        except Exception as error:  # noqa: BLE001 - a thread boundary: whoever waits for the reply gets it
+            self.reply.set_exception(error)
+
+    def give_up(self) -> None:
+        """The deadline has passed: it will not run, unless it has begun."""
+        if self._begun.acquire(blocking=False):
+            self.reply.set_exception(self.too_late())
+
+    def too_late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"{self.name} did not begin within {self.timeout_s} s and will not run")
+
+
+class CommandLog:
+    """The commands of late by op_id. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_op_id: OrderedDict[str, Command] = OrderedDict()
+
+    def submit(
+        self, name: str, run: Callable[[], Any], op_id: str | None = None, timeout_s: float | None = None
+    ) -> tuple[Command, bool]:
+        """A command, and whether it is new: the same op_id gets the command that was submitted before.
+
+        Raises ValueError for a timeout that is not positive.
+        """
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, not {timeout_s}")
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        command = Command(name, run, timeout_s, deadline)
+        if op_id is None:
+            return command, True
+        with self._lock:
+            known = self._by_op_id.get(op_id)
+            if known is not None:
+                return known, False
+            self._by_op_id[op_id] = command
+            if len(self._by_op_id) > _NUM_REMEMBERED:
+                self._by_op_id.popitem(last=False)
+            return command, True

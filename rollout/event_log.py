@@ -1,0 +1,76 @@
+"""The managers' event stream, recorded and replayed: equal events give equal state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from .request import Request
+from .sequence import Sequence
+from .sequence_manager import EngineSequenceManager, SequenceManager
+
+Event = tuple[str, tuple[object, ...]]  # the manager's method, its arguments
+
+
+class ManagerPair:
+    """The controller's manager and this rank's: every event goes to both, and to the log when there is one."""
+
+    def __init__(self, engine: EngineSequenceManager, worker: SequenceManager) -> None:
+        self.engine, self.worker = engine, worker
+        self.log: list[Event] | None = None
+
+    def add(self, request: Request) -> None:
+        self._record("add", fresh_copy(request))
+        self.engine.add(request)
+
+    def on_schedule(self, output: object) -> None:
+        self._record("on_schedule", output)
+        self.engine.on_schedule(output)
+        self.worker.on_schedule(output)
+
+    def on_step_completed(self, results: list) -> list[str]:
+        self._record("on_step_completed", results)
+        finished = self.engine.on_step_completed(results)
+        self.worker.on_step_completed(results)
+        return finished
+
+    def preempt(self, id: str) -> None:
+        self._record("preempt", id)
+        self.engine.preempt(id)
+        if id in self.worker:
+            self.worker.preempt(id)
+
+    def finish(self, id: str, reason: object) -> None:
+        self._record("finish", id, reason)
+        self.engine.finish(id, reason)
+
+    def free(self, id: str) -> None:
+        self._record("free", id)
+        self.engine.free(id)
+        if id in self.worker:
+            self.worker.free(id)
+
+    def _record(self, name: str, *args: object) -> None:
+        if self.log is not None:
+            self.log.append((name, args))
+
+
+def fresh_copy(request: Request) -> Request:
+    """The request as it was when it arrived, sharing nothing that changes; it makes no text."""
+    prompt = request.sequence.token_ids[: request.sequence.num_prompt_tokens]
+    blank = {"logprobs": [], "top_logprobs": [], "prompt_logprobs": [], "prompt_top_logprobs": [], "spans": []}
+    return replace(request, sequence=Sequence(request.id, prompt), detokenizer=None, **blank)
+
+
+def replay(events: Iterable[Event], manager: SequenceManager) -> None:
+    """Feed a log to a fresh manager of either kind; a worker takes the events that concern it."""
+    is_engine = isinstance(manager, EngineSequenceManager)
+    for name, args in events:
+        if name == "add":
+            if is_engine:
+                manager.add(fresh_copy(args[0]))
+        elif name == "finish":
+            if is_engine:
+                manager.finish(*args)
+        elif is_engine or name in ("on_schedule", "on_step_completed") or args[0] in manager:
+            getattr(manager, name)(*args)

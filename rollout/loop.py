@@ -1,0 +1,244 @@
+"""The engine's loop: schedule, run, commit, deliver. One thread at a time, whoever holds the engine's lock.
+
+With overlap the model runs on a thread of its own, and while it runs step n, step n + 1 is scheduled and what step
+n - 1 produced becomes text and goes to its callers:
+
+    model thread   | forward n                      |                      | forward n+1
+    this thread    | deliver n-1, schedule n+1, wait | commit n, launch n+1 | deliver n, schedule n+2, ...
+
+Only what step n + 1 must know of step n stands between the two forwards: the tokens, and who ended by token or length.
+A stop string is found at delivery, when its sequence may be running one step more; that step's result is dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+
+from .batch import Batch
+from .completion import Completion, FinishReason
+from .event_log import ManagerPair
+from .kv_ledger import KVLedger
+from .metrics import Metrics
+from .model_runner import ModelRunner
+from .request import Request
+from .sampler import Sampler
+from .schedule import ScheduleOutput, SequenceResult
+from .scheduler import Scheduler
+from .sequence import HOLDS_BLOCKS
+from .trace import Trace
+
+
+@dataclass(eq=False)
+class Flight:
+    """A step from its launch to its delivery."""
+
+    output: ScheduleOutput
+    requests: dict[str, Request]  # those it runs, by id
+    future: Future[list[SequenceResult]]
+    started: float  # of time.perf_counter()
+    results: list[SequenceResult] = field(default_factory=list)  # once landed: those that were committed
+
+
+class Loop:
+    """Moves requests from the queue to their answers."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        managers: ManagerPair,
+        ledger: KVLedger,
+        runner: ModelRunner,
+        sampler: Sampler,
+        metrics: Metrics,
+        trace: Trace,
+        *,
+        overlap: bool,
+        on_token: Callable[[Request], None],
+        on_answer: Callable[[Request, Completion], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._managers = managers
+        self._ledger = ledger
+        self._runner = runner
+        self._sampler = sampler
+        self._metrics = metrics
+        self._trace = trace
+        self._on_token = on_token
+        self._on_answer = on_answer
+        self._model_thread = ThreadPoolExecutor(1, "lockstep-model") if overlap else None
+        self._flight: Flight | None = None  # runs now
+        self._landed: Flight | None = None  # has run and is committed, not delivered
+        self.last_throughput = 0.0  # tokens per second of the newest step
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work or self._flight is not None or self._landed is not None
+
+    def step(self) -> None:
+        """Run one step, or with overlap complete one and launch the next.
+
+        When the forward fails its error is raised, and what it was to run waits again.
+        """
+        if self._flight is None:
+            self._deliver()
+            self._launch(self._schedule())
+        if self._model_thread is not None and self._flight is not None:
+            self._deliver()  # before the schedule, which then knows who ended
+            ahead = self._schedule()
+            self._land()
+            if ahead.exhausted:
+                self._deliver()  # they end with the token that has just landed
+            self._launch(self._still_wanted(ahead))
+        else:
+            self._land()
+            self._deliver()
+        if not self.has_work:
+            self._ledger.check_idle()
+
+    def drain(self) -> None:
+        """Wait for the step that runs and deliver it; afterwards nothing is in flight."""
+        self._deliver()
+        self._land()
+        self._deliver()
+
+    def retract(self, request: Request) -> None:
+        """Take a running request's blocks back and queue it again. Nothing may be in flight."""
+        self._managers.preempt(request.id)
+        self._scheduler.retract(request)
+        self._metrics.num_retractions += 1
+
+    def abort(self, request: Request, reason: FinishReason) -> None:
+        """End a live request with what it has. Nothing may be in flight."""
+        self._managers.finish(request.id, reason)
+        self._answer(request)
+
+    def close(self) -> None:
+        if self._model_thread is not None:
+            self._model_thread.shutdown()
+
+    # -- one step, phase by phase -------------------------------------------------------------------------------
+
+    def _schedule(self) -> ScheduleOutput:
+        with self._trace.span("schedule", running=self._scheduler.num_running, waiting=self._scheduler.num_waiting):
+            return self._scheduler.schedule()
+
+    def _launch(self, output: ScheduleOutput) -> None:
+        """Tell the managers what was decided, answer those that will not run, start the forward of those that will."""
+        self._managers.on_schedule(output)
+        self._metrics.num_retractions += len(output.preempted)
+        engine = self._managers.engine
+        for id, _ in (*output.ignored, *output.exhausted):
+            self._answer(engine.request(id))
+        if not output.scheduled:
+            return
+        requests = {item.id: engine.request(item.id) for item in output.scheduled}
+        with self._starting_over_on_failure():
+            batch = self._runner.prepare(output, self._managers.worker, requests)
+            for item in output.scheduled:
+                request = requests[item.id]
+                request.num_rows_in_flight = item.num_tokens
+                request.num_tokens_in_flight = int(item.start + item.num_tokens == request.sequence.num_tokens)
+            started = time.perf_counter()
+            self._flight = Flight(output, requests, self._run(output, batch), started)
+
+    def _run(self, output: ScheduleOutput, batch: Batch) -> Future[list[SequenceResult]]:
+        def forward() -> list[SequenceResult]:
+            with self._trace.span("forward", step=output.step, rows=output.num_tokens, sequences=len(output.scheduled)):
+                return self._runner.run(output, batch)
+
+        if self._model_thread is not None:
+            return self._model_thread.submit(forward)
+        future: Future[list[SequenceResult]] = Future()
+        future.set_result(forward())
+        return future
+
+    def _land(self) -> None:
+        """Wait for the forward that runs and commit its tokens: states, KV, who ended by token or length."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        with self._starting_over_on_failure():
+            results = flight.future.result()
+        for request in flight.requests.values():
+            request.num_rows_in_flight = request.num_tokens_in_flight = 0
+        with self._trace.span("commit", step=flight.output.step):
+            flight.results = [r for r in results if self._managers.engine.is_live(r.id, r.incarnation)]
+            self._managers.on_step_completed(results)
+            self._scheduler.on_step_completed(flight.output, flight.requests)
+        self._landed = flight
+        for result in results:  # the sampler took note of those that ended while they ran
+            if result.id not in self._managers.engine:
+                self._sampler.forget(flight.requests[result.id])
+        self._measure(flight)
+
+    def _deliver(self) -> None:
+        """Text, streams and answers of the step that landed last."""
+        flight, self._landed = self._landed, None
+        if flight is None:
+            return
+        with self._trace.span("deliver", step=flight.output.step):
+            for result in flight.results:
+                request = flight.requests[result.id]
+                has_token = result.token_id is not None and request.params.max_new_tokens > 0
+                if has_token:
+                    self._managers.engine.deliver(request, result.token_id)
+                if request.finish_reason is not None:
+                    self._answer(request)
+                elif has_token:
+                    self._on_token(request)
+
+    def _answer(self, request: Request) -> None:
+        """The request has ended: give everything back and answer it, once."""
+        engine = self._managers.engine
+        completion = request.completion(engine.weight_version, engine.weight_digest)
+        self._scheduler.remove(request)
+        self._sampler.forget(request)
+        self._managers.free(request.id)
+        self._trace.instant("answer", id=request.id, reason=request.finish_reason.type)
+        self._on_answer(request, completion)
+
+    def _still_wanted(self, ahead: ScheduleOutput) -> ScheduleOutput:
+        """A schedule made ahead, less what has ended since."""
+        engine = self._managers.engine
+
+        def lives(id: str) -> bool:
+            return id in engine and engine.request(id).finish_reason is None
+
+        return replace(
+            ahead,
+            scheduled=tuple(item for item in ahead.scheduled if lives(item.id)),
+            preempted=tuple(id for id in ahead.preempted if lives(id)),
+            exhausted=tuple(pair for pair in ahead.exhausted if lives(pair[0])),
+        )
+
+    @contextmanager
+    def _starting_over_on_failure(self) -> Iterator[None]:
+        """When the forward fails or is interrupted nobody stays half in a step: whoever holds blocks, and whatever was
+        planned ahead, waits again, as after a preemption."""
+        with ExitStack() as undo:
+            undo.callback(self._start_over)
+            yield
+            undo.pop_all()
+
+    def _start_over(self) -> None:
+        self._deliver()
+        for request in self._managers.engine.requests():
+            request.num_rows_in_flight = request.num_tokens_in_flight = 0
+            if request.sequence.state in HOLDS_BLOCKS:
+                self._managers.preempt(request.id)
+                self._metrics.num_retractions += 1
+            self._scheduler.requeue(request)
+
+    def _measure(self, flight: Flight) -> None:
+        seconds = time.perf_counter() - flight.started
+        self._metrics.num_steps += 1
+        self._metrics.num_rows += flight.output.num_tokens
+        self._metrics.step_seconds += seconds
+        self._scheduler.on_step_timed(flight.output, seconds)
+        self.last_throughput = sum(result.token_id is not None for result in flight.results) / seconds
+        usage = self._ledger.usage
+        self._trace.counter("blocks", free=usage.num_free, cached=usage.num_cached, held=usage.num_held)

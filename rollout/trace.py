@@ -1,0 +1,79 @@
+"""What happened when, as Chrome-trace events that chrome://tracing and Perfetto open.
+
+The file is a JSON array that may end without its bracket, which viewers accept: a killed run leaves a readable trace.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_FLUSH_EVERY = 512  # events between writes
+
+
+class Trace:
+    """Appends events to a file; does nothing without one. Any thread may write."""
+
+    def __init__(self, path: str | Path | None) -> None:
+        self._file = None
+        self._lock = threading.Lock()
+        self._events: list[dict[str, object]] = []
+        if path is not None:
+            self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - lives as long as the engine
+            self._file.write("[\n")
+
+    @property
+    def is_on(self) -> bool:
+        return self._file is not None
+
+    @contextmanager
+    def span(self, name: str, **args: object) -> Iterator[None]:
+        """Something that takes time, on the lane of this thread."""
+        if self._file is None:
+            yield
+            return
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            duration = time.perf_counter() - started
+            self._add({"ph": "X", "name": name, "ts": started * 1e6, "dur": duration * 1e6, "args": args})
+
+    def instant(self, name: str, **args: object) -> None:
+        """Something that happens at once."""
+        if self._file is not None:
+            self._add({"ph": "i", "s": "t", "name": name, "ts": time.perf_counter() * 1e6, "args": args})
+
+    def counter(self, name: str, **values: float) -> None:
+        """Numbers that a viewer draws as a curve."""
+        if self._file is not None:
+            self._add({"ph": "C", "name": name, "ts": time.perf_counter() * 1e6, "args": values})
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        with self._lock:
+            if self._file is not None:
+                self._file.writelines(json.dumps(event) + ",\n" for event in self._events)
+                self._file.flush()
+            self._events = []
+
+    def close(self) -> None:
+        self.flush()
+        with self._lock:
+            if self._file is not None:
+                self._file.write("{}]\n")
+                self._file.close()
+                self._file = None
+
+    def _add(self, event: dict[str, object]) -> None:
+        event["pid"], event["tid"] = os.getpid(), threading.get_native_id()
+        with self._lock:
+            self._events.append(event)
+            is_full = len(self._events) >= _FLUSH_EVERY
+        if is_full:
+            self.flush()
