@@ -59,12 +59,14 @@ class Engine:
         self._intake = Intake(self.tokenizer, self.model.vocab_size, config.seed)
         self._lock = FairLock()
         self._wake = threading.Condition(self._lock)  # type: ignore[arg-type]
+        self._inbox: dict[str, Request] = {}  # added, not yet taken up: adding never waits for a step
+        self._inbox_lock = threading.Lock()
+        self._kick = threading.Event()  # something has changed that the loop's thread may wait for
         self._commands = CommandLog()
         self._stepper = ThreadPoolExecutor(1, "lockstep-step")  # runs the steps that coroutines wait for
         self._turn: Future[None] | None = None  # the latest of them
         self._turn_lock = threading.Lock()
         self._thread: threading.Thread | None = None  # drives the loop, once started
-        self._stopping = False
         self._failure: Exception | None = None  # what ended the thread
         self.model.before_phase_ends = self._drain
         self._owned_phase = ExitStack()
@@ -85,17 +87,11 @@ class Engine:
 
         Raises ValueError for a bad prompt or setting, or an id that a live request has; then nothing is queued.
         """
-        params = as_params(sampling_params)
-        rid = rid or uuid.uuid4().hex
-        ids = [rid] if params.n == 1 else [f"{rid}-{index}" for index in range(params.n)]
-        with self._wake:
-            if taken := [id for id in ids if id in self._core.sequences]:
-                raise ValueError(f"duplicate request ID detected: {', '.join(taken)}")
-            for request in self._intake.requests(prompt, params, options, ids):
-                request.base_id = rid
-                self._core.queue(request)
-            self._wake.notify_all()
-        return ids
+        with self._inbox_lock:
+            requests = self._make_requests(prompt, sampling_params, options, rid)
+            self._inbox.update((request.id, request) for request in requests)
+        self._kick.set()
+        return [request.id for request in requests]
 
     def generate(
         self,
@@ -170,7 +166,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._core.loop.has_work
+        return bool(self._inbox) or self._core.loop.has_work
 
     def step(self) -> list[Completion]:
         """Run one step; returns the sequences that ended since the last one, but for those that another call waits for.
@@ -184,6 +180,7 @@ class Engine:
 
     def _run_step(self) -> None:
         with self._wake, self.model.rollout_phase():
+            self._take_inbox()
             try:
                 self._core.step()
             finally:
@@ -195,7 +192,7 @@ class Engine:
         It sleeps while there is nothing to run, while paused, and outside the rollout phase of a trainer's module."""
         with self._lock:
             if self._thread is None:
-                self._stopping, self._failure = False, None
+                self._failure = None
                 self._thread = threading.Thread(target=self._drive, name="lockstep-loop", daemon=True)
                 self._thread.start()
 
@@ -203,7 +200,7 @@ class Engine:
         """End that thread after the step it is in; live requests stay, and go on with the next who drives."""
         with self._wake:
             thread, self._thread = self._thread, None
-            self._stopping = True
+            self._kick.set()
             self._wake.notify_all()
         if thread is not None:
             thread.join()
@@ -211,14 +208,15 @@ class Engine:
     def _drive(self) -> None:
         me = threading.current_thread()
         try:
-            while True:
+            while self._thread is me:
+                self._kick.clear()  # before the look: what changes after it is seen the next time
                 with self._wake:
-                    while not (self._core.can_step and self.model.in_rollout_phase) and self._thread is me:
-                        self._wake.wait()
-                    if self._thread is not me:
-                        return
-                    self._core.step()
-                    self._wake.notify_all()
+                    self._take_inbox()
+                    if is_ready := self._core.can_step and self.model.in_rollout_phase and self._thread is me:
+                        self._core.step()
+                        self._wake.notify_all()
+                if not is_ready:
+                    self._kick.wait()
         except Exception as error:
             logger.exception("the loop has ended")
             with self._wake:
@@ -283,6 +281,7 @@ class Engine:
 
         def drained() -> Any:
             with self._core.trace.span(name):
+                self._take_inbox()
                 self._core.loop.drain()
                 return run()
 
@@ -295,6 +294,7 @@ class Engine:
                     self._wake.notify_all()
                 finally:
                     self._lock.release()
+                self._kick.set()
             else:
                 command.give_up()
         return command.reply.result()
@@ -375,6 +375,7 @@ class Engine:
     def state(self) -> dict[str, object]:
         """What is where, as plain values. Changes nothing."""
         with self._lock:
+            self._take_inbox()
             return self._core.state()
 
     def check_integrity(self) -> None:
@@ -384,8 +385,7 @@ class Engine:
 
     def wake(self) -> None:
         """Tell a started engine that its module's rollout phase has begun."""
-        with self._wake:
-            self._wake.notify_all()
+        self._kick.set()
 
     def close(self) -> None:
         """Abort what is live and give the KV, the threads and the module back."""
@@ -416,8 +416,7 @@ class Engine:
 
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
         """Return when `is_done()`; drives the loop meanwhile where no thread does."""
-        with self._wake:
-            self._wake.notify_all()  # the rollout phase may have begun with this call
+        self._kick.set()  # the rollout phase may have begun with this call
         while not self._wait_a_step(is_done):
             pass
 
@@ -462,15 +461,35 @@ class Engine:
         params_list = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
         if len(params_list) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params_list)} sampling_params")
-        ids: list[str] = []
-        with self._lock:
-            with ExitStack() as undo:  # one bad prompt, and none is queued
-                undo.callback(self._let_go, ids)
-                for prompt, its_params in zip(prompts, params_list, strict=True):
-                    ids += self.add(prompt, its_params, options=options)
-                undo.pop_all()
+        with self._inbox_lock:
+            requests: list[Request] = []  # one bad prompt, and none is queued
+            for prompt, its_params in zip(prompts, params_list, strict=True):
+                requests += self._make_requests(prompt, its_params, options, None)
+            ids = [request.id for request in requests]
             self._mailboxes.open(ids, streamed=streamed)
+            self._inbox.update(zip(ids, requests, strict=True))
+        self._kick.set()
         return ids
+
+    def _make_requests(
+        self, prompt: Prompt, params: Params, options: RequestOptions | None, rid: str | None
+    ) -> list[Request]:
+        params = as_params(params)
+        rid = rid or uuid.uuid4().hex
+        ids = [rid] if params.n == 1 else [f"{rid}-{index}" for index in range(params.n)]
+        if taken := [id for id in ids if id in self._inbox or id in self._core.sequences]:
+            raise ValueError(f"duplicate request ID detected: {', '.join(taken)}")
+        requests = self._intake.requests(prompt, params, options, ids)
+        for request in requests:
+            request.base_id = rid
+        return requests
+
+    def _take_inbox(self) -> None:
+        """Queue what was added. The caller holds the lock."""
+        with self._inbox_lock:
+            for request in self._inbox.values():
+                self._core.queue(request)
+            self._inbox.clear()
 
     async def _add_all_async(self, *args: Any, streamed: bool = False) -> list[str]:
         adding = asyncio.ensure_future(asyncio.to_thread(self._add_all, *args, streamed=streamed))
@@ -484,6 +503,7 @@ class Engine:
     def _let_go(self, ids: Iterable[str]) -> None:
         """Nobody waits for these any more: abort what still runs."""
         with self._lock:
+            self._take_inbox()
             for id in [id for id in ids if id in self._core.sequences]:
                 self._mailboxes.open([id], streamed=False)  # its answer is nobody's
                 self.abort_request(id, message="the caller went away")
