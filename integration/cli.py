@@ -22,6 +22,7 @@ PACKAGE = __package__.split(".")[0]
 # name of a module in bench/: what it measures
 BENCHMARKS = {
     "rollout": "tokens per second of a batch of prompts, alone or against transformers' generate",
+    "overlap": "what work at delivery costs a step with overlap and without, and what the trace costs",
     "pause": "latency of each kind of pause, and the cost of going on after it",
     "schedule": "scheduler time per step, by policy and by how many requests wait",
 }

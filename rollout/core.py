@@ -40,6 +40,7 @@ class EngineCore:
         tokenizer: PreTrainedTokenizerBase | None,
         on_token: Callable[[Request], None],
         on_answer: Callable[[Request, Completion], None],
+        is_interrupted: Callable[[], bool],
     ) -> None:
         options = {"dtype": config.dtype, "device": config.device, "invariant": config.invariant}
         if isinstance(model, str | Path):
@@ -73,7 +74,7 @@ class EngineCore:
         self._on_answer = on_answer
         self.loop = Loop(
             self.scheduler, self.managers, self.ledger, self._runner, sampler, self.metrics, self.trace,
-            overlap=config.overlap, on_token=on_token, on_answer=self._answered,
+            overlap=config.overlap, on_token=on_token, on_answer=self._answered, is_interrupted=is_interrupted,
         )  # fmt: skip
         self.pause_mode: PauseMode | None = None  # None: not paused
         self.refusal: str | None = None  # why no step may run; a weight commit lifts it

@@ -53,7 +53,10 @@ class Engine:
         self.config = config = config or EngineConfig()
         self._mailboxes = Mailboxes()
         self._unclaimed: list[Completion] = []  # answers that no mailbox is there for: `step` returns them
-        self._core = EngineCore(model, config, tokenizer, self._on_token, self._on_answer)
+        self._num_commands_waiting = 0  # for the lock
+        self._core = EngineCore(
+            model, config, tokenizer, self._on_token, self._on_answer, lambda: self._num_commands_waiting > 0
+        )
         self.model = self._core.model
         self.tokenizer = self._core.tokenizer
         self._intake = Intake(self.tokenizer, self.model.vocab_size, config.seed)
@@ -287,8 +290,13 @@ class Engine:
 
         command, is_new = self._commands.submit(name, drained, op_id, timeout_s)
         if is_new:
+            with self._inbox_lock:
+                self._num_commands_waiting += 1
             seconds = command.seconds_left
-            if self._lock.acquire(timeout=-1 if seconds is None else seconds):
+            has_lock = self._lock.acquire(timeout=-1 if seconds is None else seconds)
+            with self._inbox_lock:
+                self._num_commands_waiting -= 1
+            if has_lock:
                 try:
                     command.execute()
                     self._wake.notify_all()

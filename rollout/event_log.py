@@ -34,6 +34,11 @@ class ManagerPair:
         self.worker.on_step_completed(results)
         return finished
 
+    def on_step_cancelled(self, items: tuple) -> None:
+        self._record("on_step_cancelled", items)
+        self.engine.on_step_cancelled(items)
+        self.worker.on_step_cancelled(items)
+
     def preempt(self, id: str) -> None:
         self._record("preempt", id)
         self.engine.preempt(id)
@@ -72,5 +77,5 @@ def replay(events: Iterable[Event], manager: SequenceManager) -> None:
         elif name == "finish":
             if is_engine:
                 manager.finish(*args)
-        elif is_engine or name in ("on_schedule", "on_step_completed") or args[0] in manager:
+        elif is_engine or name.startswith("on_") or args[0] in manager:
             getattr(manager, name)(*args)

@@ -59,6 +59,7 @@ class Loop:
         overlap: bool,
         on_token: Callable[[Request], None],
         on_answer: Callable[[Request, Completion], None],
+        is_interrupted: Callable[[], bool],
     ) -> None:
         self._scheduler = scheduler
         self._managers = managers
@@ -69,6 +70,7 @@ class Loop:
         self._trace = trace
         self._on_token = on_token
         self._on_answer = on_answer
+        self._is_interrupted = is_interrupted  # whether a command waits for the step under way
         self._model_thread = ThreadPoolExecutor(1, "lockstep-model") if overlap else None
         self._flight: Flight | None = None  # runs now
         self._landed: Flight | None = None  # has run and is committed, not delivered
@@ -92,7 +94,11 @@ class Loop:
             self._land()
             if ahead.exhausted:
                 self._deliver()  # they end with the token that has just landed
-            self._launch(self._still_wanted(ahead))
+            wanted = self._still_wanted(ahead)
+            if self._is_interrupted():
+                self._shelve(wanted)  # a command waits: it would have to wait for this step too
+            else:
+                self._launch(wanted)
         else:
             self._land()
             self._deliver()
@@ -127,15 +133,11 @@ class Loop:
             return self._scheduler.schedule()
 
     def _launch(self, output: ScheduleOutput) -> None:
-        """Tell the managers what was decided, answer those that will not run, start the forward of those that will."""
-        self._managers.on_schedule(output)
-        self._metrics.num_retractions += len(output.preempted)
-        engine = self._managers.engine
-        for id, _ in (*output.ignored, *output.exhausted):
-            self._answer(engine.request(id))
+        """Tell the managers what was decided and start the forward."""
+        self._decide(output)
         if not output.scheduled:
             return
-        requests = {item.id: engine.request(item.id) for item in output.scheduled}
+        requests = {item.id: self._managers.engine.request(item.id) for item in output.scheduled}
         with self._starting_over_on_failure():
             batch = self._runner.prepare(output, self._managers.worker, requests)
             for item in output.scheduled:
@@ -145,9 +147,24 @@ class Loop:
             started = time.perf_counter()
             self._flight = Flight(output, requests, self._run(output, batch), started)
 
+    def _decide(self, output: ScheduleOutput) -> None:
+        """Tell the managers what was decided, and answer those that will not run."""
+        self._managers.on_schedule(output)
+        self._metrics.num_retractions += len(output.preempted)
+        for id, _ in (*output.ignored, *output.exhausted):
+            self._answer(self._managers.engine.request(id))
+
+    def _shelve(self, output: ScheduleOutput) -> None:
+        """A step that was decided does not run after all: everybody in it is between two steps, with their blocks."""
+        self._decide(output)
+        self._managers.on_step_cancelled(output.scheduled)
+
     def _run(self, output: ScheduleOutput, batch: Batch) -> Future[list[SequenceResult]]:
+        size = {"rows": output.num_tokens, "sequences": len(output.scheduled)}
+        launched = time.perf_counter()
+
         def forward() -> list[SequenceResult]:
-            with self._trace.span("forward", step=output.step, rows=output.num_tokens, sequences=len(output.scheduled)):
+            with self._trace.span("forward", since=launched, step=output.step, **size):
                 return self._runner.run(output, batch)
 
         if self._model_thread is not None:

@@ -87,6 +87,11 @@ class SequenceManager:
                 finished.append(sequence.id)
         return finished
 
+    def on_step_cancelled(self, items: Iterable[ScheduledSequence]) -> None:
+        """These were scheduled and did not run: they keep their blocks and wait for the next step."""
+        for item in items:
+            self.sequence(item.id).move(State.PAUSED)
+
     def preempt(self, id: str) -> None:
         """The sequence gave its blocks back; its tokens, prompt boundary and log-probabilities stay."""
         sequence = self.sequence(id)

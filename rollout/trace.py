@@ -32,12 +32,12 @@ class Trace:
         return self._file is not None
 
     @contextmanager
-    def span(self, name: str, **args: object) -> Iterator[None]:
-        """Something that takes time, on the lane of this thread."""
+    def span(self, name: str, *, since: float | None = None, **args: object) -> Iterator[None]:
+        """Something that takes time, on the lane of this thread; `since` it was handed to the thread, if before now."""
         if self._file is None:
             yield
             return
-        started = time.perf_counter()
+        started = time.perf_counter() if since is None else since
         try:
             yield
         finally:

@@ -1,5 +1,6 @@
 """The benchmarks, on loads so small that only their arithmetic is tested."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from lockstep.integration import cli
-from lockstep.integration.bench import pause, presets, rollout, schedule
+from lockstep.integration.bench import overlap, pause, presets, rollout, schedule
 from lockstep.integration.bench.rollout import Load, Run
 
 LOAD = Load(batch=3, prompt_tokens=20, new_tokens=5)
@@ -181,7 +182,6 @@ def test_resuming_and_its_ideal_compute_the_same_rows_from_an_empty_cache(tiny, 
     bench = pause.Bench(pause.make_engine(tiny, load, overlap=overlap), load, seed=0)
     metrics, rows = bench.engine.metrics, []
     with bench.engine.model.rollout_phase():
-        assert len(bench.decode_steps()) > 0
         measured = bench._until_decoding
 
         def counted() -> float:
@@ -220,3 +220,16 @@ def test_the_load_runs_on_a_gpu():
     engine = rollout.make_engine(model, LOAD, invariant=True)
     assert rollout.run_engine(engine, LOAD, LOAD.prompts(16384, 0)).seconds > 0
     assert rollout.run_transformers(model, LOAD, LOAD.prompts(16384, 0)).seconds > 0
+
+
+def test_overlap_bench_reports_every_variant():
+    report = overlap.run(overlap_options("--batch", "2", "--new-tokens", "30", "--repeats", "1", "--work-ms", "4"))
+    assert report["plain_work_ms"] > report["plain_ms"] > 0
+    assert report["plain_growth_ms"] == pytest.approx(report["plain_work_ms"] - report["plain_ms"], abs=2e-3)
+    assert {"overlap_ms", "overlap_work_ms", "overlap_growth_ms", "traced_ms", "trace_cost"} <= set(report)
+
+
+def overlap_options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    overlap.add_arguments(parser)
+    return parser.parse_args(arguments)

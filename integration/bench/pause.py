@@ -2,10 +2,11 @@
 
 A batch of random prompts decodes on a background engine. At random moments another thread pauses it, in place, by
 retraction, by abortion, in turns, and times the call, which returns when the pause holds; then the engine goes on until
-it decodes the whole batch again. step_ms_p50 is the median step that ran one decode row of every sequence, timed before
-and after all that. resume_ms is what going on costs after a retraction and a flush: from `continue_generation` until
-every known token has its KV again and the next step would decode the whole batch. ideal_prefill_ms is the same for new
-requests of the very same tokens, on an empty cache. Both are medians over the repeats.
+it decodes the whole batch again. step_ms_p50 is the median over the decode steps right before the pauses, so that
+whatever else the machine does hits both alike. resume_ms is what going on costs after a retraction and a flush: from
+`continue_generation` until every known token has its KV again and the next step would decode the whole batch.
+ideal_prefill_ms is the same for new requests of the very same tokens, on an empty cache. Both are medians over the
+repeats. With two threads or more, other load on the same cores distorts everything: --threads 1 stands it better.
 
 Bars: the p99 of every mode at most twice the median step; resuming at most 1.25 times the ideal prefill.
 """
@@ -32,7 +33,7 @@ from .presets import DTYPES, PRESETS, load_model
 from .rollout import Load, _clock, _device, _positive
 
 MODES = ("in_place", "retract", "abort")
-_NUM_TIMED_STEPS = 16
+_NUM_DECODE_STEPS = 16  # before a retraction
 _POLL_SECONDS = 0.002
 _PATIENCE = 120.0  # seconds; an engine that takes longer to decode again is broken
 
@@ -44,6 +45,16 @@ class Resume:
     resume_seconds: float
     ideal_seconds: float
     num_tokens: int
+
+
+@dataclass(frozen=True)
+class _Count:
+    """What an engine has done so far."""
+
+    batch: int  # sequences that run; 0 unless all do
+    num_rows: int
+    num_steps: int
+    seconds: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,9 +81,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     bench = Bench(make_engine(model, load, overlap=options.overlap), load, options.seed)
     with bench.engine.model.rollout_phase():
         resumes = [bench.resume(repeat) for repeat in range(options.repeats)]
-        steps = bench.decode_steps()
-        latencies = bench.pauses(options.pauses)
-        steps += bench.decode_steps()
+        steps, latencies = bench.pauses(options.pauses)
     bench.engine.close()
     settings = {
         "model": options.model,
@@ -133,14 +142,13 @@ class Bench:
     def __init__(self, engine: Engine, load: Load, seed: int) -> None:
         self.engine, self.load = engine, load
         self._random = random.Random(seed)
-        self._step_seconds = 0.0
 
     def resume(self, repeat: int) -> Resume:
         """Retract the batch in mid-decode, flush, and go on; then prefill the same tokens as new requests."""
         engine = self.engine
         self._fill(self.load.prompts(engine.model.vocab_size, repeat))
         self._until_decoding()
-        for _ in range(_NUM_TIMED_STEPS):
+        for _ in range(_NUM_DECODE_STEPS):
             engine.step()
         engine.pause_generation("retract")
         known = [list(request.sequence.token_ids) for request in engine._core.sequences.requests()]
@@ -158,24 +166,10 @@ class Bench:
               flush=True)  # fmt: skip
         return Resume(resumed, ideal, sum(map(len, known)))
 
-    def decode_steps(self) -> list[float]:
-        """Seconds of steps that decode the whole batch, at the context that the pauses meet."""
-        engine = self.engine
-        self._fill(self.load.prompts(engine.model.vocab_size, -1))
-        self._until_decoding()
-        seconds = []
-        for _ in range(_NUM_TIMED_STEPS):
-            started = _clock(engine.model.device)
-            engine.step()
-            seconds.append(_clock(engine.model.device) - started)
-        engine.abort_request(abort_all=True)
-        self._step_seconds = statistics.median(seconds)
-        print(f"decode step: {_ms(self._step_seconds)} ms", file=sys.stderr, flush=True)
-        return seconds
-
-    def pauses(self, num_pauses: int) -> dict[str, list[float]]:
-        """Seconds that each call of `pause_generation` took, by mode, at random moments of decoding."""
-        engine, latencies = self.engine, {mode: [] for mode in MODES}
+    def pauses(self, num_pauses: int) -> tuple[list[float], dict[str, list[float]]]:
+        """Seconds that each call of `pause_generation` took, by mode, at random moments of decoding; and before them,
+        those of the decode step that came before each call."""
+        engine, steps, latencies = self.engine, [], {mode: [] for mode in MODES}
         prompts = self.load.prompts(engine.model.vocab_size, -1)
         engine.start()
         for _ in range(num_pauses):
@@ -183,8 +177,8 @@ class Bench:
                 if engine.state()["num_running"] + engine.state()["num_waiting"] < self.load.batch:
                     engine.abort_request(abort_all=True)
                     self._fill(prompts)
-                self._await_decoding()
-                threading.Event().wait(self._random.random() * 2 * self._step_seconds)
+                steps.append(self._await_decoding())
+                threading.Event().wait(self._random.random() * 2 * steps[-1])
                 started = time.perf_counter()
                 found: PauseReport = engine.pause_generation(mode, timeout_s=_PATIENCE)
                 latencies[mode].append(time.perf_counter() - started)
@@ -192,7 +186,7 @@ class Bench:
                 engine.continue_generation()
         engine.abort_request(abort_all=True)
         engine.stop()
-        return latencies
+        return steps, latencies
 
     def _fill(self, prompts: Sequence[list[int]]) -> None:
         length = self.load.prompt_tokens + self.load.new_tokens
@@ -203,35 +197,38 @@ class Bench:
         """Run steps until one has decoded the whole batch; returns the seconds of those before it."""
         engine = self.engine
         started = before = _clock(engine.model.device)
-        seen = self._rows_and_steps()
+        seen = self._count()
         while True:
             engine.step()
-            now, last = _clock(engine.model.device), self._rows_and_steps()
-            if self._have_decoded(seen, last):
+            now, last = _clock(engine.model.device), self._count()
+            if _has_decoded(seen, last):
                 return before - started
             before, seen = now, last
 
-    def _await_decoding(self) -> None:
-        """Wait until the background loop has decoded the whole batch."""
+    def _await_decoding(self) -> float:
+        """Wait until the background loop has decoded the whole batch; returns the seconds of that step."""
         deadline, pulse = time.monotonic() + _PATIENCE, threading.Event()
-        seen = self._rows_and_steps()
-        while not self._have_decoded(seen, last := self._rows_and_steps()):
+        seen = self._count()
+        while not _has_decoded(seen, last := self._count()):
             assert time.monotonic() < deadline, self.engine.state()
             seen = last
             pulse.wait(_POLL_SECONDS)
+        return (last.seconds - seen.seconds) / (last.num_steps - seen.num_steps)
 
-    def _rows_and_steps(self) -> tuple[int, int]:
+    def _count(self) -> _Count:
         state = self.engine.state()
-        is_full = state["num_running"] == self.load.batch and not state["num_waiting"]
-        return (state["metrics"]["num_rows"], state["metrics"]["num_steps"]) if is_full else (-1, -1)
-
-    def _have_decoded(self, before: tuple[int, int], after: tuple[int, int]) -> bool:
-        num_rows, num_steps = after[0] - before[0], after[1] - before[1]
-        return before[0] >= 0 and num_steps > 0 and num_rows == num_steps * self.load.batch
+        metrics, is_full = state["metrics"], state["num_running"] == self.load.batch and not state["num_waiting"]
+        batch = self.load.batch if is_full else 0
+        return _Count(batch, metrics["num_rows"], metrics["num_steps"], metrics["step_seconds"])
 
     def _flush(self) -> None:
         done = self.engine.flush_cache()
         assert done.success, done.error_msg
+
+
+def _has_decoded(before: _Count, after: _Count) -> bool:
+    num_rows, num_steps = after.num_rows - before.num_rows, after.num_steps - before.num_steps
+    return before.batch == after.batch > 0 and num_steps > 0 and num_rows == num_steps * after.batch
 
 
 def _ms(seconds: float) -> float:
