@@ -169,12 +169,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        """Whether there is something to run."""
         return bool(self._inbox) or self._core.loop.has_work
 
     def step(self) -> list[Completion]:
         """Run one step; returns the sequences that ended since the last one, but for those that another call waits for.
 
-        Runs nothing while paused, or when there is nothing to run.
+        Runs nothing while paused, or when there is nothing to run; it still returns what an abort has ended.
         """
         with self._lock:
             self._run_step()

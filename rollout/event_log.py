@@ -39,6 +39,12 @@ class ManagerPair:
         self.engine.on_step_cancelled(items)
         self.worker.on_step_cancelled(items)
 
+    def deliver(self, request: Request, token_id: int) -> None:
+        """Text is the controller's alone; what it ends is an event."""
+        was_live = request.finish_reason is None
+        if self.engine.deliver(request, token_id) and was_live:
+            self._record("finish", request.id, request.finish_reason)
+
     def preempt(self, id: str) -> None:
         self._record("preempt", id)
         self.engine.preempt(id)

@@ -202,7 +202,7 @@ class Loop:
                 request = flight.requests[result.id]
                 has_token = result.token_id is not None and request.params.max_new_tokens > 0
                 if has_token:
-                    self._managers.engine.deliver(request, result.token_id)
+                    self._managers.deliver(request, result.token_id)
                 if request.finish_reason is not None:
                     self._answer(request)
                 elif has_token:
