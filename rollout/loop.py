@@ -115,7 +115,7 @@ class Loop:
         """Take a running request's blocks back and queue it again. Nothing may be in flight."""
         self._managers.preempt(request.id)
         self._scheduler.retract(request)
-        self._metrics.num_retractions += 1
+        self._note_retraction(request.id)
 
     def abort(self, request: Request, reason: FinishReason) -> None:
         """End a live request with what it has. Nothing may be in flight."""
@@ -150,7 +150,8 @@ class Loop:
     def _decide(self, output: ScheduleOutput) -> None:
         """Tell the managers what was decided, and answer those that will not run."""
         self._managers.on_schedule(output)
-        self._metrics.num_retractions += len(output.preempted)
+        for id in output.preempted:
+            self._note_retraction(id)
         for id, _ in (*output.ignored, *output.exhausted):
             self._answer(self._managers.engine.request(id))
 
@@ -247,8 +248,12 @@ class Loop:
             request.num_rows_in_flight = request.num_tokens_in_flight = 0
             if request.sequence.state in HOLDS_BLOCKS:
                 self._managers.preempt(request.id)
-                self._metrics.num_retractions += 1
+                self._note_retraction(request.id)
             self._scheduler.requeue(request)
+
+    def _note_retraction(self, id: str) -> None:
+        self._metrics.num_retractions += 1
+        self._trace.instant("retract", id=id)
 
     def _measure(self, flight: Flight) -> None:
         seconds = time.perf_counter() - flight.started

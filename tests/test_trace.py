@@ -26,8 +26,12 @@ def traced(make_model, tmp_path):
         settings = EngineConfig(kv_cache="64 blocks", max_num_seqs=8, overlap=overlap, trace=str(path))
         engine = Engine(make_model("qwen3"), settings)
         engine.generate([[1, 2, 3], [4] * 20], PARAMS)
+        engine.add([5, 6], PARAMS, rid="retracted")
+        engine.step()
         engine.pause_generation("retract")
         engine.continue_generation()
+        while engine.has_work:
+            engine.step()
         engine.close()
         return read(path)
 
@@ -49,7 +53,8 @@ def test_trace_tells_steps_requests_commands_and_kv(traced):
     assert len(spans(events, "schedule")) >= len(forwards) == len(spans(events, "deliver"))
     assert [len(spans(events, name)) for name in ("pause_generation", "continue_generation")] == [1, 1]
     names = [event["name"] for event in events if event["ph"] == "i"]
-    assert names.count("request") == names.count("answer") == 2
+    assert names.count("request") == names.count("answer") == 3
+    assert [e["args"]["id"] for e in events if e["name"] == "retract"] == ["retracted"]
     assert all(sum(e["args"].values()) == 64 for e in events if e["ph"] == "C" and e["name"] == "blocks")
     assert not [1 for s in spans(events, "schedule") for f in forwards if is_inside(s, f)]
 
