@@ -87,4 +87,9 @@ def prepare_folder(folder: Path, *, resume: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    # Everything is on the disk and the process group is gone. Interpreter teardown, which has been seen to hang in a
+    # library's thread, must not keep torchrun and the other ranks waiting.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
