@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -55,6 +55,35 @@ class FlushReport:
     success: bool
     flushed_items: int
     error_msg: str
+    num_unpinned: int = 0  # pinned blocks among them: no pin survives a flush
+
+
+@dataclass(frozen=True)
+class CommitReport:
+    """What new weights cost the cache."""
+
+    num_blocks_dropped: int  # cached KV of the version before
+    num_unpinned: int  # pinned blocks among them: no pin survives a commit
+    lifted: Mapping[str, str] = field(default_factory=dict)  # refusals to sample that ended, by key
+
+
+@dataclass(frozen=True)
+class HoldReport:
+    """What a weight update found as it began."""
+
+    num_aborted: int  # by it
+    num_running: int  # that hold blocks and go on with the new weights
+    num_waiting: int
+
+
+@dataclass(frozen=True)
+class EvictReport:
+    """What was freed below a block, and what stayed."""
+
+    is_known: bool  # False: no cached block has that hash
+    num_evicted: int
+    num_held: int  # blocks below it that running sequences hold
+    num_pinned: int  # blocks below it that pins protect and nobody holds
 
 
 def check_pause_mode(mode: str) -> None:

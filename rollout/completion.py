@@ -27,6 +27,17 @@ class WeightSpan:
 
 
 TopLogprobs = tuple[tuple[float, int], ...]  # (log-probability, token id), most likely first
+ListedLogprobs = tuple[tuple[float, int], ...]  # likewise, of the token ids that were asked for, in that order
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """What would have come after a prompt that was only scored."""
+
+    token_id: int
+    logprob: float
+    top_logprobs: TopLogprobs = ()
+    listed_logprobs: ListedLogprobs = ()
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,9 @@ class Completion:
     top_logprobs: tuple[TopLogprobs, ...] | None = None  # one entry per token, when asked for
     prompt_logprobs: tuple[float | None, ...] | None = None  # prompt[logprob_start_len:], the very first is None
     prompt_top_logprobs: tuple[TopLogprobs | None, ...] | None = None
+    listed_logprobs: tuple[ListedLogprobs, ...] | None = None  # of options.token_ids_logprob, one entry per token
+    prompt_listed_logprobs: tuple[ListedLogprobs | None, ...] | None = None
+    next_token: NextToken | None = None  # with max_new_tokens=0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -67,4 +81,10 @@ class StreamChunk:
     token_ids: tuple[int, ...]  # the new ones
     logprobs: tuple[float, ...]  # of the new ones
     text: str  # the new text
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_retractions: int = 0
+    weight_version: str = ""  # of the newest token, or of the weights at the end
+    top_logprobs: tuple[TopLogprobs, ...] = ()  # of the new ones, when asked for
+    listed_logprobs: tuple[ListedLogprobs, ...] = ()
     completion: Completion | None = None  # on the last chunk: the whole answer

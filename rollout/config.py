@@ -10,6 +10,7 @@ POLICIES = ("edf", "fcfs", "lrs")
 DEADLINE_MULTIPLIER = 1.5
 MIN_DEADLINE_S = 0.5
 ADMISSION_RATIO = 0.7
+PIN_BUDGET = 0.5
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(|k|m|g|ki|mi|gi)b\s*", re.IGNORECASE)
@@ -59,6 +60,7 @@ class EngineConfig:
     chunked_prefill_size: int | None = None  # rows of one prompt per step; None: as many as the step has room for
     max_model_len: int | None = None  # prompt + output tokens of a sequence; None: the model's own limit
     prefix_cache: bool = True  # reuse the KV of equal prefixes
+    pin_budget: float = PIN_BUDGET  # share of the pool's blocks that pins may protect from eviction
     invariant: bool = True  # bits do not depend on the batch (DESIGN section 4); False is a speed choice
     policy: str = "fcfs"  # order of the waiting queue: "fcfs", "edf" (deadline), "lrs" (least relative slack)
     deadline_multiplier: float = DEADLINE_MULTIPLIER  # a deadline is arrival + max(predicted prefill * this, ...
@@ -88,9 +90,10 @@ class EngineConfig:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not math.isfinite(value) or value <= 0:
                 wrong.append(f"{name} must be a positive number, not {value!r}")
-        ratio = self.admission_ratio
-        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
-            wrong.append(f"admission_ratio must be a number from 0 to 1, not {ratio!r}")
+        for name in ("admission_ratio", "pin_budget"):
+            ratio = getattr(self, name)
+            if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
+                wrong.append(f"{name} must be a number from 0 to 1, not {ratio!r}")
         if self.dtype not in (None, "float32", "bfloat16"):
             wrong.append(f'dtype must be "float32" or "bfloat16", not {self.dtype!r}')
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from .commands import AbortReport, ContinueReport, FlushReport, PauseMode, PauseReport
+from .cache_tree import CacheTree, cache_tree
+from .commands import (
+    AbortReport,
+    CommitReport,
+    ContinueReport,
+    EvictReport,
+    FlushReport,
+    HoldReport,
+    PauseMode,
+    PauseReport,
+)
 from .completion import Completion, FinishReason
 from .config import EngineConfig, parse_kv_size
 from .errors import MemoryReleased, NotIdle, SamplingRefused
@@ -18,12 +29,16 @@ from .hosted_model import HostedModel
 from .intake import find_eos_token_ids, load_tokenizer
 from .kv_cache import KVCache, plan_kv_pool
 from .kv_ledger import KVLedger
+from .latencies import Latencies
 from .loop import Loop
 from .metrics import Metrics
 from .model_runner import ModelRunner
+from .pins import PinReport
+from .prefix import Prefix
 from .request import Request
 from .sampler import Sampler
 from .scheduler import Scheduler, StepLimits
+from .sequence import State
 from .sequence_manager import EngineSequenceManager, WorkerSequenceManager
 from .trace import Trace
 
@@ -58,7 +73,9 @@ class EngineCore:
         logger.info("KV pool: %d blocks of %d tokens, %.1f MiB (%s)", self.kv_plan.num_blocks, config.block_size,
                     self.kv_plan.num_bytes / 2**20, self.kv_plan.reason)  # fmt: skip
         self._kv_cache = KVCache(self.kv_plan, self.model.kv_shapes, config.block_size, self.model.device)
-        self.ledger = KVLedger(self.kv_plan.num_blocks, config.block_size, config.prefix_cache)
+        self.ledger = KVLedger(
+            self.kv_plan.num_blocks, config.block_size, config.prefix_cache, pin_budget=config.pin_budget
+        )
         chunk = config.chunked_prefill_size or config.max_num_batched_tokens
         limits = StepLimits(config.max_num_seqs, config.max_num_batched_tokens, chunk, self.max_model_len)
         self.scheduler = Scheduler(
@@ -70,14 +87,16 @@ class EngineCore:
         sampler = Sampler(self.eos_token_ids)
         self._runner = ModelRunner(self.model, self._kv_cache, sampler, config.block_size)
         self.metrics = Metrics()
+        self.latencies = Latencies()
         self.trace = Trace(config.trace)
         self._on_answer = on_answer
         self.loop = Loop(
-            self.scheduler, self.managers, self.ledger, self._runner, sampler, self.metrics, self.trace,
+            self.scheduler, self.managers, self.ledger, self._runner, sampler, self.metrics, self.latencies, self.trace,
             overlap=config.overlap, on_token=on_token, on_answer=self._answered, is_interrupted=is_interrupted,
         )  # fmt: skip
         self.pause_mode: PauseMode | None = None  # None: not paused
-        self.refusal: str | None = None  # why no step may run; a weight commit lifts it
+        self.refusals: dict[str, str] = {}  # why no step may run, by what has to happen first
+        self.before_sampling: Callable[[], None] | None = None  # to be called, and to set None, before the next step
 
     # -- requests and steps -----------------------------------------------------------------------------------------
 
@@ -92,21 +111,32 @@ class EngineCore:
     @property
     def can_step(self) -> bool:
         """Whether a step would run something now."""
-        is_free = self.pause_mode is None and self.refusal is None and self._kv_cache.is_allocated
-        return is_free and self.loop.has_work
+        is_free = self.pause_mode is None and self.refusal is None and self.before_sampling is None
+        has_memory = self._kv_cache.is_allocated and self.model.holds_weights
+        return is_free and has_memory and self.loop.has_work
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no step may run though nothing is paused; None: it may."""
+        return "; ".join(self.refusals.values()) or None
 
     def step(self) -> None:
-        """Run one step. Nothing runs while paused.
+        """Run one step. Nothing runs while paused, nor before `before_sampling` was called.
 
         Raises MemoryReleased or SamplingRefused where there is work that must not run now.
         """
-        if self.pause_mode is not None or not self.loop.has_work:
+        if self.pause_mode is not None or self.before_sampling is not None or not self.loop.has_work:
             return
         if not self._kv_cache.is_allocated:
             raise MemoryReleased("the KV pool is released: resume it before generating")
+        if not self.model.holds_weights:
+            raise MemoryReleased("the weights are released: resume them, and write them, before generating")
         if self.refusal is not None:
             raise SamplingRefused(self.refusal)
-        self.loop.step()
+        try:
+            self.loop.step()
+        finally:
+            self.ledger.events.flush()
 
     def _answered(self, request: Request, completion: Completion) -> None:
         assert request.finish_reason is not None
@@ -133,6 +163,7 @@ class EngineCore:
         elif mode == "abort":
             num_aborted = len(self.abort_all(FinishReason("abort", message="aborted by a pause")))
         self.pause_mode = mode
+        self.metrics.num_pauses += 1
         return PauseReport(mode, self.scheduler.num_running, self.scheduler.num_waiting, num_retracted, num_aborted)
 
     def resume(self) -> ContinueReport:
@@ -140,18 +171,18 @@ class EngineCore:
         was_paused, self.pause_mode = self.pause_mode is not None, None
         return ContinueReport(was_paused, self.scheduler.num_running, self.scheduler.num_waiting)
 
-    def abort_all(self, reason: FinishReason) -> list[str]:
-        """End every live request; returns their ids."""
+    def abort_all(self, reason: FinishReason | None) -> list[str]:
+        """End every live request; returns their ids. reason: None names what the abort found."""
         requests = self.sequences.requests()
         for request in requests:
-            self.loop.abort(request, reason)
+            self.loop.abort(request, reason or _aborted(request))
         return [request.id for request in requests]
 
-    def abort(self, rid: str, reason: FinishReason) -> AbortReport:
+    def abort(self, rid: str, reason: FinishReason | None) -> AbortReport:
         """End the request of that id, or all samples of the one whose id it is the base of."""
         found = [r for r in self.sequences.requests() if rid in (r.id, r.base_id)]
         for request in found:
-            self.loop.abort(request, reason)
+            self.loop.abort(request, reason or _aborted(request))
         return AbortReport(tuple(r.id for r in found), () if found else (rid,))
 
     def flush(self) -> FlushReport:
@@ -161,14 +192,77 @@ class EngineCore:
             return FlushReport(False, 0, why)
         self._runner.num_forwards = 0
         self.scheduler.reset_admission()
-        return FlushReport(True, self.ledger.flush(), "")
+        num_blocks, num_unpinned = self.ledger.flush()
+        return FlushReport(True, num_blocks, "", num_unpinned)
 
-    def commit_weights(self, version: str, digest: str | None) -> int:
-        """A new weight version; starts a KV epoch. Returns the number of cached blocks dropped."""
+    def pin_prefix(self, token_ids: list[int], extra_key: str, owner: str | None, ttl: float | None) -> PinReport:
+        """Pin what is cached of a prompt; the full blocks that are not count as unknown."""
+        num_blocks = len(token_ids) // self.ledger.block_size
+        path = self.ledger.path_of(Prefix(token_ids, self.ledger.block_size, extra_key), num_blocks)
+        report = self.ledger.pins.pin([node.hash for node in path], owner, ttl)
+        return replace(report, num_unknown=num_blocks - len(path))
+
+    def evict_descendants(self, hash: int) -> EvictReport:
+        """Free what is below a block, but for what is held or pinned."""
+        node = self.ledger.cache.get(hash)
+        if node is None:
+            return EvictReport(False, 0, 0, 0)
+        self.ledger.pins.expire()
+        num_evicted = self.ledger.evict_below(node)
+        left = list(self.ledger.cache.below(node))
+        num_held = sum(n.num_holders > 0 for n in left)
+        return EvictReport(True, num_evicted, num_held, len(left) - num_held)
+
+    def cache_tree(
+        self, depth: int | None, under: int | None, prompt: list[int] | None, extra_key: str
+    ) -> CacheTree:
+        """The prefix cache as it is now."""
+        size = self.ledger.block_size
+        if prompt is None:
+            return cache_tree(self.ledger, depth, under)
+        return cache_tree(self.ledger, depth, under, Prefix(prompt, size, extra_key), len(prompt) // size)
+
+    def hold(
+        self,
+        refusal: tuple[str, str] | None,
+        before_sampling: Callable[[], None] | None,
+        abort_all: bool,
+        keep_running: bool,
+    ) -> HoldReport:
+        """Run no further step, for weights to be written: refuse them under this key and for this reason, or until
+        `before_sampling` was called. Raises NotIdle, and changes nothing but what it aborted, where that would pull
+        the weights from under requests."""
+        reason = FinishReason("abort", message="aborted by a weight update")
+        num_aborted = len(self.abort_all(reason)) if abort_all else 0
+        num_running, num_waiting = self.scheduler.num_running, self.scheduler.num_waiting
+        num_hit = num_running + num_waiting if self.pause_mode is None else 0 if keep_running else num_running
+        if num_hit:
+            raise NotIdle(
+                f"{num_running} requests are running and {num_waiting} waiting: abort them (abort_all_requests=True) "
+                'or take their KV back first (pause_generation(mode="retract")); paused in_place they can go on with '
+                "the new weights (keep_running=True)"
+            )
+        if refusal is not None:
+            self.refusals.update([refusal])
+        if before_sampling is not None:
+            self.before_sampling = before_sampling
+        return HoldReport(num_aborted, num_running, num_waiting)
+
+    def commit_weights(
+        self, version: str, digest: str | None, lift: Iterable[str], refuse: Mapping[str, str]
+    ) -> CommitReport:
+        """A new weight version; starts a KV epoch, lifts refusals by key, and takes up others."""
         self.sequences.weight_version, self.sequences.weight_digest = version, digest
-        self.refusal = None
+        lifted = {key: self.refusals.pop(key) for key in lift if key in self.refusals}
+        self.refusals.update(refuse)
         self.metrics.num_weight_commits += 1
-        return self.ledger.start_epoch()
+        report = CommitReport(*self.ledger.start_epoch(), lifted)
+        self.scheduler.forget_under_way()
+        return report
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._kv_cache.num_bytes
 
     def release_kv(self) -> int:
         """Give the KV pool's memory back; returns its bytes. Raises NotIdle while sequences hold blocks."""
@@ -178,6 +272,16 @@ class EngineCore:
         num_bytes = self._kv_cache.num_bytes
         self._kv_cache.release()
         return num_bytes
+
+    def relabel_weights(self, version: str) -> None:
+        """The same weights under another version; starts no epoch."""
+        self.sequences.weight_version = version
+
+    def release_weights(self) -> int:
+        """Give the weights' memory back; returns its bytes. Raises NotIdle while sequences hold blocks."""
+        if num_running := self.scheduler.num_running:
+            raise NotIdle(f"cannot release the weights: {num_running} running: finish, retract or abort them first")
+        return self.model.release_weights()
 
     def resume_kv(self) -> int:
         """Allocate the KV pool again; returns its bytes."""
@@ -193,16 +297,26 @@ class EngineCore:
             "paused": self.pause_mode is not None,
             "pause_mode": self.pause_mode,
             "refusal": self.refusal,
+            "holds_weights": self.model.holds_weights,
+            "weight_bytes": self.model.weight_bytes,
             "num_running": scheduler.num_running,  # RUNNING and PAUSED: they hold blocks
             "num_waiting": scheduler.num_waiting,
+            "num_waiting_tokens": sum(r.sequence.num_tokens for r in scheduler.waiting()),
             "running_ids": [r.id for r in scheduler.running()],
             "waiting_ids": [r.id for r in scheduler.waiting()],
             "num_blocks": usage.num_blocks,
             "num_free_blocks": usage.num_free,
             "num_cached_blocks": usage.num_cached,
             "num_held_blocks": usage.num_held,
-            "num_pinned_blocks": 0,
-            "kv_bytes": self._kv_cache.num_bytes,
+            "num_pinned_blocks": usage.num_pinned,
+            "num_pins": len(self.ledger.pins),
+            "num_expired_pins": self.ledger.pins.num_expired,
+            "num_auto_unpinned": self.ledger.pins.num_auto_unpinned,
+            "num_evicted_blocks": self.ledger.cache.num_evicted,
+            "eviction_pressure": self.ledger.eviction_pressure,
+            "num_looked_up_tokens": self.ledger.num_looked_up_tokens,
+            "num_hit_tokens": self.ledger.num_hit_tokens,
+            "kv_bytes": self.kv_bytes,
             "num_forwards": self._runner.num_forwards,
             "admission_ratio": scheduler.admission_ratio,
             "weight_version": self.sequences.weight_version,
@@ -212,3 +326,9 @@ class EngineCore:
             "numerics": self.model.numerics.describe(),
             "metrics": self.metrics.as_dict(),
         }
+
+
+def _aborted(request: Request) -> FinishReason:
+    """Why a request ended that somebody aborted without a word: SGLang's messages."""
+    has_begun = request.sequence.state is not State.WAITING
+    return FinishReason("abort", message="Aborted" if has_begun else "Abort in waiting queue")

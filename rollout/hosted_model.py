@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..kernels.paged_attention import attention_path
-from .errors import PhaseError
+from .errors import MemoryReleased, PhaseError
 from .hosted_attention import ATTENTION_NAMES, NO_MASK, STEP_KEYWORD, KVShape, Probe, StepContext
 from .hosted_experts import EXPERTS
 from .numerics import Numerics
@@ -43,6 +43,7 @@ class HostedModel:
         self._rollout_users = 0
         self._numerics_exit = ExitStack()  # how to leave: the last one out does
         self._rollout_exit: ExitStack | None = None  # likewise; None outside the phase
+        self._released_shapes: list[torch.Size] = []  # of the parameters in their order, while their memory is released
         self.before_phase_ends: Callable[[], None] = lambda: None
         self.kv_shapes = self._probe()
         logger.info("hosting %s: %s", type(module).__name__, self.numerics.describe())
@@ -95,8 +96,51 @@ class HostedModel:
         return self.owned or self._rollout_users > 0
 
     def resident_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters by Hugging Face name, tied ones once, under the first of their names."""
+        """Parameters by Hugging Face name, tied ones once, under the first of their names.
+
+        Raises MemoryReleased while they are released.
+        """
+        if self._released_shapes:
+            raise MemoryReleased("the weights are released: resume them first")
         yield from self.module.named_parameters(remove_duplicate=True)
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Tensors beside the parameters, rotary tables for one: derived, so an update may leave them out."""
+        yield from self.module.named_buffers(remove_duplicate=True)
+
+    def tied_names(self) -> dict[str, str]:
+        """Further names of tied parameters, each with the name that `resident_tensors` gives it."""
+        first: dict[int, str] = {}
+        pairs = self.module.named_parameters(remove_duplicate=False)
+        return {name: known for name, p in pairs if (known := first.setdefault(id(p), name)) != name}
+
+    @property
+    def holds_weights(self) -> bool:
+        """False between `release_weights` and `resume_weights`."""
+        return not self._released_shapes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the parameters now, tied ones once."""
+        return sum(parameter.nbytes for parameter in self.module.parameters())
+
+    def release_weights(self) -> int:
+        """Give the parameters' memory back, values and all; returns its bytes. A trainer's are not ours to free: 0."""
+        if not self.owned or self._released_shapes:
+            return 0
+        before = self.weight_bytes
+        for parameter in self.module.parameters():
+            self._released_shapes.append(parameter.shape)
+            parameter.data = parameter.data.new_empty(0)
+        return before - self.weight_bytes
+
+    def resume_weights(self) -> int:
+        """Allocate what was released; what it holds is undefined until it is written. Returns the bytes allocated."""
+        before = self.weight_bytes
+        for parameter, shape in zip(self.module.parameters(), self._released_shapes, strict=False):
+            parameter.data = parameter.data.new_empty(shape)
+        self._released_shapes = []
+        return self.weight_bytes - before
 
     @contextmanager
     def training_numerics(self) -> Iterator[None]:

@@ -33,48 +33,55 @@ class Intake:
     ) -> list[Request]:
         """One request per id: the prompt's samples. Raises ValueError for a bad prompt or setting."""
         params, options = as_params(params), options or RequestOptions()
-        prompt_ids = self._prompt_ids(prompt)
+        its_ids = prompt_ids(prompt, self._tokenizer, self._vocab_size)
         if self._tokenizer is None and params.needs_text:
             raise ValueError("stop strings need a tokenizer, and this engine has none")
-        if options.logprob_start_len > len(prompt_ids):
+        if options.logprob_start_len > len(its_ids):
             start = options.logprob_start_len
-            raise ValueError(f"logprob_start_len {start} is beyond the {len(prompt_ids)} prompt tokens")
+            raise ValueError(f"logprob_start_len {start} is beyond the {len(its_ids)} prompt tokens")
         if bad := [id for id in params.logit_bias or () if id >= self._vocab_size]:
             raise ValueError(f"logit_bias names tokens {bad[:5]}, but the vocabulary ends at {self._vocab_size - 1}")
+        if bad := [id for id in options.token_ids_logprob if id >= self._vocab_size]:
+            raise ValueError(f"token_ids_logprob names {bad[:5]}, but the vocabulary ends at {self._vocab_size - 1}")
         now = time.monotonic()
-        return [self._request(id, prompt_ids, params, options, index, now) for index, id in enumerate(ids)]
+        return [self._request(id, its_ids, params, options, index, now) for index, id in enumerate(ids)]
 
     def _request(
-        self, id: str, prompt_ids: list[int], params: SamplingParams, options: RequestOptions, index: int, now: float
+        self, id: str, its_ids: list[int], params: SamplingParams, options: RequestOptions, index: int, now: float
     ) -> Request:
         self._num_made += 1
         if params.sampling_seed is None:
             seed = derive_seed(self._seed, self._num_made)
         else:
             seed = derive_seed(params.sampling_seed, index)
-        detokenizer = IncrementalDetokenizer(self._tokenizer, prompt_ids, params) if self._tokenizer else None
-        sequence = TokenSequence(id, prompt_ids)
+        detokenizer = IncrementalDetokenizer(self._tokenizer, its_ids, params) if self._tokenizer else None
+        sequence = TokenSequence(id, its_ids)
         request = Request(sequence, params, options, index, seed, now, self._num_made, detokenizer)
         if options.logprob_start_len == 0:  # nothing comes before the first token
             request.prompt_logprobs.append(None)
             if options.top_logprobs_num:
                 request.prompt_top_logprobs.append(None)
+            if options.token_ids_logprob:
+                request.prompt_listed_logprobs.append(None)
         return request
 
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise ValueError("a text prompt needs a tokenizer, and this engine has none: pass token ids")
-            prompt = self._tokenizer(prompt)["input_ids"]
-        if not isinstance(prompt, Sequence):
-            raise ValueError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
-        ids = list(prompt)
-        if not ids:
-            raise ValueError("the prompt is empty")
-        bad = [id for id in ids if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < self._vocab_size]
-        if bad:
-            raise ValueError(f"prompt token ids must be integers from 0 to {self._vocab_size - 1}, not {bad[:5]}")
-        return ids
+
+def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:
+    """The token ids of a prompt. Raises ValueError for an empty one, ids outside the vocabulary, or text without a
+    tokenizer."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer, and this engine has none: pass token ids")
+        prompt = tokenizer(prompt)["input_ids"]
+    if not isinstance(prompt, Sequence):
+        raise ValueError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
+    ids = list(prompt)
+    if not ids:
+        raise ValueError("the prompt is empty")
+    bad = [id for id in ids if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < vocab_size]
+    if bad:
+        raise ValueError(f"prompt token ids must be integers from 0 to {vocab_size - 1}, not {bad[:5]}")
+    return ids
 
 
 def as_params(params: Params) -> SamplingParams:

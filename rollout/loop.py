@@ -22,6 +22,7 @@ from .batch import Batch
 from .completion import Completion, FinishReason
 from .event_log import ManagerPair
 from .kv_ledger import KVLedger
+from .latencies import Latencies
 from .metrics import Metrics
 from .model_runner import ModelRunner
 from .request import Request
@@ -54,6 +55,7 @@ class Loop:
         runner: ModelRunner,
         sampler: Sampler,
         metrics: Metrics,
+        latencies: Latencies,
         trace: Trace,
         *,
         overlap: bool,
@@ -67,6 +69,7 @@ class Loop:
         self._runner = runner
         self._sampler = sampler
         self._metrics = metrics
+        self._latencies = latencies
         self._trace = trace
         self._on_token = on_token
         self._on_answer = on_answer
@@ -144,6 +147,7 @@ class Loop:
                 request = requests[item.id]
                 request.num_rows_in_flight = item.num_tokens
                 request.num_tokens_in_flight = int(item.start + item.num_tokens == request.sequence.num_tokens)
+                self._latencies.on_launch(request)
             started = time.perf_counter()
             self._flight = Flight(output, requests, self._run(output, batch), started)
 
@@ -204,6 +208,7 @@ class Loop:
                 has_token = result.token_id is not None and request.params.max_new_tokens > 0
                 if has_token:
                     self._managers.deliver(request, result.token_id)
+                    self._latencies.on_token(request)
                 if request.finish_reason is not None:
                     self._answer(request)
                 elif has_token:
@@ -216,6 +221,7 @@ class Loop:
         self._scheduler.remove(request)
         self._sampler.forget(request)
         self._managers.free(request.id)
+        self._latencies.on_answer(request)
         self._trace.instant("answer", id=request.id, reason=request.finish_reason.type)
         self._on_answer(request, completion)
 

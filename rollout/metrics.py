@@ -17,6 +17,7 @@ class Metrics:
     num_cached_tokens: int = 0  # prompt tokens whose KV was reused
     num_output_tokens: int = 0
     num_retractions: int = 0
+    num_pauses: int = 0  # one that follows another without a continue between them counts too
     num_steps: int = 0
     num_rows: int = 0  # prefill and decode rows run
     num_weight_commits: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .completion import Completion, FinishReason, TopLogprobs, WeightSpan
+from .completion import Completion, FinishReason, ListedLogprobs, NextToken, TopLogprobs, WeightSpan
 from .detokenizer import IncrementalDetokenizer, StopRegexTimeout
 from .sampling_params import SamplingParams
 from .sequence import Sequence
@@ -16,6 +16,7 @@ class RequestOptions:
 
     logprob_start_len: int = -1  # prompt log-probabilities from this position on; -1: none
     top_logprobs_num: int = 0  # how many alternatives to report at each position
+    token_ids_logprob: tuple[int, ...] = ()  # tokens whose log-probabilities to report at each position
     extra_key: str = ""  # separates prefix caches: requests share KV only under equal keys
 
     def __post_init__(self) -> None:
@@ -24,6 +25,8 @@ class RequestOptions:
             wrong.append(f"logprob_start_len must be -1 or more, not {self.logprob_start_len}")
         if self.top_logprobs_num < 0:
             wrong.append(f"top_logprobs_num must not be negative, not {self.top_logprobs_num}")
+        if bad := [id for id in self.token_ids_logprob if id < 0]:
+            wrong.append(f"token_ids_logprob must not be negative, not {bad[:5]}")
         if wrong:
             raise ValueError("; ".join(wrong))
 
@@ -45,6 +48,9 @@ class Request:
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
     prompt_top_logprobs: list[TopLogprobs | None] = field(default_factory=list)
+    listed_logprobs: list[ListedLogprobs] = field(default_factory=list)
+    prompt_listed_logprobs: list[ListedLogprobs | None] = field(default_factory=list)
+    next_token: NextToken | None = None
     spans: list[WeightSpan] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_retractions: int = 0  # also the incarnation: results of an earlier one are dropped
@@ -53,6 +59,10 @@ class Request:
     num_tokens_in_flight: int = 0  # that this step will add to the sequence: 0 or 1
     num_tokens_streamed: int = 0
     num_chars_streamed: int = 0
+    # Seconds of time.monotonic(); None: not yet.
+    first_step_time: float | None = None  # as its first rows were launched
+    first_token_time: float | None = None  # as it was delivered
+    last_token_time: float | None = None
 
     @property
     def id(self) -> str:
@@ -115,7 +125,8 @@ class Request:
     def completion(self, version: str, digest: str | None) -> Completion:
         """The answer as it stands; `version` and `digest` are those of the weights now."""
         sequence, options = self.sequence, self.options
-        has_top = options.top_logprobs_num > 0
+        has_top, has_listed = options.top_logprobs_num > 0, bool(options.token_ids_logprob)
+        has_prompt = self.wants_prompt_logprobs
         return Completion(
             id=self.id,
             index=self.index,
@@ -130,6 +141,9 @@ class Request:
             weight_digest=digest,
             weight_versions=tuple(self.spans) or (WeightSpan(version, digest, 0, 0),),
             top_logprobs=tuple(self.top_logprobs) if has_top else None,
-            prompt_logprobs=tuple(self.prompt_logprobs) if self.wants_prompt_logprobs else None,
-            prompt_top_logprobs=tuple(self.prompt_top_logprobs) if self.wants_prompt_logprobs and has_top else None,
+            prompt_logprobs=tuple(self.prompt_logprobs) if has_prompt else None,
+            prompt_top_logprobs=tuple(self.prompt_top_logprobs) if has_prompt and has_top else None,
+            listed_logprobs=tuple(self.listed_logprobs) if has_listed else None,
+            prompt_listed_logprobs=tuple(self.prompt_listed_logprobs) if has_prompt and has_listed else None,
+            next_token=self.next_token,
         )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.sampling import sample_from, scaled_logprobs, selected_logprobs, uniform_noise
-from .completion import TopLogprobs
+from .completion import ListedLogprobs, TopLogprobs
 from .errors import BrokenLogits
 from .request import Request
 
@@ -29,6 +29,7 @@ class Sampled:
     token_id: int
     logprob: float
     top_logprobs: TopLogprobs
+    listed_logprobs: ListedLogprobs = ()
 
 
 class Sampler:
@@ -41,7 +42,7 @@ class Sampler:
     def sample(self, logits: Tensor, requests: Sequence[Request]) -> list[Sampled]:
         """One token per row of logits [R, V] (any float dtype), requests in row order. Raises BrokenLogits."""
         device = logits.device
-        temperatures = torch.tensor([_temperature(r) for r in requests], device=device)
+        temperatures = torch.tensor([_temperature(r) for r in requests], dtype=torch.float32, device=device)
         logprobs = scaled_logprobs(logits, temperatures)
         shaped = [i for i, r in enumerate(requests) if self._reshapes(r)]
         wanted = logprobs  # the log of what is sampled from
@@ -57,7 +58,8 @@ class Sampler:
             count = f"{len(broken)} sequences, {broken[0]!r} first"
             raise BrokenLogits(f"the model's logits are NaN or infinite for {count}")
         tops = top_logprobs(logprobs, [r.options.top_logprobs_num for r in requests])
-        return [Sampled(*row) for row in zip(token_ids.tolist(), chosen.tolist(), tops, strict=True)]
+        listed = [listed_logprobs(logprobs[i : i + 1], r)[0] for i, r in enumerate(requests)]
+        return [Sampled(*row) for row in zip(token_ids.tolist(), chosen.tolist(), tops, listed, strict=True)]
 
     def forget(self, request: Request) -> None:
         """The request is answered."""
@@ -137,7 +139,7 @@ class _Counts:
 
 def _temperature(request: Request) -> float:
     """What logits are divided by: greedy rows report the plain log_softmax."""
-    return 1.0 if request.params.is_greedy else request.params.temperature
+    return 1.0 if request.params.is_greedy else float(request.params.temperature)
 
 
 def _filters(request: Request) -> bool:
@@ -148,11 +150,11 @@ def _filters(request: Request) -> bool:
 def _sample_filtered(probabilities: Tensor, noise: Tensor, requests: Sequence[Request]) -> Tensor:
     """Sample among the tokens that top-k, top-p and min-p all keep, each judged on the unfiltered probabilities."""
     device, vocab_size = probabilities.device, probabilities.shape[-1]
-    top_k = [r.params.top_k if r.params.top_k > 0 else vocab_size for r in requests]
+    top_k = [min(r.params.top_k, vocab_size) if r.params.top_k > 0 else vocab_size for r in requests]
     column = {
         "k": torch.tensor(top_k, device=device),
         "p": torch.tensor([r.params.top_p for r in requests], dtype=torch.float64, device=device),
-        "m": torch.tensor([r.params.min_p for r in requests], device=device),
+        "m": torch.tensor([r.params.min_p for r in requests], dtype=torch.float32, device=device),
     }
     limits = {name: values.unsqueeze(-1) for name, values in column.items()}
     ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
@@ -172,6 +174,22 @@ def top_logprobs(logprobs: Tensor, num_wanted: Sequence[int]) -> list[TopLogprob
     values, ids = logprobs.topk(most, dim=-1)
     rows = zip(values.tolist(), ids.tolist(), num_wanted, strict=True)
     return [tuple(zip(row_values[:num], row_ids[:num], strict=True)) for row_values, row_ids, num in rows]
+
+
+def listed_logprobs(logprobs: Tensor, request: Request) -> tuple[ListedLogprobs, ...]:
+    """For each row of [R, V] the log-probabilities of the tokens that the request names."""
+    ids = request.options.token_ids_logprob
+    if not ids:
+        return ((),) * len(logprobs)
+    columns = logprobs[:, torch.tensor(ids, device=logprobs.device)].tolist()
+    return tuple(tuple(zip(row, ids, strict=True)) for row in columns)
+
+
+def prompt_listed_logprobs(logits: Tensor, request: Request) -> tuple[ListedLogprobs, ...]:
+    """The same of rows of logits [R, V] before prompt tokens; nothing where none are named."""
+    if not request.options.token_ids_logprob:
+        return ()
+    return listed_logprobs(scaled_logprobs(logits, _temperature(request)), request)
 
 
 def prompt_logprobs(

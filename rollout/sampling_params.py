@@ -4,6 +4,7 @@ send."""
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -132,17 +133,18 @@ def _integer_keys(value: object) -> object:
     return {int(k) if isinstance(k, str) and k.isascii() and k.isdigit() else k: v for k, v in value.items()}
 
 
-def _is_int(value: object, low: int, high: float = math.inf) -> bool:
+def _is_int(value: object, low: int, high: int = 2**63 - 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def _is_number(value: object, low: float, high: float = math.inf) -> bool:
-    # NaN fails both comparisons, infinity the last test.
+    # NaN fails both comparisons, infinity the last test; an integer beyond the floats would fail where it is used.
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)
         and low <= value <= high
-        and value != math.inf
+        and value <= sys.float_info.max
+        and (value >= -sys.float_info.max or value == -math.inf)
     )
 
 

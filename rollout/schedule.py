@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .completion import TopLogprobs
+from .completion import ListedLogprobs, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +46,5 @@ class SequenceResult:
     top_logprobs: TopLogprobs = ()
     prompt_logprobs: tuple[float, ...] = ()  # of the prompt tokens that follow the rows asked for
     prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
+    listed_logprobs: ListedLogprobs = ()  # of the tokens that the request names
+    prompt_listed_logprobs: tuple[ListedLogprobs, ...] = ()

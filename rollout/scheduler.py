@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from .admission import Admission
 from .config import ADMISSION_RATIO, DEADLINE_MULTIPLIER, MIN_DEADLINE_S
@@ -16,6 +18,8 @@ from .request import Request
 from .schedule import ScheduledSequence, ScheduleOutput
 from .sequence import State
 from .waiting_queue import Priority
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,7 @@ class Scheduler:
         """Decide the next step. Changes queues and the ledger; sequences change when the managers take the output."""
         self._step += 1
         self._now = self._clock()
+        self._ledger.pins.expire()
         budget = self._limits.max_num_batched_tokens
         scheduled: list[ScheduledSequence] = []
         preempted: list[str] = []
@@ -190,6 +195,8 @@ class Scheduler:
             candidates = [r for r in self._running if r not in in_step]
             if candidates == [request]:
                 if not in_step:
+                    if self._unpin(request, lambda: self._ledger.num_missing(request, needed)):
+                        continue
                     return None
                 victim = request  # others run this step and will free blocks: wait for them
             else:
@@ -238,6 +245,8 @@ class Scheduler:
                 self._parked.setdefault(hash, []).append(request)
                 self._num_parked += 1
                 continue
+            if not self._running:  # or those that run will make room as they end
+                self._unpin(request, partial(self._num_blocks_to_take, request, nodes))
             if reserve is None:
                 reserve = self._admission.num_blocks_reserved(self._running)
             if not self._fits(request, nodes, reserve):
@@ -267,8 +276,23 @@ class Scheduler:
             num_wanted = self._admission.num_blocks_expected(request)
         else:
             num_wanted = self._ledger.num_blocks_for(request.sequence.num_tokens)
-        num_uncached_nodes = sum(node.num_holders == 0 for node in nodes)  # holding them takes them from the pool
-        return num_wanted - len(nodes) + num_uncached_nodes + reserve <= self._ledger.num_available
+        return num_wanted - len(nodes) + _num_evictable(nodes) + reserve <= self._ledger.num_available
+
+    def _num_blocks_to_take(self, request: Request, nodes: list[Node]) -> int:
+        """Available blocks that the request, not admitted yet, is expected to take, decoding included."""
+        return self._admission.num_blocks_expected(request) - len(nodes) + _num_evictable(nodes)
+
+    def _unpin(self, request: Request, num_blocks: Callable[[], int]) -> bool:
+        """Where pins leave less than `num_blocks()` to the only request that could run, lift the fewest that help;
+        returns whether any was."""
+        ledger = self._ledger
+        if not len(ledger.pins) or num_blocks() <= ledger.num_available:
+            return False
+        why = f"request {request.id} needs {num_blocks()} blocks, {ledger.num_available} were left"
+        released = ledger.pins.release_until(lambda: num_blocks() - ledger.num_available, why)
+        if released:
+            logger.warning("pins on %d blocks were lifted, %d stand: %s", len(released), len(ledger.pins), why)
+        return bool(released)
 
     def _why_never(self, request: Request) -> str | None:
         num_known = request.sequence.num_tokens
@@ -316,6 +340,11 @@ class Scheduler:
         if under_way is not None and not under_way:
             del self._under_way[request]
 
+    def forget_under_way(self) -> None:
+        """What is computed now will never be in the cache: let those who wait for it compute it themselves."""
+        for request in list(self._under_way):
+            self._end_computing(request, request.sequence.num_tokens)
+
     # -- helpers ------------------------------------------------------------------------------------------------
 
     def _give_back(self, request: Request) -> None:
@@ -334,3 +363,8 @@ class Scheduler:
         if start is None:
             start = request.num_processed_ahead
         return ScheduledSequence(request.id, request.num_retractions, start, num_tokens, tuple(new_blocks), token_ids)
+
+
+def _num_evictable(nodes: list[Node]) -> int:
+    """Matched nodes that count as available until a sequence holds them."""
+    return sum(node.is_free_to_go for node in nodes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-from .completion import FinishReason
+from .completion import FinishReason, NextToken
 from .detokenizer import StopRegexTimeout
 from .request import Request
 from .schedule import ScheduledSequence, ScheduleOutput, SequenceResult
@@ -206,16 +206,23 @@ class EngineSequenceManager(SequenceManager):
         request = self._requests[sequence.id]
         request.prompt_logprobs += result.prompt_logprobs
         request.prompt_top_logprobs += result.prompt_top_logprobs
+        request.prompt_listed_logprobs += result.prompt_listed_logprobs
         if result.token_id is None:
             return False
         if request.params.max_new_tokens == 0:  # rescoring: the prompt is done, the sampled token is not wanted
             sequence.token_ids.pop()
+            assert result.logprob is not None
+            request.next_token = NextToken(
+                result.token_id, result.logprob, result.top_logprobs, result.listed_logprobs
+            )
             self.finish(sequence.id, FinishReason("length", length=0))
             return True
         assert result.logprob is not None
         request.logprobs.append(result.logprob)
         if request.options.top_logprobs_num:
             request.top_logprobs.append(result.top_logprobs)
+        if request.options.token_ids_logprob:
+            request.listed_logprobs.append(result.listed_logprobs)
         request.tag_token(self.weight_version, self.weight_digest)
         reason = self._why_finished(request, result.token_id)
         if reason is not None:

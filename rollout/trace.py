@@ -24,12 +24,21 @@ class Trace:
         self._lock = threading.Lock()
         self._events: list[dict[str, object]] = []
         if path is not None:
-            self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - lives as long as the engine
-            self._file.write("[\n")
+            self.open(path)
 
     @property
     def is_on(self) -> bool:
         return self._file is not None
+
+    def open(self, path: str | Path) -> None:
+        """Write to this file from now on, until `close`. Raises ValueError while another is open, OSError where it
+        cannot be made."""
+        with self._lock:
+            if self._file is not None:
+                raise ValueError("a trace is being written already")
+            self._events = []
+            self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - until `close`
+            self._file.write("[\n")
 
     @contextmanager
     def span(self, name: str, *, since: float | None = None, **args: object) -> Iterator[None]:

@@ -48,7 +48,7 @@ def tiny_model() -> transformers.PreTrainedModel:
 def make_engine(overlap: bool) -> Engine:
     config = EngineConfig(
         kv_cache=NUM_BLOCKS, max_num_seqs=NUM_PLACES, max_num_batched_tokens=40, chunked_prefill_size=11,
-        overlap=overlap,
+        overlap=overlap, pin_budget=1.0,
     )
     engine = Engine(tiny_model(), config)
     engine.model.rollout_phase().__enter__()  # for good: its end would wait for the step in flight
@@ -83,6 +83,7 @@ class Trace:
         self.counts: Counter[str] = Counter()
         self.answers: Counter[str] = Counter()  # by finish reason
         self._num_added = 0
+        self.pinned: list[tuple[int, str]] = []  # every pin that was ever set: hash and owner
 
     def event(self, name: str, number: int) -> None:
         """One event; `number` chooses what it is about."""
@@ -115,6 +116,18 @@ class Trace:
             report = engine.flush_cache()
             assert report.success is not has_holders and bool(report.error_msg) is has_holders
             assert has_holders or engine.state()["num_free_blocks"] == NUM_BLOCKS
+        elif name == "pin":
+            owner, ttl = ("router", None) if number % 3 else ("brief", 0.001)
+            report = engine.pin_prefix(prompt_of(number % NUM_KINDS), owner=owner, ttl=ttl)
+            self.counts["pinned"] += report.num_pinned
+            self.pinned += [(hash, owner) for hash in report.hashes]
+        elif name == "unpin":
+            dice = random.Random(number)
+            hash, owner = dice.choice(self.pinned) if self.pinned else (number, "nobody")
+            self.counts["unpinned"] += engine.unpin_blocks([hash], owner=owner).num_unpinned
+        elif name == "evict":
+            report = engine.evict_descendants(random.Random(number).choice(self.pinned)[0] if self.pinned else number)
+            assert report.is_known or (report.num_evicted, report.num_held, report.num_pinned) == (0, 0, 0)
         else:
             assert name == "commit"
             engine.commit_weights(f"v{self.counts['commit']}", None)  # the same weights under another name
@@ -139,7 +152,9 @@ class Trace:
         assert sorted(state["running_ids"] + state["waiting_ids"]) == sorted(self.kinds)
         assert (state["num_running"], state["num_waiting"]) == (len(state["running_ids"]), len(state["waiting_ids"]))
         assert state["num_running"] <= NUM_PLACES
-        assert state["num_free_blocks"] + state["num_cached_blocks"] + state["num_held_blocks"] == NUM_BLOCKS
+        assert state["num_free_blocks"] + state["num_cached_blocks"] + state["num_held_blocks"] + state[
+            "num_pinned_blocks"
+        ] == NUM_BLOCKS
         assert state["num_held_blocks"] > 0 or state["num_running"] == 0
         engine.check_integrity()
 
@@ -164,6 +179,9 @@ class Trace:
         assert not self.kinds and not self.engine._mailboxes._boxes
         state = self.engine.state()
         assert state["num_held_blocks"] == 0
+        self.engine.flush_cache()
+        state = self.engine.state()
+        assert (state["num_pins"], state["num_free_blocks"]) == (0, NUM_BLOCKS)
         assert self.answers.total() == self._num_added
         assert self.answers["abort"] == self.counts["cut"]
 
@@ -184,12 +202,12 @@ class Trace:
 # How often each event comes: steps most, so that requests also live to their end.
 WEIGHTS = {
     "step": 60, "add": 14, "continue": 12, "retract": 3, "in_place": 3, "abort": 0.4, "abort one": 2, "flush": 2,
-    "commit": 2,
+    "commit": 2, "pin": 9, "unpin": 3, "evict": 1,
 }
 
 
 @pytest.mark.parametrize(("seed", "overlap"), [
-    (1, True), *(pytest.param(s, s % 2 == 1, marks=pytest.mark.slow) for s in (0, 2, 3, 4, 5, 6)),
+    pytest.param(seed, seed % 2 == 1, marks=pytest.mark.slow) for seed in range(7)
 ])
 def test_ten_thousand_random_events_lose_nothing(seed, overlap):
     trace, dice = Trace(overlap), random.Random(seed)
@@ -201,6 +219,7 @@ def test_ten_thousand_random_events_lose_nothing(seed, overlap):
             num_replayed += len(trace.kinds)
             trace.check_replay()
     assert num_replayed > 0
+    assert trace.counts["pinned"] > 100 and trace.counts["unpinned"] > 10
     trace.drain()
     trace.check_replay()
     assert trace.counts["preempted"] > trace.counts["retracted"] > 0, "blocks never ran out"

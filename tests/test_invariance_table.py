@@ -215,6 +215,7 @@ print(json.dumps(report))
 """
 
 
+@pytest.mark.slow
 def test_pytorch_attention_path_keeps_the_trainers_bits_too():
     environment = {**os.environ, "LOCKSTEP_NATIVE": "0"}
     done = subprocess.run(

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.rollout.errors import LedgerError
 from lockstep.rollout.kv_ledger import KVLedger
-from lockstep.rollout.radix_cache import root_hash
+from lockstep.rollout.prefix import Prefix
 from lockstep.rollout.request import Request, RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequence import Sequence
@@ -156,11 +156,19 @@ def test_copy_stays_while_another_request_reads_the_published_one():
     ledger.check()
 
 
-class OneHash(KVLedger):
-    """Every block under a key has one and the same hash: the worst collision there can be."""
+class OneHashPrefix(Prefix):
+    def hash(self, index: int) -> int:
+        return 77
 
-    def hash_of_block(self, request: Request, index: int) -> int:
-        return root_hash(request.options.extra_key)
+    def blocks(self, start: int, stop: int) -> list[tuple[int, bytes]]:
+        return [(77, self.tokens(index)) for index in range(start, stop)]
+
+
+class OneHash(KVLedger):
+    """Every block has one and the same hash, whatever its key: the worst collision there can be."""
+
+    def prefix(self, request: Request) -> Prefix:
+        return OneHashPrefix(request.sequence.token_ids, self.block_size, request.options.extra_key)
 
 
 def test_colliding_hashes_cost_hits_but_never_serve_another_prefix():
@@ -184,7 +192,7 @@ def test_blocks_of_an_older_epoch_never_match_again():
     compute(ledger, gone)
     ledger.close(gone)
     compute(ledger, running)
-    assert ledger.start_epoch() == 2
+    assert ledger.start_epoch() == (2, 0)
     ledger.check()
     assert ledger.match(a_request(TEN)) == [] == ledger.match(a_request([50] * 10))
     running.sequence.token_ids += [50] * 6
@@ -206,7 +214,7 @@ def test_flush_leaves_the_blocks_of_running_requests():
     compute(ledger, gone)
     compute(ledger, running)
     ledger.close(gone)
-    assert ledger.flush() == 2
+    assert ledger.flush() == (2, 0)
     ledger.check()
     assert ledger.usage.num_held == 3
     assert len(ledger.match(a_request([50] * 10))) == 2

@@ -1,0 +1,269 @@
+"""Who runs the steps, and when commands get their turn: one lock, one inbox, at most one thread.
+
+The lock is held for each step and let go in between; a command runs under it with nothing in flight. Whoever waits for
+an answer runs the steps, unless `start()` has put a thread there for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from .commands import CommandLog
+from .core import EngineCore
+from .errors import EngineStopped, SamplingRefused
+from .fair_lock import FairLock
+from .request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class Driver:
+    """Steps and commands of one engine core, from any thread."""
+
+    def __init__(self) -> None:
+        self.lock = FairLock()
+        self.inbox_lock = threading.Lock()
+        self._wake = threading.Condition(self.lock)  # type: ignore[arg-type]
+        self._inbox: dict[str, Request] = {}  # added, not yet taken up: adding never waits for a step
+        self._kick = threading.Event()  # something has changed that the loop's thread may wait for
+        self._commands = CommandLog()
+        self._num_commands_waiting = 0  # for the lock
+        self._stepper = ThreadPoolExecutor(1, "lockstep-step")  # runs the steps that coroutines wait for
+        self._turn: Future[None] | None = None  # the latest of them
+        self._turn_lock = threading.Lock()
+        self._thread: threading.Thread | None = None  # drives the loop, once started
+        self._failure: Exception | None = None  # what ended the thread
+        self.on_failure: Callable[[EngineStopped], None] = lambda error: None  # told of it, under the lock
+        self._step_began: float | None = None  # of time.monotonic(); None while no step runs
+        self._core: EngineCore
+
+    def drive(self, core: EngineCore) -> None:
+        """Take charge of a core; once, before anything else."""
+        self._core = core
+        core.model.before_phase_ends = self._drain
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something to run."""
+        return bool(self._inbox) or self._core.loop.has_work
+
+    def is_live(self, id: str) -> bool:
+        """Whether a request of that id is queued or runs. The caller holds `inbox_lock`."""
+        return id in self._inbox or id in self._core.sequences
+
+    def post(self, requests: list[Request]) -> None:
+        """Queue requests with the next step. The caller holds `inbox_lock`, and calls `kick` after it."""
+        self._inbox.update((request.id, request) for request in requests)
+
+    def kick(self) -> None:
+        """Something has changed that the loop's thread may be waiting for."""
+        self._kick.set()
+
+    def take_inbox(self) -> None:
+        """Queue what was posted. The caller holds the lock."""
+        with self.inbox_lock:
+            for request in self._inbox.values():
+                self._core.queue(request)
+            self._inbox.clear()
+
+    # -- signs of life, without waiting ------------------------------------------------------------------------------
+
+    @property
+    def is_started(self) -> bool:
+        """Whether a thread drives the loop."""
+        return self._thread is not None
+
+    @property
+    def failure(self) -> Exception | None:
+        """What ended the thread that drove the loop; None: nothing did."""
+        return self._failure
+
+    @property
+    def heartbeat(self) -> float:
+        """When the loop was last seen to live, by time.monotonic(): at the beginning of the step that runs, or else
+        now. A loop that is idle, paused, or waits for its phase is alive."""
+        began = self._step_began
+        return time.monotonic() if began is None else began
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Let what has to come before the next step happen, if there is to be one. The caller does not hold the lock:
+        it may wait for others who need it. Raises SamplingRefused where it cannot happen yet."""
+        call = self._core.before_sampling
+        if call is not None and self._core.pause_mode is None and self.has_work:
+            call()
+
+    def run_step(self) -> None:
+        """Run one step in this thread. Runs nothing while paused, or when there is nothing to run."""
+        with self._wake, self._core.model.rollout_phase():
+            self.take_inbox()
+            try:
+                self._step()
+            finally:
+                self._wake.notify_all()
+
+    def start(self) -> None:
+        """Let a thread drive the loop. Does nothing when started."""
+        with self.lock:
+            if self._thread is None:
+                self._failure = None
+                self._thread = threading.Thread(target=self._run, name="lockstep-loop", daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        """End that thread after the step it is in."""
+        with self._wake:
+            thread, self._thread = self._thread, None
+            self._kick.set()
+            self._wake.notify_all()
+        if thread is not None:
+            thread.join()
+
+    def close(self) -> None:
+        self._stepper.shutdown()
+
+    def _run(self) -> None:
+        me = threading.current_thread()
+        try:
+            while self._thread is me:
+                self._kick.clear()  # before the look: what changes after it is seen the next time
+                try:
+                    self.settle()
+                except SamplingRefused as refused:  # the next that changes it kicks
+                    logger.warning("requests wait: %s", refused)
+                with self._wake:
+                    self.take_inbox()
+                    is_mine = self._thread is me and self._core.model.in_rollout_phase
+                    if is_ready := is_mine and self._core.can_step:
+                        self._step()
+                        self._wake.notify_all()
+                if not is_ready:
+                    self._kick.wait()
+        except Exception as error:
+            logger.exception("the loop has ended")
+            stopped = EngineStopped("the engine's loop has ended")
+            stopped.__cause__ = error
+            with self._wake:
+                with self.inbox_lock:
+                    self._failure, self._thread = error, None
+                self.on_failure(stopped)
+                self._wake.notify_all()
+
+    def _step(self) -> None:
+        self._step_began = time.monotonic()
+        try:
+            self._core.step()
+        finally:
+            self._step_began = None
+
+    def _drain(self) -> None:
+        """The rollout phase ends: the step that runs is finished first."""
+        with self.lock:
+            self._core.loop.drain()
+
+    # -- waiting ----------------------------------------------------------------------------------------------------
+
+    def wait_until(self, is_done: Callable[[], bool]) -> None:
+        """Return when `is_done()`; drives the loop meanwhile where no thread does."""
+        self._kick.set()  # the rollout phase may have begun with this call
+        self._settle_unless_driven()
+        while not self._wait_a_step(is_done):
+            self._settle_unless_driven()
+
+    def _wait_a_step(self, is_done: Callable[[], bool]) -> bool:
+        """Run one step, or wait until something happens where somebody else runs them; returns `is_done()` before."""
+        with self._wake:
+            if is_done():
+                return True
+            if self._failure is not None:
+                raise EngineStopped("the engine's loop has ended") from self._failure
+            if self._thread is None and self._core.pause_mode is None:
+                if self._core.before_sampling is None:  # or settle comes first
+                    self.run_step()
+            else:
+                if self._thread is None:
+                    logger.warning("paused (%s): waiting for continue_generation", self._core.pause_mode)
+                self._wake.wait()
+            return False
+
+    async def progress(self, is_done: Callable[[], bool]) -> None:
+        """From a coroutine: let a step happen.
+
+        Coroutines that want one at the same time get the same one, or each would wait for as many as there are others.
+        """
+        if self._thread is not None:
+            await asyncio.to_thread(self.wait_until, is_done)
+            return
+        with self._turn_lock:
+            if self._turn is None or self._turn.done():
+                self._turn = self._stepper.submit(self._settle_and_step)
+            turn = self._turn
+        await asyncio.shield(asyncio.wrap_future(turn))
+
+    def _settle_unless_driven(self) -> None:
+        if self._thread is None:
+            self.settle()
+
+    def _settle_and_step(self) -> None:
+        self.settle()
+        self._wait_a_step(lambda: False)
+
+    # -- commands ---------------------------------------------------------------------------------------------------
+
+    def is_interrupted(self) -> bool:
+        """Whether a command waits for the step under way."""
+        return self._num_commands_waiting > 0
+
+    def command(
+        self, name: str, run: Callable[[], Any], op_id: str | None = None, timeout_s: float | None = None
+    ) -> Any:
+        """Run something between two steps, with nothing in flight; the same op_id runs once.
+
+        Raises DeadlineExceeded when `timeout_s` passed before it began, and whatever `run` raises.
+        """
+
+        def drained() -> Any:
+            with self._core.trace.span(name):
+                self.take_inbox()
+                self._core.loop.drain()
+                try:
+                    return run()
+                finally:
+                    self._core.ledger.events.flush()
+
+        command, is_new = self._commands.submit(name, drained, op_id, timeout_s)
+        if is_new:
+            with self._counted():
+                seconds = command.seconds_left
+                has_lock = self.lock.acquire(timeout=-1 if seconds is None else seconds)
+            if has_lock:
+                try:
+                    command.execute()
+                    self._wake.notify_all()
+                finally:
+                    self.lock.release()
+                self._kick.set()
+            else:
+                command.give_up()
+        return command.reply.result()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """A command waits in here."""
+        with self.inbox_lock:
+            self._num_commands_waiting += 1
+        try:
+            yield
+        finally:
+            with self.inbox_lock:
+                self._num_commands_waiting -= 1

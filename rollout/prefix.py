@@ -1,0 +1,90 @@
+"""How the blocks of a token prefix are named: a chained 64-bit hash per full block.
+
+Equal for equal prefixes in any process and run: seed and salt first, then for each block its parent's hash and its
+tokens. The hash finds a block quickly; whoever uses what it found compares the tokens, so a collision costs a hit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+
+_HASH_SEED = b"lockstep-kv-1"
+
+
+def root_hash(salt: str = "") -> int:
+    """Hash that the first block of a prefix chains from; prefixes under different salts (`extra_key`) never meet."""
+    return _from_bytes(_digest(_HASH_SEED + salt.encode()))
+
+
+def block_hash(parent_hash: int, tokens: bytes) -> int:
+    """Chained hash of one full block, a signed 64-bit number. tokens: `token_bytes` of the block."""
+    return _from_bytes(_digest(_to_bytes(parent_hash) + tokens))
+
+
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Token ids as they are hashed, compared and kept: 4 bytes each, little-endian."""
+    return array("i", token_ids).tobytes()
+
+
+def token_list(tokens: bytes) -> list[int]:
+    """The ids that `token_bytes` was given."""
+    return array("i", tokens).tolist()
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=8).digest()
+
+
+def _to_bytes(hash: int) -> bytes:
+    return hash.to_bytes(8, "little", signed=True)
+
+
+def _from_bytes(digest: bytes) -> int:
+    return int.from_bytes(digest, "little", signed=True)
+
+
+class Prefix:
+    """The full blocks of a list of tokens that only grows; each is hashed once, when it is first asked for."""
+
+    __slots__ = ("salt", "_block_size", "_token_ids", "_hashes", "_tokens")
+
+    def __init__(self, token_ids: Sequence[int], block_size: int, salt: str = "") -> None:
+        self.salt = salt
+        self._block_size = block_size
+        self._token_ids = token_ids
+        self._hashes: list[int] = []
+        self._tokens: list[bytes] = []
+
+    def hash(self, index: int) -> int:
+        """Chained hash of full block number `index`."""
+        if index >= len(self._hashes):
+            self._reach(index + 1)
+        return self._hashes[index]
+
+    def tokens(self, index: int) -> bytes:
+        """Tokens of full block number `index`."""
+        if index >= len(self._hashes):
+            self._reach(index + 1)
+        return self._tokens[index]
+
+    def blocks(self, start: int, stop: int) -> Iterable[tuple[int, bytes]]:
+        """Hash and tokens of the full blocks number `start` to `stop` - 1."""
+        if stop > len(self._hashes):
+            self._reach(stop)
+        return zip(self._hashes[start:stop], self._tokens[start:stop], strict=True)
+
+    def _reach(self, num_blocks: int) -> None:
+        num_known, size = len(self._hashes), self._block_size
+        num_full = len(self._token_ids) // size  # all there are: one pass over a prompt, not one a block
+        assert num_blocks <= num_full, "only full blocks have a hash"
+        data = token_bytes(self._token_ids[num_known * size : num_full * size])
+        blocks = [data[start : start + size * 4] for start in range(0, len(data), size * 4)]
+        parent = _to_bytes(self._hashes[-1] if self._hashes else root_hash(self.salt))
+        digests, blake2b = [], hashlib.blake2b
+        for tokens in blocks:  # as `block_hash`, at half its cost
+            parent = blake2b(parent + tokens, digest_size=8).digest()
+            digests.append(parent)
+        self._hashes += [int.from_bytes(digest, "little", signed=True) for digest in digests]
+        self._tokens += blocks
