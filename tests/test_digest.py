@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.kernels.sha256_tiles import is_native, tile_hashes, tile_hashes_reference
 from lockstep.weight_sync.digest import (
     MAX_TILE_ELEMENTS,
     merge_leaves,
@@ -17,6 +18,7 @@ from lockstep.weight_sync.digest import (
     shard_leaves,
     tensor_leaves,
     tensor_root,
+    tensor_roots,
     tile_grid,
 )
 
@@ -70,7 +72,8 @@ def test_leaves_are_the_tiles_of_the_definition(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_tile_is_larger_than_the_bound(shape):
-    assert max(stop - start for start, stop in tile_grid(shape).tile_bounds) <= MAX_TILE_ELEMENTS
+    grid = tile_grid(shape)
+    assert min(grid.strip_rows, grid.rows) * grid.piece_cols <= MAX_TILE_ELEMENTS
 
 
 @pytest.mark.parametrize(
@@ -227,6 +230,56 @@ def test_roots_from_exchanged_leaves_give_the_model_digest():
     assert model_root(reversed(roots)) == model_digest(tensors.items())
 
 
+def test_tensor_roots_are_the_roots_of_the_leaves_in_the_order_of_the_tensors():
+    tensors = {name: random_bytes(shape, torch.bfloat16) for name, shape in zip("zbq", SHAPES[3:6], strict=True)}
+    tensors["empty"] = torch.empty(3, 0)
+    expected = {name: tensor_root(name, t.dtype, t.shape, tensor_leaves(t)) for name, t in tensors.items()}
+    for num_threads in (1, 3):
+        roots = tensor_roots(tensors.items(), num_threads)
+        assert roots == expected and list(roots) == list(tensors)
+    assert model_root(roots.items()) == model_digest(tensors.items())
+    with pytest.raises(ValueError, match="more than once: z"):
+        tensor_roots([("z", tensors["z"]), ("b", tensors["b"]), ("z", tensors["z"])])
+
+
+def test_tensors_of_any_strides_have_the_digest_of_their_contiguous_copies():
+    whole = random_bytes((32, 48, 80), torch.float16)
+    views = {
+        "transposed": whole[0].t(),
+        "every other column": whole[0][:, ::2],
+        "every other row": whole[0][::2],
+        "leading dimensions swapped": whole.transpose(0, 1),
+        "all reversed": whole.permute(2, 1, 0),
+        "expanded": whole[0, 0].expand(64, 80),
+        "column": whole[0, :, 3],
+        "conjugate": torch.view_as_complex(torch.randn(16, 6, 2)).conj(),
+    }
+    for name, view in views.items():
+        assert tensor_leaves(view) == tensor_leaves(view.resolve_conj().clone().contiguous()), name
+
+
+@pytest.mark.skipif(not is_native(), reason="needs a C++ compiler and SHA instructions")
+@settings(max_examples=100, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 7), st.integers(1, 5), st.integers(1, 90)),
+    strip_rows=st.integers(1, 8),
+    piece=st.integers(1, 90),
+    dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float64]),
+    is_strided=st.booleans(),
+)
+def test_native_tile_hashes_equal_hashlib(shape, strip_rows, piece, dtype, is_strided):
+    block = random_bytes((*shape[:3], shape[3] + 3), dtype)[..., : shape[3]]
+    block = block.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3) if is_strided else block
+    cut = (1, min(piece, shape[3])) if piece % 2 else (strip_rows, shape[3])
+    assert tile_hashes(block, *cut) == tile_hashes_reference(block, *cut)
+
+
+def test_every_message_length_is_padded_as_sha256_demands():
+    raw = random_bytes((200,), torch.uint8)
+    for size in range(1, 200):
+        assert tile_hashes(raw[:size].view(1, 1, 1, size), 1, size) == hashlib.sha256(raw[:size].numpy()).digest()
+
+
 def test_duplicate_names_and_wrong_leaf_counts_are_refused():
     zero = torch.zeros(1)
     with pytest.raises(ValueError, match="more than once: a, b"):
@@ -240,3 +293,4 @@ def test_duplicate_names_and_wrong_leaf_counts_are_refused():
 def test_cuda_tensors_have_the_leaves_of_their_cpu_copies():
     tensor = random_bytes((1024, 4096), torch.bfloat16)
     assert tensor_leaves(tensor.cuda()) == tensor_leaves(tensor)
+    assert tensor_leaves(tensor.cuda().t()) == tensor_leaves(tensor.t())

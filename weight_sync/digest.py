@@ -18,18 +18,22 @@ import hashlib
 import math
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-NamedTensors = Iterable[tuple[str, Tensor]]
+from ..kernels.sha256_tiles import DIGEST_BYTES, tile_hashes
+from .manifest import NamedTensors, dtype_name
 
 MAX_WAYS = 16
 MAX_TILE_ELEMENTS = 16_384
-CHUNK_BYTES = 2 << 20  # copied at once, except that one cell is never split; small enough to stay in a cache
+CHUNK_BYTES = 2 << 20  # one block, except that a cell is never split; where it is copied it stays in a cache
 MIN_BYTES_FOR_THREADS = 32 << 20  # below this, starting threads costs more than they save
 
 
@@ -42,16 +46,21 @@ class TileGrid:
     cell_cols: int  # cells along the columns
     rows: int  # r, rows of one cell
     cols: int  # c, columns of one cell
-    tile_bounds: tuple[tuple[int, int], ...]  # first and last + 1 element of each tile inside a cell
+    strip_rows: int  # rows of one tile; fewer in the last of a cell
+    piece_cols: int  # columns of one tile: c, unless a single row is too long for a tile
 
     @property
     def num_cells(self) -> int:
         return self.leading * self.cell_rows * self.cell_cols
 
     @property
+    def tiles_per_cell(self) -> int:
+        return -(-self.rows // self.strip_rows) * -(-self.cols // self.piece_cols) if self.num_cells else 0
+
+    @property
     def num_tiles(self) -> int:
         """Leaves of the tensor; 0 where it has no element."""
-        return self.num_cells * len(self.tile_bounds)
+        return self.num_cells * self.tiles_per_cell
 
 
 def tile_grid(shape: Sequence[int]) -> TileGrid:
@@ -59,21 +68,18 @@ def tile_grid(shape: Sequence[int]) -> TileGrid:
     *leading, rows, cols = (1, 1, *shape) if len(shape) < 2 else shape
     num_leading = math.prod(leading)
     if 0 in (num_leading, rows, cols):
-        return TileGrid(num_leading, 0, 0, 0, 0, ())
+        return TileGrid(num_leading, 0, 0, 0, 0, 0, 0)
     ways_rows, ways_cols = math.gcd(rows, MAX_WAYS), math.gcd(cols, MAX_WAYS)
     r, c = rows // ways_rows, cols // ways_cols
     # Whole rows together where a row fits into a tile, pieces of single rows where it does not.
-    spans = [(0, r * c)] if c <= MAX_TILE_ELEMENTS else [(i * c, (i + 1) * c) for i in range(r)]
-    step = MAX_TILE_ELEMENTS // c * c or MAX_TILE_ELEMENTS
-    bounds = tuple((i, min(i + step, stop)) for start, stop in spans for i in range(start, stop, step))
-    return TileGrid(num_leading, ways_rows, ways_cols, r, c, bounds)
+    strip_rows, piece_cols = max(1, MAX_TILE_ELEMENTS // c), min(c, MAX_TILE_ELEMENTS)
+    return TileGrid(num_leading, ways_rows, ways_cols, r, c, strip_rows, piece_cols)
 
 
 def tensor_leaves(tensor: Tensor) -> list[bytes]:
     """SHA-256 of each tile of a whole tensor, in order. Any dtype, device and strides; does not change the
     tensor."""
-    grid = tile_grid(tensor.shape)
-    return [leaf for block in _blocks(tensor, grid) for leaf in _block_leaves(block, grid)]
+    return _leaves(tensor, tile_grid(tensor.shape))
 
 
 def shard_leaves(tensor: Tensor, full_shape: Sequence[int], offsets: Sequence[int]) -> dict[int, bytes]:
@@ -103,18 +109,15 @@ def shard_leaves(tensor: Tensor, full_shape: Sequence[int], offsets: Sequence[in
     entries = torch.arange(grid.leading).reshape(full_shape[:-2])
     for d, (start, size) in enumerate(zip(lead_start, lead, strict=True)):
         entries = entries.narrow(d, start, size)
-    part = TileGrid(
-        entries.numel(), rows // grid.rows, cols // grid.cols, grid.rows, grid.cols, grid.tile_bounds
-    )
+    part = replace(grid, leading=entries.numel(), cell_rows=rows // grid.rows, cell_cols=cols // grid.cols)
     indices = (
-        ((entry * grid.cell_rows + i) * grid.cell_cols + j) * len(grid.tile_bounds) + t
+        ((entry * grid.cell_rows + i) * grid.cell_cols + j) * grid.tiles_per_cell + t
         for entry in entries.flatten().tolist()
         for i in range(row_start // grid.rows, row_start // grid.rows + part.cell_rows)
         for j in range(col_start // grid.cols, col_start // grid.cols + part.cell_cols)
-        for t in range(len(grid.tile_bounds))
+        for t in range(grid.tiles_per_cell)
     )
-    leaves = (leaf for block in _blocks(tensor, part) for leaf in _block_leaves(block, part))
-    return dict(zip(indices, leaves, strict=True))
+    return dict(zip(indices, _leaves(tensor, part), strict=True))
 
 
 def merge_leaves(shape: Sequence[int], parts: Iterable[Mapping[int, bytes]]) -> list[bytes]:
@@ -146,54 +149,78 @@ def tensor_root(name: str, dtype: torch.dtype, shape: Sequence[int], leaves: Seq
     num_tiles = tile_grid(shape).num_tiles
     if len(leaves) != num_tiles:
         raise ValueError(f"{name}: a tensor of shape {list(shape)} has {num_tiles} tiles, not {len(leaves)}")
+    return _root(name, dtype, shape, b"".join(leaves))
+
+
+def _root(name: str, dtype: torch.dtype, shape: Sequence[int], leaves: bytes) -> bytes:
     fields = [
         name.encode(),
-        str(dtype).removeprefix("torch.").encode(),
+        dtype_name(dtype).encode(),
         struct.pack(f"<{len(shape)}Q", *shape),
     ]
     header = b"".join(struct.pack("<Q", len(field)) + field for field in fields)
-    return hashlib.sha256(header + struct.pack("<Q", len(leaves)) + b"".join(leaves)).digest()
+    return hashlib.sha256(header + struct.pack("<Q", len(leaves) // DIGEST_BYTES) + leaves).digest()
 
 
 def model_root(roots: Iterable[tuple[str, bytes]]) -> str:
     """Hex digest of a model from its (name, tensor root) pairs in any order. Raises ValueError for duplicate
     names."""
     pairs = sorted(roots)
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        raise ValueError(
-            f"tensors named more than once: {', '.join(sorted({n for n in names if names.count(n) > 1}))}"
-        )
+    _refuse_duplicates([name for name, _ in pairs])
     return hashlib.sha256(struct.pack("<Q", len(pairs)) + b"".join(root for _, root in pairs)).hexdigest()
 
 
 def model_digest(named_tensors: NamedTensors, num_threads: int | None = None) -> str:
     """Hex digest of whole tensors; the same whatever their order, devices or strides and however many threads
-    hash.
+    hash. `num_threads` as in `tensor_roots`."""
+    return model_root(tensor_roots(named_tensors, num_threads).items())
 
-    `num_threads` None takes up to 8 of the cores this process may use, or one where the model is small.
+
+def tensor_roots(named_tensors: NamedTensors, num_threads: int | None = None) -> dict[str, bytes]:
+    """The root of each whole tensor by name, in their order: what `tensor_root` gives for its leaves. `model_root` of
+    them is the model digest, so an update verifies tensors one by one and hashes each byte once.
+
+    `num_threads` None takes up to 8 of the cores this process may use, or one where the model is small. Raises
+    ValueError for duplicate names, before anything is hashed.
     """
     tensors = list(named_tensors)
+    _refuse_duplicates([name for name, _ in tensors])
     if num_threads is None:
         num_bytes = sum(t.numel() * t.element_size() for _, t in tensors)
         num_threads = min(8, len(os.sched_getaffinity(0))) if num_bytes >= MIN_BYTES_FOR_THREADS else 1
     grids = [tile_grid(t.shape) for _, t in tensors]
     leaves: list[list[bytes]] = [[] for _ in tensors]
-    work = (
-        (k, block, grids[k]) for k, (_, tensor) in enumerate(tensors) for block in _blocks(tensor, grids[k])
-    )
-    if num_threads == 1:
-        for k, block, grid in work:
-            leaves[k] += _block_leaves(block, grid)
-    else:
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="digest") as pool:
-            hashed = pool.map(lambda item: (item[0], _block_leaves(item[1], item[2])), work)
-            for k, block_leaves in hashed:
-                leaves[k] += block_leaves
-    return model_root(
-        (name, tensor_root(name, tensor.dtype, tensor.shape, tensor_leaves_))
-        for (name, tensor), tensor_leaves_ in zip(tensors, leaves, strict=True)
-    )
+
+    def hash_blocks(blocks: list[tuple[int, Tensor]]) -> list[tuple[int, bytes]]:
+        return [(k, _block_hashes(block, grids[k])) for k, block in blocks]
+
+    with ExitStack() as stack:
+        if num_threads == 1:
+            hashed = map(hash_blocks, _work(tensors, grids))
+        else:
+            pool = stack.enter_context(ThreadPoolExecutor(num_threads, thread_name_prefix="digest"))
+            hashed = pool.map(hash_blocks, _work(tensors, grids))
+        for k, hashes in chain.from_iterable(hashed):
+            leaves[k].append(hashes)
+    return {
+        name: _root(name, tensor.dtype, tensor.shape, b"".join(leaves_))
+        for (name, tensor), leaves_ in zip(tensors, leaves, strict=True)
+    }
+
+
+def _work(tensors: Sequence[tuple[str, Tensor]], grids: Sequence[TileGrid]) -> Iterator[list[tuple[int, Tensor]]]:
+    """All blocks with the index of their tensor, small ones together so that a thread is not woken for a few bytes."""
+    batch: list[tuple[int, Tensor]] = []
+    num_bytes = 0
+    for k, (_, tensor) in enumerate(tensors):
+        for block in _blocks(tensor.detach(), grids[k]):
+            batch.append((k, block))
+            num_bytes += block.numel() * block.element_size()
+            if num_bytes >= CHUNK_BYTES // 2:
+                yield batch
+                batch, num_bytes = [], 0
+    if batch:
+        yield batch
 
 
 def _blocks(tensor: Tensor, grid: TileGrid) -> Iterator[Tensor]:
@@ -201,9 +228,12 @@ def _blocks(tensor: Tensor, grid: TileGrid) -> Iterator[Tensor]:
     size."""
     if grid.num_tiles == 0:
         return
-    rows = (
-        tensor.detach().contiguous().view(grid.leading * grid.cell_rows, grid.rows, grid.cell_cols, grid.cols)
-    )
+    if tensor.dim() > 2 and not tensor.is_contiguous():  # leading dimensions that may not merge
+        entry_grid = replace(grid, leading=grid.leading // len(tensor))
+        for entry in tensor:
+            yield from _blocks(entry, entry_grid)
+        return
+    rows = tensor.view(grid.leading * grid.cell_rows, grid.rows, grid.cell_cols, grid.cols)
     row_bytes = rows[0].numel() * rows.element_size()
     if row_bytes <= CHUNK_BYTES:
         yield from rows.split(CHUNK_BYTES // row_bytes)
@@ -212,21 +242,20 @@ def _blocks(tensor: Tensor, grid: TileGrid) -> Iterator[Tensor]:
             yield from row.unsqueeze(0).split(max(1, CHUNK_BYTES * grid.cell_cols // row_bytes), dim=2)
 
 
-def _block_leaves(block: Tensor, grid: TileGrid) -> list[bytes]:
-    """Hash the tiles of one block [k, r, m, c]. One copy where its cells are not contiguous or not on the
-    CPU."""
-    cells = block.permute(0, 2, 1, 3).contiguous().cpu()
-    raw = memoryview(cells.view(-1).view(torch.uint8).numpy())
-    size, sha256 = cells.element_size(), hashlib.sha256
-    cell_bytes = grid.rows * grid.cols * size
-    if len(grid.tile_bounds) == 1:
-        return [sha256(raw[i : i + cell_bytes]).digest() for i in range(0, len(raw), cell_bytes)]
-    bounds = [(start * size, stop * size) for start, stop in grid.tile_bounds]
-    return [
-        sha256(raw[i + start : i + stop]).digest()
-        for i in range(0, len(raw), cell_bytes)
-        for start, stop in bounds
-    ]
+def _block_hashes(block: Tensor, grid: TileGrid) -> bytes:
+    """The leaves of one block [k, r, m, c], 32 bytes each."""
+    return tile_hashes(block, grid.strip_rows, grid.piece_cols)
+
+
+def _leaves(tensor: Tensor, grid: TileGrid) -> list[bytes]:
+    hashes = b"".join(_block_hashes(block, grid) for block in _blocks(tensor.detach(), grid))
+    return [hashes[i : i + DIGEST_BYTES] for i in range(0, len(hashes), DIGEST_BYTES)]
+
+
+def _refuse_duplicates(names: Sequence[str]) -> None:
+    if len(set(names)) < len(names):
+        twice = sorted(name for name, count in Counter(names).items() if count > 1)
+        raise ValueError(f"tensors named more than once: {', '.join(twice)}")
 
 
 def _abridged(tiles: Sequence[int]) -> str:

@@ -1,0 +1,46 @@
+"""Folders that are there whole or not at all, whatever happens to the process that writes them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """A new folder to be filled, which takes the name `path` when the block ends and is removed when it raises. Its
+    files are on the disk before it has that name. Raises ValueError where `path` exists already."""
+    target = Path(path)
+    if target.exists():
+        raise ValueError(f"{target} exists already")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.parent / f".{target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
+    partial.mkdir()
+    try:
+        yield partial
+        flush_folder(partial)
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    flush(target.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Bring the files of a folder, and then their names, to the disk."""
+    for file in sorted(folder.iterdir()):
+        flush(file)
+    flush(folder)
+
+
+def flush(path: Path) -> None:
+    """fsync of a file or folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,152 @@
+"""What an update is going to write, as plain values that travel as JSON: names, dtypes, shapes, bytes, digests."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+_DTYPES = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as it is written on every wire: "bfloat16", "float8_e4m3fn", ..."""
+    return str(dtype).removeprefix("torch.")
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The dtype of that name, with or without "torch.". Raises ValueError quoting an unknown one."""
+    dtype = _DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+    if dtype is None:
+        raise ValueError(f"unknown dtype {name!r}")
+    return dtype
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor without its values."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> TensorSpec:
+        return cls(name, tensor.dtype, tuple(tensor.shape))
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    def describe(self) -> str:
+        """As error messages show it: `name bfloat16[2, 3]`."""
+        return f"{self.name} {dtype_name(self.dtype)}{list(self.shape)}"
+
+
+def specs_of(named_tensors: NamedTensors) -> tuple[TensorSpec, ...]:
+    """The specs of tensors, in their order."""
+    return tuple(TensorSpec.of(name, tensor) for name, tensor in named_tensors)
+
+
+def specs_from_lists(
+    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+) -> tuple[TensorSpec, ...]:
+    """Specs from the three parallel lists that the frameworks send.
+
+    Raises ValueError listing every bad dtype and shape, lists of different lengths, and names that come twice.
+    """
+    if not len(names) == len(dtypes) == len(shapes):
+        raise ValueError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: they must be as many")
+    wrong, specs = [], []
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        if not isinstance(name, str):
+            wrong.append(f"name {name!r} is not a string")
+            continue
+        sizes = list(shape) if isinstance(shape, list | tuple | torch.Size) else None
+        if sizes is None or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in sizes):
+            wrong.append(f"{name}: shape {shape!r}")
+            continue
+        try:
+            specs.append(TensorSpec(name, parse_dtype(dtype), tuple(sizes)))
+        except ValueError as error:
+            wrong.append(f"{name}: {error}")
+    seen: set[str] = set()
+    twice = sorted({s.name for s in specs if s.name in seen or seen.add(s.name)})
+    wrong += [f"{name} is named more than once" for name in twice]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    return tuple(specs)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The tensors of one update, in the order in which they travel."""
+
+    version: str | None
+    tensors: tuple[TensorSpec, ...]
+    digests: Mapping[str, str] = field(default_factory=dict)  # hex tensor roots (digest.tensor_root) by name
+    model_digest: str | None = None  # what the engine's digest will be (digest.model_root), where the sender knows it
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(spec.num_bytes for spec in self.tensors)
+
+    def to_json(self) -> str:
+        """One JSON object; `from_json` reads it back."""
+        return json.dumps(
+            {
+                "version": self.version,
+                "names": [spec.name for spec in self.tensors],
+                "dtypes": [dtype_name(spec.dtype) for spec in self.tensors],
+                "shapes": [list(spec.shape) for spec in self.tensors],
+                "digests": dict(self.digests),
+                "model_digest": self.model_digest,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Manifest:
+        """Raises ValueError for anything that is not such an object, naming what is wrong."""
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError(f"a manifest is a JSON object, not {type(values).__name__}")
+        wanted = {"version", "names", "dtypes", "shapes", "digests", "model_digest"}
+        if wrong := sorted(wanted ^ set(values)):
+            raise ValueError(f"manifest keys that are missing or unknown: {', '.join(wrong)}")
+        is_right = {
+            **{key: isinstance(values[key], str | None) for key in ("version", "model_digest")},
+            **{key: isinstance(values[key], list) for key in ("names", "dtypes", "shapes")},
+            "digests": isinstance(values["digests"], dict)
+            and all(isinstance(digest, str) for digest in values["digests"].values()),
+        }
+        if wrong := [f"{key} = {values[key]!r}" for key, right in is_right.items() if not right]:
+            raise ValueError(f"manifest fields of the wrong type: {'; '.join(wrong)}")
+        specs = specs_from_lists(values["names"], values["dtypes"], values["shapes"])
+        if unknown := sorted(set(values["digests"]) - {spec.name for spec in specs}):
+            raise ValueError(f"digests of tensors that are not in the manifest: {', '.join(unknown)}")
+        return cls(values["version"], specs, values["digests"], values["model_digest"])
+
+
+def differences(
+    ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec], our_name: str = "ours", their_name: str = "theirs"
+) -> list[str]:
+    """What differs between two ordered plans, in words, first difference first; empty when they are equal."""
+    found = []
+    for index in range(max(len(ours), len(theirs))):
+        mine = ours[index].describe() if index < len(ours) else "nothing"
+        other = theirs[index].describe() if index < len(theirs) else "nothing"
+        if mine != other:
+            found.append(f"tensor {index}: {our_name} {mine}, {their_name} {other}")
+    return found

@@ -1,0 +1,132 @@
+"""Deadlines, and a key-value store of several processes whose calls keep to them.
+
+Every call to a `TCPStore` blocks for as long as the process that hosts it is stopped; here they run in a thread of
+their own, and the caller leaves them behind at its deadline. Such a thread ends when its connection does.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+Stop = Callable[[], str | None]  # asked while waiting: None, or why to wait no longer
+
+_POLL_S = (0.0002, 0.005)  # first and longest pause between two looks into a store
+_POLL_SHARE = 0.05  # of the time waited so far that a pause may be
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """A moment on the monotonic clock, and how far away it was at first."""
+
+    at: float
+    timeout_s: float
+
+    @classmethod
+    def after(cls, timeout_s: float) -> Deadline:
+        """Raises ValueError unless timeout_s is positive."""
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, not {timeout_s}")
+        return cls(time.monotonic() + timeout_s, timeout_s)
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.at - time.monotonic())
+
+    @property
+    def has_passed(self) -> bool:
+        return time.monotonic() >= self.at
+
+    @property
+    def left(self) -> timedelta:
+        """As torch takes it: never zero, which it reads as no limit."""
+        return timedelta(milliseconds=max(1, int(self.left_s * 1000)))
+
+    def at_most(self, timeout_s: float) -> Deadline:
+        """The earlier of this deadline and one so far from now."""
+        return Deadline(min(self.at, time.monotonic() + timeout_s), timeout_s)
+
+
+class Interrupted(RuntimeError):
+    """The wait for a key ended without it: the deadline passed, or `stop` said why."""
+
+
+class SharedKeys:
+    """A key-value store of all ranks whose calls end at their deadline even where torch's would not."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store: dist.Store | None = store
+        self._jobs: queue.SimpleQueue[tuple[Future, Callable[[dist.Store], object]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, key: str, value: str, deadline: Deadline) -> None:
+        """Set a key. Raises RuntimeError where the host is gone, or silent until the deadline; so do all others."""
+        self._call(lambda store: store.set(key, value), deadline)
+
+    def has(self, keys: str | Sequence[str], deadline: Deadline) -> bool:
+        """Whether all keys are there."""
+        wanted = [keys] if isinstance(keys, str) else list(keys)
+        return self._call(lambda store: store.check(wanted), deadline)
+
+    def get(self, key: str, deadline: Deadline, stop: Stop = lambda: None) -> str:
+        """The value of a key, waited for. `stop` is asked between two looks and may end the wait with a reason."""
+        self.wait(key, deadline, stop)
+        return self._call(lambda store: store.get(key), deadline).decode()
+
+    def wait(self, keys: str | Sequence[str], deadline: Deadline, stop: Stop = lambda: None) -> None:
+        """Until all keys are there."""
+        # Looked for, not awaited: the store's own wait cannot be ended, and logs a stack trace when it times out.
+        idle, started = threading.Event(), time.monotonic()
+        while not self.has(keys, deadline):
+            if reason := stop():
+                raise Interrupted(reason)
+            if deadline.has_passed:
+                raise Interrupted(f"waited {deadline.timeout_s:g} s for it")
+            pause = min(max(_POLL_S[0], _POLL_SHARE * (time.monotonic() - started)), _POLL_S[1])
+            idle.wait(min(pause, deadline.left_s))
+
+    def add(self, key: str, amount: int, deadline: Deadline) -> int:
+        """Add to a counter; returns its new value."""
+        return self._call(lambda store: store.add(key, amount), deadline)
+
+    def delete(self, keys: Iterable[str], deadline: Deadline) -> None:
+        for key in keys:
+            self._call(lambda store, key=key: store.delete_key(key), deadline)
+
+    def close(self) -> None:
+        """Let go of the store; calls fail from now on."""
+        self._store = None
+        self._jobs.put(None)
+
+    def _call(self, job: Callable[[dist.Store], T], deadline: Deadline) -> T:
+        if self._store is None:
+            raise Interrupted("the store is closed")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="weight-group-store", daemon=True)
+            self._thread.start()
+        future: Future[T] = Future()
+        self._jobs.put((future, job))
+        try:
+            # A call that is answered at once succeeds after the deadline too, so that failures can still be told.
+            return future.result(max(deadline.left_s, 0.05))
+        except FutureTimeout:
+            raise Interrupted("the process that hosts the store does not answer") from None
+
+    def _work(self) -> None:
+        store = self._store
+        while store is not None and (task := self._jobs.get()) is not None:
+            future, job = task
+            try:
+                future.set_result(job(store))
+            except RuntimeError as error:  # all of torch's store errors; they belong to the caller
+                future.set_exception(error)
