@@ -1,0 +1,315 @@
+"""`lockstep ctl`: the verbs of a served engine, or of a router's engines, from a shell.
+
+Exit codes: 0 done; 1 refused by the engine, or not healthy; 2 wrong usage; 3 not reachable, or no answer in time;
+4 without a key that allows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import httpx
+
+KEY_VARIABLES = ("LOCKSTEP_ADMIN_KEY", "SGLANG_OMNI_ADMIN_KEY", "LOCKSTEP_API_KEY")
+DONE, REFUSED, UNREACHABLE, UNAUTHORISED = 0, 1, 3, 4
+MODES = ("retract", "in_place", "abort")
+TAGS = ("kv_cache", "weights", "cuda_graph")
+_GRACE_S = 5.0  # beyond the deadline that is sent along: the server's answer says more than our silence
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request to the server."""
+
+    method: str
+    path: str
+    body: Mapping[str, object] | None = None
+    query: Mapping[str, object] | None = None
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One word of the command line: its help, its arguments, the call that it makes, and how people read the answer."""
+
+    what: str
+    arguments: Callable[[argparse.ArgumentParser], None]
+    call: Callable[[argparse.Namespace], Call]
+    show: Callable[[object], str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Fill the parser of the command. A mistake on the command line exits as the parser's class does."""
+    parser.add_argument("--url", default="http://127.0.0.1:30000", help="of the server or router; default %(default)s")
+    parser.add_argument(
+        "--admin-key", metavar="KEY", help=f"default: the environment's {', '.join(KEY_VARIABLES)}, whichever is set"
+    )
+    parser.add_argument("--timeout", type=_positive, default=60.0, metavar="SECONDS", help="default %(default)s")
+    parser.add_argument("--json", action="store_true", help="print the answer as one line of JSON")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", prog=parser.prog)
+    for name, verb in VERBS.items():
+        verb.arguments(verbs.add_parser(name, help=verb.what, description=f"{verb.what[:1].upper()}{verb.what[1:]}."))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Make the call and print the answer; returns the exit code. Raises ValueError for a bad url or argument."""
+    url = httpx.URL(options.url)
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError(f"--url is http://HOST:PORT, not {options.url!r}")
+    verb = VERBS[options.verb]
+    call = verb.call(options)
+    key = options.admin_key or next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    body = None if call.body is None else {"timeout_s": options.timeout, **call.body}
+    try:
+        with httpx.Client(trust_env=False, timeout=options.timeout + _GRACE_S, headers=headers) as client:
+            response = client.request(
+                call.method, options.url.rstrip("/") + call.path, json=body, params=dict(call.query or {})
+            )
+    except httpx.HTTPError as error:
+        return _fail(options, UNREACHABLE, f"{options.url} does not answer: {error or type(error).__name__}")
+    answer = _read(response)
+    if response.status_code in (401, 403):
+        return _fail(options, UNAUTHORISED, _message(response, answer), answer)
+    if not response.is_success:
+        return _fail(options, REFUSED, _message(response, answer), answer)
+    print(json.dumps(answer) if options.json else verb.show(answer), flush=True)
+    return DONE
+
+
+def _read(response: httpx.Response) -> object:
+    try:
+        return response.json() if response.content else None
+    except ValueError:
+        return response.text.strip()
+
+
+def _message(response: httpx.Response, answer: object) -> str:
+    if isinstance(answer, dict):
+        error = answer.get("error")
+        found = error.get("message") if isinstance(error, dict) else answer.get("message") or error
+        if found:
+            return str(found)
+    return answer if isinstance(answer, str) and answer else f"status {response.status_code}"
+
+
+def _fail(options: argparse.Namespace, code: int, message: str, answer: object = None) -> int:
+    if options.json:
+        print(json.dumps({"success": False, "exit_code": code, "message": message, "answer": answer}), flush=True)
+    print(f"lockstep ctl: {options.verb}: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+# -- how people read an answer -----------------------------------------------------------------------------------------
+
+
+def in_words(value: object, indent: str = "") -> str:
+    """Plain values as lines `name value`, an object's members indented below its name."""
+    if isinstance(value, Mapping):
+        width = max((len(str(name)) for name, item in value.items() if not _is_deep(item)), default=0)
+        return "\n".join(
+            f"{indent}{name}\n{in_words(item, indent + '  ')}"
+            if _is_deep(item)
+            else f"{indent}{name:{width}}  {_word(item)}"
+            for name, item in value.items()
+        )
+    if isinstance(value, list):
+        return "\n".join(f"{indent}-\n{in_words(item, indent + '  ')}" if _is_deep(item) else f"{indent}{_word(item)}"
+                         for item in value)  # fmt: skip
+    return f"{indent}{_word(value)}"
+
+
+def _is_deep(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return bool(value)
+    return isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value)
+
+
+def _word(value: object) -> str:
+    if value is None or value in ("", [], {}):
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _report(answer: object) -> str:
+    """A message, and the report below it."""
+    if not isinstance(answer, dict):
+        return in_words(answer) if answer is not None else "done"
+    lines = [str(answer["message"])] if answer.get("message") else []
+    rest = answer.get("report")
+    if rest is None:  # a router's answer, or one without a report
+        rest = {name: item for name, item in answer.items() if name not in ("message", "success", "status", "report")}
+    return "\n".join([*lines, *([in_words(rest)] if rest else [])]) or "done"
+
+
+def _checksum(answer: object) -> str:
+    if not isinstance(answer, dict) or "model_digest" not in answer:
+        return _report(answer)
+    tensors = answer.get("tensors") or {}
+    lines = {
+        "model digest": answer["model_digest"],
+        "rank digest": answer.get("rank_digest"),
+        "bytes": answer.get("num_bytes"),
+        "tensors": len(tensors),
+        "seconds": answer.get("seconds"),
+    }
+    return in_words(lines)
+
+
+# -- arguments and calls -----------------------------------------------------------------------------------------------
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 7 * 86400:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return value
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers separated by commas") from None
+
+
+def _nothing(parser: argparse.ArgumentParser) -> None:
+    """No arguments."""
+
+
+def _pause_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mode", choices=MODES, default="retract", help="default %(default)s")
+    parser.add_argument("--ttl", type=_positive, metavar="SECONDS", help="after which generation continues by itself")
+
+
+def _abort_arguments(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("rid", nargs="?", help="id of the request")
+    which.add_argument("--all", action="store_true", help="every live request")
+
+
+def _prompt_arguments(parser: argparse.ArgumentParser) -> None:
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="the cached blocks of this text")
+    prompt.add_argument("--ids", type=_ids, metavar="1,2,3", help="likewise, of token ids")
+
+
+def _pin_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("hashes", nargs="*", type=int, metavar="HASH", help="of cached blocks; see `cache`")
+    _prompt_arguments(parser)
+    parser.add_argument("--owner", help="whose pins these are")
+    parser.add_argument("--ttl", type=_positive, metavar="SECONDS", help="after which they lift themselves")
+
+
+def _unpin_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("hashes", nargs="+", type=int, metavar="HASH", help="of pinned blocks; see `cache`")
+    parser.add_argument("--owner", help="whose pins these are")
+
+
+def _cache_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--depth", type=int, metavar="LEVELS", help="at most so many levels")
+    parser.add_argument("--under", type=int, metavar="HASH", help="what is below this block")
+    _prompt_arguments(parser)
+
+
+def _version_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("new", nargs="?", help="the label that the weights bear from now on; without it, say which")
+    parser.add_argument("--abort-all", action="store_true", help="end what runs first")
+
+
+def _tags_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("tags", nargs="*", metavar="TAG", help=f"of {', '.join(TAGS)}; all without any")
+
+
+def _prompt(options: argparse.Namespace) -> dict[str, object]:
+    if options.prompt is not None:
+        return {"text": options.prompt}
+    return {} if options.ids is None else {"token_ids": options.ids}
+
+
+def _given(**fields: object) -> dict[str, object]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _abort(options: argparse.Namespace) -> Call:
+    arguments = {"abort_all": True} if options.all else {"rid": options.rid}
+    return Call("POST", "/abort_request", arguments)
+
+
+def _pin(options: argparse.Namespace) -> Call:
+    prompt = _prompt(options)
+    if bool(options.hashes) == bool(prompt):
+        raise ValueError("pin needs either block hashes, or --prompt, or --ids")
+    common = _given(owner=options.owner, ttl_seconds=options.ttl)
+    if prompt:
+        return Call("POST", "/hicache/pin_prefix", prompt | common)
+    return Call("POST", "/hicache/pin_blocks", {"block_hashes": options.hashes} | common)
+
+
+def _cache(options: argparse.Namespace) -> Call:
+    shape = "json" if options.json else "text"
+    body = _given(depth=options.depth, under=options.under, format=shape) | _prompt(options)
+    return Call("POST", "/hicache/cache_tree", body)
+
+
+def _version(options: argparse.Namespace) -> Call:
+    if options.new is None:
+        return Call("GET", "/get_weight_version")
+    fields = {"new_version": options.new, "abort_all_requests": options.abort_all}
+    return Call("POST", "/update_weight_version", fields)
+
+
+def _tags(path: str) -> Callable[[argparse.Namespace], Call]:
+    def call(options: argparse.Namespace) -> Call:
+        if unknown := sorted(set(options.tags) - set(TAGS)):
+            raise ValueError(f"unknown memory tag: {', '.join(unknown)}; known: {', '.join(TAGS)}")
+        return Call("POST", path, {"tags": options.tags})
+
+    return call
+
+
+VERBS: dict[str, Verb] = {
+    "health": Verb("whether it lives", _nothing, lambda _: Call("GET", "/health"), lambda _: "healthy"),
+    "state": Verb("everything it says about itself", _nothing, lambda _: Call("GET", "/state"), in_words),
+    "sequences": Verb(
+        "who runs and who waits, with their newest tokens", _nothing, lambda _: Call("GET", "/lockstep/sequences"),
+        in_words,
+    ),
+    "pause": Verb(
+        "run no more steps until continue", _pause_arguments,
+        lambda o: Call("POST", "/pause_generation", _given(mode=o.mode, ttl=o.ttl)), _report,
+    ),
+    "continue": Verb("end a pause", _nothing, lambda _: Call("POST", "/continue_generation", {}), _report),
+    "flush": Verb("empty the prefix cache", _nothing, lambda _: Call("POST", "/flush_cache", {}), _report),
+    "abort": Verb("end requests with what they have", _abort_arguments, _abort, _report),
+    "checksum": Verb(
+        "digests of the weights that are there now", _nothing,
+        lambda _: Call("POST", "/weights_checker", {"action": "checksum"}), _checksum,
+    ),
+    "version": Verb("the weight version, or a new label for it", _version_arguments, _version, _report),
+    "pin": Verb("keep cached blocks from eviction", _pin_arguments, _pin, _report),
+    "unpin": Verb(
+        "lift one pin of each block", _unpin_arguments,
+        lambda o: Call("POST", "/hicache/unpin_blocks", {"block_hashes": o.hashes} | _given(owner=o.owner)), _report,
+    ),
+    "cache": Verb("the prefix cache, or where a prompt leaves it", _cache_arguments, _cache, str),
+    "release": Verb("give memory back", _tags_arguments, _tags("/release_memory_occupation"), _report),
+    "resume": Verb("take memory again", _tags_arguments, _tags("/resume_memory_occupation"), _report),
+}  # fmt: skip
+
+
+def exit_codes(docstring: str | None = __doc__) -> str:
+    """What --help says of them."""
+    assert docstring is not None
+    return " ".join(docstring.split("\n\n")[1].split())

@@ -1,0 +1,55 @@
+"""The application: every router of the surface over one service."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from ..service import RolloutService
+from ..version import version
+from . import (
+    cache,
+    control,
+    debug_page,
+    errors,
+    generate,
+    info,
+    metrics,
+    openai_api,
+    profile,
+    unsupported,
+    verbs,
+    weights,
+)
+from .admin import DOCUMENTED
+from .auth import AuthMiddleware
+from .config import HttpConfig
+from .operations import Operations, Threads, UpdateGate
+from .pause_lease import PauseLease
+from .profiler import Profiler
+
+ROUTERS = (generate, openai_api, info, control, weights, cache, profile, verbs, metrics, debug_page, unsupported)
+
+
+def create_app(service: RolloutService, config: HttpConfig | None = None) -> FastAPI:
+    """The HTTP surface of a service. Somebody has to drive the engine's loop: `server` starts it.
+
+    Handlers find in `app.state`: service, config, reads and operations (where blocking calls run), updates (the gate),
+    pause_lease, profiler, is_closing (the server is about to end).
+    """
+    config = config or HttpConfig()
+    app = FastAPI(title="Lockstep", version=version(), docs_url=None, redoc_url=None)
+    app.state.service = service
+    app.state.config = config
+    app.state.reads = Threads(config.max_admin_calls)  # apart: a report is given while every other call waits
+    app.state.operations = Operations(Threads(config.max_admin_calls))
+    app.state.updates = UpdateGate()
+    app.state.pause_lease = PauseLease(service)
+    app.state.profiler = Profiler(service.engine)
+    app.state.is_closing = app.state.is_flushing = False
+    app.state.updated_from = None  # the folder of the last update from disk
+    for module in ROUTERS:
+        app.include_router(module.router, responses=DOCUMENTED)
+    errors.install(app)
+    app.add_middleware(AuthMiddleware, config=config)
+    app.add_middleware(errors.EndingMiddleware)
+    return app

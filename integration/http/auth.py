@@ -1,0 +1,122 @@
+"""Who may do what, by bearer keys.
+
+| keys configured | open paths | generation and reports | everything else |
+|---|---|---|---|
+| none | anybody | anybody | anybody |
+| api_key | anybody | api_key | api_key |
+| admin_api_key | anybody | anybody | admin_api_key |
+| both | anybody | either | admin_api_key |
+
+Paths that are not listed here are administrative. The levels (normal, admin optional, admin forced) are SGLang's, the
+statuses SGLang-Omni's: 401 without a usable key, 403 with the wrong one.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import re
+from enum import Enum
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .config import HttpConfig
+from .errors import HttpError, error_response
+
+OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ready", "/ping", "/metrics"})
+NORMAL_PATHS = frozenset(
+    {"/generate", "/model_info", "/get_model_info", "/server_info", "/get_server_info", "/get_weight_version",
+     "/parallelism_config", "/state", "/openapi.json", "/docs"}
+)  # fmt: skip
+NORMAL_PREFIX = "/v1/"
+FORCED_PATHS = frozenset({"/hicache/storage-backend", "/hicache/storage-backend/clear"})  # need an admin key to exist
+
+
+class Level(Enum):
+    """How far a path reaches."""
+
+    OPEN = "open"
+    NORMAL = "normal"
+    ADMIN = "admin"
+    ADMIN_FORCED = "admin forced"
+
+
+def level_of(path: str) -> Level:
+    """The level of a path; administrative where it is not known."""
+    if path in OPEN_PATHS:
+        return Level.OPEN
+    if path in NORMAL_PATHS or path.startswith(NORMAL_PREFIX):
+        return Level.NORMAL
+    return Level.ADMIN_FORCED if path in FORCED_PATHS else Level.ADMIN
+
+
+def check_key(config: HttpConfig, level: Level, authorization: str | None) -> None:
+    """Raises HttpError, 401 or 403, unless the Authorization header allows this level."""
+    if level is Level.OPEN:
+        return
+    if level is Level.ADMIN_FORCED and config.admin_api_key is None:
+        raise HttpError(403, "this path needs a server that was started with an admin key", code="forbidden")
+    if level is Level.NORMAL:
+        accepted = [config.api_key, config.admin_api_key] if config.api_key else []
+    else:
+        accepted = [config.admin_api_key or config.api_key]
+    keys = [key for key in accepted if key]
+    if not keys:
+        return
+    given = _bearer(authorization)
+    # No early end: the time tells nothing about which key came close.
+    matches = [hmac.compare_digest(given, key.encode()) for key in keys]
+    if not any(matches):
+        raise HttpError(403, "the key is not the one this call needs", code="forbidden")
+
+
+def check_origin(config: HttpConfig, method: str, headers: Headers) -> None:
+    """Raises HttpError 403 for what a web page of another site sends: a browser on this machine reaches loopback, too.
+
+    Such a page is told by its Origin, or, where it made its own name mean this machine, by the Host that it asks for.
+    """
+    host, origin = headers.get("host", ""), headers.get("origin")
+    if origin is not None and method not in ("GET", "HEAD") and origin.partition("://")[2] != host:
+        raise HttpError(403, f"a page of {origin} may not call this server", code="forbidden")
+    name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
+    if config.is_loopback and not (config.api_key or config.admin_api_key) and not _is_address(name.strip("[]")):
+        raise HttpError(
+            403, f"this server is called by its address, not as {name!r}, unless it has keys", code="forbidden"
+        )
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name in ("", "localhost")
+    return True
+
+
+def _bearer(authorization: str | None) -> bytes:
+    scheme, _, key = (authorization or "").strip().partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        what = "an Authorization header is missing" if not authorization else "the Authorization header is malformed"
+        message = f"{what}: send 'Authorization: Bearer KEY'"
+        raise HttpError(401, message, code="unauthorized", headers={"WWW-Authenticate": "Bearer"})
+    return key.strip().encode("latin-1")  # the bytes that came: headers are decoded so
+
+
+class AuthMiddleware:
+    """Refuses a request before anything of it is read."""
+
+    def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
+        self._app = app
+        self._config = config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] != "OPTIONS":
+            headers = Headers(scope=scope)
+            try:
+                check_origin(self._config, scope["method"], headers)
+                check_key(self._config, level_of(scope["path"]), headers.get("authorization"))
+            except HttpError as refused:
+                await error_response(scope["path"], refused)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

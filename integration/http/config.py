@@ -1,0 +1,68 @@
+"""Settings of the HTTP surface: where it listens, who may do what, and what it says about itself."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+API_KEY_VARIABLES = ("LOCKSTEP_API_KEY",)
+ADMIN_KEY_VARIABLES = ("LOCKSTEP_ADMIN_KEY", "SGLANG_OMNI_ADMIN_KEY")
+
+
+@dataclass(frozen=True)
+class HttpConfig:
+    """Settings of one server. Keys that are None come from the environment; "" is none. Raises ValueError naming every
+    setting that is wrong; no key is ever quoted."""
+
+    host: str = "127.0.0.1"
+    port: int = 30000  # 0: a free one
+    api_key: str | None = field(default=None, repr=False)  # else LOCKSTEP_API_KEY
+    admin_api_key: str | None = field(default=None, repr=False)  # else LOCKSTEP_ADMIN_KEY or SGLANG_OMNI_ADMIN_KEY
+    model_name: str | None = None  # as /v1/models calls it; None: the model's path, or its class
+    model_path: str | None = None  # where the weights came from; None: what the module says
+    stage: str = "rollout"  # the name by which `stages` in an admin body selects this engine
+    extra_server_args: Mapping[str, object] = field(default_factory=dict, repr=False)  # echoed in /server_info
+    max_body_bytes: int = 32 << 20  # of a request; pickled payloads have the service's own limit
+    max_admin_calls: int = 64  # under way at a time; more wait
+    stall_timeout_s: float = 600.0  # a step that takes longer counts as a loop that has failed
+    shutdown_timeout_s: float = 5.0  # for what is being answered when the server is asked to end
+
+    def __post_init__(self) -> None:
+        for name, variables in (("api_key", API_KEY_VARIABLES), ("admin_api_key", ADMIN_KEY_VARIABLES)):
+            key = getattr(self, name)
+            if key is None:
+                key = next((os.environ[variable] for variable in variables if os.environ.get(variable)), None)
+            object.__setattr__(self, name, key or None)
+        wrong = [
+            f"{name} must be printable and without blanks"
+            for name in ("api_key", "admin_api_key")
+            if (key := getattr(self, name)) and not (key.isprintable() and not any(map(str.isspace, key)))
+        ]
+        wrong += [
+            f"{name} must be positive, not {getattr(self, name)!r}"
+            for name in ("max_body_bytes", "max_admin_calls", "stall_timeout_s", "shutdown_timeout_s")
+            if not getattr(self, name) > 0
+        ]
+        if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port < 65536:
+            wrong.append(f"port must be from 0 to 65535, not {self.port!r}")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the server. A host name other than localhost may be anything."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    def check_bind(self) -> None:
+        """Raises ValueError, naming the remedy, for an address beyond loopback without an admin key."""
+        if not self.is_loopback and not self.admin_api_key:
+            raise ValueError(
+                f"refusing to listen on {self.host!r} without an admin key: whoever reaches it could replace the "
+                f"weights. Set an admin key (--admin-api-key, or the environment's {ADMIN_KEY_VARIABLES[0]}), or "
+                "listen on 127.0.0.1"
+            )

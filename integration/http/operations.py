@@ -1,0 +1,136 @@
+"""How blocking calls run beside the event loop, each once, under its deadline, and one update at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ...rollout.errors import DeadlineExceeded
+from .errors import BadField, Busy
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_NUM_REMEMBERED = 1024  # op_ids whose answers are kept
+
+
+class Threads:
+    """Runs calls that may block, each on a daemon thread of its own: one that never returns keeps nobody from ending.
+
+    Neither asyncio's executor nor a pool would do: coroutines that wait for completions fill the first, and a few calls
+    that wait in a rendezvous would fill the second.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """limit: how many may be under way; more wait for their turn."""
+        self._turns = asyncio.Semaphore(limit)
+
+    async def run(self, call: Callable[[], T], name: str = "lockstep-http") -> T:
+        """What `call` returns or raises. It runs to its end even where nobody waits for it any more."""
+        async with self._turns:
+            future: Future[T] = Future()
+            threading.Thread(target=_fulfil, args=(future, call), name=name, daemon=True).start()
+            return await asyncio.shield(asyncio.wrap_future(future))
+
+
+@dataclass(eq=False)
+class _Operation:
+    """A call that has an op_id."""
+
+    what: str
+    answer: Future = field(default_factory=Future)
+
+
+class Operations:
+    """Administrative calls by op_id, and their deadlines. One event loop's."""
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+        self._by_id: OrderedDict[str, _Operation] = OrderedDict()
+
+    async def run(
+        self,
+        path: str,
+        call: Callable[[float | None], T],
+        *,
+        op_id: str | None = None,
+        timeout_s: float | None = None,
+        arguments: object = None,
+    ) -> T:
+        """Run `call(seconds_left)` on a thread and return what it returns; None: no deadline.
+
+        The same op_id again gets the answer of the one run, an error too. Raises DeadlineExceeded where `timeout_s`
+        passed before it began, and then it never runs; Busy where the op_id stands for another call.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def begin() -> T:
+            seconds = None if deadline is None else deadline - time.monotonic()
+            if seconds is not None and seconds <= 0:
+                raise DeadlineExceeded(f"{path} did not begin within {timeout_s} s and will not run")
+            return call(seconds)
+
+        if op_id is None:
+            return await self._threads.run(begin)
+        if not op_id:
+            raise BadField("op_id", "must not be empty")
+        what = f"{path} {json.dumps(arguments, sort_keys=True, default=str)}"
+        known = self._by_id.get(op_id)
+        if known is None:
+            known = self._by_id[op_id] = _Operation(what)
+            while len(self._by_id) > _NUM_REMEMBERED:
+                self._by_id.popitem(last=False)
+            task = asyncio.ensure_future(self._threads.run(lambda: _fulfil(known.answer, begin)))
+            task.add_done_callback(_log_failure)  # refers to the task, which must not vanish while it runs
+        elif known.what != what:
+            raise Busy(f"op_id {op_id!r} stands for another operation: {known.what.partition(' ')[0]}")
+        return await asyncio.shield(asyncio.wrap_future(known.answer))
+
+
+class UpdateGate:
+    """Lets one weight update through at a time; whoever comes meanwhile is told so at once. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._current: tuple[str, float] | None = None  # what is in there, and since when (time.monotonic)
+
+    @property
+    def age_s(self) -> float | None:
+        """Of the update that is in progress; None: none is."""
+        current = self._current
+        return None if current is None else time.monotonic() - current[1]
+
+    @contextmanager
+    def enter(self, what: str) -> Iterator[None]:
+        """Raises Busy, with the age of the update that is in progress, where one is."""
+        with self._lock:
+            if self._current is not None:
+                name, since = self._current
+                age_s = round(time.monotonic() - since, 3)
+                raise Busy(f"an update is in progress: {name}, for {age_s} s", in_progress=name, age_s=age_s)
+            self._current = (what, time.monotonic())
+        try:
+            yield
+        finally:
+            self._current = None
+
+
+def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - a thread boundary: whoever waits gets it
+        future.set_exception(error)
+
+
+def _log_failure(task: asyncio.Future) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("an operation was lost", exc_info=task.exception())

@@ -1,0 +1,80 @@
+"""Server-sent events, and JSON that grows: a chunk that repeats all before it costs only what is new."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .subscriptions import first_of, until_disconnect
+
+DONE = b"data: [DONE]\n\n"
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # made once, not for each token
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+def dumps(value: object) -> str:
+    """Compact JSON, in ASCII. Raises ValueError for NaN and infinity, which JSON does not have."""
+    return _ENCODER.encode(value)
+
+
+def event(data: str) -> bytes:
+    """One event; the data is one line."""
+    return f"data: {data}\n\n".encode()
+
+
+class GrowingList:
+    """The JSON of a list to which entries are added."""
+
+    def __init__(self) -> None:
+        self._inside = ""
+
+    def extend(self, values: Iterable[object]) -> None:
+        added = ",".join(map(dumps, values))
+        if added:
+            self._inside = f"{self._inside},{added}" if self._inside else added
+
+    def __str__(self) -> str:
+        return f"[{self._inside}]"
+
+
+class GrowingText:
+    """The JSON of a text to which characters are added."""
+
+    def __init__(self) -> None:
+        self._inside = ""
+
+    def append(self, text: str) -> None:
+        self._inside += dumps(text)[1:-1]
+
+    def __str__(self) -> str:
+        return f'"{self._inside}"'
+
+
+class EventStream(Response):
+    """Sends events as they come, and stops when the client is gone: also between two events, as while paused."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
+        """on_end: called once, whatever ended the stream."""
+        super().__init__(headers=_HEADERS)
+        del self.headers["content-length"]
+        self._events, self._on_end = events, on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            sending = asyncio.ensure_future(self._send_all(send))
+            if await first_of(sending, until_disconnect(receive)):
+                sending.result()
+        finally:
+            self._on_end()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for data in self._events:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,1 @@
+"""`lockstep route`: one address for many engines. Generation goes to one of them, administration to all."""

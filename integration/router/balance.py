@@ -1,0 +1,125 @@
+"""Which worker gets a request: the least loaded, unless one that knows the prompt is not much busier.
+
+Samples of one group, and the turns of one conversation, so meet their cached prompt. The idea of weighing the match of
+a prefix against the balance of the load is that of SGLang's router; here it is a table of chained hashes in place of a
+tree of texts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+CHUNK_TOKENS = 64
+CHUNK_CHARACTERS = 256
+MAX_KEYS = 512  # pieces of one prompt that count; what is longer is told apart by its beginning
+_MAX_WORKERS_PER_KEY = 4
+_NAMESPACES = ("model", "extra_key", "cache_salt", "lora_path")  # equal prompts share no cache across these
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a worker has to do."""
+
+    worker_id: str
+    num_running: int  # sequences under way
+    num_routed: int = 0  # sequences it was ever given: who had fewer goes first among equals
+
+
+def choose(loads: Sequence[Load], knows_prompt: Collection[str], slack: int) -> str:
+    """The id of the worker that gets the next request. Changes nothing.
+
+    knows_prompt: ids of workers whose cache probably holds the prompt. One of them is taken as long as it runs at most
+    `slack` sequences more than the least loaded worker. `loads` must not be empty.
+    """
+    assert loads
+
+    def order(load: Load) -> tuple[int, int, str]:
+        return load.num_running, load.num_routed, load.worker_id
+
+    least = min(loads, key=order)
+    knowing = min((load for load in loads if load.worker_id in knows_prompt), key=order, default=None)
+    if knowing is not None and knowing.num_running <= least.num_running + slack:
+        return knowing.worker_id
+    return least.worker_id
+
+
+def prompt_keys(body: Mapping[str, object], routing_key: str | None = None) -> tuple[bytes, ...]:
+    """Hashes of ever longer beginnings of a request's prompt; none where it has no prompt that we can read.
+
+    Equal beginnings have equal hashes. A batch counts by its first prompt. A routing key stands for the whole prompt.
+    """
+    try:
+        seed = json.dumps([body.get(name) for name in _NAMESPACES])
+        pieces = _pieces(body) if routing_key is None else [f"key {routing_key}"]
+    except RecursionError:  # nested too deeply: the worker will say so
+        return ()
+    keys, running = [], hashlib.blake2b(seed.encode("utf-8", "surrogatepass"), digest_size=16)
+    for piece in pieces[:MAX_KEYS]:
+        running.update(piece.encode("utf-8", "surrogatepass") + b"\0")
+        keys.append(running.digest())
+    return tuple(keys)
+
+
+def num_sequences(body: Mapping[str, object]) -> int:
+    """How many sequences a request will run: prompts times samples; 1 where it cannot be told."""
+    prompt = next((body[name] for name in ("input_ids", "text", "prompt") if body.get(name)), None)
+    num_prompts = len(prompt) if isinstance(prompt, list) and not _are_tokens(prompt) else 1
+    params = body.get("sampling_params")
+    samples = body.get("n") or (params.get("n") if isinstance(params, dict) else None)
+    is_count = isinstance(samples, int) and not isinstance(samples, bool) and 0 < samples <= 4096
+    return num_prompts * (samples if is_count else 1)
+
+
+class PrefixTable:
+    """Which workers were last given prompts that begin so. Bounded; the oldest beginning is forgotten first."""
+
+    def __init__(self, max_keys: int) -> None:
+        self._max_keys = max_keys
+        self._workers: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def knowing(self, keys: Sequence[bytes]) -> tuple[str, ...]:
+        """Ids of the workers that know the longest beginning. Changes nothing."""
+        return next((self._workers[key] for key in reversed(keys) if key in self._workers), ())
+
+    def record(self, keys: Sequence[bytes], worker_id: str) -> None:
+        """The worker was given this prompt."""
+        for key in keys:
+            others = [known for known in self._workers.pop(key, ()) if known != worker_id]
+            self._workers[key] = (worker_id, *others[: _MAX_WORKERS_PER_KEY - 1])
+        while len(self._workers) > self._max_keys:
+            self._workers.popitem(last=False)
+
+    def forget(self, worker_id: str) -> None:
+        """The worker's cache is gone."""
+        for key, ids in list(self._workers.items()):
+            if worker_id in ids:
+                rest = tuple(known for known in ids if known != worker_id)
+                if rest:
+                    self._workers[key] = rest
+                else:
+                    del self._workers[key]
+
+
+def _pieces(body: Mapping[str, object]) -> list[str]:
+    messages = body.get("messages")
+    if isinstance(messages, list) and not body.get("input_ids"):
+        return [json.dumps(message, sort_keys=True) for message in messages[:MAX_KEYS]]
+    prompt = next((body[name] for name in ("input_ids", "text", "prompt") if body.get(name)), None)
+    if isinstance(prompt, list) and prompt and not _are_tokens(prompt):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return [prompt[i : i + CHUNK_CHARACTERS] for i in range(0, len(prompt), CHUNK_CHARACTERS)]
+    if isinstance(prompt, list) and _are_tokens(prompt):
+        return [repr(prompt[i : i + CHUNK_TOKENS]) for i in range(0, len(prompt), CHUNK_TOKENS)]
+    return []
+
+
+def _are_tokens(items: Sequence[object]) -> bool:
+    return bool(items) and all(type(item) is int for item in items)

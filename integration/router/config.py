@@ -1,0 +1,84 @@
+"""Settings of the router."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+
+from ..http.config import HttpConfig
+
+_POSITIVE = (
+    "health_interval_s", "health_timeout_s", "dead_after", "lock_limit_s", "admin_timeout_s", "queue_timeout_s",
+    "request_timeout_s", "connect_timeout_s", "max_attempts", "max_prefixes", "max_admin_body_bytes",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """Settings of one router. Raises ValueError naming every setting that is wrong."""
+
+    workers: tuple[str, ...] = ()  # URLs; more may be added later
+    http: HttpConfig = field(default_factory=lambda: HttpConfig(port=30080))  # where it listens, its keys, limits
+    journal: Path | None = None  # the file of the update in progress; None: in the user's state folder, by port
+    health_interval_s: float = 2.0  # between two probes of a worker
+    health_timeout_s: float = 5.0  # of a probe
+    dead_after: int = 3  # probes that fail one after the other; a refused connection is enough by itself
+    connect_timeout_s: float = 5.0
+    queue_timeout_s: float = 60.0  # a request waits so long while every worker is held back by an update
+    request_timeout_s: float = 3600.0  # of a generation, all attempts together
+    max_attempts: int = 3  # workers that one request may meet, so that one which kills workers does not kill all
+    affinity_slack: int = 8  # sequences by which a worker that knows the prompt may be ahead of the least loaded
+    max_prefixes: int = 1 << 16  # pieces of prompts whose workers are remembered
+    lock_limit_s: float = 300.0  # a pause, an update or a group call waits so long for the one before it
+    admin_timeout_s: float = 300.0  # of an administrative call at a worker that names no timeout_s
+    allow_mixed_versions: bool = False  # route to a worker that came back with other weights than the rest
+    max_admin_body_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        settings = {name: getattr(self, name) for name in _POSITIVE}
+        wrong = [f"{name} must be positive, not {value!r}" for name, value in settings.items() if not value > 0]
+        if self.affinity_slack < 0:
+            wrong.append(f"affinity_slack must not be negative: {self.affinity_slack}")
+        urls = []
+        for url in self.workers:
+            try:
+                urls.append(worker_url(url))
+            except ValueError as error:
+                wrong.append(str(error))
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        object.__setattr__(self, "workers", tuple(dict.fromkeys(urls)))
+
+    @property
+    def journal_path(self) -> Path:
+        """Where the journal is."""
+        if self.journal is not None:
+            return self.journal
+        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        return Path(state) / "lockstep" / f"router-{self.http.port}.json"
+
+
+def worker_url(text: object) -> str:
+    """A worker's URL in its one form: scheme, host and port. Raises ValueError for anything else."""
+    if not isinstance(text, str):
+        raise ValueError(f"url must be a text, not {text!r}")
+    try:
+        parts = urlsplit(text.strip() if "//" in text else f"http://{text.strip()}")
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"url {text!r}: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"url {text!r} must be http://HOST:PORT")
+    if parts.username is not None or parts.path not in ("", "/") or parts.query or parts.fragment:
+        raise ValueError(f"url {text!r} must be http://HOST:PORT and nothing more")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    url = f"{parts.scheme}://{host}" + (f":{port}" if port is not None else "")
+    try:
+        httpx.URL(url)  # the client that will use it has to take it
+    except httpx.InvalidURL as error:
+        raise ValueError(f"url {text!r}: {error}") from None
+    return url

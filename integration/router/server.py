@@ -1,0 +1,110 @@
+"""Listening: a router for a process of its own, and one in a thread."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+
+import uvicorn
+
+from .app import create_app
+from .config import RouterConfig
+from .journal import UpdateJournal
+
+_START_TIMEOUT_S = 30.0
+
+
+class RouterServer:
+    """A router and its socket."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Raises ValueError for an address or a journal that is refused, OSError for one that cannot be had."""
+        config.http.check_bind()
+        self._socket = _listen(config.http.host, config.http.port)
+        try:
+            self._journal = UpdateJournal(config.journal_path)
+        except (ValueError, OSError):
+            self._socket.close()
+            raise
+        self._host, self.port = self._socket.getsockname()[:2]
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                create_app(config, self._journal),
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                lifespan="on",
+                timeout_graceful_shutdown=max(1, round(config.http.shutdown_timeout_s)),
+                server_header=False,
+            )
+        )
+
+    @property
+    def url(self) -> str:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self.port}"
+
+    def run(self) -> None:
+        """Serve until SIGINT or SIGTERM, or until `stop`."""
+        try:
+            self._server.run(sockets=[self._socket])
+        finally:
+            self._journal.close()
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+
+
+class BackgroundRouter:
+    """A router in a thread of this process, which the process does not wait for."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """As `RouterServer`."""
+        self._server = RouterServer(config)
+        self._thread = threading.Thread(target=self._server.run, name="lockstep-router", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    def close(self) -> None:
+        """Stop listening and wait for the end. Idempotent."""
+        self._server.stop()
+        self._thread.join(_START_TIMEOUT_S)
+
+    def __enter__(self) -> BackgroundRouter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def route_in_background(config: RouterConfig) -> BackgroundRouter:
+    """A router in a thread. What connects before it answers waits, since its socket listens already.
+
+    Example: `router = route_in_background(RouterConfig((url_a, url_b), HttpConfig(port=0), journal=path))`
+    """
+    return BackgroundRouter(config)
+
+
+def route(config: RouterConfig, announce: Callable[[str], None]) -> None:
+    """Route in this thread until SIGINT or SIGTERM; `announce` gets the URL when the socket listens. Raises ValueError
+    and OSError as `RouterServer`."""
+    server = RouterServer(config)
+    announce(server.url)
+    server.run()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # else asyncio leaves Nagle on
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(2048)
+    except OSError as error:
+        listening.close()
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return listening
