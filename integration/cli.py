@@ -5,7 +5,7 @@ runs.
 from __future__ import annotations
 
 import argparse
-import configparser
+import dataclasses
 import importlib
 import importlib.metadata
 import json
@@ -13,10 +13,14 @@ import logging
 import os
 import platform
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
+from .version import version
+
+T = TypeVar("T")
 PACKAGE = __package__.split(".")[0]
 
 # name of a module in bench/: what it measures
@@ -24,6 +28,10 @@ BENCHMARKS = {
     "rollout": "tokens per second of a batch of prompts, alone or against transformers' generate",
     "overlap": "what work at delivery costs a step with overlap and without, and what the trace costs",
     "pause": "latency of each kind of pause, and the cost of going on after it",
+    "pin": "time to first token after a flood, with a conversation pinned and without, by depth",
+    "cache": "what the prefix cache costs: insert and match, by prompt length and by size of the cache",
+    "sync": "weight pushes over every path against raw copies of the same bytes, and random group schedules",
+    "serve": "what HTTP costs: streams over a socket against the same load by the Python API",
     "schedule": "scheduler time per step, by policy and by how many requests wait",
 }
 
@@ -57,16 +65,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr, flush=True)
         return 130
-
-
-def version() -> str:
-    """Of the installed package, or of the checkout that this is."""
-    try:
-        return importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        config = configparser.ConfigParser()
-        config.read(Path(__file__).parent.parent / "setup.cfg")
-        return f"{config['metadata']['version']} (not installed)"
 
 
 # -- generate --------------------------------------------------------------------------------------------
@@ -164,6 +162,164 @@ def _named(flag: str, make: Callable):
         raise ValueError(f"{flag}: {error}") from error
 
 
+# -- serve -----------------------------------------------------------------------------------------------
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="lockstep serve",
+        description="Serve a model over HTTP: generation, OpenAI's API, and the control and weight verbs that RL "
+        "frameworks use. SIGTERM and Ctrl-C end it.",
+    )
+    parser.add_argument("--model", metavar="FOLDER", help="a causal LM in Hugging Face format")
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML with the tables engine, http and service; flags win over it"
+    )
+    parser.add_argument("--host", help="default 127.0.0.1; another needs an admin key")
+    parser.add_argument("--port", type=int, help="default 30000; 0: a free one")
+    parser.add_argument("--api-key", metavar="KEY", help="default: the environment's LOCKSTEP_API_KEY")
+    parser.add_argument(
+        "--admin-api-key", metavar="KEY", help="default: LOCKSTEP_ADMIN_KEY, or SGLANG_OMNI_ADMIN_KEY"
+    )
+    parser.add_argument("--served-model-name", metavar="NAME", help="as /v1/models calls it; default: the folder")
+    parser.add_argument("--no-pickle", action="store_true", help="refuse the pickled payloads of existing frameworks")
+    for flag, what in (
+        ("--engine", "engine settings: kv_cache=2GiB dtype=bfloat16 max_num_seqs=64 ..."),
+        ("--sglang-arg", "settings that /server_info is to show beside its own: mem_fraction_static=0.8 ..."),
+    ):
+        parser.add_argument(flag, action="extend", nargs="+", default=[], metavar="KEY=VALUE", help=what)
+    options = parser.parse_args(arguments)
+    tables = _read_tables(options.config)
+    model = options.model or tables["http"].pop("model_path", None)
+    if model is None:
+        raise ValueError("--model is needed, or http.model_path in the config")
+    given = {"host": options.host, "port": options.port, "api_key": options.api_key}
+    given |= {"admin_api_key": options.admin_api_key, "model_name": options.served_model_name}
+    http = tables["http"] | {name: value for name, value in given.items() if value is not None}
+    extra = read_settings("--sglang-arg", options.sglang_arg)
+    http |= {"model_path": str(model), "extra_server_args": http.get("extra_server_args", {}) | extra}
+    return _serve_model(
+        model, http, tables["engine"] | read_settings("--engine", options.engine),
+        tables["service"] | ({"allow_pickle": False} if options.no_pickle else {}),
+    )  # fmt: skip
+
+
+def _serve_model(
+    model: str, http: dict[str, object], engine: dict[str, object], service: dict[str, object]
+) -> int:
+    from ..rollout.config import EngineConfig
+    from ..rollout.engine import Engine
+    from .http import server
+    from .http.config import HttpConfig
+    from .service import RolloutService
+    from .service_config import ServiceConfig
+
+    http_config = _named("http", lambda: _built(HttpConfig, http))
+    http_config.check_bind()  # before the model is loaded
+    engine_config = _named("engine", lambda: EngineConfig.from_dict(engine))
+    service_config = _named("service", lambda: _built(ServiceConfig, service))
+    if not Path(model, "config.json").is_file():
+        raise ValueError(f"--model: {model} is not a model folder (it has no config.json)")
+    logging.getLogger(PACKAGE).setLevel(logging.INFO)  # what the engine chose, and why
+    rollout_service = RolloutService(Engine(model, engine_config), service_config)
+
+    def announce(url: str) -> None:
+        print(f"lockstep: serving {model} at {url}", file=sys.stderr, flush=True)
+
+    try:
+        server.serve(rollout_service, http_config, announce)
+    except OSError as error:
+        raise ValueError(str(error)) from error
+    return 0
+
+
+def _read_tables(path: str | None) -> dict[str, dict[str, object]]:
+    """The tables of a config file of `lockstep serve`. Raises ValueError naming what is wrong."""
+    tables: dict[str, dict[str, object]] = {"engine": {}, "http": {}, "service": {}}
+    if path is None:
+        return tables
+    try:
+        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config {path}: {error}") from error
+    if wrong := sorted(name for name, table in found.items() if name not in tables or not isinstance(table, dict)):
+        raise ValueError(f"--config {path}: unknown table {', '.join(wrong)}; known: {', '.join(tables)}")
+    return tables | found
+
+
+def _built(kind: type[T], settings: dict[str, object]) -> T:
+    """A dataclass of settings. Raises ValueError listing every unknown one."""
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(settings.keys() - known):
+        raise ValueError(f"unknown setting: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    return kind(**settings)
+
+
+# -- route -----------------------------------------------------------------------------------------------
+
+
+def _route(arguments: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="lockstep route",
+        description="One address for many engines: generation goes to the least loaded one that knows the prompt, "
+        "administration to all of them. SIGTERM and Ctrl-C end it.",
+    )
+    parser.add_argument(
+        "--worker", action="extend", nargs="+", default=[], metavar="URL", help="engines; more may be added later"
+    )
+    parser.add_argument("--host", help="default 127.0.0.1; another needs an admin key")
+    parser.add_argument("--port", type=int, default=30080, help="default 30080; 0: a free one")
+    parser.add_argument("--api-key", metavar="KEY", help="default: the environment's LOCKSTEP_API_KEY")
+    parser.add_argument(
+        "--admin-api-key", metavar="KEY", help="default: LOCKSTEP_ADMIN_KEY, or SGLANG_OMNI_ADMIN_KEY"
+    )
+    parser.add_argument(
+        "--journal", type=Path, metavar="FILE", help="of the update in progress; default: in ~/.local/state/lockstep"
+    )
+    parser.add_argument(
+        "--setting", action="extend", nargs="+", default=[], metavar="KEY=VALUE",
+        help="others: health_interval_s=2 queue_timeout_s=60 affinity_slack=8 allow_mixed_versions=true ...",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    from .http.config import HttpConfig
+    from .router import server
+    from .router.config import RouterConfig
+
+    given = {"host": options.host, "port": options.port, "api_key": options.api_key}
+    given |= {"admin_api_key": options.admin_api_key}
+    http = _built(HttpConfig, {name: value for name, value in given.items() if value is not None})
+    settings = read_settings("--setting", options.setting)
+    if twice := sorted(settings.keys() & {"http", "workers", "journal"}):
+        raise ValueError(f"--setting: {', '.join(twice)} has a flag of its own")
+    settings |= {"workers": tuple(options.worker), "http": http, "journal": options.journal}
+    config = _named("route", lambda: _built(RouterConfig, settings))
+    logging.getLogger(PACKAGE).setLevel(logging.INFO)  # who comes and goes
+
+    def announce(url: str) -> None:
+        print(f"lockstep: routing at {url}", file=sys.stderr, flush=True)
+
+    try:
+        server.route(config, announce)
+    except OSError as error:
+        raise ValueError(str(error)) from error
+    return 0
+
+
+# -- ctl -------------------------------------------------------------------------------------------------
+
+
+def _ctl(arguments: Sequence[str]) -> int:
+    from . import ctl
+
+    parser = _Parser(
+        prog="lockstep ctl",
+        description="The verbs of a served engine, or of all engines of a router, from a shell.",
+        epilog=ctl.exit_codes(),
+    )
+    ctl.add_arguments(parser)
+    return ctl.run(parser.parse_args(arguments))
+
+
 # -- bench -----------------------------------------------------------------------------------------------
 
 
@@ -197,7 +353,13 @@ def _bench(arguments: Sequence[str]) -> int:
 
 
 def _in_words(value: object, depth: int = 0) -> str:
-    """A value of a report as people read it: a list is a range, an object has a line for each of its members."""
+    """A value of a report as people read it: a list is a range, an object has a line for each of its members, a list of
+    objects is a table."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        columns = [[name, *(_in_words(item[name], depth + 1) for item in value)] for name in value[0]]
+        widths = [max(map(len, column)) for column in columns]
+        rows = ("  ".join(map(str.rjust, cells, widths)) for cells in zip(*columns, strict=True))
+        return "".join(f"\n  {row}" for row in rows)
     if isinstance(value, list):
         return " .. ".join(map(str, value))
     if not isinstance(value, dict):
@@ -327,6 +489,9 @@ def _processor() -> dict[str, str]:
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "generate": (_generate, "offline generation from a file or standard input"),
+    "serve": (_serve, "the HTTP surface over one engine"),
+    "route": (_route, "one address for many engines"),
+    "ctl": (_ctl, "pause, continue, flush, pin, look into a served engine: its verbs from a shell"),
     "train": (_train, "the GRPO job, checked and then run under torchrun"),
     "bench": (_bench, f"benchmarks: {', '.join(BENCHMARKS)}"),
     "doctor": (_doctor, "which kernels run here and why"),

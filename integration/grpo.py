@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from .job_config import JobConfig, load_config
@@ -70,7 +71,8 @@ def run(config: JobConfig, *, resume: bool) -> None:
             prepare_folder(config.folder, resume=resume)
         started = time.perf_counter()
         job = GrpoJob(config, ranks, resume=resume)
-        job.run()
+        with closing(job):
+            job.run()
         if ranks.is_first:
             print(f"total {time.perf_counter() - started:.0f} s; results in {config.folder}", flush=True)
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,22 +17,24 @@ from transformers.utils import logging as transformers_logging
 
 from ..kernels.sampling import derive_seed
 from ..rollout.completion import Completion
-from ..rollout.engine import Engine
 from ..rollout.sampling_params import SamplingParams
 from .arithmetic import ArithmeticSpec
 from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from .grpo_loss import group_advantages
 from .job_config import JobConfig
+from .job_engines import make_engine
 from .packing import Sample
-from .plan import engine_config, model_spec
+from .plan import model_spec
 from .prompts import Problem
 from .ranks import Ranks
 from .rewards import load_reward
 from .run_log import RunLog
-from .service import Commit, RolloutService
 from .task import build_task
-from .trainer import GrpoTrainer
+from .trainer import GrpoTrainer, make_backend
 from .warm_start import WarmStartProgress, WarmStartSpec, warm_start
+
+if TYPE_CHECKING:  # FastAPI is an extra
+    from .http.server import BackgroundServer
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +62,19 @@ class GrpoJob:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[config.model.dtype])
         self.model.to(ranks.device)
-        engine = Engine(self.model, engine_config(config), tokenizer=self.tokenizer)
-        self.service = RolloutService(engine)
-        self.trainer = GrpoTrainer(self.model, self.service, config.train, config.rollout.temperature, ranks)
-        checkpoint = newest_checkpoint(config.folder / "checkpoints") if resume else None
-        self.first_step = load_checkpoint(checkpoint, self.model, self.trainer.optimizer) if checkpoint else 0
-        self._commit(self.first_step)
+        self.backend = make_backend(config, ranks)
+        # Before the trainer, which may shard the module that the engine hosts or copies.
+        self.engine = make_engine(config, self.model, folder, self.tokenizer, ranks, self.backend)
+        self.trainer = GrpoTrainer(
+            self.engine.hosted, self.backend, config.train, config.rollout.temperature, ranks,
+            announce_step=self.engine.announce_step,
+        )  # fmt: skip
+        self.first_step = 0
+        if resume and (checkpoint := newest_checkpoint(config.folder / "checkpoints")) is not None:
+            self.first_step, state = load_checkpoint(checkpoint)
+            self.backend.load_state(state)
+        self.engine.sync(str(self.first_step))
+        self._http = self._serve()
 
     def run(self) -> None:
         """Train to the last step, evaluate, save the model; rank 0 reports."""
@@ -85,11 +95,29 @@ class GrpoJob:
         finally:
             if log is not None:
                 log.close()
+        self._save_model(config.folder / "model")
         if log is not None:
-            self._save_model(config.folder / "model")
             print(f"held-out accuracy: {before:.1%} before, {log.heldout_accuracy:.1%} after {config.run.num_steps} "
                   "steps", flush=True)  # fmt: skip
-        dist.barrier()  # nobody leaves before the results stand
+        dist.barrier()  # nobody leaves before the results stand, or while others may call its engine
+
+    def _serve(self) -> BackgroundServer | None:
+        """Put the HTTP surface on this rank's engine, if the config wants it: it answers while the job trains."""
+        service, port = self.engine.service, self.config.http.port
+        if not port or service is None:
+            return None
+        from .http.config import HttpConfig
+        from .http.server import serve_in_background
+
+        server = serve_in_background(service, HttpConfig(port=port + self.ranks.rank))
+        logger.info("rank %d answers at %s", self.ranks.rank, server.url)
+        return server
+
+    def close(self) -> None:
+        """End what the job started: servers, engines, sockets."""
+        if self._http is not None:
+            self._http.close()
+        self.engine.close()
 
     def _step(self, step: int) -> dict[str, object]:
         """Generate, score, train, commit; returns the step's metrics."""
@@ -98,7 +126,7 @@ class GrpoJob:
         rolled_out = time.perf_counter()
         stats = self.trainer.update(self._samples(rollouts), step)
         trained = time.perf_counter()
-        commit = self._commit(step + 1)
+        num_bytes = self.engine.sync(str(step + 1))
         synced = time.perf_counter()
         num_tokens = self.ranks.total(sum(c.num_completion_tokens for c in rollouts.completions))
         rollout_s = self.ranks.largest(rolled_out - started)
@@ -110,9 +138,9 @@ class GrpoJob:
             "kl": stats.kl,
             "clip_fraction": stats.clip_fraction,
             "grad_norm": stats.grad_norm,
-            "sync_bytes": int(self.ranks.total(commit.bytes_copied)),
-            "weight_version": commit.version,
-            "weight_digest": commit.digest,
+            "sync_bytes": int(self.ranks.total(num_bytes)),
+            "weight_version": str(step + 1),
+            "weight_digest": self.engine.weight_digest(),
             "rollout_tokens_per_s": num_tokens / rollout_s,
             "rollout_s": rollout_s,
             "train_s": trained - rolled_out,
@@ -137,8 +165,7 @@ class GrpoJob:
             )
             for index in mine
         ]
-        with self.service.rollout(release_kv=True):
-            completions = self.service.engine.generate([problems[i].prompt for i in mine], params)
+        completions = self.engine.generate([problems[i].prompt for i in mine], params)
         owners = [problems[i] for i in mine for _ in range(rollout.group_size)]
         rewards = torch.tensor(self._score(owners, completions))
         if rollout.shuffle_rewards:
@@ -163,14 +190,9 @@ class GrpoJob:
         params = SamplingParams(temperature=0.0, max_new_tokens=self.config.rollout.max_new_tokens)
         total = 0.0
         if mine:
-            with self.service.rollout(release_kv=True):
-                completions = self.service.engine.generate([p.prompt for p in mine], params)
+            completions = self.engine.generate([p.prompt for p in mine], params)
             total = sum(self._score(mine, completions))
         return self.ranks.total(total) / len(self.task.heldout)
-
-    def _commit(self, step: int) -> Commit:
-        """Publish the weights after `step` steps: the engine's are the trainer's, so nothing moves."""
-        return self.service.commit_in_place(str(step), source=self.model.named_parameters())
 
     # -- what is kept -----------------------------------------------------------------------------------------------
 
@@ -200,12 +222,15 @@ class GrpoJob:
         return warm_start(spec, cache_dir, device=device, on_progress=_report_warm_start)
 
     def _save_checkpoint(self, step: int) -> None:
+        state = self.backend.state()  # on every rank: shards are gathered
         if self.ranks.is_first:
-            save_checkpoint(self.config.folder / "checkpoints", step, self.model, self.trainer.optimizer)
+            save_checkpoint(self.config.folder / "checkpoints", step, state)
 
     def _save_model(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        tensors = self.backend.on_first(self.backend.named_tensors())
+        if self.ranks.is_first:
+            self.model.save_pretrained(folder, state_dict=tensors)
+            self.tokenizer.save_pretrained(folder)
 
 
 def _report_warm_start(progress: WarmStartProgress) -> None:

@@ -8,6 +8,14 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from ..rollout.config import parse_kv_size
+
+TRAINERS = ("ddp", "fsdp2", "deepspeed")
+SYNCS = ("in_place", "distributed", "tensor", "disk", "delta")
+ENGINES = ("local", "separate")
+UNDOS = ("tensors", "none")
+MAX_ZERO_STAGE = 3
+
 
 @dataclass(frozen=True)
 class RunSettings:
@@ -91,6 +99,13 @@ class TrainSettings:
 
 
 @dataclass(frozen=True)
+class DeepSpeedSettings:
+    """What `trainer = "deepspeed"` shards."""
+
+    zero_stage: int = 2  # 0: nothing, 1: optimizer state, 2: and gradients, 3: and parameters
+
+
+@dataclass(frozen=True)
 class EngineSettings:
     """The engine in each rank; see `lockstep.rollout.config.EngineConfig`."""
 
@@ -102,10 +117,26 @@ class EngineSettings:
 
 
 @dataclass(frozen=True)
+class WeightSettings:
+    """How an update of the engines' weights goes."""
+
+    bucket_bytes: str = "512MiB"  # tensors travel in buckets of at most this size
+    verify: bool = True  # compare the engines' digests with the trainer's before an update counts
+    undo: str = "tensors"  # keep what an update overwrites until it counts; "none": a failed one disables the engine
+    timeout_s: int = 120  # how long any part of an update may wait
+    folder: str = ""  # where disk syncs put their folders; empty: the run's folder
+
+    @property
+    def num_bucket_bytes(self) -> int:
+        """`bucket_bytes` as a number."""
+        return _num_bytes(self.bucket_bytes)
+
+
+@dataclass(frozen=True)
 class HttpSettings:
     """The HTTP surface on each replica."""
 
-    port: int = 0  # 0: none
+    port: int = 0  # of rank 0; rank r listens at this port + r, on loopback; 0: none
 
 
 @dataclass(frozen=True)
@@ -117,9 +148,14 @@ class JobConfig:
     warm_start: WarmStartSettings = field(default_factory=WarmStartSettings)
     data: DataSettings = field(default_factory=DataSettings)
     reward: str = "lockstep.integration.rewards:exact_answer"  # module:function
+    trainer: str = "ddp"  # or "fsdp2", or "deepspeed"
+    sync: str = "in_place"  # how engines get the weights: or "distributed", "tensor", "disk", "delta"
+    engines: str = "local"  # in the trainer's ranks; or "separate": in processes of their own
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
+    deepspeed: DeepSpeedSettings = field(default_factory=DeepSpeedSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
+    weights: WeightSettings = field(default_factory=WeightSettings)
     http: HttpSettings = field(default_factory=HttpSettings)
 
     def __post_init__(self) -> None:
@@ -221,6 +257,7 @@ def _faults(config: JobConfig) -> list[tuple[str, str]]:
         "rollout": ("prompts_per_step", "group_size", "max_new_tokens"),
         "train": ("epochs_per_step", "microbatch_tokens"),
         "engine": ("max_num_seqs", "max_num_batched_tokens"),
+        "weights": ("timeout_s",),
     }
     found = [
         (f"{section}.{name}", f"must be at least 1, not {value}")
@@ -237,8 +274,23 @@ def _faults(config: JobConfig) -> list[tuple[str, str]]:
     found += [(key, f"must be positive, not {value}") for key, value in positive.items() if not value > 0]
     if config.rollout.group_size < 2:
         found.append(("rollout.group_size", "must be at least 2: advantages compare the samples of a group"))
-    if config.model.dtype not in ("float32", "bfloat16"):
-        found.append(("model.dtype", f'must be "float32" or "bfloat16", not {config.model.dtype!r}'))
+    choices = {
+        "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
+        "trainer": (config.trainer, TRAINERS),
+        "sync": (config.sync, SYNCS),
+        "engines": (config.engines, ENGINES),
+        "weights.undo": (config.weights.undo, UNDOS),
+    }
+    found += [(key, f"must be {_listed(known)}, not {value!r}") for key, (value, known) in choices.items()
+              if value not in known]  # fmt: skip
+    if config.engines == "separate" and config.sync == "in_place":
+        found.append(("sync", 'must not be "in_place" with engines="separate": their weights have to travel'))
+    if not 0 <= config.deepspeed.zero_stage <= MAX_ZERO_STAGE:
+        found.append(("deepspeed.zero_stage", f"must be from 0 to {MAX_ZERO_STAGE}, not {config.deepspeed.zero_stage}"))
+    try:
+        _num_bytes(config.weights.bucket_bytes)
+    except ValueError as error:
+        found.append(("weights.bucket_bytes", str(error)))
     if not 0 <= config.warm_start.slip_rate <= 1:
         found.append(("warm_start.slip_rate", f"must be from 0 to 1, not {config.warm_start.slip_rate}"))
     if config.run.num_ranks < 0:
@@ -249,6 +301,24 @@ def _faults(config: JobConfig) -> list[tuple[str, str]]:
         found.append(("data.heldout_path", "needs data.path"))
     if config.model.path and config.warm_start.enabled:
         found.append(("warm_start.enabled", "must be false with model.path: only the built model is warm-started"))
-    if config.http.port:
-        found.append(("http.port", "must be 0: the HTTP surface is not there yet"))
+    if not 0 <= config.http.port < 65536:
+        found.append(("http.port", f"must be from 0 to 65535, not {config.http.port}"))
+    if config.http.port and config.engines == "separate":
+        found.append(("http.port", 'must be 0 with engines="separate": they are not in the ranks'))
     return found
+
+
+def _listed(choices: Sequence[str]) -> str:
+    *first, last = (f'"{choice}"' for choice in choices)
+    return f"{', '.join(first)} or {last}"
+
+
+def _num_bytes(text: str) -> int:
+    """Bytes written as the KV pool's are. Raises ValueError without the key for what is none."""
+    try:
+        num_bytes = parse_kv_size(text).num_bytes
+    except ValueError:
+        num_bytes = None  # its message speaks of another setting
+    if num_bytes is None:
+        raise ValueError(f'must be bytes ("512MiB"), not {text!r}')
+    return num_bytes

@@ -9,10 +9,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from ..rollout.config import EngineConfig
+from ..weight_sync.bucket import ALIGNMENT
 from .arithmetic import CONTEXT_TOKENS, build_tokenizer
 from .job_config import JobConfig
+from .ranks import Ranks
 from .rewards import load_reward
 from .task import build_task, check_lengths
+from .trainer import make_backend
 from .warm_start import ModelSpec, build_model
 
 
@@ -44,6 +47,12 @@ def check_job(config: JobConfig, num_ranks: int) -> None:
     needed = ["matplotlib"] + ["tensorboard"] * config.run.tensorboard
     if absent := [name for name in needed if importlib.util.find_spec(name) is None]:
         wrong.append(f"{' and '.join(absent)} must be installed for plots and logs: pip install lockstep[train]")
+    if config.trainer == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        wrong.append('deepspeed must be installed for trainer="deepspeed": pip install lockstep[deepspeed]')
+    if config.weights.num_bucket_bytes < ALIGNMENT:
+        wrong.append(f"weights.bucket_bytes must be at least {ALIGNMENT} bytes, not {config.weights.bucket_bytes!r}")
+    if config.weights.folder and os.path.exists(config.weights.folder) and not os.path.isdir(config.weights.folder):
+        wrong.append(f"weights.folder: {config.weights.folder!r} is no folder")
     if wrong:
         raise ValueError("; ".join(wrong))
     engine_config(config)
@@ -72,7 +81,6 @@ def describe_plan(config: JobConfig, num_ranks: int) -> str:
             model = build_model(model_spec(config), build_tokenizer())
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     itemsize = {"float32": 4, "bfloat16": 2}[config.model.dtype]
-    weights = num_parameters * itemsize
     text = model.config.get_text_config(decoder=True)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_per_token = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * itemsize
@@ -84,13 +92,59 @@ def describe_plan(config: JobConfig, num_ranks: int) -> str:
     mib = 2.0**20
     lines = [
         f"model      {config.model.path or 'built'}: {num_parameters / 1e6:.2f} M parameters, {config.model.dtype}",
-        f"ranks      {num_ranks}, each a DDP trainer and an engine that aliases its weights",
+        f"ranks      {num_ranks}, each {_trainer(config)} and {_engine(config)}",
+        f"weights    {_sync(config)}",
         f"batch      {prompts} prompts x {group} samples a step, {prompts // num_ranks} x {group} a rank, "
         f"up to {config.rollout.max_new_tokens} new tokens each",
         f"steps      {config.run.num_steps}, {config.train.epochs_per_step} optimizer step(s) on each",
-        f"memory     per rank: weights {weights / mib:.1f} MiB + gradients {weights / mib:.1f} MiB + AdamW "
-        f"{2 * weights / mib:.1f} MiB; activations about {activations / mib:.0f} MiB for {rows} rows; KV pool "
-        f"{config.engine.kv_cache} at {kv_per_token} bytes a token, released while training",
+        f"memory     per rank: {_weight_memory(config, num_parameters, num_ranks)}; activations about "
+        f"{activations / mib:.0f} MiB for {rows} rows; KV pool {config.engine.kv_cache} at {kv_per_token} bytes a "
+        "token, released while training",
         f"results    {config.folder}",
     ]
     return "\n".join(lines)
+
+
+def _trainer(config: JobConfig) -> str:
+    names = {"ddp": "a DDP", "fsdp2": "an FSDP2", "deepspeed": f"a DeepSpeed ZeRO-{config.deepspeed.zero_stage}"}
+    return f"{names[config.trainer]} trainer"
+
+
+def _engine(config: JobConfig) -> str:
+    if config.engines == "separate":
+        return "an engine in a process of its own"
+    return f"an engine {'that aliases its weights' if _aliases(config) else 'with a copy of the weights'}"
+
+
+def _aliases(config: JobConfig) -> bool:
+    backend = make_backend(config, Ranks(0, 1, torch.device("cpu")))
+    return config.sync == "in_place" and backend.shares_storage
+
+
+def _sync(config: JobConfig) -> str:
+    if config.sync == "in_place":
+        return "in place: nothing moves" if _aliases(config) else "gathered from the shards into the copies"
+    settings = config.weights
+    return (
+        f"by {config.sync}, in buckets of {settings.bucket_bytes}, {'' if settings.verify else 'not '}verified, "
+        f"{'with' if settings.undo == 'tensors' else 'without'} undo, waiting {settings.timeout_s} s at most"
+    )
+
+
+def _weight_memory(config: JobConfig, num_parameters: int, num_ranks: int) -> str:
+    """What one rank holds for each parameter, summed up by kind."""
+    itemsize = {"float32": 4, "bfloat16": 2}[config.model.dtype]
+    # How many of weights, gradients and optimizer state are cut into shards: the last so many.
+    num_sharded = {"ddp": 0, "fsdp2": 3, "deepspeed": config.deepspeed.zero_stage}[config.trainer]
+    shards = [num_ranks if kind >= 3 - num_sharded else 1 for kind in range(3)]
+    adamw = 2 * itemsize
+    if config.trainer == "deepspeed" and (config.deepspeed.zero_stage or config.model.dtype == "bfloat16"):
+        adamw = 3 * 4  # moments and a copy of the parameters, in float32
+    parts = {
+        "weights": itemsize / shards[0],
+        "gradients": itemsize / shards[1],
+        "AdamW": adamw / shards[2],
+        "the engine's copy": 0 if _aliases(config) or config.engines == "separate" else itemsize,
+        "the KL reference": itemsize if config.train.kl_coefficient else 0,
+    }
+    return " + ".join(f"{name} {num_parameters * size / 2**20:.1f} MiB" for name, size in parts.items() if size)

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 from ..rollout.engine import Engine
 from ..weight_sync.digest import model_digest
-from ..weight_sync.in_place import NamedTensors, sync_in_place
+from ..weight_sync.errors import Poisoned
+from ..weight_sync.in_place import sync_in_place
+from ..weight_sync.manifest import NamedTensors
+from ..weight_sync.packed import BufferSink
+from ..weight_sync.process_group import GroupRegistry
+from ..weight_sync.tensors import TensorReceiver
+from .service_config import ServiceConfig
+from .weight_checks import WeightChecks
+from .weight_sessions import Commit, DigestTime, WeightSessions
+from .weight_verbs import WeightVerbs
 
-_TAGS = ("kv_cache",)
+_MEND = "complete one, or restore a checkpoint (weights_restored), and commit"
+TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
 @dataclass(frozen=True)
-class Commit:
-    """A weight version that landed."""
+class MemoryReport:
+    """The memory behind one tag, before and after."""
 
-    version: str
-    digest: str | None  # None while a digest asked for "later" is owed
-    bytes_copied: int
-    num_blocks_dropped: int  # cached KV of the version before
+    bytes_before: int
+    bytes_after: int
 
 
-class RolloutService:
+class RolloutService(WeightVerbs):
     """Joins an engine and the weight verbs. Methods that have an HTTP verb bear its name.
 
     Example, in a training rank whose `model` the engine was made from:
@@ -36,9 +43,15 @@ class RolloutService:
         service.commit_in_place("1", source=model.named_parameters())
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, config: ServiceConfig | None = None) -> None:
         self.engine = engine
-        self._owes_digest = False
+        self.config = config or ServiceConfig()
+        self.groups = GroupRegistry()
+        self.sessions = WeightSessions(engine, self.config.weight_timeout_s)
+        self._receiver = TensorReceiver(self.config.shared_memory_folder)
+        self._packed = BufferSink()
+        self._checks = WeightChecks(engine, self.sessions)
+        self._torn: str | None = None  # why the weights that the trainer writes are not to be published
 
     # -- phases -----------------------------------------------------------------------------------------------------
 
@@ -65,65 +78,116 @@ class RolloutService:
     @contextmanager
     def optimizer_step(self) -> Iterator[None]:
         """Announce that the shared weights are being written. From here to the next commit the engine refuses to
-        sample, also after an exception in here: the weights may be torn."""
+        sample. After an exception in here they may be torn, and only a step that completes, or `weights_restored`,
+        allows a commit again. Raises SessionError, and runs nothing, while a weight-update session is open."""
         self.finish_digest()
+        self.sessions.let_write("optimizer_step")
         self.engine.refuse_sampling("the trainer is writing the weights: commit them first")
-        yield
+        self._torn = "an optimizer step has not completed"
+        try:
+            yield
+        except BaseException as error:
+            self._torn = f"an optimizer step failed ({type(error).__name__}: {error})"
+            self.engine.refuse_sampling(f"the weights may be torn: {self._torn}: {_MEND}")
+            raise
+        self._torn = None
 
-    # -- weights ----------------------------------------------------------------------------------------------------
+    def weights_restored(self) -> None:
+        """The trainer has put a checkpoint into the shared weights: they may be committed, whatever a step left."""
+        self._torn = None
 
-    def commit_in_place(
-        self, version: str, *, source: NamedTensors, digest: Literal["now", "later"] = "now"
-    ) -> Commit:
+    # -- weights in place -------------------------------------------------------------------------------------------
+
+    def commit_in_place(self, version: str, *, source: NamedTensors, digest: DigestTime = "now") -> Commit:
         """Publish what the trainer wrote into the shared storage as `version`; starts a KV epoch.
 
         source: the trainer's parameters by Hugging Face name, checked to be the engine's own memory. With
         `digest="later"` the digest is None until `finish_digest`, which `optimizer_step` calls before the next write.
-        Raises ValueError listing tensors that are not shared; then nothing is committed.
+        Raises ValueError listing tensors that are not shared, Poisoned after a step that failed, SessionError while a
+        weight-update session is open; then nothing is committed.
         """
         if digest not in ("now", "later"):
             raise ValueError(f'digest must be "now" or "later", not {digest!r}')
+        if self._torn is not None:
+            raise Poisoned(f"{self._torn}: {_MEND}")
         record = sync_in_place(self.engine.resident_tensors(), source)
-        value = self.model_digest() if digest == "now" else None
-        num_dropped = self.engine.commit_weights(version, value)
-        self._owes_digest = value is None
-        return Commit(version, value, record.bytes_copied, num_dropped)
+        return self.sessions.commit_in_place(version, digest, record.bytes_copied)
 
     def finish_digest(self) -> str | None:
         """Compute the digest that a commit put off, if one is owed; returns the digest of the weights now."""
-        if self._owes_digest:
-            self.engine.set_weight_digest(self.model_digest())
-            self._owes_digest = False
-        return self.engine.weight_digest
+        return self.sessions.finish_digest()
 
     def model_digest(self) -> str:
         """SHA-256 tree over the resident tensors as they are now (DESIGN section 3), in hex. Changes nothing."""
         return model_digest(self.engine.resident_tensors())
 
-    def get_weight_version(self) -> str:
-        """The version that was committed last."""
-        return self.engine.weight_version
+    def weights_checker(
+        self, action: str = "checksum", *, skip_tensor_list: Sequence[str] = (), seed: int | None = None
+    ) -> dict[str, object]:
+        """Look at the weights between two steps: checksum, snapshot, compare, reset_tensors; see `WeightChecks`."""
+        return self._checks.run(action, skip_tensor_list, seed)
 
     # -- memory and state -------------------------------------------------------------------------------------------
 
-    def release_memory_occupation(self, tags: Iterable[str] = _TAGS) -> dict[str, int]:
-        """Free the memory behind each tag (only "kv_cache" so far); returns the bytes freed by tag.
+    def release_memory_occupation(self, tags: Iterable[str] | None = None) -> dict[str, MemoryReport]:
+        """Free the memory behind each tag, all of them by default. What is free already, or the trainer's, stays as it
+        is.
 
-        Raises ValueError for an unknown tag, NotIdle while sequences run.
+        Raises ValueError for an unknown tag and NotIdle while sequences hold blocks, then nothing was released; and
+        SessionError for weights that an open session writes.
         """
-        return {tag: self.engine.release_kv() for tag in _checked(tags)}
+        reports = {}
+        for tag in _checked(tags):  # the pool first: whoever runs is found before the weights go
+            before = self._bytes(tag)
+            if tag == "kv_cache":
+                self.engine.release_kv()
+            elif tag == "weights":
+                self.sessions.release_weights()
+            reports[tag] = MemoryReport(before, self._bytes(tag))
+        return reports
 
-    def resume_memory_occupation(self, tags: Iterable[str] = _TAGS) -> dict[str, int]:
-        """Allocate again what was released; returns the bytes held by tag. What is there stays as it is."""
-        return {tag: self.engine.resume_kv() for tag in _checked(tags)}
+    def resume_memory_occupation(self, tags: Iterable[str] | None = None) -> dict[str, MemoryReport]:
+        """Allocate again what was released. What is there stays as it is.
+
+        Weights come back undefined: nothing is sampled before an update has written all of them. The KV pool's return
+        commits an implicit weight-update session.
+        """
+        reports = {}
+        for tag in _checked(tags):
+            before = self._bytes(tag)
+            if tag == "kv_cache":
+                self.sessions.commit_implicit()
+                self.engine.resume_kv()
+            elif tag == "weights":
+                self.sessions.resume_weights()
+            reports[tag] = MemoryReport(before, self._bytes(tag))
+        return reports
 
     def state(self) -> dict[str, object]:
         """The engine's state and the weights'. Changes nothing."""
-        return {**self.engine.state(), "owes_digest": self._owes_digest}
+        return {
+            **self.engine.state(),
+            "owes_digest": self.sessions.owes_digest,
+            "weight_update": self.sessions.state(),
+            "weight_groups": self.groups.state(),
+        }
+
+    def close(self) -> None:
+        """Leave every group, give up an open session, and close the engine."""
+        self.groups.close()
+        self._receiver.close()
+        self.sessions.close()
+        self.engine.close()
+
+    def _bytes(self, tag: str) -> int:
+        if tag == "kv_cache":
+            return self.engine.kv_bytes
+        return self.engine.model.weight_bytes if tag == "weights" else 0
 
 
-def _checked(tags: Iterable[str]) -> list[str]:
-    tags = list(tags)
-    if unknown := [tag for tag in tags if tag not in _TAGS]:
-        raise ValueError(f"unknown memory tag: {', '.join(unknown)}; known: {', '.join(_TAGS)}")
-    return tags
+def _checked(tags: Iterable[str] | None) -> list[str]:
+    """Known tags in the order of TAGS, each once; all of them for None or none."""
+    asked = set(tags or TAGS)
+    if unknown := sorted(asked - set(TAGS)):
+        raise ValueError(f"unknown memory tag: {', '.join(unknown)}; known: {', '.join(TAGS)}")
+    return [tag for tag in TAGS if tag in asked]

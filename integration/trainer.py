@@ -1,24 +1,23 @@
-"""The trainer of the main job: one GRPO update of a DDP model, and the measurement of its gap to the engine."""
+"""The trainer of the main job: one GRPO update, whatever shards the model, and its measured gap to the engine."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
 
 from ..kernels.sampling import selected_logprobs
 from ..rollout.hosted_model import HostedModel
+from .deepspeed_backend import DeepSpeedBackend
 from .grpo_loss import PolicyLoss, policy_loss
-from .job_config import TrainSettings
+from .job_config import JobConfig, TrainSettings
 from .packing import PackedBatch, Sample, microbatches, pack
 from .ranks import Ranks
-from .service import RolloutService
+from .trainer_backends import DdpBackend, Fsdp2Backend, TrainerBackend
 
 
 @dataclass(frozen=True)
@@ -32,28 +31,46 @@ class TrainStats:
     grad_norm: float
 
 
+def make_backend(config: JobConfig, ranks: Ranks) -> TrainerBackend:
+    """The backend that a job's settings name; it wraps nothing yet."""
+    makers: dict[str, Callable[[], TrainerBackend]] = {
+        "ddp": lambda: DdpBackend(config.train, ranks),
+        "fsdp2": lambda: Fsdp2Backend(config.train, ranks),
+        "deepspeed": lambda: DeepSpeedBackend(config.train, ranks, config.deepspeed.zero_stage),
+    }
+    return makers[config.trainer]()
+
+
 class GrpoTrainer:
-    """Owns the optimizer and the DDP wrapper around the module that the engine hosts."""
+    """GRPO on a hosted model. Hands the module to the backend, which wraps or shards it.
+
+    hosted: the engine's own model where it aliases the trainer's module; else one adopted from the module before, for
+    its numerics. announce_step: what the optimizer's step runs in, `RolloutService.optimizer_step` of an engine that
+    aliases the module.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, service: RolloutService, settings: TrainSettings, temperature: float, ranks: Ranks
+        self,
+        hosted: HostedModel,
+        backend: TrainerBackend,
+        settings: TrainSettings,
+        temperature: float,
+        ranks: Ranks,
+        *,
+        announce_step: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.model = model
-        self._service = service
+        self.backend = backend
+        self._hosted = hosted
         self._settings = settings
         self._temperature = temperature
         self._ranks = ranks
-        device_ids = [ranks.device] if ranks.device.type == "cuda" else None
-        self._ddp = DistributedDataParallel(model, device_ids=device_ids)
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay
-        )
+        self._announce_step = announce_step
         self._reference: HostedModel | None = None
         if settings.kl_coefficient:
-            frozen = copy.deepcopy(model).requires_grad_(False).eval()
-            self._reference = HostedModel.adopt(
-                frozen, dtype=None, device=None, invariant=service.engine.config.invariant
-            )
+            frozen = copy.deepcopy(hosted.module).requires_grad_(False).eval()  # before it is sharded
+            invariant = hosted.numerics.guarantee is not None
+            self._reference = HostedModel.adopt(frozen, dtype=None, device=None, invariant=invariant)
+        backend.wrap(hosted.module)
 
     def update(self, samples: Sequence[Sample], step: int) -> TrainStats:
         """Learn from one step's samples (this rank's share of them). Every rank calls it together."""
@@ -61,23 +78,20 @@ class GrpoTrainer:
         batches = [pack(run, self._ranks.device) for run in microbatches(samples, self._settings.microbatch_tokens)]
         references = [self._reference_logprobs(batch) for batch in batches]
         factor = min(1.0, (step + 1) / self._settings.num_warmup_steps) if self._settings.num_warmup_steps else 1.0
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._settings.learning_rate * factor
-        gap = 0.0
-        self.model.train()
+        self.backend.set_learning_rate(self._settings.learning_rate * factor)
+        gap = norm = 0.0
+        self._hosted.module.train()
         for epoch in range(self._settings.epochs_per_step):
             losses, epoch_gap = self._backward(batches, references, num_tokens)
             gap = epoch_gap if epoch == 0 else gap
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.max_grad_norm)
-            with self._service.optimizer_step():
-                self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            with self._announce_step():
+                norm = self.backend.step()
         return TrainStats(
             logprob_gap=self._ranks.largest(gap),
             loss=self._ranks.total(sum(item.loss.item() for item in losses)),
             kl=self._ranks.total(sum(item.kl for item in losses)),
             clip_fraction=self._ranks.total(sum(item.clip_fraction for item in losses)),
-            grad_norm=float(norm),
+            grad_norm=norm,
         )
 
     def _backward(
@@ -85,10 +99,14 @@ class GrpoTrainer:
     ) -> tuple[list[PolicyLoss], float]:
         """Accumulate the gradients of one pass; returns its losses and the largest gap seen in its forwards."""
         losses, gap = [], 0.0
-        for index, (batch, reference) in enumerate(zip(batches, references, strict=True)):
-            is_last = index == len(batches) - 1  # gradients travel between ranks once, with the last micro-batch
-            with self._service.training_numerics(), nullcontext() if is_last else self._ddp.no_sync():
-                logits = self._ddp(**batch.model_inputs()).logits[0]
+        num_forwards = len(batches)
+        if self.backend.talks_in_forward:
+            num_forwards = int(self._ranks.largest(num_forwards))
+        for index in range(num_forwards):
+            is_extra = index >= len(batches)  # other ranks have more: their collectives need us, our numbers do not
+            batch, reference = (batches[-1], references[-1]) if is_extra else (batches[index], references[index])
+            with self._hosted.training_numerics(), self.backend.microbatch(is_last=index + 1 == num_forwards):
+                logits = self.backend.forward(**batch.model_inputs())[0]
                 logprobs = selected_logprobs(logits, batch.targets, self._temperature)
                 loss = policy_loss(
                     logprobs,
@@ -101,9 +119,11 @@ class GrpoTrainer:
                     reference,
                     self._settings.kl_coefficient,
                 )
-                (loss.loss * self._ranks.num_ranks).backward()  # DDP averages over ranks; the shares are summed
-            gap = max(gap, (logprobs.detach() - batch.logprobs).abs().max().item())
-            losses.append(loss)
+                weight = 0 if is_extra else self._ranks.num_ranks  # ranks are averaged; the shares are summed
+                self.backend.backward(loss.loss * weight)
+            if not is_extra:
+                gap = max(gap, (logprobs.detach() - batch.logprobs).abs().max().item())
+                losses.append(loss)
         return losses, gap
 
     def _reference_logprobs(self, batch: PackedBatch) -> Tensor | None:

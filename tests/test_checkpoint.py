@@ -2,52 +2,64 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from lockstep.integration.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from lockstep.integration.job_config import TrainSettings
 from lockstep.integration.run_log import drop_lines_after, read_metrics
+from lockstep.integration.trainer_backends import DdpBackend
 
 
-def train(model, optimizer, num_steps):
+class OneProcess(DdpBackend):
+    """The backend without its process group: what it keeps of a model and its AdamW is the same."""
+
+    def __init__(self, model):
+        ranks = SimpleNamespace(rank=0, num_ranks=1, is_first=True, device=torch.device("cpu"))
+        super().__init__(TrainSettings(learning_rate=1e-3), ranks)
+        self.model, self._ddp, self.optimizer = model, model, self.adamw(model)
+
+
+def train(backend, num_steps):
     for step in range(num_steps):
         ids = torch.arange(step, step + 12)[None] % 256
-        model(ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        backend.model(ids, labels=ids).loss.backward()
+        backend.step()
 
 
 def test_a_loaded_checkpoint_trains_on_to_the_same_bits(make_model, tmp_path):
-    straight, broken, other = (make_model("qwen2") for _ in range(3))
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (straight, broken, other)]
-    train(straight, optimizers[0], 5)
-    train(broken, optimizers[1], 5)
-    path = save_checkpoint(tmp_path, 5, broken, optimizers[1])
+    straight, broken, other = (OneProcess(make_model("qwen2")) for _ in range(3))
+    train(straight, 5)
+    train(broken, 5)
+    path = save_checkpoint(tmp_path, 5, broken.state())
     assert newest_checkpoint(tmp_path) == path
-    assert load_checkpoint(path, other, optimizers[2]) == 5
-    train(straight, optimizers[0], 3)
-    train(other, optimizers[2], 3)
-    for a, b in zip(straight.parameters(), other.parameters(), strict=True):
+    step, state = load_checkpoint(path)
+    other.load_state(state)
+    assert step == 5
+    train(straight, 3)
+    train(other, 3)
+    for a, b in zip(straight.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
 def test_only_the_newest_two_are_kept_and_unfinished_ones_do_not_count(make_model, tmp_path):
-    model = make_model("qwen2")
-    optimizer = torch.optim.AdamW(model.parameters())
+    backend = OneProcess(make_model("qwen2"))
     assert newest_checkpoint(tmp_path / "none") is None
     (tmp_path / ".partial-1").mkdir()
     assert newest_checkpoint(tmp_path) is None
     for step in (1, 2, 10):
-        save_checkpoint(tmp_path, step, model, optimizer)
+        save_checkpoint(tmp_path, step, backend.state())
     assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-000002", "step-000010"]
     assert newest_checkpoint(tmp_path).name == "step-000010"
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(make_model, tmp_path):
-    model, other = make_model("qwen2"), make_model("qwen2", num_hidden_layers=1)
-    path = save_checkpoint(tmp_path, 1, model, torch.optim.AdamW(model.parameters()))
+    backend, other = OneProcess(make_model("qwen2")), OneProcess(make_model("qwen2", num_hidden_layers=1))
+    path = save_checkpoint(tmp_path, 1, backend.state())
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp"):
-        load_checkpoint(path, other, torch.optim.AdamW(other.parameters()))
+        other.load_state(load_checkpoint(path)[1])
 
 
 def test_metrics_lose_their_half_written_line_and_what_comes_after_the_checkpoint(tmp_path):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,18 +23,36 @@ CONFIG = ROOT / "configs" / "arithmetic_cpu.toml"
 SHRUNK = [
     "run.num_steps=4", "run.eval_every=2", "run.checkpoint_every=2", "run.timeout_s=60", "warm_start.num_steps=12",
     "warm_start.batch_size=16", "data.num_heldout=16", "rollout.prompts_per_step=4", "rollout.group_size=4",
-    "model.num_layers=2", "model.hidden_size=64", "engine.kv_cache=4MiB",
+    "model.num_layers=2", "model.hidden_size=64", "engine.kv_cache=4MiB", "reward=text_reward:by_text",
+    "train.learning_rate=1e-3",
 ]  # fmt: skip
+# Tells samples of an untrained model apart, so that every step changes the weights; and ends the whole job, as kill -9
+# from outside would, when KILL_AFTER_STEP steps stand in its log.
+REWARD = """
+import os, signal
+from pathlib import Path
+
+def by_text(prompt, completion, answer):
+    after, log = int(os.environ.get("KILL_AFTER_STEP", "0")), Path("runs/arithmetic/metrics.jsonl")
+    if after and log.exists() and log.read_text().count("\\n") >= after:
+        launcher = os.getppid()
+        ranks = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        for pid in [launcher, *(int(rank) for rank in ranks if int(rank) != os.getpid()), os.getpid()]:
+            os.kill(pid, signal.SIGKILL)
+    return sum(map(ord, completion)) % 97 / 97
+"""
 SAME_IN_EVERY_RUN = ("step", "reward_mean", "logprob_gap", "sync_bytes", "weight_version", "weight_digest",
                      "heldout_accuracy", "loss")  # fmt: skip
 
 
-def torchrun(folder: Path, *arguments: str, num_ranks: int = 2) -> subprocess.Popen:
+def torchrun(folder: Path, *arguments: str, num_ranks: int = 2, kill_after_step: int = 0) -> subprocess.Popen:
     """Start the job in `folder`, in a process group of its own, its output in `folder`/log."""
+    (folder / "text_reward.py").write_text(REWARD)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks),
                "-m", "lockstep.integration.grpo", *arguments]  # fmt: skip
     with open(folder / "log", "w") as log:
-        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+        environment = os.environ | {"KILL_AFTER_STEP": str(kill_after_step)}
+        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True, env=environment)
 
 
 def finish(process: subprocess.Popen, seconds: float = 150) -> int:
@@ -44,9 +63,12 @@ def finish(process: subprocess.Popen, seconds: float = 150) -> int:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """End the launcher and its ranks at once."""
+    """End the launcher and its ranks, each in a session of its own, at once."""
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        for pid in [process.pid, *map(int, ranks)]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.wait()
 
 
@@ -68,6 +90,7 @@ def test_two_ranks_train_with_a_gap_of_zero_and_no_byte_moved(straight_run):
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(line["logprob_gap"] == 0.0 and line["sync_bytes"] == 0 for line in lines)
     assert [line["weight_version"] for line in lines] == ["1", "2", "3", "4"]
+    assert len({line["weight_digest"] for line in lines}) == 4, "every step changes the weights"
     assert [("heldout_accuracy" in line) for line in lines] == [False, True, False, True]
     assert all(line[key] > 0 for line in lines for key in ("rollout_tokens_per_s", "rollout_s", "train_s", "sync_s"))
     assert (straight_run / "runs/arithmetic/progress.png").stat().st_size > 1000
@@ -91,14 +114,8 @@ def test_the_trained_model_loads_in_transformers_and_is_what_was_committed_last(
 @pytest.mark.parametrize("kill_after_step", [1, 3])
 def test_a_killed_and_resumed_run_ends_as_an_uninterrupted_one(straight_run, tmp_path, kill_after_step):
     os.symlink(straight_run / ".cache", tmp_path / ".cache")  # the warm start is shared: it is skipped
-    process = torchrun(tmp_path, str(CONFIG), *SHRUNK)
-    deadline = time.monotonic() + 120
-    try:
-        while len(lines_of(tmp_path)) < kill_after_step and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)  # polls a file: the job tells nobody else
-    finally:
-        kill(process)
-    assert len(lines_of(tmp_path)) >= kill_after_step, (tmp_path / "log").read_text()
+    assert finish(torchrun(tmp_path, str(CONFIG), *SHRUNK, kill_after_step=kill_after_step)) == -signal.SIGKILL
+    assert len(lines_of(tmp_path)) == kill_after_step, (tmp_path / "log").read_text()
     assert finish(torchrun(tmp_path, str(CONFIG), *SHRUNK, "--resume")) == 0, (tmp_path / "log").read_text()
     assert lines_of(tmp_path) == lines_of(straight_run)
     assert "warm start" not in (tmp_path / "log").read_text()

@@ -228,7 +228,11 @@ def wait_until(is_true, process: subprocess.Popen, seconds: float = 60.0) -> Non
             pytest.fail("the process ended too early")
 
 
-@pytest.mark.parametrize(("kill", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kill", "code"),
+    [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)],
+)
 def test_a_killed_run_resumes_and_ends_with_the_answers_of_an_uninterrupted_one(
     make_job, tmp_path, kill, code
 ):

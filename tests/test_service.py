@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from lockstep.integration.service import RolloutService
+from lockstep.integration.service import MemoryReport, RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import MemoryReleased, NotIdle, PhaseError, SamplingRefused
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.weight_sync.digest import model_digest
+from lockstep.weight_sync.errors import Poisoned, SessionError
 from lockstep.weight_sync.in_place import sync_in_place, write_tensor
 
 PARAMS = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
@@ -77,13 +81,105 @@ def test_a_digest_asked_for_later_is_there_before_the_next_write(model, service)
 
 
 def test_nothing_is_sampled_between_an_optimizer_step_and_the_next_commit(model, service):
-    with pytest.raises(RuntimeError, match="boom"), service.optimizer_step():
-        raise RuntimeError("boom")
+    with service.optimizer_step(), pytest.raises(SamplingRefused, match="is writing the weights"):
+        service.engine.generate([[1, 2, 3]], PARAMS)
     with pytest.raises(SamplingRefused, match="commit"):
         service.engine.generate([[1, 2, 3]], PARAMS)
     assert service.state()["num_waiting"] == 0  # the refused request left nothing behind
     service.commit_in_place("1", source=model.named_parameters())
     assert len(service.engine.generate([[1, 2, 3]], PARAMS)) == 1
+
+
+def fail_in_a_step(service: RolloutService, write: Callable[[], object] = lambda: None) -> None:
+    def step() -> None:
+        with service.optimizer_step():
+            write()
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        step()
+
+
+def test_after_a_step_that_failed_nothing_is_committed_or_sampled_before_one_that_completes(model, service):
+    fail_in_a_step(service)
+    for _ in range(2):
+        with pytest.raises(Poisoned, match=r"boom.*complete one.*weights_restored"):
+            service.commit_in_place("1", source=model.named_parameters())
+        with pytest.raises(SamplingRefused, match="boom"):
+            service.engine.generate([[1, 2, 3]], PARAMS)
+        with pytest.raises(SamplingRefused, match="boom"):
+            service.continue_generation()
+    with service.optimizer_step():
+        pass
+    with pytest.raises(SamplingRefused, match="commit"):
+        service.engine.generate([[1, 2, 3]], PARAMS)
+    service.commit_in_place("1", source=model.named_parameters())
+    [completion] = service.engine.generate([[1, 2, 3]], PARAMS)
+    assert completion.weight_version == "1"
+
+
+def test_after_a_step_that_failed_a_restored_checkpoint_may_be_committed(model, service):
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    digest = service.commit_in_place("1", source=model.named_parameters()).digest
+    fail_in_a_step(service, lambda: model.lm_head.weight.data.add_(1))
+    model.load_state_dict(kept)
+    service.weights_restored()
+    assert service.commit_in_place("2", source=model.named_parameters()).digest == digest
+    assert service.engine.generate([[1, 2, 3]], PARAMS)[0].weight_version == "2"
+
+
+def test_requests_of_a_started_engine_wait_for_the_commit_after_a_step(model, service):
+    answers: list = []
+    with service.engine.model.rollout_phase():
+        service.engine.start()
+        with service.optimizer_step():
+            thread = threading.Thread(
+                target=lambda: answers.extend(service.engine.generate([[1, 2, 3]], PARAMS)), daemon=True
+            )
+            thread.start()
+            deadline, pulse = time.monotonic() + 30, threading.Event()
+            while not service.state()["num_waiting"]:
+                assert time.monotonic() < deadline
+                pulse.wait(0.001)
+        assert not answers and service.state()["metrics"]["num_output_tokens"] == 0
+        service.commit_in_place("1", source=model.named_parameters())
+        thread.join(30)
+        service.engine.stop()
+    assert [completion.weight_version for completion in answers] == ["1"]
+
+
+def test_the_trainer_and_a_session_do_not_write_at_the_same_time(model, service):
+    service.begin_weight_update(coverage="partial")
+    with pytest.raises(SessionError, match=r"optimizer_step: .*open"), service.optimizer_step():
+        raise AssertionError("it must not get here")
+    with pytest.raises(SessionError, match=r"commit_in_place: .*open"):
+        service.commit_in_place("1", source=model.named_parameters())
+    service.abort_weight_update()
+    assert service.commit_in_place("1", source=model.named_parameters()).version == "1"
+
+
+def test_what_the_trainer_wrote_is_not_taken_back_by_a_revert(model, service):
+    service.update_weights_from_named_tensors([("model.norm.weight", torch.zeros(64))], weight_version="1")
+    service.continue_generation()
+    with service.optimizer_step(), torch.no_grad():
+        model.model.norm.weight.fill_(2.0)
+    service.commit_in_place("2", source=model.named_parameters())
+    with pytest.raises(SessionError, match="no commit"):
+        service.revert_weight_update()
+    assert (model.model.norm.weight == 2.0).all() and service.get_weight_version() == "2"
+
+
+def test_a_full_update_mends_torn_weights_and_its_revert_tears_them_again(model, service):
+    fail_in_a_step(service)
+    service.engine.pause_generation()
+    service.begin_weight_update(weight_version="1")
+    service.update_weights_from_named_tensors([(n, p.detach() * 2) for n, p in model.named_parameters()])
+    service.end_weight_update()
+    assert service.engine.refusal is None
+    service.revert_weight_update()
+    assert "boom" in service.engine.refusal
+    with pytest.raises(SamplingRefused, match="boom"):
+        service.continue_generation()
 
 
 def test_kv_of_older_weights_is_never_reused(model, service):
@@ -115,13 +211,15 @@ def test_the_trainer_owns_the_module_outside_a_phase(service):
 
 
 def test_memory_is_released_and_comes_back(service):
-    freed = service.release_memory_occupation()["kv_cache"]
-    assert freed > 0 and service.state()["kv_bytes"] == 0
-    assert service.release_memory_occupation(["kv_cache"]) == {"kv_cache": 0}
+    report = service.release_memory_occupation()["kv_cache"]
+    assert report.bytes_before > 0 and report.bytes_after == service.state()["kv_bytes"] == 0
+    assert service.release_memory_occupation(["kv_cache"]) == {"kv_cache": MemoryReport(0, 0)}
     with pytest.raises(MemoryReleased):
         service.engine.generate([[1, 2, 3]], PARAMS)
-    assert service.resume_memory_occupation() == {"kv_cache": freed}
-    assert service.resume_memory_occupation() == {"kv_cache": freed}
+    assert service.resume_memory_occupation()["kv_cache"] == MemoryReport(0, report.bytes_before)
+    unchanged = MemoryReport(report.bytes_before, report.bytes_before)
+    again = service.resume_memory_occupation(["kv_cache", "cuda_graph"])
+    assert again == {"kv_cache": unchanged, "cuda_graph": MemoryReport(0, 0)}
     with service.rollout(release_kv=True):
         service.engine.generate([[1, 2, 3]], PARAMS)
     assert service.state()["kv_bytes"] == 0

@@ -11,6 +11,7 @@ from lockstep.integration.packing import Sample
 from lockstep.integration.ranks import Ranks, process_group
 from lockstep.integration.service import RolloutService
 from lockstep.integration.trainer import GrpoTrainer
+from lockstep.integration.trainer_backends import DdpBackend
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
@@ -26,9 +27,13 @@ def group():
     assert not dist.is_initialized()
 
 
-def make_trainer(model, settings=None, temperature=TEMPERATURE):
-    service = RolloutService(Engine(model, EngineConfig(kv_cache="64 blocks", max_num_seqs=8)))
-    return service, GrpoTrainer(model, service, settings or TrainSettings(num_warmup_steps=0), temperature, RANKS)
+def make_trainer(model, settings=None, temperature=TEMPERATURE, *, invariant=True):
+    settings = settings or TrainSettings(num_warmup_steps=0)
+    engine = Engine(model, EngineConfig(kv_cache="64 blocks", max_num_seqs=8, invariant=invariant))
+    service, backend = RolloutService(engine), DdpBackend(settings, RANKS)
+    return service, GrpoTrainer(
+        engine.model, backend, settings, temperature, RANKS, announce_step=service.optimizer_step
+    )
 
 
 def sample(service):
@@ -68,9 +73,7 @@ def test_another_temperature_opens_the_gap(group, make_model):
 
 
 def test_without_the_invariant_mode_the_gap_is_not_promised_but_measured(group, make_model):
-    model = make_model("qwen3")
-    service = RolloutService(Engine(model, EngineConfig(kv_cache="64 blocks", max_num_seqs=8, invariant=False)))
-    trainer = GrpoTrainer(model, service, TrainSettings(num_warmup_steps=0), TEMPERATURE, RANKS)
+    service, trainer = make_trainer(make_model("qwen3"), invariant=False)
     assert trainer.update(sample(service), 0).logprob_gap < 1e-4
 
 

@@ -145,6 +145,7 @@ def _rank(rank, port, cache, queue):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks_train_what_one_process_trains(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

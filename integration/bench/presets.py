@@ -30,6 +30,15 @@ PRESETS: dict[str, dict[str, int]] = {
         "head_dim": 64,
         "vocab_size": 16384,
     },
+    "medium": {  # 348 M parameters: the layers of Qwen3-0.6B, 20 of its 28, and a smaller vocabulary
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 20,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 32768,
+    },
 }
 
 

@@ -1,0 +1,73 @@
+"""Plain counters of what came to an engine's weights; the HTTP edge turns them into Prometheus ones."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+# The first word of an update's source, as sessions call it: the path, as the frameworks call it.
+_PATHS = {"group": "distributed", "tensor": "tensor", "folder": "disk", "this": "process"}
+
+
+def path_of(source: str) -> str:
+    """By which path an update of that source came."""
+    return _PATHS.get(source.partition(" ")[0], "other")
+
+
+@dataclass
+class WeightMetrics:
+    """Totals since the service was made. Any thread may write."""
+
+    num_updates: Counter[str] = field(default_factory=Counter)  # written whole, by path
+    num_bytes: Counter[str] = field(default_factory=Counter)  # of those
+    seconds: Counter[str] = field(default_factory=Counter)  # of those
+    last_seconds: dict[str, float] = field(default_factory=dict)  # of the newest attempt, by path
+    num_digests_verified: int = 0  # tensors that were found to be the sender's
+    num_failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # by operation and the error's class
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def attempt(self, operation: str) -> Iterator[None]:
+        """Count it where it fails."""
+        try:
+            yield
+        except BaseException as error:
+            with self._lock:
+                self.num_failures[operation, type(error).__name__] += 1
+            raise
+
+    @contextmanager
+    def update(self, path: str) -> Iterator[None]:
+        """`attempt` of an update by that path, and how long it took."""
+        started = time.monotonic()
+        try:
+            with self.attempt(f"update_{path}"):
+                yield
+        finally:
+            with self._lock:
+                self.last_seconds[path] = time.monotonic() - started
+
+    def landed(self, path: str, num_bytes: int, seconds: float, num_verified: int) -> None:
+        """An update was written whole; that many of its tensors were compared with the sender's digests."""
+        with self._lock:
+            self.num_updates[path] += 1
+            self.num_bytes[path] += num_bytes
+            self.seconds[path] += seconds
+            self.num_digests_verified += num_verified
+
+    def verified(self, num_tensors: int) -> None:
+        """That many tensors are the sender's."""
+        with self._lock:
+            self.num_digests_verified += num_tensors
+
+    def copy(self) -> WeightMetrics:
+        """As they stand now."""
+        with self._lock:
+            return WeightMetrics(
+                self.num_updates.copy(), self.num_bytes.copy(), self.seconds.copy(), dict(self.last_seconds),
+                self.num_digests_verified, self.num_failures.copy(),
+            )  # fmt: skip

@@ -1,0 +1,393 @@
+"""The weight verbs of a service, under the names of their HTTP verbs. Every one may be called from any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from ..rollout.commands import ContinueReport, HoldReport
+from ..rollout.engine import Engine
+from ..rollout.errors import MemoryReleased, SamplingRefused
+from ..weight_sync.bucket import byte_view
+from ..weight_sync.delta import Check, apply_delta
+from ..weight_sync.delta_wire import DELTA_MANIFEST_FILE, load_delta
+from ..weight_sync.disk import load_folder
+from ..weight_sync.distributed import receive_update
+from ..weight_sync.errors import SessionError
+from ..weight_sync.foreign import receive_flattened_bucket, receive_tensors
+from ..weight_sync.manifest import Manifest, NamedTensors, TensorSpec, specs_from_lists, specs_of
+from ..weight_sync.packed import BufferSink, apply_stream
+from ..weight_sync.process_group import GroupRegistry
+from ..weight_sync.pull import PullRecord, pull_weights
+from ..weight_sync.rendezvous import Rendezvous
+from ..weight_sync.session import UpdateRecord
+from ..weight_sync.sink import Sink
+from ..weight_sync.tensors import TensorReceiver
+from ..weight_sync.transaction import Coverage, Undo
+from ..weight_sync.unpickle import read_framework_payload
+from .service_config import ServiceConfig
+from .weight_sessions import Commit, DigestTime, WeightSessions
+
+GROUP_NAME = "weight_update_group"
+
+
+class WeightVerbs:
+    """What a service does with weights that come to it. Its heir sets the fields.
+
+    Common arguments: weight_version, the label of the weights, visible once they are committed; verify, the sender's
+    tensor roots (`digest.tensor_root`, hex) by name; abort_all_requests, end what runs first; keep_running, let what
+    is paused in_place go on with the new weights (inside a session `begin_weight_update` has both); delta_check, how
+    closely a delta looks at what it changes (`delta.Check`); timeout_s, the deadline of every wait.
+    """
+
+    engine: Engine
+    config: ServiceConfig
+    sessions: WeightSessions
+    groups: GroupRegistry
+    _receiver: TensorReceiver
+    _packed: BufferSink  # buckets of a delta whose last one has not come yet
+
+    # -- sessions ---------------------------------------------------------------------------------------------------
+
+    def begin_weight_update(
+        self,
+        *,
+        weight_version: str | None = None,
+        coverage: Coverage = "full",
+        undo: Undo = "tensors",
+        digest: DigestTime = "now",
+        lease_s: float | None = None,
+        abort_all_requests: bool = False,
+        keep_running: bool = False,
+        timeout_s: float | None = None,
+    ) -> HoldReport:
+        """Open a session; nothing is sampled until it ends. One that is not ended within `lease_s` is rolled back, so
+        that a client that died leaves nothing open.
+
+        coverage "full": every parameter has to be written before it can end. undo "none" keeps nothing to go back to,
+        and a failure poisons the weights. digest: when the model digest is computed, at the end or by `finish_digest`.
+        Raises SessionError where one is open, NotIdle, naming the remedies, where requests run.
+        """
+        self._check_resident()
+        return self.sessions.begin(
+            weight_version, coverage, undo, digest, lease_s, abort_all_requests, keep_running,
+            self._deadline(timeout_s),
+        )  # fmt: skip
+
+    def verify_weight_update(self, digests: Mapping[str, str]) -> None:
+        """Compare everything the open session wrote with the sender's tensor roots, hex by name.
+
+        Raises DigestMismatch naming the tensors that differ: they are restored, and sending only those again repairs
+        the session, which stays open. Raises ValueError for names that were not written.
+        """
+        self.sessions.verify(digests)
+
+    def end_weight_update(self, *, weight_version: str | None = None) -> Commit:
+        """Commit the open session: its version and digest are published and a KV epoch starts.
+
+        Raises SessionError where none is open, ValueError listing what a full session misses; that one stays open.
+        """
+        return self.sessions.end(weight_version)
+
+    def abort_weight_update(self, why: str = "asked for") -> None:
+        """Give the open session up: every byte is what it was, or the weights are poisoned where nothing was kept."""
+        self.sessions.abort(why)
+
+    def revert_weight_update(self) -> str:
+        """Take the last commit back while what it overwrote is kept (until `release_weight_undo` or the next update);
+        returns the version that stands again."""
+        return self.sessions.revert()
+
+    def release_weight_undo(self) -> None:
+        """The last commit stands: free what it overwrote."""
+        self.sessions.release_undo()
+
+    def continue_generation(self, *, op_id: str | None = None, timeout_s: float | None = None) -> ContinueReport:
+        """Commit an implicit session, then end the pause.
+
+        Raises SessionError while an explicit session is open, SamplingRefused where the weights cannot be sampled from.
+        """
+        if self.sessions.is_open:
+            raise SessionError("a weight-update session is open: end it or give it up before generation continues")
+        self.sessions.commit_implicit()
+        if (why := self.engine.refusal) is not None:
+            raise SamplingRefused(f"generation cannot continue: {why}")
+        return self.engine.continue_generation(op_id=op_id, timeout_s=timeout_s)
+
+    # -- over a process group ---------------------------------------------------------------------------------------
+
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = GROUP_NAME,
+        backend: str = "nccl",
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Join a group as rank `rank_offset`; rank 0 is the sender. Blocks until all have joined, without holding the
+        engine up. Raises ValueError for a group that exists, TransferFailed when not all came in time."""
+        device = self.engine.model.device if backend == "nccl" else None
+        # The frameworks send the port as text, too.
+        rendezvous = Rendezvous(
+            master_address, int(master_port), rank_offset, world_size, group_name, backend,  # type: ignore[arg-type]
+            self._deadline(timeout_s), device,
+        )  # fmt: skip
+        self.groups.init(rendezvous)
+
+    def destroy_weights_update_group(self, group_name: str = GROUP_NAME) -> None:
+        """Leave a group; ends a rendezvous that still waits. Raises ValueError for an unknown one."""
+        self.groups.destroy(group_name)
+
+    def update_weights_from_distributed(
+        self,
+        names: Sequence[str] | None = None,
+        dtypes: Sequence[str] | None = None,
+        shapes: Sequence[Sequence[int]] | None = None,
+        group_name: str = GROUP_NAME,
+        *,
+        load_format: str | None = None,
+        manifest: str | None = None,
+        delta_check: Check = "pre",
+        weight_version: str | None = None,
+        verify: Mapping[str, str] | None = None,
+        abort_all_requests: bool = False,
+        keep_running: bool = False,
+        timeout_s: float | None = None,
+    ) -> UpdateRecord:
+        """Receive tensors from rank 0 of a group.
+
+        load_format None: one broadcast per tensor, in the order of the lists; "flattened_bucket": one of all their
+        bytes; "lockstep": our own sender's protocol (`distributed.send_update`), and with `manifest` (JSON) its plan;
+        "delta": the same with changes against the weights that are here.
+        """
+        group, deadline = self.groups.get(group_name), self._deadline(timeout_s)
+        expected = None if manifest is None else Manifest.from_json(manifest)
+        if load_format == "lockstep":
+
+            def receive(sink: Sink) -> Sequence[TensorSpec]:
+                return receive_update(group, sink, deadline, expected).tensors
+
+        elif load_format == "delta":
+
+            def receive(sink: Sink) -> Sequence[TensorSpec]:
+                packed = BufferSink()
+                receive_update(group, packed, deadline, expected)
+                return apply_stream(packed.buffers(), sink, check=delta_check, timeout_s=deadline)[0]
+
+        else:
+            specs = specs_from_lists(names or (), dtypes or (), shapes or ())
+            take_foreign = _FOREIGN.get(load_format)
+            if take_foreign is None:
+                raise ValueError(f"unknown load_format {load_format!r} of a distributed update")
+
+            def receive(sink: Sink) -> Sequence[TensorSpec]:
+                take_foreign(group, specs, sink, deadline)
+                return specs
+
+        return self._update(
+            f"group {group_name}", receive, weight_version, verify, abort_all_requests, keep_running, deadline
+        )
+
+    # -- by shared memory or CUDA IPC -------------------------------------------------------------------------------
+
+    def update_weights_from_tensor(
+        self,
+        serialized_named_tensors: Sequence[str] | None = None,
+        *,
+        descriptions: Sequence[Mapping[str, object]] | None = None,
+        load_format: str | None = None,
+        delta_check: Check = "pre",
+        weight_version: str | None = None,
+        verify: Mapping[str, str] | None = None,
+        abort_all_requests: bool = False,
+        keep_running: bool = False,
+        timeout_s: float | None = None,
+    ) -> UpdateRecord:
+        """Take tensors from memory of this host; returns when the copy is complete and nothing refers to them any more.
+
+        descriptions: what our own sender yields (`tensors.SharedMemorySender`), one entry for each rank of this
+        engine. serialized_named_tensors: the frameworks' pickled payload likewise, with load_format None, "direct" or
+        "flattened_bucket"; refused where the service's `allow_pickle` is off.
+        """
+        if (serialized_named_tensors is None) == (descriptions is None):
+            raise ValueError("pass either serialized_named_tensors or descriptions")
+        deadline = self._deadline(timeout_s)
+        if descriptions is not None:
+            description = _only(descriptions, "descriptions")
+
+            def receive(sink: Sink) -> Sequence[TensorSpec]:
+                if load_format != "delta":
+                    return self._receiver.receive(description, sink)
+                if description.get("manifest") is not None:  # the first bucket of an update
+                    self._packed = BufferSink()
+                self._receiver.receive(description, self._packed)
+                if not self._packed.is_complete:
+                    return ()
+                packed, self._packed = self._packed, BufferSink()
+                return apply_stream(packed.buffers(), sink, check=delta_check, timeout_s=deadline)[0]
+        else:
+            payload = _only(serialized_named_tensors or (), "serialized_named_tensors")
+
+            def receive(sink: Sink) -> Sequence[TensorSpec]:
+                config = self.config
+                tensors = read_framework_payload(
+                    payload, load_format, max_bytes=config.max_pickle_bytes, allow=config.allow_pickle
+                )
+                return _write_all(tensors, sink)
+
+        return self._update(
+            "tensor", receive, weight_version, verify, abort_all_requests, keep_running, deadline
+        )
+
+    def update_weights_from_named_tensors(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        weight_version: str | None = None,
+        verify: Mapping[str, str] | None = None,
+        abort_all_requests: bool = False,
+        keep_running: bool = False,
+        timeout_s: float | None = None,
+    ) -> UpdateRecord:
+        """Copy tensors of this process, one at a time as the iterator yields them."""
+        return self._update(
+            "this process", lambda sink: _write_all(named_tensors, sink), weight_version, verify, abort_all_requests,
+            keep_running, self._deadline(timeout_s),
+        )  # fmt: skip
+
+    # -- from disk --------------------------------------------------------------------------------------------------
+
+    def update_weights_from_disk(
+        self,
+        model_path: str | Path,
+        *,
+        weight_version: str | None = None,
+        verify: Mapping[str, str] | bool = True,
+        delta_check: Check = "pre",
+        keep_pause: bool = False,
+        abort_all_requests: bool = False,
+        keep_running: bool = False,
+        timeout_s: float | None = None,
+    ) -> UpdateRecord:
+        """Read a folder of safetensors in Hugging Face layout, or a delta folder against the weights that are here.
+
+        Everything is checked before anything is written. verify True: with the digests that the folder brings, if it
+        does. keep_pause: generation is paused afterwards also if it was not before.
+        """
+        path = Path(model_path)
+        deadline = self._deadline(timeout_s)
+        digests: dict[str, str] = {}  # filled while reading: the session compares when the tensors are there
+
+        def receive(sink: Sink) -> Sequence[TensorSpec]:
+            if (path / DELTA_MANIFEST_FILE).is_file():
+                delta = load_delta(path)
+                apply_delta(delta.specs, delta.chunks(), sink, check=delta_check, timeout_s=deadline)
+                manifest, specs = delta.manifest.manifest, delta.specs
+            else:
+                plan = load_folder(path, sink, timeout_s=deadline)
+                manifest, specs = plan.manifest, plan.specs
+            if verify is True and manifest is not None:
+                digests.update(manifest.digests)
+            return specs
+
+        given = digests if isinstance(verify, bool) else verify
+        record = self._update(
+            f"folder {path}", receive, weight_version, given, abort_all_requests, keep_running, deadline
+        )
+        if keep_pause and not self.engine.is_paused:
+            self.engine.pause_generation("in_place")
+        return record
+
+    def pull_weights(
+        self,
+        local_checkpoint_dir: str | Path,
+        source_dir: str | Path,
+        target_version: int,
+        *,
+        timeout_s: float | None = None,
+    ) -> PullRecord:
+        """Bring the full checkpoint of a version into a local folder from versioned folders, deltas among them."""
+        deadline = self._deadline(timeout_s)
+        return pull_weights(Path(local_checkpoint_dir), Path(source_dir), target_version, timeout_s=deadline)
+
+    # -- versions and values ----------------------------------------------------------------------------------------
+
+    def get_weight_version(self) -> str:
+        """The version that was committed last."""
+        return self.engine.weight_version
+
+    def update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> None:
+        """Label the weights: those of the open session, or else those that stand. Aborts everything unless told not
+        to."""
+        if abort_all_requests:
+            self.engine.abort_request(abort_all=True, message="the weight version changed")
+        self.sessions.name_version(new_version)
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[object]:
+        """Values of a parameter as nested lists, each dimension cut to `truncate_size`. Raises ValueError for an
+        unknown name."""
+        self._check_resident()
+        if truncate_size < 1:
+            raise ValueError(f"truncate_size must be at least 1, not {truncate_size}")
+        tensors = dict(self.engine.resident_tensors())
+        tensor = tensors.get(self.engine.model.tied_names().get(name, name))
+        if tensor is None:
+            raise ValueError(f"no parameter is named {name!r}")
+        cut = tensor.detach()[tuple(slice(truncate_size) for _ in tensor.shape)]
+        return cut.to("cpu", torch.float32).tolist()
+
+    # -- helpers ----------------------------------------------------------------------------------------------------
+
+    def _update(
+        self,
+        source: str,
+        receive: Callable[[Sink], Sequence[TensorSpec]],
+        weight_version: str | None,
+        verify: Mapping[str, str] | None,
+        abort_all_requests: bool,
+        keep_running: bool,
+        timeout_s: float,
+    ) -> UpdateRecord:
+        self._check_resident()
+        return self.sessions.update(
+            source, receive, weight_version, verify, abort_all_requests, keep_running, timeout_s
+        )
+
+    def _deadline(self, timeout_s: float | None) -> float:
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, not {timeout_s}")
+        return self.config.weight_timeout_s if timeout_s is None else timeout_s
+
+    def _check_resident(self) -> None:
+        if not self.engine.model.holds_weights:
+            raise MemoryReleased('the weights are released: resume_memory_occupation(["weights"]) first')
+
+
+_FOREIGN = {None: receive_tensors, "flattened_bucket": receive_flattened_bucket}
+
+
+def _only(items: Sequence[object], what: str) -> object:
+    """The entry of this engine's one rank."""
+    if len(items) != 1:
+        raise ValueError(f"{what} has {len(items)} entries, one for each rank: this engine has 1")
+    return items[0]
+
+
+def _write_all(named_tensors: NamedTensors, sink: Sink) -> Sequence[TensorSpec]:
+    """Write whole tensors as they come; a list of them is checked as a whole before the first byte."""
+    is_whole = isinstance(named_tensors, Sequence)
+    if is_whole:
+        sink.expect(specs_of(named_tensors))
+    specs = []
+    for name, tensor in named_tensors:
+        spec = TensorSpec.of(name, tensor)
+        if not is_whole:
+            sink.expect([spec])
+        sink.write(name, 0, byte_view(tensor))
+        specs.append(spec)
+    return specs
