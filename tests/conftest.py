@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -73,3 +75,19 @@ def restore_threads():
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def until() -> Callable[..., None]:
+    """until(condition): return once `condition()` is true, looking again and again; fails after `timeout_s`.
+
+    For what nobody announces; wait for an event or an answer where there is one.
+    """
+
+    def wait(condition: Callable[[], object], timeout_s: float = 60.0, what: str = "") -> None:
+        end, pause = time.monotonic() + timeout_s, threading.Event()
+        while not condition():
+            assert time.monotonic() < end, f"it never came about in {timeout_s:g} s: {what or condition}"
+            pause.wait(0.005)
+
+    return wait
