@@ -13,6 +13,8 @@ ADMISSION_RATIO = 0.7
 PIN_BUDGET = 0.5
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_COUNTS = ("block_size", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill_size", "max_model_len")
+_COUNTS += ("tp", "pp", "k_blocks", "state_check_steps")
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(|k|m|g|ki|mi|gi)b\s*", re.IGNORECASE)
 _BLOCKS = re.compile(r"\s*(\d+)\s*blocks?\s*", re.IGNORECASE)
 
@@ -70,22 +72,29 @@ class EngineConfig:
     overlap: bool = False  # plan the next step and deliver the last one while the model runs
     trace: str | None = None  # a file for Chrome-trace events
     seed: int = 0  # root of the noise of requests that bring no sampling_seed
+    tp: int = 1  # ranks that share each layer
+    pp: int = 1  # stages that the layers are divided into; a replica is tp * pp ranks
+    k_blocks: int = 1  # partial products that a row-parallel product is the sum of: with equal k_blocks, equal bits
+    # whatever tp. Invariant mode needs a multiple of tp, and the trainer's forward the same number
+    sequence_pipelining: bool = True  # a prompt's next chunk may enter the first stage while the last is further on
+    rank_timeout_s: float = 60.0  # silence of a rank of the replica that ends a call, naming the rank
+    state_check_steps: int = 64  # steps between comparisons of the ranks' states with the controller's
 
     def __post_init__(self) -> None:
         wrong = []
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill_size", "max_model_len"):
+        for name in _COUNTS:
             value = getattr(self, name)
             optional = name in ("chunked_prefill_size", "max_model_len")
             if value is None and optional:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 wrong.append(f"{name} must be a positive integer, not {value!r}")
-        for name in ("prefix_cache", "invariant", "overlap"):
+        for name in ("prefix_cache", "invariant", "overlap", "sequence_pipelining"):
             if not isinstance(getattr(self, name), bool):
                 wrong.append(f"{name} must be true or false, not {getattr(self, name)!r}")
         if self.policy not in POLICIES:
             wrong.append(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
-        for name in ("deadline_multiplier", "min_deadline_s"):
+        for name in ("deadline_multiplier", "min_deadline_s", "rank_timeout_s"):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not math.isfinite(value) or value <= 0:
@@ -102,6 +111,11 @@ class EngineConfig:
             parse_kv_size(self.kv_cache)
         except ValueError as error:
             wrong.append(str(error))
+        if not wrong and self.invariant and self.k_blocks % self.tp:
+            wrong.append(
+                f"in invariant mode k_blocks ({self.k_blocks}) must be a multiple of tp ({self.tp}): set k_blocks to "
+                f"{-(-self.k_blocks // self.tp) * self.tp} here and in the trainer, or invariant to false"
+            )
         if not wrong and self.block_size % 16:
             wrong.append(f"block_size must be a multiple of 16, not {self.block_size}")
         if not wrong and self.max_num_batched_tokens < self.max_num_seqs:
