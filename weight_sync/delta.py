@@ -13,6 +13,9 @@ What the checks cost, beside the few bytes of the changed elements, which are al
   pre+post    every chunk that changes twice         the same, and what was written is read back
 "touched" is right where the receiver knows by other means that it holds the base (its own model digest), or verifies
 the digests of the result.
+
+Where only a part of a tensor is held (`ShardBytes`) the digests of a chunk can be compared only if all of it is; else
+it is applied unseen, the sink is told (`leave_unchecked`), and the digests of the result have to be verified.
 """
 
 from __future__ import annotations
@@ -42,8 +45,8 @@ from .delta_chunk import (
 )
 from .errors import DigestMismatch, TransferFailed
 from .manifest import NamedTensors, TensorSpec, dtype_name
+from .shard_bytes import ShardBytes
 from .sink import Sink
-from .undo import FlatBytes
 
 Check = Literal["touched", "pre", "pre+post"]
 Outcome = Literal["applied", "skipped"]
@@ -243,7 +246,7 @@ class _Prepared:
 
     header: ChunkHeader
     payload: Tensor
-    flat: FlatBytes
+    held: ShardBytes
     positions: Tensor | None  # int64 [n], and
     xors: np.ndarray | None  # [n] words for "elements", the whole chunk for "xor"
     digest: str | None  # of the resident chunk
@@ -253,9 +256,9 @@ def _prepare(chunk: DeltaChunk, sink: Sink, check: Check) -> _Prepared:
     header = chunk.header
     if check not in get_args(Check):
         raise ValueError(f"check must be one of {', '.join(get_args(Check))}, not {check!r}")
-    tensor = sink.resident(header.name)
-    if TensorSpec.of(header.name, tensor) != header.spec:
-        raise ValueError(f"delta of {header.spec.describe()}, resident {TensorSpec.of(header.name, tensor).describe()}")
+    held = sink.held(header.name)
+    if held.spec.dtype != header.spec.dtype or held.spec.shape != header.spec.shape:
+        raise ValueError(f"delta of {header.spec.describe()}, resident {held.spec.describe()}")
     if check != "touched" and header.pre is None:
         raise ValueError(f'{header.describe()}: made without chunk digests, so only check="touched" can apply it')
     if chunk.payload.numel() != sum(header.parts) or sha256(chunk.payload) != header.payload_sha256:
@@ -269,27 +272,28 @@ def _prepare(chunk: DeltaChunk, sink: Sink, check: Check) -> _Prepared:
             xors = expand(chunk.payload, word, header.num_bytes // word.itemsize)
     except ValueError as error:
         raise ValueError(f"the delta chunk of {header.describe()} {error}") from error
-    flat = FlatBytes(tensor)
     # An XOR applied twice would undo itself: its digest is taken when nothing before it can be writing any more,
     # as a tensor that is tied to this one may be.
-    digest = sha256(_resident_bytes(flat, header)) if check != "touched" and header.kind != "xor" else None
-    return _Prepared(header, chunk.payload, flat, positions, xors, digest)
+    hashable = check != "touched" and header.kind != "xor" and held.holds_all_of(*header.byte_range)
+    digest = sha256(_resident_bytes(held, header)) if hashable else None
+    return _Prepared(header, chunk.payload, held, positions, xors, digest)
 
 
 def _write(prepared: _Prepared, sink: Sink, check: Check) -> Outcome:
-    header, flat = prepared.header, prepared.flat
-    resident = _resident_bytes(flat, header) if header.kind == "xor" else None
+    header, held = prepared.header, prepared.held
+    if not held.holds_all_of(*header.byte_range):
+        return _write_part(prepared, sink, check)
+    resident = _resident_bytes(held, header) if header.kind == "xor" else None
     digest = prepared.digest if resident is None else sha256(resident)
     if digest is not None and digest not in (header.pre, header.post):
         # A tied tensor may have been in the middle of being written when it was hashed ahead.
-        digest = sha256(_resident_bytes(flat, header))
+        digest = sha256(_resident_bytes(held, header))
         if digest not in (header.pre, header.post):
             raise _wrong_base(header)
     if header.kind == "same" or (digest is not None and digest == header.post):
         return _skip(header, sink)
     if header.kind == "elements":
-        old = flat.take(prepared.positions)
-        before = old.cpu()
+        before = _resident_elements(held, prepared.positions)
         touched = sha256(before)
         if touched not in header.touched:
             raise _wrong_base(header)
@@ -304,9 +308,33 @@ def _write(prepared: _Prepared, sink: Sink, check: Check) -> Outcome:
         sink.write(header.name, header.offset, torch.from_numpy(after.view(np.uint8)))
     else:
         sink.write(header.name, header.offset, prepared.payload)
-    if check == "pre+post" and sha256(_resident_bytes(flat, header)) != header.post:
+    if check == "pre+post" and sha256(_resident_bytes(held, header)) != header.post:
         raise DigestMismatch([header.name], f"{header.describe()} was written and reads differently")
     return "applied"
+
+
+def _write_part(prepared: _Prepared, sink: Sink, check: Check) -> Outcome:
+    """Apply a chunk of which only a part is here. Its digests are of all of it and cannot be compared, so the tensor is
+    left unchecked, unless nothing of the chunk is here, or the caller asked for no more than is certain anyway."""
+    header, held = prepared.header, prepared.held
+    first, last = held.local_range(*header.byte_range)
+    is_certain = first == last or (header.kind in ("same", "full") and check == "touched")
+    if header.kind == "elements":
+        here, local = held.local_elements(prepared.positions)
+        before = held.local.take(local).cpu()
+        after = before ^ torch.from_numpy(prepared.xors).view(before.dtype)[here]
+        sink.write_elements(header.name, prepared.positions[here], after)
+    elif header.kind == "xor":
+        data = held.read(header.offset, torch.zeros(header.num_bytes, dtype=torch.uint8))
+        after = data.numpy().view(prepared.xors.dtype) ^ prepared.xors
+        sink.write(header.name, header.offset, torch.from_numpy(after.view(np.uint8)))
+    elif header.kind == "full":
+        sink.write(header.name, header.offset, prepared.payload)
+    else:
+        _skip(header, sink)
+    if not is_certain:
+        sink.leave_unchecked(header.name, "a delta was applied to a part of it, whose digests are of the whole")
+    return "skipped" if header.kind == "same" or first == last else "applied"
 
 
 def _skip(header: ChunkHeader, sink: Sink) -> Outcome:
@@ -319,12 +347,17 @@ def _wrong_base(header: ChunkHeader) -> DigestMismatch:
     return DigestMismatch([header.name], f"{header.describe()} is neither the delta's base nor its result")
 
 
-def _resident_bytes(flat: FlatBytes, header: ChunkHeader) -> Tensor:
-    """The chunk as it is now, uint8 [n] on the CPU: a view where it can be."""
-    start, stop = header.offset, header.offset + header.num_bytes
-    if flat.bytes is not None:
-        return flat.bytes[start:stop].cpu()
-    return flat.read(start, torch.empty(header.num_bytes, dtype=torch.uint8))
+def _resident_bytes(held: ShardBytes, header: ChunkHeader) -> Tensor:
+    """The chunk as it is now, uint8 [n] on the CPU: a view where it can be. All of it must be here."""
+    if (lent := held.lend(*header.byte_range)) is not None:
+        return lent.cpu()
+    return held.read(header.offset, torch.empty(header.num_bytes, dtype=torch.uint8))
+
+
+def _resident_elements(held: ShardBytes, positions: Tensor) -> Tensor:
+    """These elements as they are now, words [n] on the CPU. All of them must be here."""
+    local = positions if held.is_whole else held.local_elements(positions)[1]
+    return held.local.take(local).cpu()
 
 
 def _in_order(

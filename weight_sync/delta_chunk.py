@@ -58,6 +58,11 @@ class ChunkHeader:
     def num_elements(self) -> int:
         return self.num_bytes // parse_dtype(self.dtype).itemsize
 
+    @property
+    def byte_range(self) -> tuple[int, int]:
+        """Of the tensor, half-open."""
+        return self.offset, self.offset + self.num_bytes
+
     def describe(self) -> str:
         """As error messages show it."""
         return f"{self.name} bytes [{self.offset}, {self.offset + self.num_bytes})"

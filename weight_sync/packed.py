@@ -10,6 +10,7 @@ from torch import Tensor
 from .delta import ApplyRecord, Check, apply_delta
 from .delta_wire import unpack_chunks
 from .manifest import TensorSpec
+from .shard_bytes import ShardBytes
 from .sink import Sink
 
 MAX_BYTES = 64 << 30  # of one stream: what a request may make us allocate
@@ -48,9 +49,13 @@ class BufferSink:
         """Bytes come whole."""
         raise ValueError(f"{name}: a byte buffer takes no single elements")
 
-    def resident(self, name: str) -> Tensor:
-        """See `Sink.resident`."""
-        return self._buffers[name]
+    def held(self, name: str) -> ShardBytes:
+        """See `Sink.held`."""
+        return ShardBytes(name, self._buffers[name])
+
+    def leave_unchecked(self, name: str, why: str) -> None:
+        """Bytes come whole."""
+        raise ValueError(f"{name}: {why}")
 
     @property
     def is_complete(self) -> bool:

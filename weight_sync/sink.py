@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from .manifest import TensorSpec
+from .shard_bytes import ShardBytes
 
 
 class Sink(Protocol):
@@ -45,5 +46,10 @@ class Sink(Protocol):
         integer dtype of the same size that holds the same bits.
         """
 
-    def resident(self, name: str) -> Tensor:
-        """The tensor as it is now, to read only: for digests of what is there and bases of differences."""
+    def held(self, name: str) -> ShardBytes:
+        """What is here of the tensor as it is now, to read only: for digests of what is there and bases of differences.
+        """
+
+    def leave_unchecked(self, name: str, why: str) -> None:
+        """What was written of this tensor could not be checked here as it could be where the whole tensor is: it has to
+        be compared with the sender's digest before it counts."""

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,7 +17,8 @@ from .bucket import byte_view
 from .errors import Poisoned, SessionError
 from .in_place import is_same_memory
 from .manifest import NamedTensors, TensorSpec, dtype_name
-from .undo import FlatBytes, Ranges, UndoLog, add_range, gaps, overlaps
+from .shard_bytes import Shard, ShardBytes
+from .undo import Ranges, UndoLog, add_range, gaps, overlaps
 
 Coverage = Literal["full", "partial"]
 Undo = Literal["tensors", "none"]
@@ -26,17 +27,22 @@ State = Literal["open", "committed", "rolled_back", "poisoned"]
 
 @dataclass
 class _Resident:
-    """A resident tensor and which of its bytes were written, in all and under each of its names."""
+    """A tensor of the model and which of its bytes were written, in all and under each of its names. Bytes are those of
+    the whole tensor, also where only a part of it is here."""
 
-    spec: TensorSpec
-    flat: FlatBytes
+    held: ShardBytes
     required: bool
     covered: Ranges = ()
     ranges: dict[str, Ranges] = field(default_factory=dict)  # by name, what `write` and `destination` covered
     by_elements: set[str] = field(default_factory=set)  # names under which elements were written: they cover it all
+    unchecked: str | None = None  # why what was written could not be checked here
+
+    @property
+    def spec(self) -> TensorSpec:
+        return self.held.spec
 
     def covered_as(self, name: str) -> Ranges:
-        return add_range((), 0, self.flat.num_bytes) if name in self.by_elements else self.ranges.get(name, ())
+        return add_range((), 0, self.held.num_bytes) if name in self.by_elements else self.ranges.get(name, ())
 
     def names_used(self) -> set[str]:
         return set(self.ranges) | self.by_elements
@@ -54,16 +60,20 @@ class _Resident:
 
     def cover_by_elements(self, name: str) -> None:
         self.by_elements.add(name)
-        self.covered = add_range((), 0, self.flat.num_bytes)
+        self.covered = add_range((), 0, self.held.num_bytes)
 
     def unwritten(self, name: str | None = None) -> Ranges:
         """Bytes not written in all, or under one name."""
         covered = self.covered if name is None else self.covered_as(name)
-        num_bytes = self.flat.num_bytes
+        num_bytes = self.held.num_bytes
         return () if covered == ((0, num_bytes),) else gaps(covered, 0, num_bytes)  # most are whole: asked often
 
     def forget(self) -> None:
         self.ranges, self.by_elements = {}, set()
+
+    def forget_everything(self) -> None:
+        self.forget()
+        self.covered, self.unchecked = (), None
 
 
 class WeightTransaction:
@@ -74,6 +84,10 @@ class WeightTransaction:
     `model.embed_tokens.weight`); bytes that arrive under a second name are compared with those that arrived under the
     first. With `coverage="partial"` any of the tensors may be written, and again. With `undo="none"` nothing is kept,
     and giving up after the first overwritten byte poisons.
+
+    shards: which part of a tensor is here, by name, where it is not all of it; elsewhere: tensors of the model of which
+    nothing is. Both are written by the bytes of the whole tensor, of which only the part's are kept; so every rank of a
+    model that is spread over several can be given the same update, and checks that all of it came.
 
     Raises ValueError listing aliases of unknown tensors, names that come twice and tensors that share their memory.
     Used by one thread at a time. The tensors must keep their memory while it lives.
@@ -87,6 +101,8 @@ class WeightTransaction:
         aliases: Mapping[str, str] | None = None,
         coverage: Coverage = "full",
         undo: Undo = "tensors",
+        shards: Mapping[str, Shard] | None = None,
+        elsewhere: Sequence[TensorSpec] = (),
     ) -> None:
         if coverage not in ("full", "partial"):
             raise ValueError(f'coverage must be "full" or "partial", not {coverage!r}')
@@ -98,11 +114,13 @@ class WeightTransaction:
         self._num_overwritten = 0  # bytes
         self._aliases = dict(aliases or {})
         named = [(name, tensor, True) for name, tensor in resident] + [(n, t, False) for n, t in optional]
-        _check_tensors([(name, tensor) for name, tensor, _ in named], self._aliases)
-        self._tensors = {n: _Resident(TensorSpec.of(n, t), FlatBytes(t), required) for n, t, required in named}
+        _check_tensors([(name, tensor) for name, tensor, _ in named], self._aliases, {s.name for s in elsewhere})
+        parts = shards or {}
+        self._tensors = {n: _Resident(ShardBytes(n, t, parts.get(n)), required) for n, t, required in named}
+        self._tensors |= {spec.name: _Resident(ShardBytes.nothing(spec), True) for spec in elsewhere}
         self._log: UndoLog | None = None
         if undo == "tensors":
-            self._log = UndoLog({name: entry.flat for name, entry in self._tensors.items()})
+            self._log = UndoLog({name: entry.held.local for name, entry in self._tensors.items()})
 
     # -- the sink -----------------------------------------------------------------------------------------------------
 
@@ -133,12 +151,13 @@ class WeightTransaction:
         was written already."""
         stop = offset + num_bytes
         entry = self._entry_to_write(name, offset, stop)
-        if entry.flat.bytes is None or overlaps(entry.covered_by_others(name), offset, stop):
+        lent = entry.held.lend(offset, stop)
+        if lent is None or overlaps(entry.covered_by_others(name), offset, stop):
             return None
         self.num_writes += 1
         self._save(entry, offset, stop)
         entry.cover(name, offset, stop)
-        return entry.flat.bytes[offset:stop]
+        return lent
 
     def write(self, name: str, offset: int, data: Tensor) -> None:
         """See `Sink.write`. Raises ValueError as `destination` does, and where the bytes differ from those that arrived
@@ -149,12 +168,12 @@ class WeightTransaction:
         entry = self._entry_to_write(name, offset, stop)
         others = entry.covered_by_others(name)
         for a, b in overlaps(others, offset, stop):
-            if not entry.flat.holds(a, data[a - offset : b - offset]):
+            if not entry.held.agrees_with(a, data[a - offset : b - offset]):
                 raise ValueError(self._tie_broken(entry, name))
         self.num_writes += 1
         for a, b in gaps(others, offset, stop):
             self._save(entry, a, b)
-            entry.flat.write(a, data[a - offset : b - offset])
+            entry.held.write(a, data[a - offset : b - offset])
         entry.cover(name, offset, stop)
 
     def write_elements(self, name: str, positions: Tensor, values: Tensor) -> None:
@@ -162,8 +181,11 @@ class WeightTransaction:
         number, and as `write` does for a tensor that was written under its other name."""
         entry = self._entry_to_write(name, 0, 0)
         words = _checked_elements(entry, name, positions, values)
+        if not entry.held.is_whole:
+            here, positions = entry.held.local_elements(positions.to(words.device))
+            words = words[here]
         if entry.names_used() - {name}:
-            if not torch.equal(byte_view(entry.flat.take(positions)), byte_view(words)):
+            if not torch.equal(byte_view(entry.held.local.take(positions)), byte_view(words)):
                 raise ValueError(self._tie_broken(entry, name))
             self.num_writes += 1
         else:
@@ -171,12 +193,20 @@ class WeightTransaction:
             self._num_overwritten += words.nbytes
             if self._log is not None:
                 self._log.save_elements(entry.spec.name, positions)
-            entry.flat.put(positions, words)
+            entry.held.local.put(positions, words)
         entry.cover_by_elements(name)
 
+    def held(self, name: str) -> ShardBytes:
+        """See `Sink.held`. Raises ValueError for an unknown name."""
+        return self._entry(name).held
+
+    def leave_unchecked(self, name: str, why: str) -> None:
+        """See `Sink.leave_unchecked`. Raises ValueError for an unknown name."""
+        self._entry(name).unchecked = why
+
     def resident(self, name: str) -> Tensor:
-        """See `Sink.resident`. Raises ValueError for an unknown name."""
-        return self._entry(name).flat.tensor
+        """What is here of a tensor, as it is now. Raises ValueError for an unknown name."""
+        return self._entry(name).held.local.tensor
 
     # -- what was written ---------------------------------------------------------------------------------------------
 
@@ -197,11 +227,15 @@ class WeightTransaction:
         found = {name: self._entry(name).unwritten(name) for name in names}
         return {name: ranges for name, ranges in found.items() if ranges}
 
+    def unchecked(self) -> dict[str, str]:
+        """Why tensors have to be compared with the sender's digests before a commit, by resident name."""
+        return {name: entry.unchecked for name, entry in self._tensors.items() if entry.unchecked is not None}
+
     def describe(self, missing: Mapping[str, Ranges]) -> list[str]:
         """Missing byte ranges in words, one for each tensor."""
         lines = []
         for name, ranges in missing.items():
-            num_bytes = self._entry(name).flat.num_bytes
+            num_bytes = self._entry(name).held.num_bytes
             parts = ", ".join(f"[{a}, {b})" for a, b in ranges)
             lines.append(name if ranges == ((0, num_bytes),) else f"{name} bytes {parts} of {num_bytes}")
         return lines
@@ -265,8 +299,7 @@ class WeightTransaction:
         if self._log is not None:
             self._log.restore(entries)
         for entry in entries.values():
-            entry.forget()
-            entry.covered = ()
+            entry.forget_everything()
 
     def release_undo(self) -> None:
         """Free what was overwritten; from then on a commit stands. Raises SessionError while it is open."""
@@ -304,24 +337,27 @@ class WeightTransaction:
         self._require("open")
         entry = self._entry(name)
         size = entry.spec.dtype.itemsize
-        if not 0 <= start <= stop <= entry.flat.num_bytes or start % size or stop % size:
+        if not 0 <= start <= stop <= entry.held.num_bytes or start % size or stop % size:
             raise ValueError(f"{entry.spec.describe()}: [{start}, {stop}) is no range of whole elements in it")
         if self.coverage == "full" and overlaps(entry.ranges.get(name, ()), start, stop):
             raise ValueError(f"{name}: bytes [{start}, {stop}) were written already in this transaction")
         return entry
 
     def _save(self, entry: _Resident, start: int, stop: int) -> None:
+        first, last = entry.held.local_range(start, stop)
         if self._log is not None:
-            self._log.save_range(entry.spec.name, start, stop)
-        self._num_overwritten += stop - start
+            self._log.save_range(entry.spec.name, first, last)
+        self._num_overwritten += last - first
 
     def _tie_broken(self, entry: _Resident, name: str) -> str:
         others = ", ".join(sorted(entry.names_used() - {name}))
         return f"{name} and {others} are one tensor here, but the update has different bytes for them"
 
 
-def _check_tensors(named: Sequence[tuple[str, Tensor]], aliases: Mapping[str, str]) -> None:
-    wrong, tensors, at = [], {}, {}
+def _check_tensors(
+    named: Sequence[tuple[str, Tensor]], aliases: Mapping[str, str], elsewhere: Collection[str]
+) -> None:
+    wrong, tensors, at = [f"{name} is here and elsewhere" for name, _ in named if name in elsewhere], {}, {}
     for name, tensor in named:
         if name in tensors:
             wrong.append(f"{name} is named more than once")
@@ -330,8 +366,9 @@ def _check_tensors(named: Sequence[tuple[str, Tensor]], aliases: Mapping[str, st
         other = at.setdefault(place, name)
         if other != name and tensor.numel() and is_same_memory(tensor, tensors[other]):
             wrong.append(f"{name} is the same memory as {other}: one of them must be an alias")
-    wrong += [f"alias {alias} is of unknown {name}" for alias, name in aliases.items() if name not in tensors]
-    wrong += [f"alias {alias} is a tensor of its own" for alias in aliases if alias in tensors]
+    known = {*tensors, *elsewhere}
+    wrong += [f"alias {alias} is of unknown {name}" for alias, name in aliases.items() if name not in known]
+    wrong += [f"alias {alias} is a tensor of its own" for alias in aliases if alias in known]
     if wrong:
         raise ValueError("; ".join(wrong))
 
@@ -349,4 +386,4 @@ def _checked_elements(entry: _Resident, name: str, positions: Tensor, values: Te
         lowest, highest = (int(bound) for bound in positions.aminmax())
         if lowest < 0 or highest >= entry.spec.num_elements:
             raise ValueError(f"{name}: positions {lowest} to {highest} leave its {entry.spec.num_elements} elements")
-    return entry.flat.as_words(values)
+    return entry.held.local.as_words(values)
