@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 
 import torch
 
 from .batch import Batch, build_batch
-from .completion import ListedLogprobs, TopLogprobs
 from .hosted_attention import StepContext
 from .hosted_model import HostedModel
 from .kv_cache import KVCache
 from .request import Request
-from .sampler import Sampled, Sampler, prompt_listed_logprobs, prompt_logprobs
-from .schedule import ScheduledSequence, ScheduleOutput, SequenceResult
+from .sampler import Sampler
+from .schedule import ScheduleOutput, SequenceResult
 from .sequence_manager import WorkerSequenceManager
-
-
-@dataclass(frozen=True)
-class PromptScores:
-    """Log-probabilities of the prompt tokens that follow the rows asked for."""
-
-    logprobs: tuple[float, ...] = ()
-    top_logprobs: tuple[TopLogprobs, ...] = ()
-    listed_logprobs: tuple[ListedLogprobs, ...] = ()
+from .step_results import results_of
 
 
 class ModelRunner:
@@ -48,45 +38,4 @@ class ModelRunner:
         rows = batch.logit_rows if len(batch.logit_rows) else batch.slots.new_zeros(1)
         logits = self._model.forward(batch.token_ids, batch.positions, rows, context)
         self.num_forwards += 1
-        sampled = self._sample(batch, logits)
-        scored = self._score_prompts(batch, logits)
-        return [_result(item, sampled.get(item.id), scored.get(item.id)) for item in output.scheduled]
-
-    def _sample(self, batch: Batch, logits: torch.Tensor) -> dict[str, Sampled]:
-        if not batch.sampled:
-            return {}
-        choices = self._sampler.sample(logits[: len(batch.sampled)], batch.sampled)
-        return {request.id: choice for request, choice in zip(batch.sampled, choices, strict=True)}
-
-    def _score_prompts(self, batch: Batch, logits: torch.Tensor) -> dict[str, PromptScores]:
-        scored, first = {}, len(batch.sampled)
-        for rows in batch.prompts:
-            token_ids = rows.request.sequence.token_ids[rows.first_token : rows.first_token + rows.num_rows]
-            ids = torch.tensor(token_ids, device=logits.device)
-            its_logits = logits[first : first + rows.num_rows]
-            scored[rows.request.id] = PromptScores(
-                *prompt_logprobs(its_logits, ids, rows.request), prompt_listed_logprobs(its_logits, rows.request)
-            )
-            first += rows.num_rows
-        return scored
-
-
-def _result(item: ScheduledSequence, sampled: Sampled | None, scored: PromptScores | None) -> SequenceResult:
-    scores = scored or PromptScores()
-    result = SequenceResult(
-        item.id,
-        item.incarnation,
-        item.num_tokens,
-        prompt_logprobs=scores.logprobs,
-        prompt_top_logprobs=scores.top_logprobs,
-        prompt_listed_logprobs=scores.listed_logprobs,
-    )
-    if sampled is None:
-        return result
-    return replace(
-        result,
-        token_id=sampled.token_id,
-        logprob=sampled.logprob,
-        top_logprobs=sampled.top_logprobs,
-        listed_logprobs=sampled.listed_logprobs,
-    )
+        return results_of(output, batch, logits, self._sampler)
