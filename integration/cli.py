@@ -274,8 +274,11 @@ def _route(arguments: Sequence[str]) -> int:
         "--admin-api-key", metavar="KEY", help="default: LOCKSTEP_ADMIN_KEY, or SGLANG_OMNI_ADMIN_KEY"
     )
     parser.add_argument(
-        "--journal", type=Path, metavar="FILE", help="of the update in progress; default: in ~/.local/state/lockstep"
-    )
+        "--journal", type=Path, metavar="FILE",
+        help="of the update in progress; default: in ~/.local/state/lockstep, by port. Beside it FILE.workers.json "
+        "remembers across restarts which workers were added, removed or disabled at run time (not with --port 0 and no "
+        "FILE); delete it to begin with the --worker list alone",
+    )  # fmt: skip
     parser.add_argument(
         "--setting", action="extend", nargs="+", default=[], metavar="KEY=VALUE",
         help="others: health_interval_s=2 queue_timeout_s=60 affinity_slack=8 allow_mixed_versions=true ...",

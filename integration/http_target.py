@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Sequence
 
 import httpx
 
 from ..weight_sync.target import TargetError
+
+logger = logging.getLogger(__name__)
 
 _GRACE_S = 5.0  # beyond a verb's own deadline: its answer says more than our silence
 _CONNECT_S = 10.0
@@ -18,8 +21,8 @@ _FROM_A_PROXY = frozenset({502, 504})
 class HttpTarget:
     """A served engine; implements `weight_sync.target.Target` over POST /lockstep/VERB. Any thread may call.
 
-    A router is one target, too, for what does not count ranks (folders, shared memory of its host): it passes each verb
-    to all of its workers, and answers with what they agree in. For a process group take `targets_behind`.
+    A router is one target, too: it passes each verb to all of its workers, gives each its own ranks of a process group,
+    and answers with what they agree in. A worker that fails is named in its message.
     """
 
     def __init__(self, url: str, admin_key: str | None = None, *, name: str | None = None) -> None:
@@ -70,10 +73,10 @@ class HttpTarget:
 
 
 def targets_behind(router_url: str, admin_key: str | None = None, *, timeout_s: float = 10.0) -> list[HttpTarget]:
-    """The workers of a router, each as a target of its own, reached at its own address.
+    """The healthy workers of a router, each as a target of its own, reached at its own address.
 
-    A push needs them one by one: each is asked whether it was paused, joins with its rank, and is taken back alone.
-    Raises TargetError where the router does not answer, or has no workers.
+    Workers that are not healthy are logged and left out; one that returns with other weights gets no requests of the
+    router before an update. Raises TargetError where the router does not answer, or has no healthy workers, saying why.
     """
     router = HttpTarget(router_url, admin_key)
     try:
@@ -85,15 +88,27 @@ def targets_behind(router_url: str, admin_key: str | None = None, *, timeout_s: 
     answer = _json_of(response)
     if response.status_code != 200 or not isinstance(answer, dict):
         raise TargetError(router.name, "workers", *_error_of(response, answer))
-    urls = _urls_of(answer.get("workers"))
-    if not urls:
-        raise TargetError(router.name, "workers", "it has no workers", "NoWorkers")
-    return [HttpTarget(url, admin_key) for url in urls]
+    healthy, unhealthy = _split_by_health(answer.get("workers"))
+    if not healthy:
+        found = f"none of its workers is healthy: {'; '.join(unhealthy)}" if unhealthy else "it has no workers"
+        raise TargetError(router.name, "workers", found, "NoWorkers")
+    for worker in unhealthy:
+        logger.warning("%s: a worker is not healthy, and no target: %s", router.name, worker)
+    return [HttpTarget(url, admin_key) for url in healthy]
 
 
-def _urls_of(workers: object) -> Sequence[str]:
-    entries: Iterable[object] = workers if isinstance(workers, list) else ()
-    return [str(entry["url"]) for entry in entries if isinstance(entry, dict) and "url" in entry]
+def _split_by_health(workers: object) -> tuple[Sequence[str], Sequence[str]]:
+    """URLs of the healthy workers, and the others with what is wrong. A router that does not say has healthy ones."""
+    healthy, unhealthy = [], []
+    for entry in workers if isinstance(workers, list) else ():
+        if not isinstance(entry, dict) or "url" not in entry:
+            continue
+        if entry.get("is_healthy", True):
+            healthy.append(str(entry["url"]))
+        else:
+            why = entry.get("last_error") or "no reason given"
+            unhealthy.append(f"{entry['url']} is {entry.get('status', 'not healthy')} ({why})")
+    return healthy, unhealthy
 
 
 def _json_of(response: httpx.Response) -> object:

@@ -381,8 +381,8 @@ def test_a_push_to_the_workers_behind_a_router_may_use_a_process_group(router, m
         target.close()
 
 
-@pytest.mark.parametrize("transport", ["disk", "tensor", "delta over disk"])
-def test_a_router_is_one_target_for_what_counts_no_ranks(router, make_pusher, services, model, transport):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_router_is_one_target_for_every_transport(router, make_pusher, services, model, transport):
     target = HttpTarget(router.url, KEY)
     pusher = make_pusher(transport, [target])
     for version in ("1", "2"):
@@ -393,6 +393,37 @@ def test_a_router_is_one_target_for_what_counts_no_ranks(router, make_pusher, se
     journal = httpx.get(f"{router.url}/weight_update_journal", headers=AUTHORIZATION).json()
     assert not journal.get("unresolved") and target.call("state", timeout_s=PATIENCE)["weight_version"] == "2"
     target.close()
+
+
+def test_a_group_over_a_router_gives_each_worker_its_rank_and_follows_who_comes_and_goes(
+    router, make_pusher, services, servers, model
+):
+    target = HttpTarget(router.url, KEY)
+    pusher = make_pusher("distributed", [target])
+    pusher.push(model, "1")
+    [name] = {name for service in services for name in service.state()["weight_groups"]}
+    assert {service.groups.get(name).rank for service in services} == {1, 2}
+    pusher.push(model, "2")
+    assert services[0].state()["weight_groups"] == {name: "ready"}  # the same one again
+    httpx.post(f"{router.url}/remove_worker", params={"url": servers[0].url}, headers=AUTHORIZATION).raise_for_status()
+    train(model)
+    pushed = pusher.push(model, "3")
+    assert standing(services[1]) == ("3", pushed.digest) and standing(services[0])[0] == "2"
+    httpx.post(f"{router.url}/workers", json={"url": servers[0].url}, headers=AUTHORIZATION).raise_for_status()
+    wait_until_healthy(router, servers[0].url)
+    pushed = pusher.push(model, "4")
+    assert {standing(service) for service in services} == {("4", pushed.digest)}
+    target.close()
+
+
+def wait_until_healthy(router: BackgroundRouter, url: str) -> None:
+    """Each question is a call over the network."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        workers = httpx.get(f"{router.url}/workers", headers=AUTHORIZATION).json()["workers"]
+        if any(worker["url"] == url and worker["is_healthy"] for worker in workers):
+            return
+        assert time.monotonic() < deadline
 
 
 def test_a_push_over_a_router_that_fails_at_one_worker_leaves_both_old(router, make_pusher, services, model):
@@ -415,9 +446,10 @@ def test_a_push_over_a_router_that_fails_at_one_worker_leaves_both_old(router, m
     target.close()
 
 
-def test_a_routers_workers_become_targets():
+def test_a_routers_healthy_workers_become_targets(caplog):
     """The router's reply as the contract has it, from a stub: the router itself has its own tests."""
     workers: list[dict] = [{"id": "a", "url": "http://127.0.0.1:1/"}, {"id": "b", "url": "http://127.0.0.1:2"}]
+    dead = {"url": "http://127.0.0.1:3", "is_healthy": False, "status": "dead", "last_error": "connection refused"}
 
     class Stub(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -438,6 +470,13 @@ def test_a_routers_workers_become_targets():
         assert [target.name for target in targets_behind(url, KEY)] == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
         with pytest.raises(TargetError, match="no"):
             targets_behind(url, "wrong")
+        workers.append(dead)
+        with caplog.at_level("WARNING"):
+            assert len(targets_behind(url, KEY)) == 2
+        assert "http://127.0.0.1:3 is dead (connection refused)" in caplog.text
+        workers[:] = [dead]
+        with pytest.raises(TargetError, match=r"none of its workers is healthy: http://127\.0\.0\.1:3 is dead"):
+            targets_behind(url, KEY)
         workers.clear()
         with pytest.raises(TargetError, match="no workers"):
             targets_behind(url, KEY)

@@ -304,7 +304,8 @@ def test_a_client_that_leaves_takes_its_request_along(fleet):
     for worker in fleet.workers:
         worker.generate = streams
     with fleet.http.stream("POST", "/generate", json={"text": "a", "stream": True}) as answer:
-        assert next(answer.iter_lines()) == "data: 1"
+        lines = answer.iter_lines()  # kept: the answer is closed with it
+        assert next(lines) == "data: 1"
         wait_until(lambda: sum(fleet.report(w)["load"] for w in fleet.workers) == 1, "the load is counted")
     assert left.wait(WAIT_S)
     wait_until(lambda: not any(fleet.report(w)["load"] for w in fleet.workers), "the load is gone")
@@ -616,6 +617,49 @@ def test_a_session_that_failed_is_mended_by_aborting_it(fleet):
     bad.version = "1"
     assert fleet.post("/abort_weight_update").status_code == 200
     assert not fleet.journal.exists() and fleet.stats()["num_routable"] == 2
+
+
+def test_a_session_that_ended_at_some_workers_is_taken_back_there_when_it_is_given_up(fleet):
+    good, bad = fleet.workers
+    assert fleet.post("/lockstep/begin_weight_update", {"weight_version": "2"}).status_code == 200
+    good.answers["/lockstep/end_weight_update"] = lambda body: (setattr(good, "version", "2"), (200, {}))[1]
+    bad.answers["/lockstep/end_weight_update"] = refuse("a tensor is missing")
+    assert fleet.post("/lockstep/end_weight_update").status_code == 502
+    assert fleet.http.get("/model_info").json()["weight_versions"] == {good.url: "2", bad.url: "1"}
+    assert fleet.stats()["num_routable"] == 0
+    good.answers["/lockstep/abort_weight_update"] = refuse("none is open", "SessionError")
+    good.answers["/lockstep/revert_weight_update"] = lambda body: (setattr(good, "version", "1"), (200, {}))[1]
+    answer = fleet.post("/lockstep/abort_weight_update", {"timeout_s": 5, "why": "a test"})
+    assert answer.status_code == 200, answer.text
+    assert good.asked("/lockstep/revert_weight_update") == [{"timeout_s": 5}]
+    assert not bad.asked("/lockstep/revert_weight_update")
+    assert fleet.http.get("/model_info").json()["weight_version"] == "1"
+    assert not fleet.journal.exists() and fleet.stats()["num_routable"] == 2
+    # Where nothing is half done, a session that is not open is only that.
+    assert fleet.post("/lockstep/abort_weight_update").status_code == 502
+    assert len(good.asked("/lockstep/revert_weight_update")) == 1
+
+
+def test_a_worker_that_met_trouble_is_asked_before_it_is_counted(make_fleet):
+    fleet = make_fleet(2, health_interval_s=60.0)
+    gone, other = fleet.workers
+    gone.stop()
+    answer = fleet.post("/model_info")  # the first to notice
+    assert answer.status_code == 502 and gone.url in answer.json()["message"]
+    answer = fleet.post("/pause_generation")
+    assert answer.status_code == 200 and [r["worker"] for r in answer.json()["results"]] == [other.url]
+    assert fleet.report(gone)["status"] == "dead"
+
+
+def test_another_process_with_other_weights_at_the_same_address_is_noticed(fleet):
+    replaced = fleet.workers[0]
+    body = {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": 3, "group_name": "g"}
+    assert fleet.post("/init_weights_update_group", body).status_code == 200
+    replaced.info, replaced.version = {"startup_time": -1.0}, "0"
+    wait_until(lambda: "version" in fleet.report(replaced)["held"], "it is held")
+    assert fleet.report(replaced)["num_deaths"] == 1
+    answer = fleet.post("/update_weights_from_distributed", {"group_name": "g"})
+    assert answer.status_code == 409 and f"{replaced.url} left it" in answer.json()["message"]
 
 
 def test_a_journal_that_cannot_be_written_refuses_the_update(fleet):

@@ -19,10 +19,14 @@ import pytest
 import torch
 
 from lockstep.integration.http.config import HttpConfig
+from lockstep.integration.http_target import HttpTarget
 from lockstep.integration.router.config import RouterConfig
 from lockstep.integration.router.server import BackgroundRouter, route_in_background
+from lockstep.integration.weight_pusher import PushFailed, WeightPusher
+from lockstep.weight_sync.manifest import TensorSpec
 from lockstep.weight_sync.rendezvous import Rendezvous
 from lockstep.weight_sync.shared_keys import Deadline
+from lockstep.weight_sync.transports import DistributedTransport
 
 pytestmark = pytest.mark.slow
 
@@ -294,6 +298,47 @@ def test_one_init_call_and_one_broadcast_serve_both_engines(engines, router, htt
         assert http.get(f"{router.url}/get_weight_version").json()["weight_version"] == "sent"
         http.post(f"{router.url}/destroy_weights_update_group", json={"group_name": "g"}).raise_for_status()
     group.destroy()
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_a_push_leaves_the_others_as_they_were(engines, router, http, folders):
+    from safetensors.torch import load_file
+
+    weights = load_file(folders[1] / "model.safetensors")
+    specs = [TensorSpec.of(name, tensor) for name, tensor in weights.items()]
+    victim, other = engines
+    target = HttpTarget(router.url)
+    pusher = WeightPusher([target], DistributedTransport(bucket_bytes=1 << 12), timeout_s=WAIT_S)
+
+    def killing() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, named in enumerate(weights.items()):
+            if index == len(weights) // 2:
+                victim.kill()
+            yield named
+
+    try:
+        first = pusher.push_tensors(weights.items(), specs, "first")
+        digests = {http.get(f"{engine.url}/model_info").json()["weight_digest"] for engine in engines}
+        assert digests == {first.digest}
+        with pytest.raises(PushFailed) as failed:
+            pusher.push_tensors(killing(), specs, "second")
+        assert victim.url in failed.value.failures[target.name] and failed.value.stranded == ()
+        assert workers(router.url)[victim.url]["status"] == "dead"
+        answer = http.get(f"{router.url}/model_info").json()
+        assert (answer["weight_version"], answer["weight_digest"]) == ("first", first.digest)
+        assert not http.get(f"{router.url}/weight_update_journal").json()["unresolved"]
+        assert not answer["engine_paused"] and workers(router.url)[other.url]["routable"]
+        victim.start()
+        victim.ready()
+        wait_until(lambda: "version" in workers(router.url)[victim.url]["held"], "it is back, with other weights")
+        mixed = http.get(f"{router.url}/model_info")
+        assert mixed.status_code == 409 and set(mixed.json()["weight_versions"].values()) == {"first", "default"}
+        third = pusher.push_tensors(weights.items(), specs, "third")
+        answer = http.get(f"{router.url}/model_info").json()
+        assert (answer["weight_version"], answer["weight_digest"]) == ("third", third.digest)
+        assert num_routable(router.url) == 2
+    finally:
+        pusher.close()
+        target.close()
 
 
 def test_a_router_that_is_killed_in_the_middle_of_an_update_remembers_it(engines, settings, http, folders):

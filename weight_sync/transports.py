@@ -108,7 +108,7 @@ class DistributedTransport:
         """host: the address under which the targets reach this process."""
         self._backend, self._bucket_bytes, self._host, self._device = backend, bucket_bytes, host, device
         self._group: WeightGroup | None = None
-        self._members: tuple[str, ...] = ()
+        self._members: tuple[_Member, ...] = ()
 
     def send(self, targets: Sequence[Target], manifest: Manifest, tensors: NamedTensors, timeout_s: float) -> Sent:
         """See `Transport.send`."""
@@ -163,13 +163,15 @@ class DistributedTransport:
             self._group = None
 
     def _joined(self, targets: Sequence[Target], timeout_s: float) -> WeightGroup:
-        members = tuple(target.name for target in targets)
+        members = _members_of(targets, timeout_s)
         if self._group is not None and self._members == members and self._group.broken is None:
             return self._group
         if self._group is not None:
             self._leave(targets)
-        name, port, size = f"lockstep-{uuid.uuid4().hex[:12]}", free_port(self._host), 1 + len(targets)
-        offsets = {target.name: 1 + index for index, target in enumerate(targets)}
+        name, port = f"lockstep-{uuid.uuid4().hex[:12]}", free_port(self._host)
+        offsets, size = {}, 1
+        for member in members:
+            offsets[member.target], size = size, size + member.num_ranks
 
         rendezvous = Rendezvous(
             self._host, port, 0, size, name, self._backend, timeout_s, self._device  # type: ignore[arg-type]
@@ -206,6 +208,29 @@ class DistributedTransport:
             name = self._group.name
             self.close()
             _leave_group(name, targets)
+
+
+@dataclass(frozen=True)
+class _Member:
+    """What one target is to a group."""
+
+    target: str
+    num_ranks: int = 1
+    engines: str = ""  # behind a router: which, so that a change is noticed
+
+
+def _members_of(targets: Sequence[Target], timeout_s: float) -> tuple[_Member, ...]:
+    """How many ranks each target takes: one, or a router's those of its workers. Raises as `raise_failures`."""
+    found: dict[str, _Member] = {}
+
+    def ask(target: Target) -> None:
+        engines = target.call("state", timeout_s=timeout_s).get("members")
+        found[target.name] = _Member(target.name)
+        if isinstance(engines, list):
+            found[target.name] = _Member(target.name, sum(one["num_ranks"] for one in engines), repr(engines))
+
+    raise_failures(on_all(targets, ask))
+    return tuple(found[target.name] for target in targets)
 
 
 def _leave_group(name: str, targets: Sequence[Target]) -> None:

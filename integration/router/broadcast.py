@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import httpx
 
 from ..http.errors import HttpError, error_body
-from .proxy import Call, describe
+from .calls import Call, describe
 from .workers import Worker
 
 _MARGIN_S = 2.0  # beyond a call's own deadline: the worker's answer says more than our silence

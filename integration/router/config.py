@@ -61,6 +61,14 @@ class RouterConfig:
         state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
         return Path(state) / "lockstep" / f"router-{self.http.port}.json"
 
+    @property
+    def roster_path(self) -> Path | None:
+        """Where changes to the workers are kept: beside the journal. None for a router whose port is any free one and
+        whose journal nobody named: the next such router is another one."""
+        if self.journal is None and self.http.port == 0:
+            return None
+        return self.journal_path.with_name(f"{self.journal_path.name}.workers.json")
+
 
 def worker_url(text: object) -> str:
     """A worker's URL in its one form: scheme, host and port. Raises ValueError for anything else."""

@@ -91,7 +91,9 @@ class HealthChecks:
 
     async def _learn(self, worker: Worker) -> None:
         """Who it is, where that may have changed, and how it is."""
-        returns = not worker.is_alive
+        returns, known = not worker.is_alive, worker.weight_version
+        if await self.read_version(worker) != known:
+            worker.is_suspect = True  # an update, or another process that was started between two probes
         if returns or worker.is_suspect:
             info = _object(await self._get(worker, "/server_info"))
             started = info.get("startup_time")
@@ -104,7 +106,6 @@ class HealthChecks:
         ready = await self._get(worker, "/ready")
         if ready.status_code in (200, 503):
             worker.paused = ready.status_code == 503
-        await self.read_version(worker)
         self._registry.check_versions(self._config.allow_mixed_versions, worker if returns else None)
         self._registry.mark_alive(worker)
 

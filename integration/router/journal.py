@@ -15,6 +15,8 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from .durable_file import remove_file, replace_file
+
 logger = logging.getLogger(__name__)
 
 
@@ -77,16 +79,8 @@ class UpdateJournal:
 
     def write(self, entry: JournalEntry) -> None:
         """Replace the entry: after this it survives a crash. Raises JournalUnwritable; then the old one stands."""
-        part = self.path.with_name(f"{self.path.name}.part")
         try:
-            part.unlink(missing_ok=True)
-            file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(file, "w", encoding="utf-8") as stream:
-                json.dump(asdict(entry), stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            part.rename(self.path)
-            self._sync_folder()
+            replace_file(self.path, json.dumps(asdict(entry)))
         except OSError as error:
             raise JournalUnwritable(f"the journal {self.path} cannot be written: {error}") from error
         self.entry = entry
@@ -103,8 +97,7 @@ class UpdateJournal:
     def clear(self) -> None:
         """All workers have the same weights. Raises JournalUnwritable; then the entry stays."""
         try:
-            self.path.unlink(missing_ok=True)
-            self._sync_folder()
+            remove_file(self.path)
         except OSError as error:
             raise JournalUnwritable(f"the journal {self.path} cannot be cleared: {error}") from error
         self.entry = None
@@ -131,10 +124,3 @@ class UpdateJournal:
             return JournalEntry("?", time.time(), (), failure=f"the journal could not be understood: {error}")
         why = entry.failure or "the router ended in the middle of it"
         return replace(entry, failure=why)
-
-    def _sync_folder(self) -> None:
-        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)

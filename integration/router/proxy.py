@@ -8,10 +8,8 @@ passed on event by event; once its first event is out, the death of its worker e
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -21,34 +19,15 @@ from starlette.types import Receive, Scope, Send
 
 from ..http.errors import HttpError, error_body
 from .balance import Load, PrefixTable, choose
+from .calls import Call, describe
 from .config import RouterConfig
-from .workers import Hold, Worker, WorkerRegistry
+from .counters import Affinity, Outcome, RouterCounters, outcome_of
+from .relay import Relay, Unavailable
+from .workers import Hold, Worker, WorkerRegistry, why_none
 
 logger = logging.getLogger(__name__)
 
-# Those of one connection, those that we write anew, and those that would pack an event stream.
-_NOT_FORWARDED = frozenset(
-    {"host", "connection", "keep-alive", "proxy-connection", "proxy-authenticate", "proxy-authorization", "te",
-     "trailer", "transfer-encoding", "upgrade", "content-length", "accept-encoding", "expect"}
-)  # fmt: skip
-_NOT_RETURNED = _NOT_FORWARDED | {"date", "server"}
 _END_OF_EVENT = b"\n\n"
-WORKER_HEADER = "x-lockstep-worker"
-
-
-@dataclass(frozen=True)
-class Call:
-    """A request as it goes to a worker."""
-
-    method: str
-    path: str
-    query: str
-    headers: tuple[tuple[str, str], ...]  # without those of the connection
-    body: bytes
-
-    @property
-    def target(self) -> str:
-        return f"{self.path}?{self.query}" if self.query else self.path
 
 
 @dataclass(frozen=True)
@@ -68,22 +47,14 @@ class _Begun(Exception):
     """The client has a part of the answer; the rest is lost."""
 
 
-def headers_of(headers: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """A client's headers that go on to a worker: Authorization does, what belongs to the connection does not."""
-    kept = [(name, value) for name, value in headers if name.lower() not in _NOT_FORWARDED]
-    return (*kept, ("accept-encoding", "identity"))
-
-
-def describe(error: BaseException) -> str:
-    """An exception in one line."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
 class Proxy:
     """Chooses workers and passes requests through."""
 
-    def __init__(self, registry: WorkerRegistry, client: httpx.AsyncClient, config: RouterConfig) -> None:
+    def __init__(
+        self, registry: WorkerRegistry, client: httpx.AsyncClient, config: RouterConfig, counters: RouterCounters
+    ) -> None:
         self._registry = registry
+        self._counters = counters
         self._client = client
         self._config = config
         self._prefixes = PrefixTable(config.max_prefixes)
@@ -94,32 +65,53 @@ class Proxy:
 
     async def run(self, generation: Generation, send: Send) -> None:
         """Answer the request. Raises HttpError for one that no worker could answer, before anything was sent."""
+        try:
+            await self._run(generation, send)
+        except HttpError as error:
+            self._counters.unanswered[error.code or str(error.status)] += 1
+            raise
+
+    async def _run(self, generation: Generation, send: Send) -> None:
         deadline = time.monotonic() + self._config.request_timeout_s
         failures: dict[str, str] = {}
         for _ in range(self._config.max_attempts):
             worker = await self._pick(generation, set(failures), deadline)
-            relay = _Relay(send, worker, is_last=len(failures) + 1 == self._config.max_attempts)
-            with worker.running(generation.num_sequences):
-                try:
-                    async with asyncio.timeout(deadline - time.monotonic()):
-                        await self._attempt(worker, generation.call, relay)
-                    return
-                except _Begun as error:
-                    worker.suspect(str(error))
-                    await relay.fail(f"worker {worker.url} ended in the middle of this answer: {error}")
-                    return
-                except TimeoutError:
-                    why = f"not answered within {self._config.request_timeout_s:g} s"
-                    if relay.has_begun:
-                        await relay.fail(f"{why} by worker {worker.url}")
-                        return
-                    raise HttpError(504, f"{why} by worker {worker.url}", code="timeout") from None
-                except (_WorkerDied, _Unavailable, httpx.TransportError) as error:
-                    failures[worker.url] = why = describe(error)
-                    worker.suspect(why)
-                    logger.warning("a request that had produced nothing leaves worker %s: %s", worker.url, why)
+            self._counters.num_retries += bool(failures)
+            relay = Relay(send, worker, is_last=len(failures) + 1 == self._config.max_attempts)
+            outcome = Outcome.CLIENT_LEFT  # unless something else is known: then this task was cancelled
+            try:
+                with worker.running(generation.num_sequences):
+                    outcome, why = await self._try(worker, generation.call, relay, deadline)
+            finally:
+                self._counters.requests[worker.url, outcome] += 1
+            if outcome is Outcome.TIMED_OUT and not relay.has_begun:
+                raise HttpError(504, why, code="timeout")
+            if outcome is not Outcome.MOVED:
+                return
+            failures[worker.url] = why
         listed = "; ".join(f"{url}: {why}" for url, why in failures.items())
         raise HttpError(502, f"workers failed before they produced anything: {listed}", code="workers_failed")
+
+    async def _try(self, worker: Worker, call: Call, relay: Relay, deadline: float) -> tuple[Outcome, str]:
+        """How it ended at this worker, and why. Of a failure before anything has begun the client has heard nothing."""
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                await self._attempt(worker, call, relay)
+            return outcome_of(relay.status), ""
+        except _Begun as error:
+            worker.suspect(str(error))
+            await relay.fail(f"worker {worker.url} ended in the middle of this answer: {error}")
+            return Outcome.BROKEN, str(error)
+        except TimeoutError:
+            why = f"not answered within {self._config.request_timeout_s:g} s by worker {worker.url}"
+            if relay.has_begun:
+                await relay.fail(why)
+            return Outcome.TIMED_OUT, why
+        except (_WorkerDied, Unavailable, httpx.TransportError) as error:
+            why = describe(error)
+            worker.suspect(why)
+            logger.warning("a request that had produced nothing leaves worker %s: %s", worker.url, why)
+            return Outcome.MOVED, why
 
     async def _pick(self, generation: Generation, tried: set[str], deadline: float) -> Worker:
         """The worker for a request, waiting while all of them are held back by a broadcast. Raises HttpError 503."""
@@ -133,6 +125,9 @@ class Proxy:
                 knowing = self._prefixes.knowing(generation.keys)
                 loads = [Load(worker.id, worker.num_running, worker.num_routed) for worker in able]
                 worker = self._registry.find(choose(loads, knowing, self._config.affinity_slack))
+                is_known = any(one.id in knowing for one in able)
+                hit = Affinity.HIT if worker.id in knowing else Affinity.TOO_BUSY if is_known else Affinity.UNKNOWN
+                self._counters.affinity[hit] += 1
                 self._prefixes.record(generation.keys, worker.id)
                 return worker
             is_short = any(Hold.BROADCAST in worker.holds for worker in self._registry.live())
@@ -142,7 +137,7 @@ class Proxy:
                     headers={"Retry-After": "1"},
                 )  # fmt: skip
 
-    async def _attempt(self, worker: Worker, call: Call, relay: _Relay) -> None:
+    async def _attempt(self, worker: Worker, call: Call, relay: Relay) -> None:
         """Raises _Begun where the client has a part; otherwise whatever was wrong, and nothing was sent."""
         passing = asyncio.create_task(self._pass_through(worker, call, relay))
         death = asyncio.create_task(worker.died.wait())
@@ -160,7 +155,7 @@ class Proxy:
                 task.cancel()
             await asyncio.gather(passing, death, return_exceptions=True)
 
-    async def _pass_through(self, worker: Worker, call: Call, relay: _Relay) -> None:
+    async def _pass_through(self, worker: Worker, call: Call, relay: Relay) -> None:
         timeout = httpx.Timeout(None, connect=self._config.connect_timeout_s)
         async with self._client.stream(
             call.method, worker.url + call.target, headers=list(call.headers), content=call.body, timeout=timeout
@@ -174,62 +169,6 @@ class Proxy:
                 if end:
                     await relay.events(answer, events + end)
             await relay.end(answer, rest)
-
-
-class _Unavailable(Exception):
-    """The worker says that it takes nothing now."""
-
-
-class _Relay:
-    """The client's side of one attempt."""
-
-    def __init__(self, send: Send, worker: Worker, is_last: bool) -> None:
-        self._send = send
-        self._worker = worker
-        self._is_last = is_last
-        self.has_begun = False
-
-    async def whole(self, answer: httpx.Response, body: bytes) -> None:
-        if answer.status_code == 503 and not self._is_last:
-            raise _Unavailable(f"it answered 503: {body[:200].decode(errors='replace')}")
-        await self._start(answer, [("content-length", str(len(body)))])
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
-
-    async def events(self, answer: httpx.Response, events: bytes) -> None:
-        if not self.has_begun:
-            await self._start(answer, [])
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
-
-    async def end(self, answer: httpx.Response, rest: bytes) -> None:
-        if not self.has_begun:
-            await self._start(answer, [])
-        await self._send({"type": "http.response.body", "body": rest, "more_body": False})
-
-    async def fail(self, message: str) -> None:
-        """End a stream that has begun."""
-        error = {"message": message, "type": "worker_died", "param": None, "code": 502, "retryable": True}
-        event = f"data: {json.dumps({'error': error})}\n\n".encode()
-        await self._send({"type": "http.response.body", "body": event, "more_body": False})
-
-    async def _start(self, answer: httpx.Response, more: list[tuple[str, str]]) -> None:
-        kept = [(name, value) for name, value in answer.headers.multi_items() if name.lower() not in _NOT_RETURNED]
-        headers = [*kept, *more, (WORKER_HEADER, self._worker.url)]
-        self.has_begun = True
-        raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
-        await self._send({"type": "http.response.start", "status": answer.status_code, "headers": raw})
-
-
-def why_none(registry: WorkerRegistry) -> str:
-    """Why nobody takes requests, worker by worker."""
-    said = []
-    for worker in registry:
-        if not worker.is_alive:
-            said.append(f"{worker.url} is {worker.health.value} ({worker.last_error or 'not answered yet'})")
-        elif worker.disabled:
-            said.append(f"{worker.url} is disabled")
-        else:
-            said.append(f"{worker.url} is held: {'; '.join(worker.holds.values())}")
-    return "; ".join(said) or "there are none"
 
 
 class ProxyResponse(Response):

@@ -11,6 +11,7 @@ import uvicorn
 from .app import create_app
 from .config import RouterConfig
 from .journal import UpdateJournal
+from .roster import Roster
 
 _START_TIMEOUT_S = 30.0
 
@@ -19,18 +20,24 @@ class RouterServer:
     """A router and its socket."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """Raises ValueError for an address or a journal that is refused, OSError for one that cannot be had."""
+        """Raises ValueError for an address, a journal or a roster that is refused, OSError for what cannot be had."""
         config.http.check_bind()
         self._socket = _listen(config.http.host, config.http.port)
         try:
-            self._journal = UpdateJournal(config.journal_path)
+            self._journal = UpdateJournal(config.journal_path)  # its lock keeps the roster, too
         except (ValueError, OSError):
+            self._socket.close()
+            raise
+        try:
+            roster = Roster(config.roster_path, config.workers)
+        except (ValueError, OSError):
+            self._journal.close()
             self._socket.close()
             raise
         self._host, self.port = self._socket.getsockname()[:2]
         self._server = uvicorn.Server(
             uvicorn.Config(
-                create_app(config, self._journal),
+                create_app(config, self._journal, roster),
                 log_config=None,
                 log_level="warning",
                 access_log=False,

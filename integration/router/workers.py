@@ -213,3 +213,16 @@ class WorkerRegistry:
         except TimeoutError:
             return False
         return True
+
+
+def why_none(registry: WorkerRegistry) -> str:
+    """Why nobody takes requests, worker by worker."""
+    said = []
+    for worker in registry:
+        if not worker.is_alive:
+            said.append(f"{worker.url} is {worker.health.value} ({worker.last_error or 'not answered yet'})")
+        elif worker.disabled:
+            said.append(f"{worker.url} is disabled")
+        else:
+            said.append(f"{worker.url} is held: {'; '.join(worker.holds.values())}")
+    return "; ".join(said) or "there are none"

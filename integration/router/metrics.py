@@ -1,0 +1,116 @@
+"""GET /metrics of the router, in Prometheus' formats: read from its counters and workers at each scrape."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client.core import CollectorRegistry, CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from .counters import Affinity, RouterCounters
+from .journal import UpdateJournal
+from .workers import Worker, WorkerRegistry
+
+WORKER_STATES = ("starting", "dead", "disabled", "held", "paused", "routable")
+JOURNAL_STATES = ("empty", "under_way", "unresolved")
+
+
+def render(collector: Collector, accept: str) -> tuple[bytes, str]:
+    """The text that a scraper with this Accept header wants, and its content type."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type
+
+
+class RouterCollector(Collector):
+    """Reads a router on its event loop. Changes nothing."""
+
+    def __init__(self, registry: WorkerRegistry, counters: RouterCounters, journal: UpdateJournal) -> None:
+        self._registry, self._counters, self._journal = registry, counters, journal
+
+    def collect(self) -> Iterator[Metric]:
+        """Workers, requests, broadcasts, the journal."""
+        yield from self._workers()
+        yield from self._requests()
+        yield from self._broadcasts()
+        yield from self._update_journal()
+
+    def _workers(self) -> Iterator[Metric]:
+        workers = list(self._registry)
+        states = Counter(map(_state_of, workers))
+        family = GaugeMetricFamily("lockstep:router_workers", "Workers, each in one state.", labels=["state"])
+        for state in WORKER_STATES:
+            family.add_metric([state], states[state])
+        yield family
+        load = GaugeMetricFamily("lockstep:router_load", "Sequences under way from here.", labels=["worker"])
+        deaths = CounterMetricFamily("lockstep:router_worker_deaths", "Times it was given up.", labels=["worker"])
+        for worker in workers:
+            load.add_metric([worker.url], worker.num_running)
+            deaths.add_metric([worker.url], worker.num_deaths)
+        yield load
+        yield deaths
+
+    def _requests(self) -> Iterator[Metric]:
+        counters = self._counters
+        family = CounterMetricFamily(
+            "lockstep:router_requests",
+            "Requests given to a worker, by how that ended; one that moves counts at each.",
+            labels=["worker", "outcome"],
+        )
+        for (url, outcome), count in counters.requests.items():
+            family.add_metric([url, outcome.value], count)
+        yield family
+        yield CounterMetricFamily(
+            "lockstep:router_retries", "Times a request went to one more worker.", counters.num_retries
+        )
+        family = CounterMetricFamily(
+            "lockstep:router_unanswered_requests", "Requests that no worker answered.", labels=["reason"]
+        )
+        for reason, count in counters.unanswered.items():
+            family.add_metric([reason], count)
+        yield family
+        family = CounterMetricFamily(
+            "lockstep:router_affinity", "Choices of a worker, by whether it knows the prompt.", labels=["result"]
+        )
+        for result in Affinity:
+            family.add_metric([result.value], counters.affinity[result])
+        yield family
+
+    def _broadcasts(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            "lockstep:router_broadcasts", "Administrative verbs to all workers.", labels=["verb", "outcome"]
+        )
+        for (verb, outcome), count in self._counters.broadcasts.items():
+            family.add_metric([verb, outcome], count)
+        yield family
+        family = CounterMetricFamily(
+            "lockstep:router_broadcast_seconds", "Time that those took, with their wait for each other.",
+            labels=["verb"],
+        )  # fmt: skip
+        for verb, seconds in self._counters.broadcast_seconds.items():
+            family.add_metric([verb], seconds)
+        yield family
+
+    def _update_journal(self) -> Iterator[Metric]:
+        entry = self._journal.entry
+        state = "empty" if entry is None else "unresolved" if self._journal.is_unresolved else "under_way"
+        family = GaugeMetricFamily("lockstep:router_journal", "1 for the journal's state.", labels=["state"])
+        for one in JOURNAL_STATES:
+            family.add_metric([one], one == state)
+        yield family
+        age_s = 0.0 if entry is None else entry.age_s
+        yield GaugeMetricFamily("lockstep:router_journal_age_seconds", "Of the update in the journal, or 0.", age_s)
+
+
+def _state_of(worker: Worker) -> str:
+    """The first reason for which it gets no requests."""
+    if not worker.is_alive:
+        return worker.health.value
+    if worker.disabled:
+        return "disabled"
+    if worker.holds:
+        return "held"
+    return "paused" if worker.paused else "routable"

@@ -1,0 +1,57 @@
+"""The client's side of an answer that is passed through."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+from starlette.types import Send
+
+from .calls import NOT_RETURNED
+from .workers import Worker
+
+WORKER_HEADER = "x-lockstep-worker"
+
+
+class Unavailable(Exception):
+    """The worker says that it takes nothing now."""
+
+
+class Relay:
+    """The client's side of one attempt."""
+
+    def __init__(self, send: Send, worker: Worker, is_last: bool) -> None:
+        self._send = send
+        self._worker = worker
+        self._is_last = is_last
+        self.has_begun = False
+        self.status = 0  # of the answer, once it has begun
+
+    async def whole(self, answer: httpx.Response, body: bytes) -> None:
+        if answer.status_code == 503 and not self._is_last:
+            raise Unavailable(f"it answered 503: {body[:200].decode(errors='replace')}")
+        await self._start(answer, [("content-length", str(len(body)))])
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def events(self, answer: httpx.Response, events: bytes) -> None:
+        if not self.has_begun:
+            await self._start(answer, [])
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end(self, answer: httpx.Response, rest: bytes) -> None:
+        if not self.has_begun:
+            await self._start(answer, [])
+        await self._send({"type": "http.response.body", "body": rest, "more_body": False})
+
+    async def fail(self, message: str) -> None:
+        """End a stream that has begun."""
+        error = {"message": message, "type": "worker_died", "param": None, "code": 502, "retryable": True}
+        event = f"data: {json.dumps({'error': error})}\n\n".encode()
+        await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+    async def _start(self, answer: httpx.Response, more: list[tuple[str, str]]) -> None:
+        kept = [(name, value) for name, value in answer.headers.multi_items() if name.lower() not in NOT_RETURNED]
+        headers = [*kept, *more, (WORKER_HEADER, self._worker.url)]
+        self.has_begun, self.status = True, answer.status_code
+        raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        await self._send({"type": "http.response.start", "status": answer.status_code, "headers": raw})

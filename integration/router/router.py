@@ -1,0 +1,92 @@
+"""Everything of one router, and how a path finds it."""
+
+from __future__ import annotations
+
+import httpx
+from fastapi import Request
+
+from ..http.bodies import read_bytes
+from ..http.errors import HttpError
+from .admin import Admin
+from .calls import Call, headers_of
+from .config import RouterConfig, worker_url
+from .counters import RouterCounters
+from .health import HealthChecks
+from .journal import UpdateJournal
+from .metrics import RouterCollector
+from .proxy import Proxy
+from .roster import Roster
+from .updates import Updates
+from .workers import Worker, WorkerRegistry
+
+
+class Router:
+    """Everything of one router, on one event loop."""
+
+    def __init__(self, config: RouterConfig, journal: UpdateJournal, roster: Roster) -> None:
+        self.config = config
+        self.registry = WorkerRegistry()
+        self.counters = RouterCounters()
+        unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        verify = httpx.create_ssl_context()
+        self._generating = httpx.AsyncClient(limits=unlimited, timeout=None, trust_env=False, verify=verify)
+        # A connection of its own for each call: one that was kept may be dead, and a change is not sent twice.
+        single = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        timeout = httpx.Timeout(None, connect=config.connect_timeout_s)
+        self.administering = httpx.AsyncClient(limits=single, timeout=timeout, trust_env=False, verify=verify)
+        self.proxy = Proxy(self.registry, self._generating, config, self.counters)
+        self._health = HealthChecks(self.registry, self.administering, config, self.proxy.forget)
+        updates = Updates(self.registry, self._health, journal, config)
+        self.admin = Admin(
+            self.registry, self._health, updates, roster, self.administering, config, self.counters
+        )  # fmt: skip
+        self.collector = RouterCollector(self.registry, self.counters, journal)
+
+    def start(self) -> None:
+        """Take the workers of the command line, as they were changed at run time."""
+        changes = self.admin.roster.changes
+        for url in changes.workers:
+            self._take(url, url in changes.disabled)
+
+    async def add(self, url: object, disabled: bool = False) -> tuple[Worker, bool]:
+        """See `WorkerRegistry.add`; a new one is probed from now on. Raises ValueError for what is no URL of a server,
+        HttpError 503 where it cannot be written down."""
+        url = worker_url(url)
+        if not any(worker.url == url for worker in self.registry):
+            await self.admin.write_down(lambda: self.admin.roster.add(url, disabled))
+        return self._take(url, disabled)
+
+    async def remove(self, worker: Worker) -> None:
+        """What it is doing it finishes. Raises HttpError 503 where it cannot be written down."""
+        await self.admin.write_down(lambda: self.admin.roster.remove(worker.url))
+        self._health.forget(worker)
+        self.registry.remove(worker)
+        self.proxy.forget(worker)
+        self.counters.forget(worker.url)
+
+    def _take(self, url: str, disabled: bool) -> tuple[Worker, bool]:
+        worker, is_new = self.registry.add(url, disabled)
+        if is_new:
+            self.admin.updates.hold_back(worker)
+            self._health.watch(worker)
+        return worker, is_new
+
+    async def close(self) -> None:
+        await self._health.close()
+        await self._generating.aclose()
+        await self.administering.aclose()
+
+
+def router_of(request: Request) -> Router:
+    """The router that a path belongs to."""
+    return request.app.state.router
+
+
+async def call_of(request: Request, limit: int) -> Call:
+    """A request as it goes to a worker, with a body of at most `limit` bytes."""
+    # What was allowed is the path as it stands: one with dots in it would be another one at the worker.
+    if {".", ".."} & set(request.scope["path"].split("/")):
+        raise HttpError(404, "Not Found")
+    path = request.scope["raw_path"].decode("latin-1")
+    headers = headers_of(request.headers.items())
+    return Call(request.method, path, request.url.query, headers, await read_bytes(request, limit))

@@ -1,0 +1,96 @@
+"""Workers over HTTP: list, show, add, remove, disable, enable. All but the first two are remembered, see `roster`."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from ..http.bodies import parse_object, read_bytes
+from ..http.errors import BadField
+from .router import router_of
+from .workers import Health
+
+
+def add_workers(app: FastAPI) -> None:
+    """Under /workers as SGLang's gateway has them, and under the names that its predecessor had."""
+
+    @app.get("/workers")
+    async def list_workers(request: Request) -> JSONResponse:
+        workers = list(router_of(request).registry)
+        num_healthy = sum(worker.health is Health.ALIVE for worker in workers)
+        stats = {"num_healthy": num_healthy, "num_routable": sum(worker.can_take_requests for worker in workers)}
+        return JSONResponse({"workers": [worker.report() for worker in workers], "total": len(workers), "stats": stats})
+
+    @app.post("/workers")
+    async def add(request: Request) -> JSONResponse:
+        """{url}; other fields of the gateway's (worker_type, …) are ignored."""
+        body = parse_object(await read_bytes(request, request.app.state.config.max_body_bytes))
+        return await _add(request, body.get("url"), bool(body.get("disabled", False)))
+
+    @app.post("/add_worker")
+    async def add_old(request: Request, url: str = "") -> JSONResponse:
+        return await _add(request, url)
+
+    @app.get("/list_workers")
+    async def list_old(request: Request) -> JSONResponse:
+        return JSONResponse({"urls": [worker.url for worker in router_of(request).registry]})
+
+    @app.post("/remove_worker")
+    async def remove_old(request: Request, url: str = "") -> JSONResponse:
+        return await _remove(request, url)
+
+    @app.get("/workers/{worker_id}")
+    async def show(request: Request, worker_id: str) -> JSONResponse:
+        return JSONResponse(router_of(request).registry.find(worker_id).report())
+
+    @app.delete("/workers/{worker_id}")
+    async def remove(request: Request, worker_id: str) -> JSONResponse:
+        return await _remove(request, worker_id)
+
+    @app.put("/workers/{worker_id}")
+    async def change(request: Request, worker_id: str) -> JSONResponse:
+        """{disabled: bool}"""
+        body = parse_object(await read_bytes(request, request.app.state.config.max_body_bytes))
+        disabled = body.get("disabled")
+        if not isinstance(disabled, bool):
+            raise BadField("disabled", f"must be true or false, not {disabled!r}")
+        return await _set_disabled(request, worker_id, disabled)
+
+    @app.post("/workers/{worker_id}/disable")
+    async def disable(request: Request, worker_id: str) -> JSONResponse:
+        return await _set_disabled(request, worker_id, True)
+
+    @app.post("/workers/{worker_id}/enable")
+    async def enable(request: Request, worker_id: str) -> JSONResponse:
+        return await _set_disabled(request, worker_id, False)
+
+
+async def _add(request: Request, url: object, disabled: bool = False) -> JSONResponse:
+    router = router_of(request)
+    async with router.admin.changing("adding a worker"):
+        try:
+            worker, is_new = await router.add(url, disabled)
+        except ValueError as error:
+            raise BadField("url", str(error)) from None
+    told = "is added, and gets requests when its probe succeeds" if is_new else "was there"
+    body = {"success": True, "status": "accepted", "worker_id": worker.id, "url": worker.url}
+    return JSONResponse(
+        {**body, "location": f"/workers/{worker.id}", "message": f"worker {worker.url} {told}"}, 202 if is_new else 200
+    )
+
+
+async def _remove(request: Request, id_or_url: str) -> JSONResponse:
+    router = router_of(request)
+    async with router.admin.changing("removing a worker"):
+        worker = router.registry.find(id_or_url)
+        await router.remove(worker)
+    message = f"worker {worker.url} is removed; what it was doing it finishes"
+    return JSONResponse({"success": True, "status": "accepted", "worker_id": worker.id, "message": message}, 202)
+
+
+async def _set_disabled(request: Request, worker_id: str, disabled: bool) -> JSONResponse:
+    router = router_of(request)
+    async with router.admin.changing("disabling a worker" if disabled else "enabling a worker"):
+        worker = router.registry.find(worker_id)
+        await router.admin.set_disabled([worker], disabled)
+    return JSONResponse({"success": True, **worker.report()})
