@@ -118,6 +118,7 @@ class KVEventPublisher:
             name: deque(maxlen=num_replayable if replay_endpoint is not None else 0) for name in self._topics.values()
         }
         self._queue: SimpleQueue[EventBatch | _Start | None] = SimpleQueue()  # None: stop
+        self._is_stopping = False
         self._held: list[EventBatch] | None = []  # came before the _Start; None: it is there
         self._log: KVEventLog | None = None
         self._lock = threading.Lock()  # of _log
@@ -206,10 +207,12 @@ class KVEventPublisher:
             if source is not None:
                 poller.register(source, zmq.POLLIN)
         try:
-            # Events before subscriptions and replays: an answer then covers all that the engine had handed on.
-            while self._publish_taken():
+            while True:
+                self._publish_taken()
                 self._answer_subscriptions()
                 self._answer_replays()
+                if self._is_stopping:
+                    return
                 poller.poll()
                 with suppress(BlockingIOError):
                     self._wakened.recv(4096)  # before the queue is looked at: what comes later wakes anew
@@ -224,20 +227,19 @@ class KVEventPublisher:
         self._waker.close()
         self._wakened.close()
 
-    def _publish_taken(self) -> bool:
-        """Publish what the engine has handed on; False when told to stop."""
+    def _publish_taken(self) -> None:
+        """Publish what the engine has handed on."""
         with suppress(Empty):
             while True:
                 item = self._queue.get_nowait()
                 if item is None:
-                    return False
-                if isinstance(item, _Start):
+                    self._is_stopping = True
+                elif isinstance(item, _Start):
                     self._start(item.batch)
                 elif self._held is not None:
                     self._held.append(item)
                 else:
                     self._publish(item)
-        return True
 
     def _start(self, state: EventBatch) -> None:
         """Publish the state in the place of all KV batches that it covers, then go on."""
@@ -256,6 +258,7 @@ class KVEventPublisher:
     def _answer_subscriptions(self) -> None:
         while self._pub.poll(0):
             request = self._pub.recv()
+            self._publish_taken()  # after the question came: the answer covers what was handed on before it was asked
             if request[:1] not in (b"\0", b"\1"):
                 continue  # not a subscription
             topic = request[1:] or self._kv_topic
@@ -268,6 +271,7 @@ class KVEventPublisher:
     def _answer_replays(self) -> None:
         while self._replay is not None and self._replay.poll(0):
             client, *request = self._replay.recv_multipart()
+            self._publish_taken()  # as above
             if len(request) not in (2, 3) or request[0] or len(request[1]) != 8:
                 logger.warning("a replay request of %d frames cannot be read", len(request))
                 continue
