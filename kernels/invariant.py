@@ -10,14 +10,14 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from . import linear as linear_kernel
 from . import native
-from .linear import LinearMethod, Product, product_of
+from .linear import LinearMethod, Product, block_partials, product_of
 from .paged_attention import AttentionPath, PagedStep, attention_path, paged_attention, varlen_attention
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,20 @@ class Candidate:
     product: Product
 
 
+@dataclass(frozen=True, order=True)
+class Cut:
+    """A layer (out_features, in_features) that ranks may share.
+
+    "columns": each computes some of the outputs; "blocks": each sums some of `num_parts` blocks of the inputs.
+    Any number of ranks that divides `num_parts` may do so.
+    """
+
+    out_features: int
+    in_features: int
+    along: Literal["columns", "blocks"]
+    num_parts: int
+
+
 _known: dict[tuple[Any, ...], Guarantee] = {}
 
 
@@ -54,27 +68,30 @@ def self_test(
     dtype: torch.dtype,
     device: torch.device,
     candidates: Sequence[Candidate] | None = None,
+    cuts: Iterable[Cut] = (),
 ) -> Guarantee:
     """Finds the first product and attention that are invariant for layers (out_features, in_features) as they
-    run now.
+    run now, and for `cuts` of them: what a rank computes of its part is what one rank computes of the whole.
 
-    It takes a fraction of a second: at most MAX_SHAPES distinct shapes (`representative_shapes`), none with
-    more than MAX_WEIGHTS weights. The answer is remembered per (shapes, dtype, device, threads); `candidates`
-    of the caller's own are tried anew each time.
+    It takes a fraction of a second: at most MAX_SHAPES distinct shapes (`representative_shapes`) and as many cuts
+    each way, none with more than MAX_WEIGHTS weights. The answer is remembered per (shapes, cuts, dtype, device,
+    threads); `candidates` of the caller's own are tried anew each time. It depends on the number of parts and not on
+    that of ranks, so that ranks, and trainers that hold whole layers, choose alike.
     """
     shapes = tuple(sorted(set(linear_shapes)))
     wrong = [shape for shape in shapes if len(shape) != 2 or min(shape) < 1]
     if wrong:
         raise ValueError(f"linear_shapes holds {wrong}, which are no pairs of positive sizes")
-    key = (shapes, dtype, str(device), torch.get_num_threads())
+    cuts = tuple(sorted(set(cuts)))
+    key = (shapes, cuts, dtype, str(device), torch.get_num_threads())
     if candidates is None and key in _known:
         return _known[key]
     started = time.perf_counter()
     tried = representative_shapes(shapes)
     product, product_reason = _first_invariant_product(
-        candidates or default_candidates(device, dtype), tried, dtype, device
+        candidates or default_candidates(device, dtype), tried, representative_cuts(cuts), dtype, device
     )
-    attention, attention_reason = _first_invariant_attention(dtype, device)
+    attention, attention_reason = _first_invariant_attention(dtype, device, has_cuts=bool(cuts))
     seconds = time.perf_counter() - started
     guarantee = Guarantee(
         linear=product.method if product else "library",
@@ -119,6 +136,73 @@ def representative_shapes(shapes: Sequence[tuple[int, int]]) -> list[tuple[int, 
     return chosen[:MAX_SHAPES]
 
 
+def representative_cuts(cuts: Sequence[Cut]) -> list[Cut]:
+    """At most MAX_SHAPES each way: both ends and the odd ones, columns cut down to MAX_WEIGHTS / K."""
+    chosen: list[Cut] = []
+    for along in ("columns", "blocks"):
+        group = [cut for cut in cuts if cut.along == along]
+        by_part = sorted(group, key=lambda cut: cut.out_features if along == "columns" else cut.in_features)
+        odd = [cut for cut in group if cut.out_features % 32 or cut.in_features // cut.num_parts % 32]
+        wanted = [*by_part[:1], *by_part[-1:], *odd, *group]
+        smaller = []
+        for cut in wanted:
+            room = max(64, MAX_WEIGHTS // cut.in_features // 64 * 64)
+            if cut.out_features > room:
+                columns = max(cut.num_parts, room // cut.num_parts * cut.num_parts)
+                cut = Cut(columns, cut.in_features, cut.along, cut.num_parts)
+            if cut not in smaller:
+                smaller.append(cut)
+        chosen += smaller[:MAX_SHAPES]
+    return chosen
+
+
+def first_cut_difference(
+    product: Product, cuts: Iterable[Cut], dtype: torch.dtype, device: torch.device, batch_rows: int = BATCH_ROWS
+) -> str | None:
+    """Where a rank's part of a layer first differs in bits from the whole, or None.
+
+    Columns: a slice of the weight gives those columns of the whole product. Blocks: a partial product over one block
+    is the same whether the operands are views into the whole layer, views into a rank's part, or stand alone.
+    """
+    generator = torch.Generator().manual_seed(2)
+    for cut in cuts:
+        weight = _noise((cut.out_features, cut.in_features), generator, dtype, device)
+        x = _noise((batch_rows, cut.in_features), generator, dtype, device)
+        compare = _column_difference if cut.along == "columns" else _block_difference
+        for num_ranks in (n for n in range(2, cut.num_parts + 1) if cut.num_parts % n == 0):
+            for count in (batch_rows, 1, 5):
+                if difference := compare(product, x[:count], weight, num_ranks, cut.num_parts):
+                    return f"{count} rows of {cut.in_features} -> {cut.out_features}: {difference}"
+    return None
+
+
+def _column_difference(
+    product: Product, x: Tensor, weight: Tensor, num_ranks: int, _num_parts: int
+) -> str | None:
+    if weight.shape[0] % num_ranks:
+        return None  # nobody cuts it so
+    whole = product(x, weight, None).chunk(num_ranks, dim=1)
+    for rank in {0, 1, num_ranks - 1}:
+        if not torch.equal(product(x, weight.chunk(num_ranks)[rank].clone(), None), whole[rank]):
+            return f"columns of rank {rank} of {num_ranks} differ from those of the whole"
+    return None
+
+
+def _block_difference(
+    product: Product, x: Tensor, weight: Tensor, num_ranks: int, num_parts: int
+) -> str | None:
+    whole = block_partials(x, weight, product, num_parts).chunk(num_ranks)
+    width = x.shape[1] // num_parts
+    for rank in {0, 1, num_ranks - 1}:
+        its_x, its_weight = (t.chunk(num_ranks, dim=1)[rank].contiguous() for t in (x, weight))
+        if not torch.equal(block_partials(its_x, its_weight, product, num_parts // num_ranks), whole[rank]):
+            return f"blocks of rank {rank} of {num_ranks} differ from those of the whole"
+        alone = product(its_x[:, :width].contiguous(), its_weight[:, :width].contiguous(), None)
+        if not torch.equal(alone, whole[rank][0]):
+            return f"a block of rank {rank} of {num_ranks} differs from the same block alone"
+    return None
+
+
 def first_difference(
     product: Product,
     shapes: Iterable[tuple[int, int]],
@@ -155,6 +239,7 @@ def _noise(
 def _first_invariant_product(
     candidates: Sequence[Candidate],
     shapes: Sequence[tuple[int, int]],
+    cuts: Sequence[Cut],
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Candidate | None, str]:
@@ -163,28 +248,47 @@ def _first_invariant_product(
         name = f"{candidate.method} product"
         if candidate.method == "padded":
             name += f" with rows padded to {candidate.row_multiple}"
-        if (
-            candidate.method == "rows"
-        ):  # equal calls, one a row: a short look suffices, a long one would cost seconds
-            difference = first_difference(
-                candidate.product, shapes, dtype, device, batch_rows=6, row_counts=(1, 3)
-            )
-        else:
-            difference = first_difference(candidate.product, shapes, dtype, device)
+        # Equal calls, one a row: a short look suffices, a long one would cost seconds.
+        rows: dict[str, Any] = {"batch_rows": 6, "row_counts": (1, 3)} if candidate.method == "rows" else {}
+        difference = first_difference(candidate.product, shapes, dtype, device, **rows)
+        if difference is None and cuts:
+            num_rows = rows.get("batch_rows", BATCH_ROWS)
+            difference = first_cut_difference(candidate.product, cuts, dtype, device, num_rows)
         if difference is None:
             refused = f" (refused: {'; '.join(failures)})" if failures else ""
-            return candidate, f"{name}, equal bits for {len(shapes)} layer shapes{refused}"
+            and_cuts = f" and {len(cuts)} cuts of layers" if cuts else ""
+            return candidate, f"{name}, equal bits for {len(shapes)} layer shapes{and_cuts}{refused}"
         failures.append(f"{name}: {difference}")
     return None, f"no product is invariant ({'; '.join(failures)})"
 
 
-def _first_invariant_attention(dtype: torch.dtype, device: torch.device) -> tuple[AttentionPath | None, str]:
+def _first_invariant_attention(
+    dtype: torch.dtype, device: torch.device, *, has_cuts: bool
+) -> tuple[AttentionPath | None, str]:
     preferred = attention_path(device, dtype)
     paths: list[AttentionPath] = [preferred, "torch"] if preferred != "torch" else ["torch"]
     for path in paths:
-        if attention_is_invariant(path, dtype, device):
+        if attention_is_invariant(path, dtype, device) and not (
+            has_cuts and not heads_are_independent(path, dtype, device)
+        ):
             return path, f"{path} attention, equal bits for chunks and whole"
     return None, f"no attention is invariant (tried {', '.join(paths)})"
+
+
+def heads_are_independent(path: AttentionPath, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a rank that holds some of the heads, down to one, computes what a rank with all of them does."""
+    length, generator = 70, torch.Generator().manual_seed(3)
+    query, key, value = (
+        _noise((length, n * 32), generator, dtype, device).view(length, n, 32) for n in (8, 2, 2)
+    )
+    start = torch.tensor([0, length], dtype=torch.int32, device=device)
+    whole = varlen_attention(query, key, value, start, scale=0.5, path=path)
+    for heads in (slice(0, 4), slice(4, 6), slice(7, 8)):
+        kv = slice(heads.start // 4, heads.start // 4 + 1)
+        part = (t.contiguous() for t in (query[:, heads], key[:, kv], value[:, kv]))
+        if not torch.equal(varlen_attention(*part, start, scale=0.5, path=path), whole[:, heads]):
+            return False
+    return True
 
 
 def attention_is_invariant(path: AttentionPath, dtype: torch.dtype, device: torch.device) -> bool:

@@ -33,8 +33,11 @@ def invariant_linear(
     *,
     method: LinearMethod,
     row_multiple: int = ROW_MULTIPLE,
+    num_blocks: int = 1,
 ) -> Tensor:
     """x [...,K] @ weight [N,K]^T + bias [N] -> [...,N], differentiable once in all three.
+
+    With `num_blocks` > 1 the sum over K is that of a row-parallel layer: see `blocked_product`.
 
     - "padded": the library's product over rows padded to `row_multiple`; no copy when there are that many
       already;
@@ -43,12 +46,14 @@ def invariant_linear(
     - "library": the library's product as it is; promises nothing. Backward passes are the library's products.
       Raises ValueError naming every argument that does not fit.
     """
-    if method == "library":
+    if method == "library" and num_blocks == 1:
         return F.linear(x, weight, bias)
-    if method not in PRODUCTS:
+    if method not in (*PRODUCTS, "library"):
         raise ValueError(f"method is {method!r}, not one of {', '.join([*PRODUCTS, 'library'])}")
     _check(x, weight, bias)
     product = product_of(method, row_multiple)
+    if num_blocks > 1:
+        product = partial(blocked_product, product=product, num_blocks=num_blocks)
     rows = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         out = _Linear.apply(rows, weight, bias, product)
@@ -59,9 +64,41 @@ def invariant_linear(
 
 def product_of(method: LinearMethod, row_multiple: int = ROW_MULTIPLE) -> Product:
     """The forward of a method, as the self-test wants it."""
+    if method == "library":
+        return F.linear
     if method == "padded":
         return partial(padded_product, row_multiple=row_multiple)
     return PRODUCTS[method]
+
+
+def blocked_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, product: Product, num_blocks: int
+) -> Tensor:
+    """The product as the sum of `num_blocks` partial products over equal blocks of K, added left to right.
+
+    However K is divided among ranks, as long as each holds whole blocks, the same numbers are added in the
+    same order: the bits are those of every other division. K must be a multiple of `num_blocks`.
+    """
+    if num_blocks == 1:
+        return product(x, weight, bias)
+    return add_blocks(block_partials(x, weight, product, num_blocks), bias)
+
+
+def block_partials(x: Tensor, weight: Tensor, product: Product, num_blocks: int) -> Tensor:
+    """x [M,K], weight [N,K] -> the partial products [num_blocks,M,N], each rounded to x's dtype."""
+    width = x.shape[1] // num_blocks
+    blocks = [slice(start, start + width) for start in range(0, width * num_blocks, width)]
+    return torch.stack([product(x[:, block], weight[:, block], None) for block in blocks])
+
+
+def add_blocks(partials: Tensor, bias: Tensor | None) -> Tensor:
+    """partials [B,...,N], bias [N] -> their sum [...,N]: added in fp32 from the first to the last, then the bias, then
+    rounded once to the partials' dtype."""
+    wide = torch.promote_types(partials.dtype, torch.float32)
+    total = partials[0].to(wide)
+    for partial_product in partials[1:]:
+        total = total + partial_product
+    return (total if bias is None else total + bias).to(partials.dtype)
 
 
 def padded_product(
