@@ -1,4 +1,4 @@
-"""How many blocks admission keeps free for what is running already.
+"""Whether a waiting request may run now, and how many blocks admission keeps free for what is running already.
 
 Sequences may ask for far more tokens than they use. Keeping room for all of it would leave the pool half empty; keeping
 none retracts sequences all the time. So room is kept for a share of what they may still generate, and the share follows
@@ -12,6 +12,7 @@ from collections.abc import Collection
 
 from .config import ADMISSION_RATIO
 from .kv_ledger import KVLedger
+from .radix_cache import Node
 from .request import Request
 
 MINIMUM_SHARE = 0.14  # of the initial ratio: as low as it falls
@@ -62,3 +63,36 @@ class Admission:
         """Blocks that running sequences are expected to take beyond those they hold. Cost grows with their number."""
         ledger = self._ledger
         return sum(max(self.num_blocks_expected(r) - len(ledger.block_table(r)), 0) for r in running)
+
+    def num_blocks_to_take(self, request: Request, nodes: list[Node]) -> int:
+        """Available blocks that the request, not admitted yet, is expected to take, decoding included; `nodes` are the
+        cached ones that it would begin with."""
+        return self.num_blocks_expected(request) - len(nodes) + _num_evictable(nodes)
+
+    def fits(self, request: Request, nodes: list[Node], reserve: int, *, is_alone: bool) -> bool:
+        """Whether the pool has the blocks that the request is expected to have, besides `reserve` for running ones.
+        When nothing runs its known tokens are enough: whoever comes first is always taken."""
+        ledger = self._ledger
+        if is_alone:
+            num_wanted = ledger.num_blocks_for(request.sequence.num_tokens) - len(nodes) + _num_evictable(nodes)
+        else:
+            num_wanted = self.num_blocks_to_take(request, nodes)
+        return num_wanted + reserve <= ledger.num_available
+
+    def why_never(self, request: Request) -> str | None:
+        """Why this request could not run even with the pool to itself; None: it could."""
+        num_known = request.sequence.num_tokens
+        num_new = min(request.params.max_new_tokens, 1)
+        if num_known + num_new > self._max_model_len:
+            return f"{num_known} tokens leave no room in a context of {self._max_model_len}"
+        ledger = self._ledger
+        if ledger.num_blocks_for(num_known) > (num_blocks := ledger.usage.num_blocks):
+            return (
+                f"{num_known} tokens can never fit the KV pool of {num_blocks} blocks of {ledger.block_size} tokens"
+            )
+        return None
+
+
+def _num_evictable(nodes: list[Node]) -> int:
+    """Matched nodes that count as available until a sequence holds them."""
+    return sum(node.is_free_to_go for node in nodes)

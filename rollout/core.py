@@ -34,12 +34,14 @@ from .loop import Loop
 from .metrics import Metrics
 from .model_runner import ModelRunner
 from .pins import PinReport
+from .pipelining import Pipelining
 from .prefix import Prefix
 from .request import Request
+from .runner import Runner
 from .sampler import Sampler
 from .scheduler import Scheduler, StepLimits
 from .sequence import State
-from .sequence_manager import EngineSequenceManager, WorkerSequenceManager
+from .sequence_manager import EngineSequenceManager
 from .trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -78,25 +80,32 @@ class EngineCore:
         )
         chunk = config.chunked_prefill_size or config.max_num_batched_tokens
         limits = StepLimits(config.max_num_seqs, config.max_num_batched_tokens, chunk, self.max_model_len)
-        self.scheduler = Scheduler(
-            self.ledger, limits, config.policy, deadline_multiplier=config.deadline_multiplier,
-            min_deadline_s=config.min_deadline_s, admission_ratio=config.admission_ratio,
-        )  # fmt: skip
-        self.sequences = EngineSequenceManager(self.eos_token_ids, self.max_model_len)
-        self.managers = ManagerPair(self.sequences, WorkerSequenceManager())
-        sampler = Sampler(self.eos_token_ids)
-        self._runner = ModelRunner(self.model, self._kv_cache, sampler, config.block_size)
         self.metrics = Metrics()
         self.latencies = Latencies()
         self.trace = Trace(config.trace)
+        self._runner = self._make_runner(config)
+        self.scheduler = Scheduler(
+            self.ledger, limits, config.policy, deadline_multiplier=config.deadline_multiplier,
+            min_deadline_s=config.min_deadline_s, admission_ratio=config.admission_ratio,
+            pipelining=Pipelining(self._runner.num_stages, config.sequence_pipelining),
+        )  # fmt: skip
+        self.sequences = EngineSequenceManager(self.eos_token_ids, self.max_model_len, self._runner.num_stages)
+        self.managers = ManagerPair(self.sequences, self._runner.workers)
         self._on_answer = on_answer
         self.loop = Loop(
-            self.scheduler, self.managers, self.ledger, self._runner, sampler, self.metrics, self.latencies, self.trace,
+            self.scheduler, self.managers, self.ledger, self._runner, self.metrics, self.latencies, self.trace,
             overlap=config.overlap, on_token=on_token, on_answer=self._answered, is_interrupted=is_interrupted,
         )  # fmt: skip
         self.pause_mode: PauseMode | None = None  # None: not paused
         self.refusals: dict[str, str] = {}  # why no step may run, by what has to happen first
         self.before_sampling: Callable[[], None] | None = None  # to be called, and to set None, before the next step
+
+    def _make_runner(self, config: EngineConfig) -> Runner:
+        """What runs the steps. Everything that it needs of the engine is there."""
+        sampler = Sampler(self.eos_token_ids)
+        return ModelRunner(
+            self.model, self._kv_cache, sampler, config.block_size, self.trace, overlap=config.overlap
+        )  # fmt: skip
 
     # -- requests and steps -----------------------------------------------------------------------------------------
 

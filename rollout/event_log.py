@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from .request import Request
@@ -18,6 +18,7 @@ class ManagerPair:
     def __init__(self, engine: EngineSequenceManager, worker: SequenceManager) -> None:
         self.engine, self.worker = engine, worker
         self.log: list[Event] | None = None
+        self.on_event: Callable[[Event], None] | None = None  # told of every event before the managers are
 
     def add(self, request: Request) -> None:
         self._record("add", fresh_copy(request))
@@ -27,6 +28,12 @@ class ManagerPair:
         self._record("on_schedule", output)
         self.engine.on_schedule(output)
         self.worker.on_schedule(output)
+
+    def on_stage_completed(self, items: tuple) -> None:
+        """Of the controller's stage; a rank of another stage knows best when its own has run these rows."""
+        self._record("on_stage_completed", items)
+        self.engine.on_stage_completed(items)
+        self.worker.on_stage_completed(items)
 
     def on_step_completed(self, results: list) -> list[str]:
         self._record("on_step_completed", results)
@@ -64,6 +71,8 @@ class ManagerPair:
     def _record(self, name: str, *args: object) -> None:
         if self.log is not None:
             self.log.append((name, args))
+        if self.on_event is not None:
+            self.on_event((name, args))
 
 
 def fresh_copy(request: Request) -> Request:

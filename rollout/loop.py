@@ -8,25 +8,33 @@ n - 1 produced becomes text and goes to its callers:
 
 Only what step n + 1 must know of step n stands between the two forwards: the tokens, and who ended by token or length.
 A stop string is found at delivery, when its sequence may be running one step more; that step's result is dropped.
+
+With several stages as many steps are in the air, of different sequences or of successive chunks of one prompt:
+
+    first stage    | n         | n+1           | n+2           | n+3
+    last stage     |           | n             | n+1           | n+2
+    this thread    | launch n  | launch n+1    | commit n, launch n+2          | commit n+1, launch n+3
+
+Steps land in the order of their launches, and every stage runs them in that order. So blocks may change hands while
+steps are in the air: a sequence that is preempted may still be in one of them, which reads and writes its old blocks on
+every stage before a later step writes there. What it brings is dropped, by incarnation; nothing of it was published.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from .batch import Batch
 from .completion import Completion, FinishReason
 from .event_log import ManagerPair
 from .kv_ledger import KVLedger
 from .latencies import Latencies
 from .metrics import Metrics
-from .model_runner import ModelRunner
 from .request import Request
-from .sampler import Sampler
+from .runner import Runner, StepHandle
 from .schedule import ScheduleOutput, SequenceResult
 from .scheduler import Scheduler
 from .sequence import HOLDS_BLOCKS
@@ -39,7 +47,7 @@ class Flight:
 
     output: ScheduleOutput
     requests: dict[str, Request]  # those it runs, by id
-    future: Future[list[SequenceResult]]
+    handle: StepHandle
     started: float  # of time.perf_counter()
     results: list[SequenceResult] = field(default_factory=list)  # once landed: those that were committed
 
@@ -52,8 +60,7 @@ class Loop:
         scheduler: Scheduler,
         managers: ManagerPair,
         ledger: KVLedger,
-        runner: ModelRunner,
-        sampler: Sampler,
+        runner: Runner,
         metrics: Metrics,
         latencies: Latencies,
         trace: Trace,
@@ -63,56 +70,71 @@ class Loop:
         on_answer: Callable[[Request, Completion], None],
         is_interrupted: Callable[[], bool],
     ) -> None:
+        """overlap: plan ahead while the one stage runs; `runner` does not run in this thread then. Raises ValueError
+        with more stages."""
+        if overlap and runner.num_stages > 1:
+            raise ValueError(
+                f"overlap plans the next step while the only stage runs, but {runner.num_stages} stages run several steps "
+                "at a time: leave it off"
+            )
         self._scheduler = scheduler
         self._managers = managers
         self._ledger = ledger
         self._runner = runner
-        self._sampler = sampler
         self._metrics = metrics
         self._latencies = latencies
         self._trace = trace
         self._on_token = on_token
         self._on_answer = on_answer
         self._is_interrupted = is_interrupted  # whether a command waits for the step under way
-        self._model_thread = ThreadPoolExecutor(1, "lockstep-model") if overlap else None
-        self._flight: Flight | None = None  # runs now
+        self._overlap = overlap
+        self._flights: deque[Flight] = deque()  # in the air, in the order of their launches
         self._landed: Flight | None = None  # has run and is committed, not delivered
+        self._last_landing = 0.0  # of time.perf_counter()
         self.last_throughput = 0.0  # tokens per second of the newest step
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or self._flight is not None or self._landed is not None
+        return self._scheduler.has_work or bool(self._flights) or self._landed is not None
 
     def step(self) -> None:
-        """Run one step, or with overlap complete one and launch the next.
+        """Launch one step, and land the oldest one where as many are in the air as there are stages, or where nobody
+        can run before it has landed.
 
-        When the forward fails its error is raised, and what it was to run waits again.
+        When a step fails its error is raised; everybody in the air waits again, and what is in the air is dropped.
         """
-        if self._flight is None:
-            self._deliver()
-            self._launch(self._schedule())
-        if self._model_thread is not None and self._flight is not None:
-            self._deliver()  # before the schedule, which then knows who ended
-            ahead = self._schedule()
-            self._land()
-            if ahead.exhausted:
-                self._deliver()  # they end with the token that has just landed
-            wanted = self._still_wanted(ahead)
-            if self._is_interrupted():
-                self._shelve(wanted)  # a command waits: it would have to wait for this step too
-            else:
-                self._launch(wanted)
-        else:
+        if self._overlap:
+            self._step_ahead()
+        elif not self._launch(self._schedule()) or len(self._flights) == self._runner.num_stages:
             self._land()
             self._deliver()
         if not self.has_work:
             self._ledger.check_idle()
 
-    def drain(self) -> None:
-        """Wait for the step that runs and deliver it; afterwards nothing is in flight."""
-        self._deliver()
+    def _step_ahead(self) -> None:
+        """Complete the step that runs and launch the next, which is planned while it runs."""
+        if not self._flights:
+            self._deliver()
+            self._launch(self._schedule())
+        if not self._flights:
+            return
+        self._deliver()  # before the schedule, which then knows who ended
+        ahead = self._schedule()
         self._land()
+        if ahead.exhausted:
+            self._deliver()  # they end with the token that has just landed
+        wanted = self._still_wanted(ahead)
+        if self._is_interrupted():
+            self._shelve(wanted)  # a command waits: it would have to wait for this step too
+        else:
+            self._launch(wanted)
+
+    def drain(self) -> None:
+        """Wait for what is in the air and deliver it; afterwards nothing is in flight."""
         self._deliver()
+        while self._flights:
+            self._land()
+            self._deliver()
 
     def retract(self, request: Request) -> None:
         """Take a running request's blocks back and queue it again. Nothing may be in flight."""
@@ -126,8 +148,7 @@ class Loop:
         self._answer(request)
 
     def close(self) -> None:
-        if self._model_thread is not None:
-            self._model_thread.shutdown()
+        self._runner.close()
 
     # -- one step, phase by phase -------------------------------------------------------------------------------
 
@@ -135,21 +156,29 @@ class Loop:
         with self._trace.span("schedule", running=self._scheduler.num_running, waiting=self._scheduler.num_waiting):
             return self._scheduler.schedule()
 
-    def _launch(self, output: ScheduleOutput) -> None:
-        """Tell the managers what was decided and start the forward."""
+    def _launch(self, output: ScheduleOutput) -> bool:
+        """Tell the managers what was decided and put the step in the air; returns whether there is anything to run."""
         self._decide(output)
         if not output.scheduled:
-            return
+            return False
         requests = {item.id: self._managers.engine.request(item.id) for item in output.scheduled}
         with self._starting_over_on_failure():
-            batch = self._runner.prepare(output, self._managers.worker, requests)
             for item in output.scheduled:
-                request = requests[item.id]
-                request.num_rows_in_flight = item.num_tokens
-                request.num_tokens_in_flight = int(item.start + item.num_tokens == request.sequence.num_tokens)
-                self._latencies.on_launch(request)
+                requests[item.id].launched(item)
+                self._latencies.on_launch(requests[item.id])
             started = time.perf_counter()
-            self._flight = Flight(output, requests, self._run(output, batch), started)
+            flight = Flight(output, requests, self._runner.launch(output, requests), started)
+            self._flights.append(flight)
+            if self._runner.num_stages > 1:
+                self._leave_first_stage(flight)
+        return True
+
+    def _leave_first_stage(self, flight: Flight) -> None:
+        """Wait until the first stage is through with the step: from now on prompts may go on with their next chunk."""
+        flight.handle.wait_first_stage()
+        self._managers.on_stage_completed(flight.output.scheduled)
+        for item in flight.output.scheduled:
+            flight.requests[item.id].left_first_stage(item)
 
     def _decide(self, output: ScheduleOutput) -> None:
         """Tell the managers what was decided, and answer those that will not run."""
@@ -164,38 +193,30 @@ class Loop:
         self._decide(output)
         self._managers.on_step_cancelled(output.scheduled)
 
-    def _run(self, output: ScheduleOutput, batch: Batch) -> Future[list[SequenceResult]]:
-        size = {"rows": output.num_tokens, "sequences": len(output.scheduled)}
-        launched = time.perf_counter()
-
-        def forward() -> list[SequenceResult]:
-            with self._trace.span("forward", since=launched, step=output.step, **size):
-                return self._runner.run(output, batch)
-
-        if self._model_thread is not None:
-            return self._model_thread.submit(forward)
-        future: Future[list[SequenceResult]] = Future()
-        future.set_result(forward())
-        return future
-
     def _land(self) -> None:
-        """Wait for the forward that runs and commit its tokens: states, KV, who ended by token or length."""
-        flight, self._flight = self._flight, None
-        if flight is None:
+        """Wait for the oldest step in the air and commit its tokens: states, KV, who ended by token or length."""
+        if not self._flights:
             return
+        flight = self._flights[0]
         with self._starting_over_on_failure():
-            results = flight.future.result()
-        for request in flight.requests.values():
-            request.num_rows_in_flight = request.num_tokens_in_flight = 0
+            results = flight.handle.results()
+        self._flights.popleft()
+        for item in flight.output.scheduled:
+            flight.requests[item.id].landed(item)
         with self._trace.span("commit", step=flight.output.step):
-            flight.results = [r for r in results if self._managers.engine.is_live(r.id, r.incarnation)]
-            self._managers.on_step_completed(results)
+            flight.results = [r for r in results if self._is_wanted(r, flight)]
+            self._managers.on_step_completed(flight.results)
             self._scheduler.on_step_completed(flight.output, flight.requests)
         self._landed = flight
         for result in results:  # the sampler took note of those that ended while they ran
             if result.id not in self._managers.engine:
-                self._sampler.forget(flight.requests[result.id])
+                self._runner.forget(flight.requests[result.id])
         self._measure(flight)
+
+    def _is_wanted(self, result: SequenceResult, flight: Flight) -> bool:
+        """Whether its sequence lives, and was not preempted while the step was in the air."""
+        engine = self._managers.engine
+        return engine.is_live(result.id, result.incarnation) and engine.request(result.id) is flight.requests[result.id]
 
     def _deliver(self) -> None:
         """Text, streams and answers of the step that landed last."""
@@ -219,7 +240,7 @@ class Loop:
         engine = self._managers.engine
         completion = request.completion(engine.weight_version, engine.weight_digest)
         self._scheduler.remove(request)
-        self._sampler.forget(request)
+        self._runner.forget(request)
         self._managers.free(request.id)
         self._latencies.on_answer(request)
         self._trace.instant("answer", id=request.id, reason=request.finish_reason.type)
@@ -241,8 +262,8 @@ class Loop:
 
     @contextmanager
     def _starting_over_on_failure(self) -> Iterator[None]:
-        """When the forward fails or is interrupted nobody stays half in a step: whoever holds blocks, and whatever was
-        planned ahead, waits again, as after a preemption."""
+        """When a step fails or is interrupted nobody stays half in one: all that are in the air are dropped; whoever
+        holds blocks, and whatever was planned ahead, waits again, as after a preemption."""
         with ExitStack() as undo:
             undo.callback(self._start_over)
             yield
@@ -250,8 +271,10 @@ class Loop:
 
     def _start_over(self) -> None:
         self._deliver()
+        while self._flights:
+            self._flights.popleft().handle.abandon()
         for request in self._managers.engine.requests():
-            request.num_rows_in_flight = request.num_tokens_in_flight = 0
+            request.forget_flights()
             if request.sequence.state in HOLDS_BLOCKS:
                 self._managers.preempt(request.id)
                 self._note_retraction(request.id)
@@ -262,7 +285,10 @@ class Loop:
         self._trace.instant("retract", id=id)
 
     def _measure(self, flight: Flight) -> None:
-        seconds = time.perf_counter() - flight.started
+        now = time.perf_counter()
+        # With several in the air: what this one added, or steps would take as many times as long as there are stages.
+        seconds = now - max(flight.started, self._last_landing)
+        self._last_landing = now
         self._metrics.num_steps += 1
         self._metrics.num_rows += flight.output.num_tokens
         self._metrics.step_seconds += seconds

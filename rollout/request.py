@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from .completion import Completion, FinishReason, ListedLogprobs, NextToken, TopLogprobs, WeightSpan
 from .detokenizer import IncrementalDetokenizer, StopRegexTimeout
 from .sampling_params import SamplingParams
+from .schedule import ScheduledSequence
 from .sequence import Sequence
 
 
@@ -55,8 +56,10 @@ class Request:
     num_cached_tokens: int = 0
     num_retractions: int = 0  # also the incarnation: results of an earlier one are dropped
     finish_reason: FinishReason | None = None
-    num_rows_in_flight: int = 0  # of the step that the model runs now
-    num_tokens_in_flight: int = 0  # that this step will add to the sequence: 0 or 1
+    num_flights: int = 0  # steps in the air that hold rows of this incarnation; in a pipeline there may be several
+    num_rows_in_flight: int = 0  # of those steps: rows that have not gone through this stage yet
+    num_tokens_in_flight: int = 0  # that those steps will add to the sequence: 0 or 1
+    last_step: int = 0  # number of the newest step that it was scheduled for
     num_tokens_streamed: int = 0
     num_chars_streamed: int = 0
     # Seconds of time.monotonic(); None: not yet.
@@ -74,7 +77,7 @@ class Request:
 
     @property
     def num_tokens_ahead(self) -> int:
-        """Tokens there will be when the step that runs now is done."""
+        """Tokens there will be when the steps in the air are done."""
         return self.sequence.num_tokens + self.num_tokens_in_flight
 
     @property
@@ -89,9 +92,31 @@ class Request:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the step that runs now will reach the length that was asked for."""
+        """Whether the step in the air will reach the length that was asked for."""
         num_output = self.sequence.num_output_tokens + self.num_tokens_in_flight
         return self.num_tokens_in_flight > 0 and num_output >= self.params.max_new_tokens
+
+    def launched(self, item: ScheduledSequence) -> None:
+        """A step with these rows was launched. Comes after the managers took it."""
+        self.num_flights += 1
+        self.num_rows_in_flight += item.num_tokens
+        self.num_tokens_in_flight = int(item.start + item.num_tokens == self.sequence.num_tokens)
+
+    def left_first_stage(self, item: ScheduledSequence) -> None:
+        """These rows of a pipeline went through the first stage: the managers count them now."""
+        if item.incarnation == self.num_retractions:
+            self.num_rows_in_flight -= item.num_tokens
+
+    def landed(self, item: ScheduledSequence) -> None:
+        """The step with these rows is done. Only the newest one in the air adds a token."""
+        if item.incarnation == self.num_retractions:
+            self.num_flights -= 1
+            if self.num_flights == 0:
+                self.num_rows_in_flight = self.num_tokens_in_flight = 0
+
+    def forget_flights(self) -> None:
+        """What is in the air is no longer this request's: its results will be dropped."""
+        self.num_flights = self.num_rows_in_flight = self.num_tokens_in_flight = 0
 
     @property
     def max_reusable_tokens(self) -> int:

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from .request import Request
 from .schedule import ScheduleOutput, SequenceResult
+from .sequence_manager import WorkerSequenceManager
 
 
 class StepHandle(Protocol):
@@ -45,6 +46,7 @@ class Runner(Protocol):
     """Runs steps, in the order in which they are launched. One thread at a time calls it."""
 
     num_stages: int  # as many flights may be in the air
+    workers: WorkerSequenceManager  # this rank's: whoever drives the runner tells it every event, as the controller's
     num_forwards: int  # launched or run on this rank since it was last set to 0
 
     def launch(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> StepHandle:

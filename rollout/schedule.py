@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .completion import ListedLogprobs, TopLogprobs
 
@@ -32,6 +32,27 @@ class ScheduleOutput:
     @property
     def num_tokens(self) -> int:
         return sum(item.num_tokens for item in self.scheduled)
+
+
+@dataclass(slots=True)
+class ScheduleDraft:
+    """One step while it is being decided."""
+
+    budget: int  # rows that it may still take
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    ignored: list[tuple[str, str]] = field(default_factory=list)
+    exhausted: list[tuple[str, str]] = field(default_factory=list)
+
+    def put(self, item: ScheduledSequence) -> None:
+        """One more sequence runs."""
+        self.scheduled.append(item)
+        self.budget -= item.num_tokens
+
+    def output(self, step: int) -> ScheduleOutput:
+        return ScheduleOutput(
+            step, tuple(self.scheduled), tuple(self.preempted), tuple(self.ignored), tuple(self.exhausted)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,12 @@ from functools import partial
 from .admission import Admission
 from .config import ADMISSION_RATIO, DEADLINE_MULTIPLIER, MIN_DEADLINE_S
 from .kv_ledger import KVLedger
+from .pipelining import Pipelining
 from .policies import Policy, find_policy, pick_victim
 from .prefill_time import PrefillTimePredictor
-from .radix_cache import Node
+from .prompts_under_way import PromptsUnderWay
 from .request import Request
-from .schedule import ScheduledSequence, ScheduleOutput
+from .schedule import ScheduleDraft, ScheduledSequence, ScheduleOutput
 from .sequence import State
 from .waiting_queue import Priority
 
@@ -47,11 +48,13 @@ class Scheduler:
         deadline_multiplier: float = DEADLINE_MULTIPLIER,
         min_deadline_s: float = MIN_DEADLINE_S,
         admission_ratio: float = ADMISSION_RATIO,
+        pipelining: Pipelining | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """clock: seconds, the one that arrival times were read from. Raises ValueError for an unknown policy."""
         self._ledger = ledger
         self._limits = limits
+        self._pipelining = pipelining or Pipelining()
         self._clock = clock
         self._now = clock()  # of the newest step
         self._predictor = PrefillTimePredictor(min(limits.chunked_prefill_size, limits.max_num_batched_tokens))
@@ -60,10 +63,7 @@ class Scheduler:
         self._queue = self._policy.make_queue()
         self._queued: set[Request] = set()  # waiting, in the queue or parked
         self._running: dict[Request, None] = {}  # holds blocks, in order of admission
-        self._computing: dict[int, Request] = {}  # hash of a prompt block under way -> who computes it
-        self._under_way: dict[Request, list[tuple[int, int]]] = {}  # its (last token + 1, hash), last block first
-        self._parked: dict[int, list[Request]] = {}  # waits for the block of that hash to be computed
-        self._num_parked = 0  # in all lists, those that ended since included
+        self._under_way = PromptsUnderWay(ledger)
         self._step = 0
 
     @property
@@ -108,7 +108,7 @@ class Scheduler:
             request = requests.get(item.id)
             if request in self._running and item.incarnation == request.num_retractions:
                 self._ledger.publish(request, item.start + item.num_tokens)
-                self._end_computing(request, item.start + item.num_tokens)
+                self._look_again(self._under_way.end(request, item.start + item.num_tokens))
 
     def on_step_timed(self, output: ScheduleOutput, seconds: float) -> None:
         """The model ran this step in so many seconds: what deadlines and slacks are predicted from."""
@@ -137,58 +137,66 @@ class Scheduler:
         if request not in self._queued:
             self.add(request)
 
+    def forget_under_way(self) -> None:
+        """What is computed now will never be in the cache: let those who wait for it compute it themselves."""
+        self._look_again(self._under_way.end_all())
+
     def schedule(self) -> ScheduleOutput:
         """Decide the next step. Changes queues and the ledger; sequences change when the managers take the output."""
         self._step += 1
         self._now = self._clock()
         self._ledger.pins.expire()
-        budget = self._limits.max_num_batched_tokens
-        scheduled: list[ScheduledSequence] = []
-        preempted: list[str] = []
-        exhausted: list[tuple[str, str]] = []
-        decodes_first = sorted(self._running, key=lambda r: r.is_prefilling_ahead)
-        in_step: set[Request] = set()
-        for request in decodes_first:
-            if budget == 0:
-                break
-            if request not in self._running:
-                continue  # preempted by an earlier one of this loop
-            num_tokens = self._num_next(request, budget)
-            if num_tokens == 0:
-                continue  # the step under way is its last
-            new_blocks = self._make_room(request, num_tokens, in_step, preempted)
-            if new_blocks is None:
-                if request in self._running:
-                    exhausted.append((request.id, self._why_exhausted(request)))
-                continue
-            scheduled.append(self._item(request, num_tokens, new_blocks, None))
-            in_step.add(request)
-            budget -= num_tokens
-        ignored: list[tuple[str, str]] = []
-        if preempted:
+        draft = ScheduleDraft(self._limits.max_num_batched_tokens)
+        self._continue_running(draft)
+        if draft.preempted:
             self._admission.on_retraction(self._running)
         else:
-            self._admit(budget, scheduled, ignored, exhausted)
-            if scheduled:
+            self._admit(draft)
+            if draft.scheduled:
                 self._admission.on_good_step()
-        return ScheduleOutput(self._step, tuple(scheduled), tuple(preempted), tuple(ignored), tuple(exhausted))
+        return draft.output(self._step)
 
     # -- running sequences --------------------------------------------------------------------------------------
 
+    def _continue_running(self, draft: ScheduleDraft) -> None:
+        """The next rows of those that hold blocks: decodes, up to this step's share of them, then prompts under way."""
+        max_decodes = self._pipelining.max_decodes(self._running)
+        num_decodes = 0
+        in_step: set[Request] = set()
+        for request in sorted(self._running, key=self._pipelining.turn):
+            if draft.budget == 0:
+                break
+            if request not in self._running:
+                continue  # preempted by an earlier one of this loop
+            num_tokens = self._num_next(request, draft.budget)
+            is_decode = not request.is_prefilling_ahead
+            if num_tokens == 0 or (is_decode and num_decodes == max_decodes):
+                continue
+            new_blocks = self._make_room(request, num_tokens, in_step, draft)
+            if new_blocks is not None:
+                self._put(draft, request, num_tokens, new_blocks)
+                in_step.add(request)
+                num_decodes += is_decode
+            elif request in self._running:
+                draft.exhausted.append((request.id, self._why_exhausted(request)))
+
     def _num_next(self, request: Request, budget: int) -> int:
-        """Rows of the request's next chunk; 0 when the step that runs now will end it."""
+        """Rows of the request's next chunk; 0 when it has to wait for a step in the air, which may be its last."""
         is_at_end_of_context = request.num_tokens_ahead >= self._limits.max_model_len
         if request.is_ending or (request.num_tokens_in_flight and is_at_end_of_context):
+            return 0
+        if not self._pipelining.may_run(request):
             return 0
         num_left = request.num_tokens_ahead - request.num_processed_ahead
         return min(num_left, self._limits.chunked_prefill_size, budget)
 
     def _make_room(
-        self, request: Request, num_tokens: int, in_step: set[Request], preempted: list[str]
+        self, request: Request, num_tokens: int, in_step: set[Request], draft: ScheduleDraft
     ) -> list[int] | None:
-        """Grow the request's table for its next rows, preempting others if it must.
+        """Grow the request's table for its next rows, preempting others if it must, also such as are in the air: on
+        every stage what is in the air comes before this step writes to their blocks.
 
-        None when it was preempted itself (then it is in `preempted`), or when it is alone and the pool is full.
+        None when it was preempted itself (then the draft says so), or when it is alone and the pool is full.
         """
         needed = request.num_processed_ahead + num_tokens
         while (blocks := self._ledger.grow(request, needed)) is None:
@@ -201,7 +209,7 @@ class Scheduler:
                 victim = request  # others run this step and will free blocks: wait for them
             else:
                 victim = pick_victim(candidates, self._rank)
-            preempted.append(victim.id)
+            draft.preempted.append(victim.id)
             self._give_back(victim)
             self.add(victim)
             if victim is request:
@@ -217,70 +225,46 @@ class Scheduler:
 
     # -- waiting sequences --------------------------------------------------------------------------------------
 
-    def _admit(
-        self,
-        budget: int,
-        scheduled: list[ScheduledSequence],
-        ignored: list[tuple[str, str]],
-        exhausted: list[tuple[str, str]],
-    ) -> None:
+    def _admit(self, draft: ScheduleDraft) -> None:
         """Take waiting requests in the order of the policy until rows, places or blocks run out.
 
         Parks, and gives up on, at most as many as may run, so that a step never looks at all who wait.
         """
         most = self._limits.max_num_seqs
         reserve: int | None = None  # counted once there is a request to admit
-        while budget > 0 and len(self._running) < most and self._num_parked < most:
+        while draft.budget > 0 and len(self._running) < most and self._under_way.num_parked < most:
             request = self._queue.peek(self._now)
-            if request is None or len(ignored) + len(exhausted) >= most:
+            if request is None or len(draft.ignored) + len(draft.exhausted) >= most:
                 break
-            if (why := self._why_never(request)) is not None:
+            if (why := self._admission.why_never(request)) is not None:
                 self._queue.discard(request)
                 self._queued.discard(request)
-                (exhausted if request.num_retractions else ignored).append((request.id, why))
+                (draft.exhausted if request.num_retractions else draft.ignored).append((request.id, why))
                 continue
             nodes = self._ledger.match(request)
-            if (hash := self._hash_being_computed(request, len(nodes))) is not None:
+            if (hash := self._under_way.hash_to_wait_for(request, len(nodes))) is not None:
                 self._queue.discard(request)
-                self._parked.setdefault(hash, []).append(request)
-                self._num_parked += 1
+                self._under_way.park(request, hash)
                 continue
             if not self._running:  # or those that run will make room as they end
-                self._unpin(request, partial(self._num_blocks_to_take, request, nodes))
+                self._unpin(request, partial(self._admission.num_blocks_to_take, request, nodes))
             if reserve is None:
                 reserve = self._admission.num_blocks_reserved(self._running)
-            if not self._fits(request, nodes, reserve):
+            if not self._admission.fits(request, nodes, reserve, is_alone=not self._running):
                 break
             self._queue.discard(request)
             self._queued.discard(request)
             self._running[request] = None
             self._ledger.open(request, nodes)
             num_known, num_cached = request.sequence.num_tokens, len(nodes) * self._ledger.block_size
-            num_tokens = min(num_known - num_cached, self._limits.chunked_prefill_size, budget)
+            num_tokens = min(num_known - num_cached, self._limits.chunked_prefill_size, draft.budget)
             blocks = self._ledger.grow(request, num_cached + num_tokens)
             assert blocks is not None
             reserve += self._admission.num_blocks_reserved((request,))
             if request.num_retractions == 0:
                 request.num_cached_tokens = num_cached
-            self._begin_computing(request, len(nodes))
-            table = [node.block for node in nodes] + blocks
-            is_new = request.sequence.state is State.WAITING
-            token_ids = tuple(request.sequence.token_ids) if is_new else None
-            scheduled.append(self._item(request, num_tokens, table, token_ids, start=num_cached))
-            budget -= num_tokens
-
-    def _fits(self, request: Request, nodes: list[Node], reserve: int) -> bool:
-        """Whether the pool has the blocks that the request is expected to have, besides those kept for running ones.
-        When nothing runs its known tokens are enough: whoever comes first is always taken."""
-        if self._running:
-            num_wanted = self._admission.num_blocks_expected(request)
-        else:
-            num_wanted = self._ledger.num_blocks_for(request.sequence.num_tokens)
-        return num_wanted - len(nodes) + _num_evictable(nodes) + reserve <= self._ledger.num_available
-
-    def _num_blocks_to_take(self, request: Request, nodes: list[Node]) -> int:
-        """Available blocks that the request, not admitted yet, is expected to take, decoding included."""
-        return self._admission.num_blocks_expected(request) - len(nodes) + _num_evictable(nodes)
+            self._under_way.begin(request, len(nodes))
+            self._put(draft, request, num_tokens, [node.block for node in nodes] + blocks, start=num_cached)
 
     def _unpin(self, request: Request, num_blocks: Callable[[], int]) -> bool:
         """Where pins leave less than `num_blocks()` to the only request that could run, lift the fewest that help;
@@ -294,77 +278,30 @@ class Scheduler:
             logger.warning("pins on %d blocks were lifted, %d stand: %s", len(released), len(ledger.pins), why)
         return bool(released)
 
-    def _why_never(self, request: Request) -> str | None:
-        num_known = request.sequence.num_tokens
-        num_new = min(request.params.max_new_tokens, 1)
-        if num_known + num_new > self._limits.max_model_len:
-            return f"{num_known} tokens leave no room in a context of {self._limits.max_model_len}"
-        usage = self._ledger.usage
-        if self._ledger.num_blocks_for(num_known) > usage.num_blocks:
-            return (
-                f"{num_known} tokens can never fit the KV pool of {usage.num_blocks} blocks of "
-                f"{self._ledger.block_size} tokens"
-            )
-        return None
-
-    # -- prompt blocks under way: equal prompts wait for the first of them, then hit its blocks --------------------
-
-    def _hash_being_computed(self, request: Request, num_matched: int) -> int | None:
-        if not self._computing or num_matched >= request.max_reusable_tokens // self._ledger.block_size:
-            return None
-        hash = self._ledger.hash_of_block(request, num_matched)
-        return hash if hash in self._computing else None
-
-    def _begin_computing(self, request: Request, num_matched: int) -> None:
-        if not self._ledger.prefix_cache:
-            return
-        size, under_way = self._ledger.block_size, []
-        for index in range(num_matched, request.sequence.num_tokens // size):
-            hash = self._ledger.hash_of_block(request, index)
-            if self._computing.setdefault(hash, request) is request:
-                under_way.append(((index + 1) * size, hash))
-        if under_way:
-            self._under_way[request] = under_way[::-1]
-
-    def _end_computing(self, request: Request, num_tokens: int) -> None:
-        """The first `num_tokens` of the request are in the cache, or never will be: let those who wait look again."""
-        under_way = self._under_way.get(request)
-        while under_way and under_way[-1][0] <= num_tokens:
-            _, hash = under_way.pop()
-            del self._computing[hash]
-            parked = self._parked.pop(hash, ())
-            self._num_parked -= len(parked)
-            for waiting in parked:
-                if waiting in self._queued:
-                    self._queue.push(waiting)
-        if under_way is not None and not under_way:
-            del self._under_way[request]
-
-    def forget_under_way(self) -> None:
-        """What is computed now will never be in the cache: let those who wait for it compute it themselves."""
-        for request in list(self._under_way):
-            self._end_computing(request, request.sequence.num_tokens)
-
     # -- helpers ------------------------------------------------------------------------------------------------
 
     def _give_back(self, request: Request) -> None:
         del self._running[request]
         self._ledger.close(request)
-        self._end_computing(request, request.sequence.num_tokens)
+        self._look_again(self._under_way.end(request, request.sequence.num_tokens))
+
+    def _look_again(self, parked: list[Request]) -> None:
+        """What these waited for is in the cache, or never will be: back to the queue with those who still wait."""
+        for request in parked:
+            if request in self._queued:
+                self._queue.push(request)
 
     def _rank(self, request: Request) -> Priority:
         return self._policy.rank(request, self._now)
 
-    @staticmethod
-    def _item(
-        request: Request, num_tokens: int, new_blocks: list[int], token_ids: tuple[int, ...] | None,
-        start: int | None = None,
-    ) -> ScheduledSequence:
-        if start is None:
-            start = request.num_processed_ahead
-        return ScheduledSequence(request.id, request.num_retractions, start, num_tokens, tuple(new_blocks), token_ids)
-
-
-def _num_evictable(nodes: list[Node]) -> int:
-    """Matched nodes that count as available until a sequence holds them."""
-    return sum(node.is_free_to_go for node in nodes)
+    def _put(
+        self, draft: ScheduleDraft, request: Request, num_tokens: int, new_blocks: list[int], start: int | None = None
+    ) -> None:
+        """Its next rows are in this step. Ranks are told the tokens of those that they have not heard of."""
+        is_new = request.sequence.state is State.WAITING
+        token_ids = tuple(request.sequence.token_ids) if is_new else None
+        start = request.num_processed_ahead if start is None else start
+        draft.put(ScheduledSequence(
+            request.id, request.num_retractions, start, num_tokens, tuple(new_blocks), token_ids
+        ))  # fmt: skip
+        request.last_step = self._step

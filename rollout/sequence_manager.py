@@ -189,6 +189,7 @@ class EngineSequenceManager(SequenceManager):
     def preempt(self, id: str) -> None:
         super().preempt(id)
         self._requests[id].num_retractions += 1
+        self._requests[id].forget_flights()
 
     def free(self, id: str) -> None:
         super().free(id)

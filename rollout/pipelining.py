@@ -1,0 +1,50 @@
+"""Who may be in the next step while other steps are in the air."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .request import Request
+
+
+@dataclass(frozen=True)
+class Pipelining:
+    """The rule of micro-batches. With one stage it leaves everything to the scheduler: nothing else is in the air when
+    a step begins."""
+
+    num_stages: int = 1
+    sequence_pipelining: bool = True  # a prompt's next chunk need not wait until the last is through all stages
+
+    def may_run(self, request: Request) -> bool:
+        """Whether the running request's next rows are known, and may be scheduled.
+
+        A decode needs the token that is sampled at the end of its flight. A prompt's next chunk needs the KV of the
+        last one, which each stage has by the time the next comes: it may follow as soon as the first stage is free.
+        """
+        if self.num_stages == 1:
+            return True
+        if request.num_tokens_in_flight or request.num_rows_in_flight:
+            return False
+        return self.sequence_pipelining or request.num_flights == 0
+
+    def turn(self, request: Request) -> tuple[bool, int]:
+        """Where a running request stands in a step: decodes before prompts under way, in a stable order.
+
+        With several stages those decodes come first that have waited longest, so that the share of a step starves
+        nobody: whoever is left out has no one new before it the next time. Prompts are taken in order of admission, or
+        all would be long under way and none through.
+        """
+        is_prefilling = request.is_prefilling_ahead
+        return is_prefilling, 0 if self.num_stages == 1 or is_prefilling else request.last_step
+
+    def max_decodes(self, running: Iterable[Request]) -> int | None:
+        """How many decodes one step may hold: an equal share of all, those in the air included, so that as many steps
+        as there are stages have work. A single step with everybody would leave all stages but one idle. None: all.
+
+        Rows of prompts are not shared out: a step takes what its budget holds, and long prompts fill many steps.
+        """
+        if self.num_stages == 1:
+            return None
+        num_decoding = sum(not request.is_prefilling_ahead for request in running)
+        return -(-num_decoding // self.num_stages)
