@@ -3,7 +3,9 @@
     idle -- begin, or update (implicit) --> open -- commit --> committed -- revert --> rolled_back
                                              \\-- failure, rollback or lease --> rolled_back, or poisoned
 
-Knows no engine: opening transactions, publishing and digesting are callbacks.
+Knows no engine: opening transactions, publishing and digesting are callbacks. Where several ranks hold one model each
+has a manager, every call is made on all of them, and they vote (`peers`) before anything that cannot be taken back:
+what fails on one rank is undone on all.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Literal
 
 from .errors import DigestMismatch, Poisoned, SessionError, TransferFailed
 from .manifest import TensorSpec
+from .peers import Peers, Tally
 from .sink import Sink
 from .transaction import Coverage, Undo, WeightTransaction
 
@@ -28,6 +31,11 @@ NONE_OPEN = "no weight-update session is open; call begin_weight_update() first"
 MAX_NAMES_IN_STATE = 20
 LEASE_THREAD = "weight-update-lease"
 
+_COLLECTIVE = ("begin", "update", "verify", "commit", "revert")  # methods that begin with a vote of all ranks
+_UNPROVEN = (
+    "a delta changed tensors that are cut over ranks, where its own digests cannot be checked: give the digests of the "
+    "result (verify=), or send it in a session and verify_weight_update"
+)
 _REPAIR_NOW = "the session is still open: sending these again repairs it"
 _REPAIR_IN_A_SESSION = (
     "everything since the last commit was rolled back; inside a session (begin_weight_update) sending only these again "
@@ -76,12 +84,15 @@ class WeightSession:
     healing: str | None = None  # why the weights were poisoned when it began
     sources: list[str] = field(default_factory=list)
     verified: set[str] = field(default_factory=set)  # resident names
+    unchecked: set[str] = field(default_factory=set)  # resident names that some rank could not check as it should
     num_bytes: int = 0
 
     def unverified(self) -> list[str]:
         return [name for name in self.transaction.written_names() if name not in self.verified]
 
-    def account(self, source: str, version: str | None, specs: Sequence[TensorSpec], matching: set[str]) -> bool:
+    def account(
+        self, source: str, version: str | None, specs: Sequence[TensorSpec], matching: set[str], unchecked: set[str]
+    ) -> bool:
         """Enter an update; matching: names whose digests are the sender's. Returns whether all of its tensors are."""
         names = {self.transaction.tensor_name(spec.name) for spec in specs}
         matched = {self.transaction.tensor_name(name) for name in matching} & names
@@ -89,6 +100,7 @@ class WeightSession:
         self.version = version if version is not None else self.version
         self.num_bytes += sum(spec.num_bytes for spec in specs)
         self.verified = self.verified - names | matched
+        self.unchecked = self.unchecked - names | unchecked
         return bool(names) and names == matched
 
     def record(self, version: str | None) -> SessionRecord:
@@ -109,10 +121,17 @@ class SessionManager:
     """Holds the one session there may be. Thread-safe: methods exclude each other, `state` never waits.
 
     make_transaction(coverage, undo): over the resident tensors. publish(record): makes a commit visible, once each; if
-    it raises, the commit is taken back. digest_roots(names): tensor roots (digest.tensor_root) of what is resident now,
-    under the names given, aliases among them. on_rollback(why): after every rollback, also those that poisoned.
-    on_dropped: after an implicit session that ended before anything was written. Of the manager's methods a callback
-    may call `state` only.
+    it raises, the commit is taken back. unpublish(): the commit that was published just now is taken back, because of
+    another rank. digest_roots(names): tensor roots (digest.tensor_root) of what is resident now, under the names given,
+    aliases among them, but for tensors that ranks hold different bytes of. on_rollback(why): after every rollback, also
+    those that poisoned. on_dropped: after a session that ended before anything was written. prepare_commit(record):
+    what a commit needs of other ranks; it may raise, then the session is rolled back. Of the manager's methods a
+    callback may call `state` only.
+
+    peers: the other ranks of a model that is spread over several. Every method but `state`, `rollback`, `name_version`
+    and `release_undo` is then a collective, with PeerFailed for what failed elsewhere. on_lease_over: called in a
+    thread when the time of a session of several ranks is over, to give it up on all of them; without it the next call
+    does.
     A call waits at most its `timeout_s`, else `lock_timeout_s`, for another that is under way; then it raises
     SessionError and nothing changed.
     """
@@ -125,6 +144,10 @@ class SessionManager:
         *,
         on_rollback: Callable[[str], None] | None = None,
         on_dropped: Callable[[], None] = lambda: None,
+        prepare_commit: Callable[[SessionRecord], None] = lambda record: None,
+        unpublish: Callable[[], None] = lambda: None,
+        peers: Peers | None = None,
+        on_lease_over: Callable[[], None] = lambda: None,
         lock_timeout_s: float = 60.0,
     ) -> None:
         self._make_transaction = make_transaction
@@ -132,6 +155,10 @@ class SessionManager:
         self._digest_roots = digest_roots
         self._on_rollback = on_rollback
         self._on_dropped = on_dropped
+        self._prepare_commit = prepare_commit
+        self._unpublish = unpublish
+        self._peers = peers or Peers()
+        self._on_lease_over = on_lease_over
         self._lock = threading.Lock()
         self._lock_timeout_s = lock_timeout_s
         self._busy = ""  # what holds the lock, for those who waited in vain
@@ -161,11 +188,15 @@ class SessionManager:
         if timeout_s is not None and timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, not {timeout_s}")
         with self._locked("begin", None if timeout_s is None else min(timeout_s, self._lock_timeout_s)):
-            self._end_if_expired()
-            if self._session is not None:
-                raise SessionError(ALREADY_OPEN)
-            if self._poison is not None and coverage != "full":
-                raise Poisoned(self._refusal())
+
+
+            def check() -> None:
+                if self._session is not None:
+                    raise SessionError(ALREADY_OPEN)
+                if self._poison is not None and coverage != "full":
+                    raise Poisoned(self._refusal())
+
+            self._ready("begin", check)
             self._open(version, coverage, undo, explicit=True, lease_s=timeout_s, prepare=prepare)
             self._lost = None
 
@@ -188,27 +219,29 @@ class SessionManager:
         them again repairs it; an implicit one is rolled back. Raises Poisoned outside of a session that heals.
         """
         with self._locked(f"update from {source}", timeout_s):
-            self._end_if_expired()
-            session, opened = self._session, self._session is None
+            self._ready("update", self._check_update)
+            session, opened, before = self._session, self._session is None, self._last
             if session is None:
-                self._refuse_without_session()
-                before = self._last
                 session = self._open(None, "partial", "tensors", explicit=False)
             transaction, started = session.transaction, time.monotonic()
             transaction.start_update()
-            num_writes = transaction.num_writes
+            num_writes, tally = transaction.num_writes, Tally()
             try:
-                specs = tuple(receive(transaction))
-                if absent := transaction.unwritten(spec.name for spec in specs):
-                    listed = "; ".join(transaction.describe(absent))
-                    raise TransferFailed(f"{source}: {len(absent)} tensors did not arrive whole: {listed}")
+                specs, error = _received(source, receive, transaction)
+                wrote = transaction.num_writes > num_writes
+                tally = self._peers.vote("update received", error, wrote=wrote, names=transaction.unchecked())
+                tally.raise_if_any(error)
+                unproven = tally.names - {transaction.tensor_name(name) for name in verify or {}}
+                if unproven and not session.explicit:
+                    raise TransferFailed(f"{source}: {_UNPROVEN}: {', '.join(sorted(unproven))}")
                 differing = self._differing(specs, verify or {})
                 if differing and not session.explicit:
                     raise DigestMismatch(differing, _REPAIR_IN_A_SESSION)
-                is_verified = session.account(source, version, specs, set(verify or {}) - set(differing))
+                matching = set(verify or {}) - set(differing)
+                is_verified = session.account(source, version, specs, matching, set(tally.names))
                 transaction.restore(differing)
             except BaseException as error:
-                if transaction.num_writes > num_writes:
+                if tally.wrote or transaction.num_writes > num_writes:
                     self._roll_back(session, f"{source}: {error}")
                     error.add_note(f"the weight-update session is {self._outcome()}")
                 elif opened:
@@ -229,16 +262,22 @@ class SessionManager:
         one is rolled back.
         """
         with self._locked("verify", timeout_s):
-            self._end_if_expired()
-            session = self._session
-            if session is None:
-                raise SessionError(self._lost or NONE_OPEN)
+
+
+            def check() -> None:
+                transaction = self._require_session().transaction
+                written = set(transaction.written_names())
+                if unknown := [name for name in digests if transaction.tensor_name(name) not in written]:
+                    raise ValueError(f"digests of tensors that were not written: {', '.join(unknown)}")
+
+            self._ready("verify", check)
+            session = self._require_session()
             transaction = session.transaction
-            written = set(transaction.written_names())
-            if unknown := [name for name in digests if transaction.tensor_name(name) not in written]:
-                raise ValueError(f"digests of tensors that were not written: {', '.join(unknown)}")
-            roots = self._digest_roots(list(digests))
-            differing = [name for name, digest in digests.items() if roots[name].hex() != digest.lower()]
+            try:
+                differing = self._not_as(digests, list(digests))
+            except BaseException as error:
+                self._roll_back(session, f"verify: {error}")
+                raise
             session.verified |= {transaction.tensor_name(name) for name in digests}
             session.verified -= {transaction.tensor_name(name) for name in differing}
             if not differing:
@@ -253,9 +292,7 @@ class SessionManager:
     def name_version(self, version: str, timeout_s: float | None = None) -> None:
         """The open session will commit as `version`. Raises SessionError where none is open."""
         with self._locked("name_version", timeout_s):
-            if self._session is None:
-                raise SessionError(self._lost or NONE_OPEN)
-            self._session.version = version
+            self._require_session().version = version
 
     def commit(self, version: str | None = None, timeout_s: float | None = None) -> SessionRecord:
         """End the open session, explicit or implicit, and publish it. Its undo is kept until `release_undo` or the next
@@ -266,17 +303,14 @@ class SessionManager:
         fails the session is rolled back.
         """
         with self._locked("commit", timeout_s):
-            self._end_if_expired()
-            if self._session is None:
-                raise SessionError(self._lost or NONE_OPEN)
-            return self._commit(self._session, version)
+            return self._commit(version)
 
     def commit_implicit(self, timeout_s: float | None = None) -> SessionRecord | None:
         """`commit`, of an implicit session; None where none is open."""
         with self._locked("commit", timeout_s):
             if self._session is None or self._session.explicit:
                 return None
-            return self._commit(self._session, None)
+            return self._commit(None)
 
     def rollback(self, why: str = "asked for", timeout_s: float | None = None) -> None:
         """Give the open session up; or take note that it ended by itself. Raises SessionError where there was none."""
@@ -293,10 +327,16 @@ class SessionManager:
         Raises SessionError while a session is open, and where there is no commit whose undo is kept.
         """
         with self._locked("revert", timeout_s):
-            if self._session is not None:
-                raise SessionError(ALREADY_OPEN)
-            if self._committed is None or not self._committed[0].transaction.can_revert:
-                raise SessionError("there is no commit to revert, or what it overwrote is not kept")
+
+
+            def check() -> None:
+                if self._session is not None:
+                    raise SessionError(ALREADY_OPEN)
+                if self._committed is None or not self._committed[0].transaction.can_revert:
+                    raise SessionError("there is no commit to revert, or what it overwrote is not kept")
+
+            self._ready("revert", check)
+            assert self._committed is not None
             session, record = self._committed
             self._roll_back(session, f"the commit of version {record.version} was reverted")
             self._lost = None
@@ -341,7 +381,10 @@ class SessionManager:
     def _locked(self, what: str, timeout_s: float | None) -> Iterator[None]:
         limit = self._lock_timeout_s if timeout_s is None else timeout_s
         if not self._lock.acquire(timeout=limit):
-            raise SessionError(f"{what}: waited {limit:g} s for another call that is under way ({self._busy})")
+            error = SessionError(f"{what}: waited {limit:g} s for another call that is under way ({self._busy})")
+            if what.split()[0] in _COLLECTIVE:
+                self._peers.vote(what.split()[0], error)  # the others wait to hear from this rank
+            raise error
         try:
             self._busy = what
             yield
@@ -358,30 +401,66 @@ class SessionManager:
         prepare: Callable[[], None] = lambda: None,
     ) -> WeightSession:
         now = time.monotonic()
-        session = WeightSession(
-            self._make_transaction(coverage, undo), explicit, version, now, lease_s, healing=self._poison
-        )
-        prepare()
+        made: list[WeightTransaction] = []
+
+        def make() -> None:
+            made.append(self._make_transaction(coverage, undo))
+            prepare()
+
+        error = _error_of(make)
+        try:
+            self._peers.vote("open", error).raise_if_any(error)
+        except BaseException:
+            self._on_dropped()
+            raise
+        session = WeightSession(made[0], explicit, version, now, lease_s, healing=self._poison)
         self._release_undo()
         if lease_s is not None:
             session.deadline = now + lease_s
-            session.timer = threading.Timer(lease_s, self._lease_over, (session,))
+            end = self._lease_over if self._peers.is_alone else self._lease_over_everywhere
+            session.timer = threading.Timer(lease_s, end, (session,))
             session.timer.daemon, session.timer.name = True, LEASE_THREAD
             session.timer.start()
         self._session = session
         return session
 
-    def _commit(self, session: WeightSession, version: str | None) -> SessionRecord:
-        transaction = session.transaction
-        transaction.check_complete()
-        if session.healing is not None and (unverified := session.unverified()):
-            raise Poisoned(f"{self._refusal()}; not verified: {', '.join(unverified)}")
-        record = session.record(version)
-        transaction.commit()
+    def _ready(self, what: str, check: Callable[[], None]) -> None:
+        """Run a check that changes nothing, and raise what it raises, here or on another rank. A session whose time is
+        over, to any rank, is rolled back first."""
+        if self._peers.is_alone:
+            self._end_if_expired()
+            check()
+            return
+        error = _error_of(check)
+        tally = self._peers.vote(what, error, expired=self._is_expired(self._session))
+        if tally.expired and self._session is not None:
+            self._expire(self._session)
+            check()  # finds the same on every rank
+            return
+        tally.raise_if_any(error)
+
+    def _require_session(self) -> WeightSession:
+        if self._session is None:
+            raise SessionError(self._lost or NONE_OPEN)
+        return self._session
+
+    def _commit(self, version: str | None) -> SessionRecord:
+        """Check, digest, decide, publish: only what cannot fail elsewhere comes after the decision."""
+        self._ready("commit", self._check_commit)
+        session = self._require_session()
+        transaction, record = session.transaction, session.record(version)
+        is_published = False
         try:
-            self._publish(record)
+            error = _error_of(lambda: self._prepare_commit(record))
+            self._peers.vote("decide", error).raise_if_any(error)
+            transaction.commit()
+            error = _error_of(lambda: self._publish(record))
+            is_published = error is None
+            self._peers.vote("published", error).raise_if_any(error)
         except BaseException as error:
             self._roll_back(session, f"publishing failed: {error}")
+            if is_published:
+                self._unpublish()
             raise
         self._close(session)
         self._poison = None
@@ -389,10 +468,21 @@ class SessionManager:
         self._last = ("committed", record.version, "")
         return record
 
+    def _check_commit(self) -> None:
+        session = self._require_session()
+        session.transaction.check_complete()
+        if session.healing is not None and (unverified := session.unverified()):
+            raise Poisoned(f"{self._refusal()}; not verified: {', '.join(unverified)}")
+        if unproven := sorted(session.unchecked - session.verified):
+            raise ValueError(f"{_UNPROVEN}: {', '.join(unproven)}")
+
     def _differing(self, specs: Sequence[TensorSpec], verify: Mapping[str, str]) -> list[str]:
-        names = [spec.name for spec in specs if spec.name in verify]
+        return self._not_as(verify, [spec.name for spec in specs if spec.name in verify])
+
+    def _not_as(self, digests: Mapping[str, str], names: Sequence[str]) -> list[str]:
+        """Which of these have other digests than the sender's, or different bytes on different ranks."""
         roots = self._digest_roots(names) if names else {}
-        return [name for name in names if roots[name].hex() != verify[name].lower()]
+        return [name for name in names if roots.get(name, b"").hex() != digests[name].lower()]
 
     def _roll_back(self, session: WeightSession, why: str) -> None:
         """Put the old bytes back, or find the weights poisoned, and end the session."""
@@ -431,7 +521,9 @@ class SessionManager:
     def _refusal(self) -> str:
         return f"{self._poison}; only an explicit session of full coverage with verify= heals them"
 
-    def _refuse_without_session(self) -> None:
+    def _check_update(self) -> None:
+        if self._session is not None:
+            return
         if self._poison is not None:
             raise Poisoned(self._refusal())
         if self._lost is not None:
@@ -446,11 +538,45 @@ class SessionManager:
             if self._session is session:
                 self._expire(session)
 
+    def _lease_over_everywhere(self, session: WeightSession) -> None:
+        """In the timer's thread. One rank must not give up alone what the others may still commit."""
+        if self._session is session:
+            self._on_lease_over()
+
     def _end_if_expired(self) -> None:
         """A caller may be faster than the timer's thread."""
         session = self._session
-        if session is not None and session.deadline is not None and time.monotonic() >= session.deadline:
+        if session is not None and self._is_expired(session):
             self._expire(session)
+
+    def _is_expired(self, session: WeightSession | None) -> bool:
+        deadline = None if session is None else session.deadline
+        return deadline is not None and time.monotonic() >= deadline
 
     def _expire(self, session: WeightSession) -> None:
         self._roll_back(session, f"it expired: it was not ended within {session.lease_s:g} s")
+
+
+def _received(
+    source: str, receive: Callable[[Sink], Sequence[TensorSpec]], transaction: WeightTransaction
+) -> tuple[tuple[TensorSpec, ...], Exception | None]:
+    """The specs of what was received, whole, or why it was not."""
+    specs: list[TensorSpec] = []
+
+    def receive_whole() -> None:
+        specs.extend(receive(transaction))
+        if absent := transaction.unwritten(spec.name for spec in specs):
+            listed = "; ".join(transaction.describe(absent))
+            raise TransferFailed(f"{source}: {len(absent)} tensors did not arrive whole: {listed}")
+
+    error = _error_of(receive_whole)
+    return tuple(specs), error
+
+
+def _error_of(action: Callable[[], None]) -> Exception | None:
+    """What it raises, for the other ranks to hear of it before it is raised."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - whatever it is: on one rank alone it would leave the others waiting
+        return error
+    return None

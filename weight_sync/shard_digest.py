@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
 from ..kernels.sha256_tiles import DIGEST_BYTES
 from .digest import MIN_BYTES_FOR_THREADS, merge_leaves, shard_leaves, tensor_root, tensor_roots
-from .errors import DigestMismatch
 from .manifest import TensorSpec
 from .shard_bytes import Shard
 
-Exchange = Callable[[object], Sequence[object]]  # a JSON value of each rank, in; those of all ranks in their order, out
 Leaves = dict[int, bytes]
-
-
-class RanksDiffer(DigestMismatch):
-    """Ranks that hold the same bytes of a tensor hold different ones."""
 
 
 def part_leaves(part: Tensor, shard: Shard) -> Leaves:
@@ -60,18 +54,17 @@ def local_digests(
 
 
 def merged_roots(specs: Sequence[TensorSpec], contributions: Sequence[Mapping[str, object]]) -> dict[str, bytes]:
-    """The root of each of these tensors from what all ranks contribute (`local_digests`, under the same names).
+    """The root of each of these tensors from what all ranks contribute (`local_digests`, under the same names); tensors
+    that ranks hold different bytes of are left out.
 
-    Raises RanksDiffer naming the tensors that ranks hold different bytes of, ValueError listing those that the ranks
-    together do not hold, or hold of another shape.
+    Raises ValueError listing those that the ranks together do not hold, or hold of another shape.
     """
-    roots, differing, wrong = {}, [], []
+    roots, wrong = {}, []
     for spec in specs:
         parts = {rank: own[spec.name] for rank, own in enumerate(contributions) if spec.name in own}
         leaves = [_unpacked(part) for part in parts.values() if not isinstance(part, str)]
         candidates = {bytes.fromhex(part) for part in parts.values() if isinstance(part, str)}
-        if leaves and _disagree(leaves):
-            differing.append(spec.name)
+        if _disagree(leaves):
             continue
         try:
             if leaves or not candidates:
@@ -80,13 +73,10 @@ def merged_roots(specs: Sequence[TensorSpec], contributions: Sequence[Mapping[st
         except ValueError as error:
             wrong.append(f"{spec.name}: {error}")
             continue
-        if len(candidates) > 1:
-            differing.append(spec.name)
-        roots[spec.name] = min(candidates)
+        if len(candidates) == 1:
+            roots[spec.name] = candidates.pop()
     if wrong:
         raise ValueError(f"the ranks do not hold these together: {'; '.join(wrong)}")
-    if differing:
-        raise RanksDiffer(differing, "ranks that should hold the same bytes of them do not")
     return roots
 
 

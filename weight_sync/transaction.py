@@ -228,7 +228,8 @@ class WeightTransaction:
         return {name: ranges for name, ranges in found.items() if ranges}
 
     def unchecked(self) -> dict[str, str]:
-        """Why tensors have to be compared with the sender's digests before a commit, by resident name."""
+        """Why tensors that were written since `start_update` have to be compared with the sender's digests before a
+        commit, by resident name."""
         return {name: entry.unchecked for name, entry in self._tensors.items() if entry.unchecked is not None}
 
     def describe(self, missing: Mapping[str, Ranges]) -> list[str]:
@@ -256,8 +257,9 @@ class WeightTransaction:
         """Announce the next of several updates: under partial coverage it may write the same tensors anew, and only
         bytes of one update are compared between two names of a tensor."""
         self._require("open")
-        if self.coverage == "partial":
-            for entry in self._tensors.values():
+        for entry in self._tensors.values():
+            entry.unchecked = None
+            if self.coverage == "partial":
                 entry.forget()
 
     def check_complete(self) -> None:
