@@ -21,7 +21,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 from torch import Tensor
 
@@ -33,7 +33,7 @@ from .shared_keys import Deadline
 from .sink import Sink
 from .weight_group import WeightGroup
 
-PROTOCOL = 1
+PROTOCOL = 2
 DIRECT_BYTES = 1 << 20  # a tensor of this size travels from its own memory; below, one more broadcast costs more
 PACKED_BYTES = 16 << 20  # smaller ones share buffers of this size: larger ones fall out of the cache
 _BLAME_S = 0.5  # past the deadline if need be: how long to wait for who is to blame for a failed broadcast
@@ -52,17 +52,17 @@ class TransferPlan:
     manifest: Manifest
     broadcasts: tuple[BucketPlan, ...]
 
+    cut_digest: str  # SHA-256 over order, names, shapes, dtypes, and how the bytes are cut
+
     @classmethod
     def of(cls, group: WeightGroup, manifest: Manifest, bucket_bytes: int) -> TransferPlan:
-        broadcasts = plan_broadcasts(manifest.tensors, bucket_bytes)
-        return cls(group.name, group.world_size, bucket_bytes, manifest, broadcasts)
+        broadcasts, cut_digest = _cut(tuple(manifest.tensors), bucket_bytes)
+        return cls(group.name, group.world_size, bucket_bytes, manifest, broadcasts, cut_digest)
 
     @property
     def digest(self) -> str:
-        """SHA-256 over order, names, shapes, dtypes, group, bucket size, and how the bytes are cut."""
-        cut = [[(p.name, p.tensor_offset, p.bucket_offset, p.num_bytes) for p in b.pieces] for b in self.broadcasts]
-        specs = [(s.name, dtype_name(s.dtype), s.shape) for s in self.manifest.tensors]
-        fields = [PROTOCOL, self.group_name, self.world_size, self.bucket_bytes, specs, cut]
+        """SHA-256 over `cut_digest`, group and bucket size."""
+        fields = [PROTOCOL, self.group_name, self.world_size, self.bucket_bytes, self.cut_digest]
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
     def to_json(self) -> str:
@@ -76,6 +76,15 @@ class TransferPlan:
                 "manifest": self.manifest.to_json(),
             }
         )
+
+
+@lru_cache(maxsize=4)
+def _cut(specs: tuple[TensorSpec, ...], bucket_bytes: int) -> tuple[tuple[BucketPlan, ...], str]:
+    """The broadcasts of these tensors, and a digest of them: the same at every update of one model."""
+    broadcasts = plan_broadcasts(specs, bucket_bytes)
+    pieces = [[(p.name, p.tensor_offset, p.bucket_offset, p.num_bytes) for p in b.pieces] for b in broadcasts]
+    fields = [[(s.name, dtype_name(s.dtype), s.shape) for s in specs], pieces]
+    return broadcasts, hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
 
 def plan_broadcasts(specs: Sequence[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> tuple[BucketPlan, ...]:
