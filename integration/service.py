@@ -70,6 +70,26 @@ class RolloutService(WeightVerbs):
             self.engine.release_kv()
 
     @contextmanager
+    def weights_turn(self, what: str, timeout_s: float | None = None) -> Iterator[float]:
+        """For whoever is not the trainer: write weights in here. Waits for a rollout phase where the module is a
+        trainer's, and that phase ends after it; yields the seconds left. Re-entrant.
+
+        Raises DeadlineExceeded, naming `what` and what it waited for, where none comes in `timeout_s` (None: the
+        service's `weight_timeout_s`). The trainer itself, which knows its phases, calls the verbs without it.
+        """
+        with self.engine.model.borrowed(what, timeout_s or self.config.weight_timeout_s) as seconds_left:
+            yield seconds_left
+
+    @contextmanager
+    def turn_to_commit(self, what: str, timeout_s: float | None = None) -> Iterator[None]:
+        """`weights_turn` for what commits an implicit session, where one is open; else at once."""
+        if self.sessions.state()["state"] != "open" or self.sessions.is_open:
+            yield
+        else:
+            with self.weights_turn(what, timeout_s):
+                yield
+
+    @contextmanager
     def training_numerics(self) -> Iterator[None]:
         """Run the trainer's forward and backward in here: then its log-probabilities are the engine's, bit for bit."""
         with self.engine.model.training_numerics():

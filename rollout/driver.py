@@ -12,12 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from .commands import CommandLog
 from .core import EngineCore
-from .errors import EngineStopped, SamplingRefused
+from .errors import DeadlineExceeded, EngineStopped, SamplingRefused
 from .fair_lock import FairLock
 from .request import Request
 
@@ -97,15 +97,25 @@ class Driver:
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Let what has to come before the next step happen, if there is to be one. The caller does not hold the lock:
-        it may wait for others who need it. Raises SamplingRefused where it cannot happen yet."""
-        call = self._core.before_sampling
-        if call is not None and self._core.pause_mode is None and self.has_work:
-            call()
+        """Let what has to come before the next step happen, if there is to be one, in the rollout phase that the step
+        will be in. The caller does not hold the lock: it may wait for others who need it. Raises SamplingRefused where
+        it cannot happen yet."""
+        if (call := self._unsettled()) is not None:
+            with self._core.model.rollout_phase():
+                call()
+
+    def _settle_in_phase(self) -> None:
+        """`settle`, but in a phase of the trainer's: where it has the module, the next phase is soon enough."""
+        if (call := self._unsettled()) is not None:
+            with suppress(DeadlineExceeded), self._core.model.borrowed("what comes before the next step", 0):
+                call()
+
+    def _unsettled(self) -> Callable[[], None] | None:
+        return self._core.before_sampling if self._core.pause_mode is None and self.has_work else None
 
     def run_step(self) -> None:
         """Run one step in this thread. Runs nothing while paused, or when there is nothing to run."""
-        with self._wake, self._core.model.rollout_phase():
+        with self._wake, self._core.model.rollout_phase(admits=False):
             self.take_inbox()
             try:
                 self._step()
@@ -138,7 +148,7 @@ class Driver:
             while self._thread is me:
                 self._kick.clear()  # before the look: what changes after it is seen the next time
                 try:
-                    self.settle()
+                    self._settle_in_phase()
                 except SamplingRefused as refused:  # the next that changes it kicks
                     logger.warning("requests wait: %s", refused)
                 with self._wake:

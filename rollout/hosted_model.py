@@ -17,6 +17,7 @@ from .errors import MemoryReleased, PhaseError
 from .hosted_attention import ATTENTION_NAMES, NO_MASK, STEP_KEYWORD, KVShape, Probe, StepContext
 from .hosted_experts import EXPERTS
 from .numerics import Numerics
+from .phase_gate import PhaseGate
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class HostedModel:
         self._rollout_exit: ExitStack | None = None  # likewise; None outside the phase
         self._released_shapes: list[torch.Size] = []  # of the parameters in their order, while their memory is released
         self.before_phase_ends: Callable[[], None] = lambda: None
+        self._gate = PhaseGate()
         self.kv_shapes = self._probe()
         logger.info("hosting %s: %s", type(module).__name__, self.numerics.describe())
 
@@ -167,9 +169,13 @@ class HostedModel:
                     self._numerics_exit.close()
 
     @contextmanager
-    def rollout_phase(self) -> Iterator[None]:
+    def rollout_phase(self, *, admits: bool = True) -> Iterator[None]:
         """The module is the engine's in here: numerics, eval flags, no autograd. Re-entrant, also from several threads:
-        the last one to leave calls `before_phase_ends`, waits for it, and restores everything."""
+        the last one to leave waits for those of `borrowed`, calls `before_phase_ends`, waits for it, and restores
+        everything.
+
+        admits: False for a phase whose holder has the engine's lock, which a borrower would need.
+        """
         with self._lock:
             if self._rollout_exit is None:
                 with ExitStack() as entered:
@@ -179,14 +185,33 @@ class HostedModel:
                     self.module.eval()
                     self._rollout_exit = entered.pop_all()
             self._rollout_users += 1
+        if admits:
+            self._gate.open()
         try:
             yield
         finally:
-            with self._lock:
-                self._rollout_users -= 1
-                is_last = self._rollout_users == 0
-            if is_last:
-                self._end_rollout_phase()
+            try:
+                if admits:
+                    self._gate.close()
+            finally:
+                with self._lock:
+                    self._rollout_users -= 1
+                    is_last = self._rollout_users == 0
+                if is_last:
+                    self._end_rollout_phase()
+
+    @contextmanager
+    def borrowed(self, what: str, timeout_s: float) -> Iterator[float]:
+        """Have the module for something beside the steps, weights to be written for one: waits for a rollout phase,
+        which then does not end before this does. Yields the seconds left. Re-entrant; changes nothing by itself.
+
+        Raises DeadlineExceeded where the trainer kept it for `timeout_s`. The engine's own module is there at once.
+        """
+        if self.owned:
+            yield timeout_s
+        else:
+            with self._gate.guest(what, timeout_s) as seconds_left:
+                yield seconds_left
 
     def _end_rollout_phase(self) -> None:
         try:

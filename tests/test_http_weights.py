@@ -216,20 +216,6 @@ def test_two_updates_at_once_and_the_second_learns_the_age_of_the_first(server, 
     _post(client, "abort_weight_update")
 
 
-def test_a_module_of_the_trainer_is_not_written_outside_its_rollout_phase(make_model, trainer):
-    service = RolloutService(Engine(make_model("qwen2"), EngineConfig(kv_cache="32 blocks", max_num_seqs=4)))
-    with serve_in_background(service, HttpConfig(port=0)) as server, httpx.Client(base_url=server.url) as client:
-        before = service.model_digest()
-        payload = [serialize_for_engine(list(trainer.named_parameters()))]
-        said = _refused(client, "update_weights_from_tensor", 409, serialized_named_tensors=payload)
-        assert "the trainer's now" in said["message"] and service.model_digest() == before
-        _refused(client, "weights_checker", 409, action="reset_tensors")
-        with service.rollout():
-            _send(client, trainer, weight_version="2")
-            assert _generates(service, trainer) == "2"
-    service.close()
-
-
 WRONG_FIELDS = [
     ("update_weights_from_tensor", {}, "serialized_named_tensors"),
     ("update_weights_from_tensor", {"serialized_named_tensors": "abc"}, "serialized_named_tensors"),

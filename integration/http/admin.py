@@ -21,8 +21,8 @@ DOCUMENTED: dict[int | str, dict[str, Any]] = {
     400: {"description": "the request is wrong, or the engine's state does not allow it; the message says which"},
     401: {"description": "no usable key"},
     403: {"description": "the wrong key"},
-    408: {"description": "the deadline passed before it began; it will not run"},
-    409: {"description": "another update is in progress, or the module is the trainer's now"},
+    408: {"description": "the deadline passed before it began, as while a trainer has the module; it will not run"},
+    409: {"description": "another update is in progress"},
     413: {"description": "the body is too long"},
     503: {"description": "the engine's loop has ended, or is ending"},
 }

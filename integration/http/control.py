@@ -83,7 +83,7 @@ async def continue_generation(request: Request, body: ContinueBody) -> Response:
     def resume(seconds_left: float | None) -> ContinueReport:
         if body.torch_empty_cache and service.engine.model.device.type == "cuda":
             torch.cuda.empty_cache()
-        with lease.changing():
+        with service.turn_to_commit("continue_generation", seconds_left), lease.changing():
             return service.continue_generation(timeout_s=seconds_left)
 
     report = await run(request, body, resume)

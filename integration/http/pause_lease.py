@@ -14,6 +14,8 @@ from ..service import RolloutService
 
 logger = logging.getLogger(__name__)
 
+_MOMENT_S = 1e-3  # that a lease which expires waits for a trainer's rollout phase: it comes again
+
 
 class PauseLease:
     """At most one deadline for the pause that holds; the last pause decides. Any thread may call."""
@@ -60,7 +62,8 @@ class PauseLease:
                 self._set(None)
                 return
             try:
-                self._service.continue_generation()
+                with self._service.turn_to_commit("continue_generation", _MOMENT_S):
+                    self._service.continue_generation()
             except (LockstepError, WeightSyncError, ValueError) as error:
                 logger.error("the pause expired after %g s, but generation cannot continue: %s", ttl_s, error)
                 self._set(ttl_s)  # once more: what is in the way may have gone by then

@@ -7,7 +7,7 @@ with its report. Which verbs there are, and what they take, are those of `local_
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Annotated, get_type_hints
@@ -21,10 +21,14 @@ from ...rollout.engine import Engine
 from ..local_target import VERBS, plain, run_verb
 from ..service import RolloutService
 from .bodies import AdminBody, Timeout, fields_of, read_object
-from .errors import BadField, Busy, HttpError
+from .errors import BadField, HttpError
 
 # Verbs that write weights: one of them at a time, and a second is told so at once.
 _UPDATES = frozenset({"update_weights_from_distributed", "update_weights_from_tensor", "update_weights_from_disk"})
+# Verbs that need the module besides: those of sessions.
+_SESSIONS = frozenset(
+    {"begin_weight_update", "verify_weight_update", "end_weight_update", "abort_weight_update", "revert_weight_update"}
+)
 _NEWEST_SHOWN = 24  # tokens of each sequence
 _SEQUENCES_SHOWN = 64  # running, and as many waiting
 _Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -51,9 +55,8 @@ async def call_verb(verb: str, request: Request) -> JSONResponse:
     service: RolloutService = state.service
 
     def run(seconds_left: float | None) -> dict[str, object]:
-        with _in_turn(state, verb):
-            timeout_s = service.config.weight_timeout_s if seconds_left is None else seconds_left
-            return run_verb(service, verb, timeout_s, arguments)
+        with _in_turn(state, verb, arguments, seconds_left or service.config.weight_timeout_s) as still_left:
+            return run_verb(service, verb, still_left, arguments)
 
     report = await state.operations.run(
         f"/lockstep/{verb}", run, op_id=common.op_id, timeout_s=common.timeout_s, arguments=values
@@ -62,18 +65,27 @@ async def call_verb(verb: str, request: Request) -> JSONResponse:
 
 
 @contextmanager
-def _in_turn(state: State, verb: str) -> Iterator[None]:
-    """Where the server keeps something about a verb: updates one at a time, the lease of a pause."""
-    if verb in _UPDATES:
-        with state.updates.enter(verb):
-            if not state.service.engine.model.in_rollout_phase:
-                raise Busy("the module is the trainer's now: update its weights inside a rollout phase")
-            yield
-    elif verb in ("pause_generation", "continue_generation"):
+def _in_turn(state: State, verb: str, arguments: Mapping[str, object], timeout_s: float) -> Iterator[float]:
+    """Where the server keeps something about a verb: updates one at a time and in a trainer's rollout phases, the lease
+    of a pause. Yields the seconds left."""
+    service: RolloutService = state.service
+    if verb in _UPDATES or (verb == "weights_checker" and arguments.get("action") == "reset_tensors"):
+        with state.updates.enter(verb), service.weights_turn(verb, timeout_s) as seconds_left:
+            yield seconds_left
+    elif verb in _SESSIONS:
+        with service.weights_turn(verb, timeout_s) as seconds_left:
+            yield seconds_left
+    elif verb == "continue_generation":
+        with service.turn_to_commit(verb, timeout_s), state.pause_lease.changing():
+            yield timeout_s
+    elif verb == "resume_memory_occupation":
+        with service.turn_to_commit(verb, timeout_s):
+            yield timeout_s
+    elif verb == "pause_generation":
         with state.pause_lease.changing():
-            yield
+            yield timeout_s
     else:
-        yield
+        yield timeout_s
 
 
 @router.get("/lockstep/sequences")

@@ -22,7 +22,7 @@ from ...weight_sync.session import UpdateRecord
 from ..weight_verbs import GROUP_NAME
 from .admin import endpoint, json_response, run, service_of, skipped, triple
 from .bodies import AdminBody, Timeout, fields_of, read_object
-from .errors import BadField, Busy, HttpError
+from .errors import BadField, HttpError
 
 router = APIRouter(tags=["weights"])
 
@@ -362,14 +362,13 @@ async def _update(
 
 
 async def run_update(request: Request, body: AdminBody, call: Callable[[float | None], T]) -> T:
-    """Run what writes weights: one at a time, and only while the module is the engine's. Raises Busy otherwise."""
-    gate, model, path = request.app.state.updates, service_of(request).engine.model, request.scope["path"]
+    """Run what writes weights: one at a time, Busy for a second, and where the module is a trainer's in a rollout
+    phase, for which it waits under its deadline."""
+    gate, service, verb = request.app.state.updates, service_of(request), request.scope["path"].lstrip("/")
 
     def alone(seconds_left: float | None) -> T:
-        with gate.enter(path.lstrip("/")):
-            if not model.in_rollout_phase:
-                raise Busy("the module is the trainer's now: update its weights inside a rollout phase")
-            return call(seconds_left)
+        with gate.enter(verb), service.weights_turn(verb, seconds_left) as still_left:
+            return call(still_left)
 
     return await run(request, body, alone)
 
@@ -444,7 +443,12 @@ async def resume_memory_occupation(request: Request, body: MemoryBody) -> Respon
     if (skip := skipped(request, body)) is not None:
         return skip
     service = service_of(request)
-    await run(request, body, lambda _: service.resume_memory_occupation(body.tags))
+
+    def resume(seconds_left: float | None) -> None:
+        with service.turn_to_commit("resume_memory_occupation", seconds_left):
+            service.resume_memory_occupation(body.tags)
+
+    await run(request, body, resume)
     return json_response(None)
 
 
