@@ -90,7 +90,7 @@ class EngineCore:
             pipelining=Pipelining(self._runner.num_stages, config.sequence_pipelining),
         )  # fmt: skip
         self.sequences = EngineSequenceManager(self.eos_token_ids, self.max_model_len, self._runner.num_stages)
-        self.managers = ManagerPair(self.sequences, self._runner.workers)
+        self.managers = ManagerPair(self.sequences, self._runner.workers, self._runner.on_event)
         self._on_answer = on_answer
         self.loop = Loop(
             self.scheduler, self.managers, self.ledger, self._runner, self.metrics, self.latencies, self.trace,

@@ -15,10 +15,16 @@ Event = tuple[str, tuple[object, ...]]  # the manager's method, its arguments
 class ManagerPair:
     """The controller's manager and this rank's: every event goes to both, and to the log when there is one."""
 
-    def __init__(self, engine: EngineSequenceManager, worker: SequenceManager) -> None:
+    def __init__(
+        self,
+        engine: EngineSequenceManager,
+        worker: SequenceManager,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        """on_event: told of every event before the managers are."""
         self.engine, self.worker = engine, worker
         self.log: list[Event] | None = None
-        self.on_event: Callable[[Event], None] | None = None  # told of every event before the managers are
+        self._on_event = on_event
 
     def add(self, request: Request) -> None:
         self._record("add", fresh_copy(request))
@@ -71,8 +77,8 @@ class ManagerPair:
     def _record(self, name: str, *args: object) -> None:
         if self.log is not None:
             self.log.append((name, args))
-        if self.on_event is not None:
-            self.on_event((name, args))
+        if self._on_event is not None:
+            self._on_event((name, args))
 
 
 def fresh_copy(request: Request) -> Request:

@@ -74,8 +74,8 @@ class Loop:
         with more stages."""
         if overlap and runner.num_stages > 1:
             raise ValueError(
-                f"overlap plans the next step while the only stage runs, but {runner.num_stages} stages run several steps "
-                "at a time: leave it off"
+                f"overlap plans the next step while the only stage runs, and there are {runner.num_stages}, which have "
+                "several steps at a time: leave it off"
             )
         self._scheduler = scheduler
         self._managers = managers

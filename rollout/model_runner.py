@@ -28,6 +28,7 @@ class ModelRunner:
     """
 
     num_stages = 1
+    on_event = None
 
     def __init__(
         self, model: HostedModel, kv_cache: KVCache, sampler: Sampler, block_size: int, trace: Trace, *, overlap: bool

@@ -11,9 +11,10 @@ each. Two rules that everything above relies on:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from .event_log import Event
 from .request import Request
 from .schedule import ScheduleOutput, SequenceResult
 from .sequence_manager import WorkerSequenceManager
@@ -47,6 +48,7 @@ class Runner(Protocol):
 
     num_stages: int  # as many flights may be in the air
     workers: WorkerSequenceManager  # this rank's: whoever drives the runner tells it every event, as the controller's
+    on_event: Callable[[Event], None] | None  # told of every event before the managers are; None: it need not know
     num_forwards: int  # launched or run on this rank since it was last set to 0
 
     def launch(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> StepHandle:
