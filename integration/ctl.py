@@ -1,7 +1,8 @@
 """`lockstep ctl`: the verbs of a served engine, or of a router's engines, from a shell.
 
-Exit codes: 0 done; 1 refused by the engine, or not healthy; 2 wrong usage; 3 not reachable, or no answer in time;
-4 without a key that allows it.
+Exit codes: 0 done, by every worker where a router was asked; 1 refused by the engine or by all of them, or not healthy;
+2 wrong usage; 3 not reachable, no answer in time, or no worker that lives; 4 without a key that allows it; 5 done by
+some of a router's workers and not by others, or their weight versions differ: each one's result is listed.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import httpx
 
+from .ctl_answers import by_worker, checksum, in_words, message_of, report, results_of
+
 KEY_VARIABLES = ("LOCKSTEP_ADMIN_KEY", "SGLANG_OMNI_ADMIN_KEY", "LOCKSTEP_API_KEY")
-DONE, REFUSED, UNREACHABLE, UNAUTHORISED = 0, 1, 3, 4
+DONE, REFUSED, UNREACHABLE, UNAUTHORISED, DIVIDED = 0, 1, 3, 4, 5
 MODES = ("retract", "in_place", "abort")
 TAGS = ("kv_cache", "weights", "cuda_graph")
 _GRACE_S = 5.0  # beyond the deadline that is sent along: the server's answer says more than our silence
@@ -73,12 +76,27 @@ def run(options: argparse.Namespace) -> int:
     except httpx.HTTPError as error:
         return _fail(options, UNREACHABLE, f"{options.url} does not answer: {error or type(error).__name__}")
     answer = _read(response)
-    if response.status_code in (401, 403):
-        return _fail(options, UNAUTHORISED, _message(response, answer), answer)
+    results = results_of(answer)
     if not response.is_success:
-        return _fail(options, REFUSED, _message(response, answer), answer)
-    print(json.dumps(answer) if options.json else verb.show(answer), flush=True)
+        code = _code_of(response.status_code, answer, results)
+        return _fail(options, code, message_of(response.status_code, answer), answer, results)
+    if options.json:
+        print(json.dumps(answer), flush=True)
+    else:
+        print(by_worker(results, verb.show) if results else verb.show(answer), flush=True)
     return DONE
+
+
+def _code_of(status: int, answer: object, results: Sequence[Mapping[str, object]]) -> int:
+    """The exit code of an answer that is an error."""
+    if status in (401, 403):
+        return UNAUTHORISED
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if isinstance(error, dict) and error.get("type") == "no_workers":
+        return UNREACHABLE
+    if any(one.get("success") for one in results):
+        return DIVIDED
+    return UNREACHABLE if results and all(one.get("status_code") is None for one in results) else REFUSED
 
 
 def _read(response: httpx.Response) -> object:
@@ -88,80 +106,16 @@ def _read(response: httpx.Response) -> object:
         return response.text.strip()
 
 
-def _message(response: httpx.Response, answer: object) -> str:
-    if isinstance(answer, dict):
-        error = answer.get("error")
-        found = error.get("message") if isinstance(error, dict) else answer.get("message") or error
-        if found:
-            return str(found)
-    return answer if isinstance(answer, str) and answer else f"status {response.status_code}"
-
-
-def _fail(options: argparse.Namespace, code: int, message: str, answer: object = None) -> int:
+def _fail(
+    options: argparse.Namespace, code: int, message: str, answer: object = None,
+    results: Sequence[Mapping[str, object]] = (),
+) -> int:  # fmt: skip
     if options.json:
         print(json.dumps({"success": False, "exit_code": code, "message": message, "answer": answer}), flush=True)
     print(f"lockstep ctl: {options.verb}: {message}", file=sys.stderr, flush=True)
+    if results and not options.json:
+        print(by_worker(results, VERBS[options.verb].show), file=sys.stderr, flush=True)
     return code
-
-
-# -- how people read an answer -----------------------------------------------------------------------------------------
-
-
-def in_words(value: object, indent: str = "") -> str:
-    """Plain values as lines `name value`, an object's members indented below its name."""
-    if isinstance(value, Mapping):
-        width = max((len(str(name)) for name, item in value.items() if not _is_deep(item)), default=0)
-        return "\n".join(
-            f"{indent}{name}\n{in_words(item, indent + '  ')}"
-            if _is_deep(item)
-            else f"{indent}{name:{width}}  {_word(item)}"
-            for name, item in value.items()
-        )
-    if isinstance(value, list):
-        return "\n".join(f"{indent}-\n{in_words(item, indent + '  ')}" if _is_deep(item) else f"{indent}{_word(item)}"
-                         for item in value)  # fmt: skip
-    return f"{indent}{_word(value)}"
-
-
-def _is_deep(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return bool(value)
-    return isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value)
-
-
-def _word(value: object) -> str:
-    if value is None or value in ("", [], {}):
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _report(answer: object) -> str:
-    """A message, and the report below it."""
-    if not isinstance(answer, dict):
-        return in_words(answer) if answer is not None else "done"
-    lines = [str(answer["message"])] if answer.get("message") else []
-    rest = answer.get("report")
-    if rest is None:  # a router's answer, or one without a report
-        rest = {name: item for name, item in answer.items() if name not in ("message", "success", "status", "report")}
-    return "\n".join([*lines, *([in_words(rest)] if rest else [])]) or "done"
-
-
-def _checksum(answer: object) -> str:
-    if not isinstance(answer, dict) or "model_digest" not in answer:
-        return _report(answer)
-    tensors = answer.get("tensors") or {}
-    lines = {
-        "model digest": answer["model_digest"],
-        "rank digest": answer.get("rank_digest"),
-        "bytes": answer.get("num_bytes"),
-        "tensors": len(tensors),
-        "seconds": answer.get("seconds"),
-    }
-    return in_words(lines)
 
 
 # -- arguments and calls -----------------------------------------------------------------------------------------------
@@ -288,24 +242,24 @@ VERBS: dict[str, Verb] = {
     ),
     "pause": Verb(
         "run no more steps until continue", _pause_arguments,
-        lambda o: Call("POST", "/pause_generation", _given(mode=o.mode, ttl=o.ttl)), _report,
+        lambda o: Call("POST", "/pause_generation", _given(mode=o.mode, ttl=o.ttl)), report,
     ),
-    "continue": Verb("end a pause", _nothing, lambda _: Call("POST", "/continue_generation", {}), _report),
-    "flush": Verb("empty the prefix cache", _nothing, lambda _: Call("POST", "/flush_cache", {}), _report),
-    "abort": Verb("end requests with what they have", _abort_arguments, _abort, _report),
+    "continue": Verb("end a pause", _nothing, lambda _: Call("POST", "/continue_generation", {}), report),
+    "flush": Verb("empty the prefix cache", _nothing, lambda _: Call("POST", "/flush_cache", {}), report),
+    "abort": Verb("end requests with what they have", _abort_arguments, _abort, report),
     "checksum": Verb(
         "digests of the weights that are there now", _nothing,
-        lambda _: Call("POST", "/weights_checker", {"action": "checksum"}), _checksum,
+        lambda _: Call("POST", "/weights_checker", {"action": "checksum"}), checksum,
     ),
-    "version": Verb("the weight version, or a new label for it", _version_arguments, _version, _report),
-    "pin": Verb("keep cached blocks from eviction", _pin_arguments, _pin, _report),
+    "version": Verb("the weight version, or a new label for it", _version_arguments, _version, report),
+    "pin": Verb("keep cached blocks from eviction", _pin_arguments, _pin, report),
     "unpin": Verb(
         "lift one pin of each block", _unpin_arguments,
-        lambda o: Call("POST", "/hicache/unpin_blocks", {"block_hashes": o.hashes} | _given(owner=o.owner)), _report,
+        lambda o: Call("POST", "/hicache/unpin_blocks", {"block_hashes": o.hashes} | _given(owner=o.owner)), report,
     ),
     "cache": Verb("the prefix cache, or where a prompt leaves it", _cache_arguments, _cache, str),
-    "release": Verb("give memory back", _tags_arguments, _tags("/release_memory_occupation"), _report),
-    "resume": Verb("take memory again", _tags_arguments, _tags("/resume_memory_occupation"), _report),
+    "release": Verb("give memory back", _tags_arguments, _tags("/release_memory_occupation"), report),
+    "resume": Verb("take memory again", _tags_arguments, _tags("/resume_memory_occupation"), report),
 }  # fmt: skip
 
 

@@ -18,6 +18,8 @@ from lockstep.integration import ctl
 from lockstep.integration.cli import main
 from lockstep.integration.http.config import HttpConfig
 from lockstep.integration.http.server import BackgroundServer, serve_in_background
+from lockstep.integration.router.config import RouterConfig
+from lockstep.integration.router.server import route_in_background
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
@@ -229,3 +231,101 @@ def test_the_installed_command_answers_without_torch(server):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "num_running" in done.stdout
+
+
+# -- over a router -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(model, service, server, tmp_path) -> Iterator[tuple[list[RolloutService], list[BackgroundServer]]]:
+    """Two engines behind HTTP."""
+    model.save_pretrained(tmp_path / "model")
+    other = RolloutService(Engine(tmp_path / "model", EngineConfig(kv_cache="32 blocks", max_num_seqs=4)))
+    with serve_in_background(other, HttpConfig(port=0, admin_api_key=KEY)) as second:
+        yield [service, other], [server, second]
+    other.close()
+
+
+@pytest.fixture
+def over(pair, tmp_path, capsys):
+    """As `run`, with a router before the two."""
+    urls = tuple(server.url for server in pair[1])
+    http = HttpConfig(port=0, admin_api_key=KEY)
+    with route_in_background(RouterConfig(urls, http, journal=tmp_path / "j.json", health_interval_s=0.1)) as router:
+
+        def over(*arguments: str) -> tuple[int, str, str]:
+            code = main(["ctl", "--url", router.url, "--admin-key", KEY, *arguments])
+            return (code, *capsys.readouterr())
+
+        deadline = time.monotonic() + 60
+        while over("--json", "state")[1].count('"worker_id"') < 2:
+            assert time.monotonic() < deadline
+        yield over
+
+
+def test_every_verb_goes_over_a_router_and_shows_what_each_worker_said(over, pair):
+    services, servers = pair
+    for service in services:
+        service.engine.generate([PROMPT], SamplingParams(max_new_tokens=1))
+    pinned = json.loads(over("--json", "pin", "--ids", ",".join(map(str, PROMPT)), "--owner", "me")[1])
+    [hashes] = {tuple(one["body"]["report"]["hashes"]) for one in pinned["results"]}
+    calls = [
+        ["state"], ["sequences"], ["pause", "--mode", "in_place"], ["continue"], ["abort", "nobody"],
+        ["abort", "--all"], ["checksum"], ["version"], ["version", "7"], ["pin", "--", str(hashes[0])],
+        ["pin", "--ids", "0,1,2"], ["cache"], ["cache", "--ids", "0,1,2"],
+        ["unpin", "--owner", "me", "--", *map(str, hashes)], ["flush"], ["release", "kv_cache"], ["resume", "kv_cache"],
+    ]  # fmt: skip
+    for verb, *arguments in calls:
+        code, out, error = over(verb, *arguments)
+        assert (code, error) == (0, ""), (verb, error)
+        lines = out.splitlines()
+        assert [line for line in lines if line.startswith("http")] == [server.url for server in servers], (verb, out)
+        assert all(line.startswith("  ") for line in lines if not line.startswith("http")), (verb, out)
+        assert '{"' not in out and "{'" not in out, (verb, out)
+        code, out, error = over("--json", verb, *arguments)
+        if verb != "unpin":  # what was unpinned is no longer pinned
+            assert (code, error, out.count("\n")) == (0, "", 1), (verb, out, error)
+            assert [one["worker"] for one in json.loads(out)["results"]] == [server.url for server in servers]
+    assert over("health")[:2] == (0, "healthy\n")
+    assert {service.engine.weight_version for service in services} == {"7"}
+    digest = services[0].model_digest()
+    assert over("checksum")[1].count(digest) == 2
+
+
+def test_a_verb_that_some_workers_refuse_is_exit_code_5_with_each_ones_words(over, pair):
+    services, servers = pair
+    services[1].begin_weight_update()
+    code, out, error = over("continue")
+    assert (code, out) == (5, "")
+    assert f"{servers[1].url}\n  failed: " in error and "session is open" in error and f"{servers[0].url}\n" in error
+    code, out, _ = over("--json", "continue")
+    told = json.loads(out)
+    assert code == told["exit_code"] == 5 and [one["success"] for one in told["answer"]["results"]] == [True, False]
+    services[1].abort_weight_update()
+    assert over("continue")[0] == 0
+    services[0].update_weight_version("other")
+    code, _, error = over("version")
+    assert code == 5 and "'other'" in error and "'default'" in error
+    services[0].begin_weight_update()
+    services[1].begin_weight_update()
+    assert over("continue")[0] == 1  # all of them refuse
+    for service in services:
+        service.abort_weight_update()
+
+
+def test_a_router_without_a_live_worker_is_exit_code_3(over, pair):
+    urls = [server.url for server in pair[1]]
+    for server in pair[1]:
+        server.close()
+    deadline = time.monotonic() + 60
+    while over("health")[0] != 1:
+        assert time.monotonic() < deadline
+    code, _, error = over("pause")
+    assert code == 3 and all(url in error for url in urls)
+
+
+def test_the_exit_codes_are_in_the_help(capsys):
+    with pytest.raises(SystemExit):
+        main(["ctl", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert ctl.exit_codes() in told and "5 done by some of a router's workers" in told

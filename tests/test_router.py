@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from lockstep.integration.http.config import HttpConfig
 from lockstep.integration.router.config import RouterConfig
@@ -667,6 +668,51 @@ def test_a_journal_that_cannot_be_written_refuses_the_update(fleet):
     answer = fleet.post("/update_weights_from_disk")
     assert answer.status_code == 503 and answer.json()["error"]["type"] == "journal_unwritable"
     assert not fleet.workers[0].asked("/update_weights_from_disk") and fleet.stats()["num_routable"] == 2
+
+
+# -- counts ----------------------------------------------------------------------------------------------------------
+
+
+def counted(fleet: Fleet) -> dict[tuple[str, ...], float]:
+    """Of /metrics, by name and the values of its labels in the order of their names."""
+    answer = httpx.get(f"{fleet.router.url}/metrics", timeout=WAIT_S)  # without a key
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
+    samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
+    return {(sample.name.removeprefix("lockstep:router_"), *sample.labels.values()): sample.value for sample in samples}
+
+
+def test_requests_retries_affinity_broadcasts_and_the_journal_are_counted(make_fleet):
+    fleet = make_fleet(3, http=HttpConfig(port=0, admin_api_key="boss"))
+    dying, other, third = fleet.workers
+    fleet.post(f"/workers/{fleet.report(third)['id']}/disable")
+    assert counted(fleet)["workers", "routable"] == 2 and counted(fleet)["workers", "disabled"] == 1
+    dying.generate = dies
+    for i in range(6):
+        assert fleet.post("/generate", {"text": f"prompt {i % 3}"}).json()["text"] == other.url
+    other.generate = lambda handler, body: handler.reply(400, {"error": {"message": "no"}})
+    fleet.post("/generate", {"text": "prompt 0"})
+    now = counted(fleet)
+    num_moved = now["requests_total", "moved", dying.url]
+    assert now["requests_total", "answered", other.url] == 6 and now["requests_total", "refused", other.url] == 1
+    assert 1 <= num_moved == now["retries_total",] == len(dying.asked("/generate"))
+    assert now["affinity_total", "hit"] >= 3 and now["affinity_total", "unknown"] >= 1
+    assert now["journal", "empty"] == 1 and now["load", other.url] == 0
+    other.answers["/update_weights_from_disk"] = refuse("disk full")
+    assert fleet.post("/update_weights_from_disk").status_code == 502
+    assert fleet.http.get("/model_info").status_code == 200
+    assert fleet.post("/no_such_verb").status_code == 404
+    assert fleet.post("/generate", {"text": "a"}).status_code == 503
+    now = counted(fleet)
+    assert now["journal", "unresolved"] == 1 and now["journal_age_seconds",] > 0
+    assert now["broadcasts_total", "failed", "update_weights_from_disk"] == 1
+    assert now["broadcasts_total", "done", "model_info"] == 1
+    assert now["broadcast_seconds_total", "update_weights_from_disk"] > 0
+    assert now["unanswered_requests_total", "no_workers"] == 1
+    assert now["workers", "held"] == 2 and now["workers", "disabled"] == 1
+    assert not any("no_such_verb" in key for key in now)
+    fleet.post("/weight_update_journal/resolve", {"acknowledge": True})
+    fleet.post("/remove_worker?url=" + dying.url)
+    assert not any(dying.url in key for key in counted(fleet))  # who is gone takes no room
 
 
 # -- keys ------------------------------------------------------------------------------------------------------------

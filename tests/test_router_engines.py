@@ -389,3 +389,31 @@ def test_a_router_that_is_killed_in_the_middle_of_an_update_remembers_it(engines
         assert answer.status_code == 200 and answer.json()["meta_info"]["weight_version"] == "again"
     finally:
         router.kill()
+
+
+def test_a_router_that_is_killed_remembers_which_workers_were_changed(http, tmp_path):
+    gone, kept, disabled, added = (f"http://127.0.0.1:{free_port()}" for _ in range(4))  # nobody there
+    journal = tmp_path / "journal.json"
+    command = ["route", "--port", str(free_port()), "--journal", str(journal), "--worker", gone, kept, disabled]
+    router = Process(*command)
+    try:
+        url = router.ready()
+        ids = {worker["url"]: worker["id"] for worker in workers(url).values()}
+        http.post(f"{url}/workers", json={"url": added, "disabled": True}).raise_for_status()
+        http.delete(f"{url}/workers/{ids[gone]}").raise_for_status()
+        http.post(f"{url}/workers/{ids[disabled]}/disable").raise_for_status()
+        before = workers(url)
+        router.kill()
+        router.start()
+        router.ready()
+        now = workers(url)
+        assert list(now) == list(before) == [kept, disabled, added]
+        assert [worker["disabled"] for worker in now.values()] == [False, True, True]
+        assert any("removed at run time" in line and gone in line for line in router.log)
+        # What cannot be written down is not done.
+        journal.with_name("journal.json.workers.json.part").mkdir()
+        refused = http.post(f"{url}/workers/{ids[kept]}/disable")
+        assert refused.status_code == 503 and refused.json()["error"]["type"] == "roster_unwritable"
+        assert not workers(url)[kept]["disabled"]
+    finally:
+        router.kill()

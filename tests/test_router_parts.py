@@ -18,6 +18,7 @@ from lockstep.integration.router.broadcast import Result, common, summarise
 from lockstep.integration.router.config import RouterConfig, worker_url
 from lockstep.integration.router.groups import rank_offsets
 from lockstep.integration.router.journal import JournalEntry, JournalUnwritable, TargetRecord, UpdateJournal
+from lockstep.integration.router.roster import Roster, RosterUnwritable
 from lockstep.integration.router.workers import Health, Hold, Worker, WorkerRegistry
 
 # -- balance ---------------------------------------------------------------------------------------------------------
@@ -235,6 +236,64 @@ def test_a_journal_that_cannot_be_written_says_so_and_keeps_the_old_entry(path):
     journal.keep("worker b is gone")
     assert journal.is_unresolved
     journal.close()
+
+
+# -- the roster ------------------------------------------------------------------------------------------------------
+
+A, B, C = "http://a:1", "http://b:1", "http://c:1"
+
+
+def test_the_roster_is_the_command_line_with_what_was_changed(path):
+    path.parent.mkdir()
+    roster = Roster(path, (A, B))
+    assert roster.changes.workers == (A, B) and not path.exists()
+    roster.add(C, disabled=True)
+    roster.remove(A)
+    roster.set_disabled([B], True)
+    changes = Roster(path, (A, B)).changes
+    assert (changes.workers, changes.disabled) == ((B, C), (C, B))
+    assert Roster(path, (A, B, C)).changes.workers == (B, C)
+    assert Roster(path, (B,)).changes.workers == (B, C)
+    roster = Roster(path, (A, B))
+    roster.add(A, disabled=False)
+    roster.remove(C)
+    roster.set_disabled([B], False)
+    changes = Roster(path, (A, B)).changes
+    assert (changes.workers, changes.disabled) == ((A, B), ())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_url_that_is_new_on_the_command_line_was_not_removed(path):
+    path.parent.mkdir()
+    Roster(path, (A, B)).remove(A)
+    Roster(path, (B,)).add(C, disabled=False)  # written with the new command line
+    assert Roster(path, (A, B)).changes.workers == (A, B, C)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"added": 3}', '{"nope": []}', '{"added": ["ftp://x"]}'])
+def test_a_roster_that_cannot_be_read_is_refused_with_the_remedy(path, text):
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(ValueError, match="delete it"):
+        Roster(path, (A,))
+
+
+def test_a_change_that_cannot_be_written_is_not_made(path):
+    path.parent.mkdir()
+    roster = Roster(path, (A,))
+    path.with_name(f"{path.name}.part").mkdir()
+    with pytest.raises(RosterUnwritable, match="cannot be written"):
+        roster.remove(A)
+    assert roster.changes.workers == (A,)
+
+
+def test_a_router_on_any_free_port_without_a_journal_of_its_own_remembers_no_workers(path):
+    assert RouterConfig((), HttpConfig(port=0)).roster_path is None
+    assert RouterConfig((), HttpConfig(port=0), journal=path).roster_path == path.with_name(f"{path.name}.workers.json")
+    assert RouterConfig((), HttpConfig(port=30080)).roster_path.parent == RouterConfig().journal_path.parent
+    roster = Roster(None, (A,))
+    roster.remove(A)
+    assert roster.changes.workers == ()
 
 
 # -- workers and settings --------------------------------------------------------------------------------------------

@@ -95,16 +95,16 @@ class WeightGroup:
         """
         if self.broken is None:
             self.broken = reason
-        other = (self.rank + 1) % self.world_size
-        if other == self.rank:
-            return
-        for lane in self._lanes:
+        for lane in self._lanes if self.world_size > 1 else ():
             if self.backend == "nccl":
                 lane.abort()
                 continue
-            # gloo's own abort leaves operations running. One that times out closes the connections under all of them.
-            with contextlib.suppress(RuntimeError):
-                lane.recv([torch.empty(1, dtype=torch.uint8)], other, 0).wait(timedelta(milliseconds=1))
+            # gloo's own abort leaves operations running. One that times out closes the connections under all of them;
+            # with a rank that is gone it fails instead, and closes nothing.
+            for step in range(1, self.world_size):
+                other = (self.rank + step) % self.world_size
+                with contextlib.suppress(RuntimeError):
+                    lane.recv([torch.empty(1, dtype=torch.uint8)], other, 0).wait(timedelta(milliseconds=1))
 
     def destroy(self) -> None:
         """Give everything back: connections, the store where this rank hosts it, buffers. Again does nothing."""

@@ -14,7 +14,7 @@ from .calls import Call, describe
 from .workers import Worker
 
 _MARGIN_S = 2.0  # beyond a call's own deadline: the worker's answer says more than our silence
-_MAX_TEXT = 2000  # characters of an answer that is no JSON
+_MAX_TEXT = 2000  # characters of an error that is no JSON
 _RETRYABLE = frozenset({409, 429, 503})  # the worker did nothing
 
 
@@ -162,7 +162,7 @@ def _value(answer: httpx.Response) -> object:
     try:
         return answer.json()
     except (ValueError, RecursionError):
-        return answer.text[:_MAX_TEXT]
+        return answer.text if answer.is_success else answer.text[:_MAX_TEXT]
 
 
 def with_value(body: Mapping[str, object], name: str, value: object) -> bytes:

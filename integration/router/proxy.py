@@ -21,7 +21,7 @@ from ..http.errors import HttpError, error_body
 from .balance import Load, PrefixTable, choose
 from .calls import Call, describe
 from .config import RouterConfig
-from .counters import Affinity, Outcome, RouterCounters, outcome_of
+from .counters import Affinity, Outcome, RouterCounters
 from .relay import Relay, Unavailable
 from .workers import Hold, Worker, WorkerRegistry, why_none
 
@@ -78,40 +78,37 @@ class Proxy:
             worker = await self._pick(generation, set(failures), deadline)
             self._counters.num_retries += bool(failures)
             relay = Relay(send, worker, is_last=len(failures) + 1 == self._config.max_attempts)
-            outcome = Outcome.CLIENT_LEFT  # unless something else is known: then this task was cancelled
             try:
                 with worker.running(generation.num_sequences):
-                    outcome, why = await self._try(worker, generation.call, relay, deadline)
+                    why = await self._try(worker, generation.call, relay, deadline)
             finally:
-                self._counters.requests[worker.url, outcome] += 1
-            if outcome is Outcome.TIMED_OUT and not relay.has_begun:
+                self._counters.requests[worker.url, relay.outcome] += 1
+            if relay.outcome is Outcome.TIMED_OUT and not relay.has_begun:
                 raise HttpError(504, why, code="timeout")
-            if outcome is not Outcome.MOVED:
+            if relay.outcome is not Outcome.MOVED:
                 return
             failures[worker.url] = why
         listed = "; ".join(f"{url}: {why}" for url, why in failures.items())
         raise HttpError(502, f"workers failed before they produced anything: {listed}", code="workers_failed")
 
-    async def _try(self, worker: Worker, call: Call, relay: Relay, deadline: float) -> tuple[Outcome, str]:
-        """How it ended at this worker, and why. Of a failure before anything has begun the client has heard nothing."""
+    async def _try(self, worker: Worker, call: Call, relay: Relay, deadline: float) -> str:
+        """What was wrong; the relay says how it ended. Of what fails before it has begun the client hears nothing."""
+        why = ""
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 await self._attempt(worker, call, relay)
-            return outcome_of(relay.status), ""
         except _Begun as error:
             worker.suspect(str(error))
-            await relay.fail(f"worker {worker.url} ended in the middle of this answer: {error}")
-            return Outcome.BROKEN, str(error)
+            why = f"worker {worker.url} ended in the middle of this answer: {error}"
+            await relay.fail(why, Outcome.BROKEN)
         except TimeoutError:
             why = f"not answered within {self._config.request_timeout_s:g} s by worker {worker.url}"
-            if relay.has_begun:
-                await relay.fail(why)
-            return Outcome.TIMED_OUT, why
+            await relay.fail(why, Outcome.TIMED_OUT)
         except (_WorkerDied, Unavailable, httpx.TransportError) as error:
-            why = describe(error)
+            relay.outcome, why = Outcome.MOVED, describe(error)
             worker.suspect(why)
             logger.warning("a request that had produced nothing leaves worker %s: %s", worker.url, why)
-            return Outcome.MOVED, why
+        return why
 
     async def _pick(self, generation: Generation, tried: set[str], deadline: float) -> Worker:
         """The worker for a request, waiting while all of them are held back by a broadcast. Raises HttpError 503."""

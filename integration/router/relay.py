@@ -8,6 +8,7 @@ import httpx
 from starlette.types import Send
 
 from .calls import NOT_RETURNED
+from .counters import Outcome, outcome_of
 from .workers import Worker
 
 WORKER_HEADER = "x-lockstep-worker"
@@ -25,11 +26,12 @@ class Relay:
         self._worker = worker
         self._is_last = is_last
         self.has_begun = False
-        self.status = 0  # of the answer, once it has begun
+        self.outcome = Outcome.CLIENT_LEFT  # unless something else becomes known: then the attempt was cancelled
 
     async def whole(self, answer: httpx.Response, body: bytes) -> None:
         if answer.status_code == 503 and not self._is_last:
             raise Unavailable(f"it answered 503: {body[:200].decode(errors='replace')}")
+        self.outcome = outcome_of(answer.status_code)  # a client that has everything may leave before we know
         await self._start(answer, [("content-length", str(len(body)))])
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -41,10 +43,14 @@ class Relay:
     async def end(self, answer: httpx.Response, rest: bytes) -> None:
         if not self.has_begun:
             await self._start(answer, [])
+        self.outcome = outcome_of(answer.status_code)
         await self._send({"type": "http.response.body", "body": rest, "more_body": False})
 
-    async def fail(self, message: str) -> None:
-        """End a stream that has begun."""
+    async def fail(self, message: str, outcome: Outcome) -> None:
+        """End a stream with an error event, if it has begun."""
+        self.outcome = outcome
+        if not self.has_begun:
+            return
         error = {"message": message, "type": "worker_died", "param": None, "code": 502, "retryable": True}
         event = f"data: {json.dumps({'error': error})}\n\n".encode()
         await self._send({"type": "http.response.body", "body": event, "more_body": False})
@@ -52,6 +58,6 @@ class Relay:
     async def _start(self, answer: httpx.Response, more: list[tuple[str, str]]) -> None:
         kept = [(name, value) for name, value in answer.headers.multi_items() if name.lower() not in NOT_RETURNED]
         headers = [*kept, *more, (WORKER_HEADER, self._worker.url)]
-        self.has_begun, self.status = True, answer.status_code
+        self.has_begun = True
         raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
         await self._send({"type": "http.response.start", "status": answer.status_code, "headers": raw})

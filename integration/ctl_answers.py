@@ -1,0 +1,92 @@
+"""What people read of an answer to `lockstep ctl`."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+
+
+def results_of(answer: object) -> list[Mapping[str, object]]:
+    """What each worker of a router said; none where an engine was asked."""
+    results = answer.get("results") if isinstance(answer, dict) else None
+    return [one for one in results if isinstance(one, dict) and "worker" in one] if isinstance(results, list) else []
+
+
+def message_of(status: object, answer: object) -> str:
+    """What an answer that is an error says."""
+    if isinstance(answer, dict):
+        error = answer.get("error")
+        found = error.get("message") if isinstance(error, dict) else answer.get("message") or error
+        if found:
+            return str(found)
+    return answer if isinstance(answer, str) and answer else f"status {status}"
+
+
+def in_words(value: object, indent: str = "") -> str:
+    """Plain values as lines `name value`, an object's members indented below its name."""
+    if isinstance(value, Mapping):
+        width = max((len(str(name)) for name, item in value.items() if not _is_deep(item)), default=0)
+        return "\n".join(
+            f"{indent}{name}\n{in_words(item, indent + '  ')}"
+            if _is_deep(item)
+            else f"{indent}{name:{width}}  {_word(item)}"
+            for name, item in value.items()
+        )
+    if isinstance(value, list):
+        return "\n".join(f"{indent}-\n{in_words(item, indent + '  ')}" if _is_deep(item) else f"{indent}{_word(item)}"
+                         for item in value)  # fmt: skip
+    return f"{indent}{_word(value)}"
+
+
+def by_worker(results: Sequence[Mapping[str, object]], show: Callable[[object], str]) -> str:
+    """Each worker's address, and below it what it said."""
+    told = []
+    for one in results:
+        body = one.get("body")
+        if one.get("success"):
+            said = "done" if body in (None, "", {}) else show(body).rstrip()
+        else:
+            said = f"failed: {one.get('error') or message_of(one.get('status_code'), body)}"
+        told.append(f"{one['worker']}\n{textwrap.indent(said, '  ')}")
+    return "\n".join(told)
+
+
+def _is_deep(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return bool(value)
+    return isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value)
+
+
+def _word(value: object) -> str:
+    if value is None or value in ("", [], {}):
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def report(answer: object) -> str:
+    """A message, and the report below it."""
+    if not isinstance(answer, dict):
+        return in_words(answer) if answer is not None else "done"
+    lines = [str(answer["message"])] if answer.get("message") else []
+    rest = answer.get("report")
+    if rest is None:
+        rest = {name: item for name, item in answer.items() if name not in ("message", "success", "status", "report")}
+    return "\n".join([*lines, *([in_words(rest)] if rest else [])]) or "done"
+
+
+def checksum(answer: object) -> str:
+    if not isinstance(answer, dict) or "model_digest" not in answer:
+        return report(answer)
+    tensors = answer.get("tensors") or {}
+    lines = {
+        "model digest": answer["model_digest"],
+        "rank digest": answer.get("rank_digest"),
+        "bytes": answer.get("num_bytes"),
+        "tensors": len(tensors),
+        "seconds": answer.get("seconds"),
+    }
+    return in_words(lines)
