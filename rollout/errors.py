@@ -39,3 +39,17 @@ class DeadlineExceeded(LockstepError):
 
 class EngineStopped(LockstepError):
     """The background loop has ended, by `stop()` or by the error that is this one's cause."""
+
+
+class RankFailure(LockstepError):
+    """A rank of the replica died, was stopped, hangs, or differs from the others: every rank of the replica raises this
+    with the same first cause, and the replica is of no further use."""
+
+    def __init__(
+        self, message: str, ranks: tuple[int, ...] = (), phase: str = "", step: int = -1, seconds: float = 0.0
+    ) -> None:
+        super().__init__(message)
+        self.ranks = ranks  # of the world, to blame
+        self.phase = phase  # what they were doing
+        self.step = step  # of the engine; -1: none yet
+        self.seconds = seconds  # for which nothing was heard

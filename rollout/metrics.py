@@ -22,6 +22,9 @@ class Metrics:
     num_rows: int = 0  # prefill and decode rows run
     num_weight_commits: int = 0
     step_seconds: float = 0.0
+    control_bytes: int = 0  # sent by the controller of a replica to its followers
+    control_messages: int = 0  # likewise: one a step and follower, and a few
+    control_seconds: float = 0.0  # in which the controller wrote, sent and read messages
 
     def as_dict(self) -> dict[str, float]:
         return asdict(self)

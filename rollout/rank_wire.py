@@ -1,0 +1,139 @@
+"""Numbered messages between two ranks over a gloo group: sent at once, received by a thread per peer.
+
+A message is one send of a fixed size, so that its receive can be posted before its length is known; the rest of a
+longer one follows in a second. gloo reads a tensor when its receiver is ready, so a sent one is kept until the peer
+says, with the next message in the other direction, how far it has read.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_HEADER = struct.Struct("<iiqqq")  # payload bytes, kind, id, sequence number, last number read
+_FRAME_BYTES = 1024
+_ROOM = _FRAME_BYTES - _HEADER.size
+_FRAME_TAG, _REST_TAG = 0, 1
+_FOREVER = timedelta(days=30)  # of a receive: an idle peer is no failure
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    STEP = 1  # controller: events since the last one, and perhaps a step to run
+    CALL_OVER = 2  # controller: the call that you are in ends; JSON
+    CLOSE = 3  # controller: the engine is closed
+    VERB = 4  # controller: run this; JSON
+    ANSWERS = 5  # controller: what everybody said in a collective; JSON
+    LOST = 6  # controller: the replica is lost; JSON of a Cause
+    HERE = 7  # follower: I am in a call, or serve; id: 1 or 2
+    RESULTS = 8  # sampling rank: of the step `id`
+    STEP_FAILED = 9  # follower: the step `id` failed here; JSON
+    REPLY = 10  # follower: to the verb `id`; JSON
+    SAYS = 11  # follower: my part of the collective `id`; JSON
+    READ = 12  # follower: I have read so far
+    BYE = 13  # follower: the last one
+
+
+@dataclass(frozen=True)
+class Message:
+    """One that arrived."""
+
+    kind: Kind
+    id: int
+    payload: bytes
+    number: int
+
+    def json(self) -> Any:
+        return json.loads(self.payload)
+
+
+@dataclass(eq=False)
+class _Link:
+    """One peer."""
+
+    unread: deque[tuple[int, list[torch.Tensor], list[dist.Work]]] = field(default_factory=deque)
+    num_sent: int = 0
+    num_read: int = 0  # of theirs, by us
+    num_told: int = 0  # of theirs that they know we read
+
+
+class RankWire:
+    """This rank's connections to its peers. Any thread may send."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        peers: Iterable[int],
+        deliver: Callable[[int, Message], bool],
+        on_gone: Callable[[int, RuntimeError], None],
+    ) -> None:
+        """peers: ranks of the group; deliver: takes what a peer sent and says whether that was the last;
+        on_gone: told when a connection ends otherwise. Both are called by the peer's thread."""
+        self._group, self._deliver, self._on_gone = group, deliver, on_gone
+        self._links = {rank: _Link() for rank in peers}
+        self._lock = threading.Lock()
+        self.num_bytes_sent = 0
+        self.num_messages_sent = 0
+        for rank in self._links:
+            threading.Thread(target=self._receive, args=(rank,), name=f"lockstep-from-{rank}", daemon=True).start()
+
+    def num_unread(self, rank: int) -> int:
+        """How many messages that peer has not read, as far as we know."""
+        return len(self._links[rank].unread)
+
+    def num_untold(self, rank: int) -> int:
+        """How many of its messages we have read without its knowing."""
+        return self._links[rank].num_read - self._links[rank].num_told
+
+    def has_read(self, rank: int, message: Message) -> None:
+        """This rank has read that message of the peer's: tell it with the next one."""
+        self._links[rank].num_read = message.number
+
+    def send(self, rank: int, kind: Kind, id: int, payload: bytes) -> None:
+        """Returns at once. Raises RuntimeError, of gloo's, where the connection has ended."""
+        link = self._links[rank]
+        with self._lock:
+            link.num_sent += 1
+            link.num_told = link.num_read
+            frame = bytearray(_FRAME_BYTES)
+            _HEADER.pack_into(frame, 0, len(payload), kind, id, link.num_sent, link.num_read)
+            frame[_HEADER.size : _HEADER.size + min(len(payload), _ROOM)] = payload[:_ROOM]
+            tensors = [torch.frombuffer(frame, dtype=torch.uint8)]
+            if len(payload) > _ROOM:
+                tensors.append(torch.frombuffer(bytearray(payload[_ROOM:]), dtype=torch.uint8))
+            works = [self._group.send([t], rank, tag) for tag, t in zip((_FRAME_TAG, _REST_TAG), tensors, strict=False)]
+            link.unread.append((link.num_sent, tensors, works))
+            self.num_messages_sent += 1
+            self.num_bytes_sent += sum(t.numel() for t in tensors)
+
+    def _receive(self, rank: int) -> None:
+        """A thread: takes in what that peer sends, until its last message."""
+        link = self._links[rank]
+        frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
+        try:
+            is_last = False
+            while not is_last:
+                self._group.recv([frame], rank, _FRAME_TAG).wait(_FOREVER)
+                data = frame.numpy().tobytes()
+                num_bytes, kind, id, number, num_read = _HEADER.unpack_from(data)
+                payload = data[_HEADER.size : _HEADER.size + min(num_bytes, _ROOM)]
+                if num_bytes > _ROOM:
+                    rest = torch.empty(num_bytes - _ROOM, dtype=torch.uint8)
+                    self._group.recv([rest], rank, _REST_TAG).wait(_FOREVER)
+                    payload += rest.numpy().tobytes()
+                while link.unread and link.unread[0][0] <= num_read:
+                    link.unread.popleft()
+                is_last = self._deliver(rank, Message(Kind(kind), id, payload, number))
+        except RuntimeError as error:
+            self._on_gone(rank, error)
