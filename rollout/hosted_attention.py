@@ -45,8 +45,9 @@ class StepContext:
 
     slots: Tensor  # int64 [N]: block * block_size + offset of each row
     paged: PagedStep
-    key_caches: list[Tensor]  # per layer [num_blocks, block_size, K, D]
+    key_caches: list[Tensor]  # per layer of this rank [num_blocks, block_size, K, D]
     value_caches: list[Tensor]
+    first_layer: int = 0  # index in the whole model of the layer that the first cache belongs to
 
 
 @dataclass
@@ -100,7 +101,7 @@ def hosted_attention(
         "path": path,
     }
     if isinstance(step, StepContext):
-        layer = module.layer_idx
+        layer = module.layer_idx - step.first_layer
         step.key_caches[layer].flatten(0, 1).index_copy_(0, step.slots, rows[1])
         step.value_caches[layer].flatten(0, 1).index_copy_(0, step.slots, rows[2])
         out = paged_attention(rows[0], step.key_caches[layer], step.value_caches[layer], step.paged, **options)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ..kernels.paged_attention import attention_path
+from .division import FullSpec, divide
 from .errors import MemoryReleased, PhaseError
-from .hosted_attention import ATTENTION_NAMES, NO_MASK, STEP_KEYWORD, KVShape, Probe, StepContext
-from .hosted_experts import EXPERTS
-from .numerics import Numerics
+from .forward_numerics import ForwardNumerics
+from .hosted_attention import NO_MASK, STEP_KEYWORD, KVShape, Probe, StepContext
+from .mesh import Mesh
 from .phase_gate import PhaseGate
+from .sharded_model import Part, copy_part, load_part
+from .shards import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -28,42 +31,63 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 class HostedModel:
-    """The module, its numerics, and the phase it is in.
+    """The module, or this rank's part of it, its numerics, and the phase it is in.
 
-    A module adopted from a trainer belongs to the engine only inside `rollout_phase()`; one loaded here always does.
+    A module adopted from a trainer is the engine's only inside `rollout_phase()`. One loaded here always is, and so is
+    the part of a rank that shares the model with others.
     """
 
-    def __init__(self, module: PreTrainedModel, *, owned: bool, invariant: bool) -> None:
-        self.module = module
+    def __init__(self, part: Part, *, owned: bool, invariant: bool, trained: PreTrainedModel | None = None) -> None:
+        """trained: the trainer's module where `part` is a copy of parts of it."""
+        self.module = part.module
         self.owned = owned
-        self.config = module.config.get_text_config(decoder=True)
+        self.division = part.division
+        self._stage_input = part.stage_input
+        self.config = self.module.config.get_text_config(decoder=True)
         self._refuse_unsupported(invariant)
-        self.numerics = Numerics(module, invariant)
+        self._hosted = ForwardNumerics(self.module, invariant, self.division)
+        self.numerics = self._hosted.numerics
+        self._trained = self._hosted
+        if trained is not None:
+            self._trained = ForwardNumerics(trained, invariant, _whole(trained, self.division.k_blocks).division)
+        self._refuse_different_choices()
         self._lock = threading.RLock()
-        self._numerics_users = 0
         self._rollout_users = 0
-        self._numerics_exit = ExitStack()  # how to leave: the last one out does
-        self._rollout_exit: ExitStack | None = None  # likewise; None outside the phase
+        self._rollout_exit: ExitStack | None = None  # how to leave the phase: the last one out does; None outside it
         self._released_shapes: list[torch.Size] = []  # of the parameters in their order, while their memory is released
         self.before_phase_ends: Callable[[], None] = lambda: None
         self._gate = PhaseGate()
-        self.kv_shapes = self._probe()
-        logger.info("hosting %s: %s", type(module).__name__, self.numerics.describe())
+        self.kv_shapes = self._probe()  # of this rank's layers, in their order
+        logger.info("hosting %s: %s", type(self.module).__name__, self.numerics.describe())
 
     @classmethod
-    def load(cls, path: str | Path, *, dtype: str | None, device: str | None, invariant: bool) -> HostedModel:
-        """Load a folder in Hugging Face format. Raises ValueError naming what is missing."""
+    def load(
+        cls, path: str | Path, *, dtype: str | None, device: str | None, invariant: bool, k_blocks: int = 1,
+        mesh: Mesh | None = None,
+    ) -> HostedModel:  # fmt: skip
+        """Load a folder in Hugging Face format, or this rank's part of it. Raises ValueError naming what is missing,
+        or cannot be divided."""
         if not (Path(path) / "config.json").is_file():
             raise ValueError(f"model folder {str(path)!r} holds no config.json")
         config = AutoConfig.from_pretrained(path)
-        kept = getattr(config, "dtype", None) or torch.float32
-        module = AutoModelForCausalLM.from_pretrained(path, dtype=_DTYPES[dtype] if dtype else kept)
+        kept = _DTYPES[dtype] if dtype else getattr(config, "dtype", None) or torch.float32
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        return cls(module.to(device).eval().requires_grad_(False), owned=True, invariant=invariant)
+        if mesh is not None and mesh.num_ranks > 1:
+            part = load_part(path, config, kept, torch.device(device), mesh, k_blocks)
+        else:
+            module = AutoModelForCausalLM.from_pretrained(path, dtype=kept)
+            part = _whole(module.to(device).eval().requires_grad_(False), k_blocks)
+        return cls(part, owned=True, invariant=invariant)
 
     @classmethod
-    def adopt(cls, module: nn.Module, *, dtype: str | None, device: str | None, invariant: bool) -> HostedModel:
-        """Borrow the trainer's module: its storage is the engine's. Raises ValueError for a wish it contradicts."""
+    def adopt(
+        cls, module: nn.Module, *, dtype: str | None, device: str | None, invariant: bool, k_blocks: int = 1,
+        mesh: Mesh | None = None,
+    ) -> HostedModel:  # fmt: skip
+        """Borrow the trainer's module: its storage is the engine's. Ranks that share the model copy their part instead.
+
+        Raises ValueError for a wish it contradicts, and for what cannot be divided.
+        """
         if not isinstance(module, PreTrainedModel):
             raise ValueError(f"can host a transformers PreTrainedModel or a folder, not {type(module).__name__}")
         parameter = next(module.parameters())
@@ -74,7 +98,28 @@ class HostedModel:
             wrong.append(f"device={device!r}, but the module is on {parameter.device}")
         if wrong:
             raise ValueError(f"the engine shares the trainer's storage: {'; '.join(wrong)}")
-        return cls(module, owned=False, invariant=invariant)
+        if mesh is not None and mesh.num_ranks > 1:
+            return cls(copy_part(module, mesh, k_blocks), owned=True, invariant=invariant, trained=module)
+        return cls(_whole(module, k_blocks), owned=False, invariant=invariant)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.division.mesh
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """Which part of which tensor this rank has, for every parameter and buffer of its stage."""
+        return self.division.shards
+
+    @property
+    def full_specs(self) -> Mapping[str, FullSpec]:
+        """dtype and shape of every parameter of the whole model, the same on all ranks, in the module's order."""
+        return self.division.full_specs
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states that stages pass on; their dtype is `dtype`."""
+        return self.config.hidden_size
 
     @property
     def device(self) -> torch.device:
@@ -98,7 +143,7 @@ class HostedModel:
         return self.owned or self._rollout_users > 0
 
     def resident_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters by Hugging Face name, tied ones once, under the first of their names.
+        """Parameters by Hugging Face name, tied ones once, under the first of their names: what this rank has of them.
 
         Raises MemoryReleased while they are released.
         """
@@ -111,7 +156,9 @@ class HostedModel:
         yield from self.module.named_buffers(remove_duplicate=True)
 
     def tied_names(self) -> dict[str, str]:
-        """Further names of tied parameters, each with the name that `resident_tensors` gives it."""
+        """Further names of tied parameters of the whole model, each with the name that `resident_tensors` gives it."""
+        if self.mesh.num_ranks > 1:
+            return dict(self.division.tied_names)
         first: dict[int, str] = {}
         pairs = self.module.named_parameters(remove_duplicate=False)
         return {name: known for name, p in pairs if (known := first.setdefault(id(p), name)) != name}
@@ -151,22 +198,8 @@ class HostedModel:
         Re-entrant, also from several threads: as the last one leaves, attention and experts implementation and every
         forward are what they were.
         """
-        with self._lock:
-            if self._numerics_users == 0:
-                with ExitStack() as entered:
-                    config = self.module.config
-                    entered.callback(self._restore, config._attn_implementation, config._experts_implementation)
-                    self._use_implementations()
-                    entered.enter_context(self.numerics.installed())
-                    self._numerics_exit = entered.pop_all()
-            self._numerics_users += 1
-        try:
+        with self._trained.installed():
             yield
-        finally:
-            with self._lock:
-                self._numerics_users -= 1
-                if self._numerics_users == 0:
-                    self._numerics_exit.close()
 
     @contextmanager
     def rollout_phase(self, *, admits: bool = True) -> Iterator[None]:
@@ -180,7 +213,7 @@ class HostedModel:
             if self._rollout_exit is None:
                 with ExitStack() as entered:
                     entered.callback(self._leave_rollout_phase)
-                    entered.enter_context(self.training_numerics())
+                    entered.enter_context(self._hosted.installed())
                     entered.callback(_restore_flags, [(module, module.training) for module in self.module.modules()])
                     self.module.eval()
                     self._rollout_exit = entered.pop_all()
@@ -225,36 +258,56 @@ class HostedModel:
     def _leave_rollout_phase(self) -> None:
         self._rollout_exit = None
 
-    def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, step: StepContext) -> Tensor:
-        """Logits [len(logit_rows), vocab] of the rows asked for; token_ids, positions: int64 [N].
+    def forward(
+        self,
+        token_ids: Tensor | None,
+        positions: Tensor,
+        logit_rows: Tensor,
+        step: StepContext,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """Run this rank's stage. token_ids, positions: int64 [N]; later stages get the hidden states [N, D] of the one
+        before, and no ids. Returns hidden states [N, D], on the last stage logits [len(logit_rows), vocab].
 
-        Writes the rows' KV. Raises PhaseError outside the rollout phase.
+        Writes the rows' KV. Ranks of one stage run it together, and return the same. Raises PhaseError outside the
+        rollout phase.
         """
         if self._rollout_exit is None:
             raise PhaseError("the module is the trainer's now: generate inside the rollout phase")
-        return self._call(token_ids, positions, step, logits_to_keep=logit_rows)
+        step.first_layer = self.division.layers.start
+        return self._call(token_ids, positions, step, logit_rows, hidden)
 
-    def _call(self, token_ids: Tensor, positions: Tensor, step: object, **kwargs: object) -> Tensor:
-        output = self.module(
-            input_ids=token_ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            attention_mask=NO_MASK,
-            use_cache=False,
-            **{STEP_KEYWORD: step},
-            **kwargs,
-        )
-        return output.logits[0]
+    def _call(
+        self, token_ids: Tensor | None, positions: Tensor, step: object, logit_rows: Tensor | int, hidden: Tensor | None
+    ) -> Tensor:
+        common = {"position_ids": positions.unsqueeze(0), "attention_mask": NO_MASK, "use_cache": False}
+        common[STEP_KEYWORD] = step
+        if self._stage_input is None:
+            common["input_ids"] = token_ids.unsqueeze(0)
+        else:
+            # The stand-in gives it to the first layer again: some modules scale what they take for embeddings.
+            common["inputs_embeds"] = self._stage_input.received = hidden.unsqueeze(0)
+        try:
+            if self.mesh.is_last_stage:
+                return self.module(**common, logits_to_keep=logit_rows).logits[0]
+            return self.module.base_model(**common).last_hidden_state[0]
+        finally:
+            if self._stage_input is not None:
+                self._stage_input.received = None
 
-    def _use_implementations(self) -> None:
-        path = self.numerics.guarantee.attention if self.numerics.guarantee else attention_path(self.device, self.dtype)
-        self.module.set_attn_implementation(ATTENTION_NAMES[path])
-        if self.numerics.guarantee is not None and self.module._can_set_experts_implementation():
-            self.module.set_experts_implementation(EXPERTS)
-
-    def _restore(self, attention: str | None, experts: str | None) -> None:
-        # The attributes that transformers' setters write; the setters refuse some values that a module may start with.
-        self.module.config._attn_implementation_internal = attention
-        self.module.config._experts_implementation_internal = experts
+    def _refuse_different_choices(self) -> None:
+        """The ranks of a replica must have chosen the same operations. A collective; raises ValueError on all."""
+        guarantee = self.numerics.guarantee
+        if self.mesh.replica_group is None or guarantee is None:
+            return
+        text = f"{guarantee.linear}, rows padded to {guarantee.row_multiple}, {guarantee.attention} attention"
+        own = torch.tensor(list(text.ljust(80).encode()), dtype=torch.uint8)
+        everybodys = [torch.empty_like(own) for _ in range(self.mesh.num_ranks)]
+        dist.all_gather(everybodys, own, group=self.mesh.replica_group)
+        texts = [bytes(t.tolist()).decode().strip() for t in everybodys]
+        if len(set(texts)) > 1:
+            choices = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+            raise ValueError(f"the self-test chose different operations on the ranks of the replica ({choices})")
 
     def _refuse_unsupported(self, invariant: bool) -> None:
         wrong = []
@@ -279,16 +332,24 @@ class HostedModel:
     def _probe(self) -> list[KVShape]:
         """Run a few tokens through: every layer must come to the hosted attention, with keywords it knows."""
         probe = Probe()
-        ids = torch.arange(4, device=self.device) % self.vocab_size
+        positions = torch.arange(4, device=self.device)
+        hidden = None
+        if self._stage_input is not None:
+            hidden = torch.zeros(4, self.hidden_size, dtype=self.dtype, device=self.device)
         with self.rollout_phase(), torch.inference_mode():
-            self._call(ids, torch.arange(4, device=self.device), probe, logits_to_keep=1)
-        missing = sorted(set(range(self.config.num_hidden_layers)) - set(probe.layers))
+            out = self._call(positions % self.vocab_size, positions, probe, 1, hidden)
+        missing = sorted(set(self.division.layers) - set(probe.layers))
+        name = type(self.module).__name__
         if missing:
-            raise ValueError(
-                f"{type(self.module).__name__} cannot be hosted: layers {missing} do not use transformers' attention "
-                "interface"
-            )
-        return [probe.layers[index] for index in range(self.config.num_hidden_layers)]
+            raise ValueError(f"{name} cannot be hosted: layers {missing} do not use transformers' attention interface")
+        if not self.mesh.is_last_stage and out.shape != (4, self.hidden_size):
+            raise ValueError(f"{name} cannot be cut into stages: a stage gave {list(out.shape)} for hidden states")
+        return [probe.layers[index] for index in self.division.layers]
+
+
+def _whole(module: PreTrainedModel, k_blocks: int) -> Part:
+    num_layers = module.config.get_text_config(decoder=True).num_hidden_layers
+    return Part(module, divide(module, Mesh.single(), k_blocks, range(num_layers)), None)
 
 
 def _restore_flags(flags: list[tuple[nn.Module, bool]]) -> None:

@@ -7,7 +7,7 @@ rollout's run the same operations, so their numbers are the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,7 +19,11 @@ from transformers import activations
 
 from ..kernels.activation import gelu, gelu_tanh, sigmoid, silu
 from ..kernels.invariant import Guarantee, self_test
-from ..kernels.linear import invariant_linear
+from ..kernels.linear import Product, invariant_linear, product_of
+from .division import Division
+from .hosted_experts import REDUCTION
+from .row_reduction import RowReduction, VocabularyLookup, gather_columns
+from .tp_plan import SUMS
 
 _ACTIVATIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {
     nn.SiLU: silu,
@@ -34,12 +38,21 @@ def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return gelu_tanh(x) if approximate == "tanh" else gelu(x)
 
 
-class InvariantFunctions(TorchFunctionMode):
-    """While active, the functions that are not row-invariant are replaced by those that are."""
+class ReplacedFunctions(TorchFunctionMode):
+    """While active, functions of the table are replaced by what stands beside them."""
 
-    def __init__(self, linear: Callable[..., Tensor]) -> None:
+    def __init__(self, table: Mapping[Callable[..., object], Callable[..., object]]) -> None:
         super().__init__()
-        self._table = {
+        self._table = table
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return self._table.get(func, func)(*args, **(kwargs or {}))
+
+
+def invariant_functions(linear: Callable[..., Tensor]) -> ReplacedFunctions:
+    """The functions that are not row-invariant, replaced by those that are."""
+    return ReplacedFunctions(
+        {
             F.linear: linear,
             F.silu: lambda x, inplace=False: silu(x),
             F.gelu: _gelu,
@@ -47,26 +60,26 @@ class InvariantFunctions(TorchFunctionMode):
             torch.sigmoid: sigmoid,
             Tensor.sigmoid: sigmoid,
         }
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return self._table.get(func, func)(*args, **(kwargs or {}))
+    )
 
 
 class Numerics:
-    """The operations a module runs with, as the self-test of this processor chose them.
+    """The operations a module runs with, as the self-test of this processor chose them and its division wants them.
 
     `with numerics.installed():` is re-entrant; on leaving the outermost, every forward is what it was.
     """
 
-    def __init__(self, module: nn.Module, invariant: bool) -> None:
+    def __init__(self, module: nn.Module, invariant: bool, division: Division) -> None:
         parameter = next(module.parameters())
         self.guarantee: Guarantee | None = None
-        self._patches: list[tuple[nn.Module, Callable[..., Tensor]]] = []
+        self._patches: list[tuple[nn.Module, str, object]] = []  # instance attributes, forward mostly, while installed
         self._depth = 0
         if invariant:
-            shapes = {tuple(m.weight.shape) for m in module.modules() if type(m) is nn.Linear}
-            self.guarantee = self_test(sorted(shapes), parameter.dtype, parameter.device)
-            self._plan(module, self.guarantee)
+            shapes = division.linear_shapes
+            self.guarantee = self_test(shapes, parameter.dtype, parameter.device, cuts=division.cuts)
+        self._plan_shared(module, division)
+        if self.guarantee is not None:
+            self._plan_invariant(module, self.guarantee)
 
     def describe(self) -> str:
         """One line for people: what holds, and with which operations."""
@@ -76,38 +89,95 @@ class Numerics:
     def installed(self) -> Iterator[None]:
         """Run the module with these operations. Changes only instance attributes, and restores them."""
         if self._depth == 0:
-            hooked = [module for module, _ in self._patches if "forward" in vars(module)]
+            hooked = [module for module, name, _ in self._patches if name in vars(module)]
             if hooked:
                 names = sorted({type(module).__name__ for module in hooked})
                 raise ValueError(f"modules with a forward of their own cannot be hosted: {', '.join(names)}")
-            for module, forward in self._patches:
-                module.forward = forward  # type: ignore[method-assign]
+            for module, name, value in self._patches:
+                setattr(module, name, value)
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
             if self._depth == 0:
-                for module, _ in self._patches:
-                    del module.forward
+                for module, name, _ in self._patches:
+                    delattr(module, name)
 
-    def _plan(self, root: nn.Module, guarantee: Guarantee) -> None:
-        linear = partial(invariant_linear, method=guarantee.linear, row_multiple=guarantee.row_multiple)
-        functions = InvariantFunctions(linear)
+    def _plan_shared(self, root: nn.Module, division: Division) -> None:
+        """What layers do that ranks share, or that are summed in K-blocks as if they did."""
+        mesh, in_order = division.mesh, self.guarantee is not None
+        num_blocks = division.k_blocks // mesh.tp if in_order else 1
+        reduction = RowReduction(in_order, num_blocks, mesh.tp, mesh.tp_group)
+        if mesh.tp == 1 and num_blocks == 1:
+            return
+        linear, product = self._linear(), self._product()
+        for name, module in root.named_modules():
+            role = division.roles[name]
+            if role == "experts":
+                self._patches.append((module, REDUCTION, reduction))
+            elif role in SUMS and type(module) is nn.Linear:
+                if mesh.tp == 1:
+                    forward = _linear_forward(module, partial(linear, num_blocks=num_blocks))
+                else:
+                    forward = _row_forward(module, product, reduction, mesh.tp_rank if role == "row_split" else None)
+                self._patches.append((module, "forward", forward))
+            elif role == "column_gather" and division.holds_part(f"{name}.weight"):
+                forward = _gathering_forward(_linear_forward(module, linear), division)
+                self._patches.append((module, "forward", forward))
+            elif role == "embedding" and division.holds_part(f"{name}.weight"):
+                first = division.shards[f"{name}.weight"].ranges[0][0]
+                functions = ReplacedFunctions({F.embedding: VocabularyLookup(first, mesh.tp_group)})
+                self._patches.append((module, "forward", _under(functions, module)))
+
+    def _plan_invariant(self, root: nn.Module, guarantee: Guarantee) -> None:
+        functions = invariant_functions(self._linear())
+        planned = {id(module) for module, name, _ in self._patches if name == "forward"}
         for module in root.modules():
+            if id(module) in planned:
+                continue
+            forward: object = None
             if type(module) is nn.Linear:
-                self._patches.append((module, _linear_forward(module, linear)))
+                forward = _linear_forward(module, self._linear())
             elif type(module) in _ACTIVATIONS:
-                self._patches.append((module, _ACTIVATIONS[type(module)]))
+                forward = _ACTIVATIONS[type(module)]
             elif _is_activation(module) or (_owns_matrix(module) and not isinstance(module, _OWN_ROWS)):
-                self._patches.append((module, _under(functions, module)))
+                forward = _under(functions, module)
+            if forward is not None:
+                self._patches.append((module, "forward", forward))
+
+    def _linear(self) -> Callable[..., Tensor]:
+        if self.guarantee is None:
+            return F.linear
+        return partial(invariant_linear, method=self.guarantee.linear, row_multiple=self.guarantee.row_multiple)
+
+    def _product(self) -> Product:
+        return product_of(self.guarantee.linear, self.guarantee.row_multiple) if self.guarantee else F.linear
 
 
 def _linear_forward(module: nn.Linear, linear: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: linear(x, module.weight, module.bias)
 
 
-def _under(functions: InvariantFunctions, module: nn.Module) -> Callable[..., object]:
+def _row_forward(
+    module: nn.Linear, product: Product, reduction: RowReduction, part: int | None
+) -> Callable[[Tensor], Tensor]:
+    """part: of the inputs, which every rank has; None where a rank has its own part only."""
+
+    def forward(x: Tensor) -> Tensor:
+        mine = x if part is None else x.chunk(reduction.tp, dim=-1)[part]
+        out = reduction.product(mine.reshape(-1, mine.shape[-1]), module.weight, module.bias, product)
+        return out.view(*x.shape[:-1], -1)
+
+    return forward
+
+
+def _gathering_forward(forward: Callable[[Tensor], Tensor], division: Division) -> Callable[[Tensor], Tensor]:
+    mesh = division.mesh
+    return lambda x: gather_columns(forward(x), mesh.tp, mesh.tp_group)
+
+
+def _under(functions: ReplacedFunctions, module: nn.Module) -> Callable[..., object]:
     forward = module.forward  # bound to the class's method: the patch is an instance attribute
 
     def run(*args: object, **kwargs: object) -> object:

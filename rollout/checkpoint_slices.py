@@ -1,0 +1,156 @@
+"""Reads slices of tensors out of a model folder, under the names that the module has.
+
+A folder may hold a parameter in pieces, experts' matrices for instance one by one: transformers' own conversion mapping
+says how the pieces make the parameter, and only the bytes of the wanted slice are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from .shards import Shard
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+
+@dataclass
+class _Pieces:
+    """How a parameter stands in the folder: one tensor, or groups of tensors, stacked and then concatenated."""
+
+    groups: dict[str, list[str]]  # by source pattern, in the order of the converter; keys of the folder
+    stacked: bool
+    cat_dim: int = 0  # of the stacked tensors
+
+
+class CheckpointSlices:
+    """An open folder. A context manager: files close on leaving."""
+
+    def __init__(self, path: str | Path, skeleton: PreTrainedModel) -> None:
+        self._path, self._skeleton = Path(path), skeleton
+        self._opened = ExitStack()
+        self._files: dict[str, Any] = {}  # by file name
+        self._file_of: dict[str, str] = {}  # by key of the folder
+        self._pieces: dict[str, _Pieces] = {}  # by parameter name
+
+    def __enter__(self) -> CheckpointSlices:
+        if (self._path / INDEX_FILE).is_file():
+            self._file_of = json.loads((self._path / INDEX_FILE).read_text())["weight_map"]
+        elif (self._path / SINGLE_FILE).is_file():
+            self._file_of = dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
+        else:
+            raise ValueError(f"model folder {str(self._path)!r} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+        self._map_names()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._opened.close()
+
+    def holds(self, name: str) -> bool:
+        return name in self._pieces
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raises ValueError naming every tensor that the folder does not hold."""
+        if missing := [name for name in names if name not in self._pieces]:
+            raise ValueError(f"model folder {str(self._path)!r} lacks {', '.join(missing)}")
+
+    def read(self, name: str, shard: Shard) -> Tensor:
+        """The shard of a parameter, from just its bytes. Raises ValueError where the folder's shape is another."""
+        pieces = self._pieces[name]
+        if not pieces.stacked:
+            (key,) = next(iter(pieces.groups.values()))
+            return self._cut(name, key, shard.full_shape, shard)
+        # Stacked: [experts, ...], each group's pieces one range of cat_dim after another.
+        num_stacked = len(next(iter(pieces.groups.values())))
+        widths = [self._shape(keys[0])[pieces.cat_dim - 1] for keys in pieces.groups.values()]
+        out = torch.empty(shard.shape, dtype=self._skeleton.get_parameter(name).dtype)
+        if num_stacked != shard.full_shape[0] or (len(widths) > 1 and sum(widths) != shard.full_shape[pieces.cat_dim]):
+            raise ValueError(f"{name} is {list(shard.full_shape)}, but its pieces in the folder do not make that")
+        if shard.dim == 0 and not shard.is_whole:
+            raise ValueError(f"{name}: stacked pieces cannot be cut along dimension 0")
+        for index in range(num_stacked):
+            parts, first = [], 0
+            for keys, width in zip(pieces.groups.values(), widths, strict=True):
+                span = width if len(widths) > 1 else shard.full_shape[pieces.cat_dim]
+                shape = [*shard.full_shape[1:]]
+                shape[pieces.cat_dim - 1] = span
+                wanted = _within(shard, pieces.cat_dim, first, span)
+                if wanted.ranges:
+                    parts.append(self._cut(name, keys[index], tuple(shape), wanted))
+                first += span
+            out[index] = torch.cat(parts, dim=pieces.cat_dim - 1)
+        return out
+
+    def _cut(self, name: str, key: str, shape: tuple[int, ...], shard: Shard) -> Tensor:
+        if self._shape(key) != shape:
+            raise ValueError(f"{name}: the folder's {key} is {list(self._shape(key))}, not {list(shape)}")
+        source = self._file(self._file_of[key]).get_slice(key)
+        if shard.is_whole:
+            return source[:] if shape else self._file(self._file_of[key]).get_tensor(key)
+        before = (slice(None),) * shard.dim
+        parts = [source[(*before, slice(start, stop))] for start, stop in shard.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=shard.dim)
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._file(self._file_of[key]).get_slice(key).get_shape())
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = self._opened.enter_context(safe_open(self._path / name, "pt"))
+        return self._files[name]
+
+    def _map_names(self) -> None:
+        """Fill `_pieces`. Raises ValueError naming every conversion that is more than stacking and concatenating."""
+        transforms = get_model_conversion_mapping(self._skeleton)
+        converters = {p: c for c in transforms if isinstance(c, WeightConverter) for p in c.source_patterns}
+        renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
+        state, prefix = self._skeleton.state_dict(), self._skeleton.base_model_prefix
+        wrong: dict[str, str] = {}
+        for key in sorted(self._file_of, key=dot_natural_key):
+            unique = list(dict.fromkeys(converters.values()))
+            name, pattern = rename_source_key(key, renamings, unique, prefix, state)
+            if pattern is None:
+                self._pieces[name] = _Pieces({"": [key]}, stacked=False)
+                continue
+            converter = converters[pattern]
+            kinds = [type(operation) for operation in converter.operations]
+            if kinds not in ([MergeModulelist], [MergeModulelist, Concatenate]) or converter.operations[0].dim != 0:
+                wrong[name] = ", ".join(kind.__name__ for kind in kinds)
+                continue
+            cat_dim = converter.operations[1].dim if len(kinds) == 2 else 1
+            groups: dict[str, list[str]] = {p: [] for p in converter.source_patterns}
+            self._pieces.setdefault(name, _Pieces(groups, stacked=True, cat_dim=cat_dim)).groups[pattern].append(key)
+        if wrong:
+            text = "; ".join(f"{name} ({kinds})" for name, kinds in wrong.items())
+            raise ValueError(f"model folder {str(self._path)!r} needs conversions that slices cannot take: {text}")
+
+
+def _within(shard: Shard, cat_dim: int, first: int, span: int) -> Shard:
+    """What a shard of a stack [experts, ...] wants of one piece, which is [first, first + span) of cat_dim."""
+    shape = list(shard.full_shape[1:])
+    shape[cat_dim - 1] = span
+    if shard.is_whole:
+        return Shard.whole(tuple(shape))
+    if shard.dim != cat_dim:
+        return Shard(tuple(shape), shard.dim - 1, shard.ranges)
+    ranges = [(max(start, first) - first, min(stop, first + span) - first) for start, stop in shard.ranges]
+    return Shard(tuple(shape), cat_dim - 1, tuple((start, stop) for start, stop in ranges if start < stop))

@@ -1,0 +1,77 @@
+"""Cuts a whole module down to one pipeline stage.
+
+The module keeps its shape: what other stages run is replaced by modules that pass on what they get, so that layer
+indices, and what a forward reads by them, stay what they are.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+def stage_layers(num_layers: int, pp: int, pp_rank: int) -> range:
+    """The layers of a stage: contiguous, and as many as any other, or one more on the first few.
+
+    Raises ValueError where a stage would have none.
+    """
+    if num_layers < pp:
+        raise ValueError(f"pp={pp} stages need at least as many layers, and the model has {num_layers}")
+    size, rest = divmod(num_layers, pp)
+    first = pp_rank * size + min(pp_rank, rest)
+    return range(first, first + size + (pp_rank < rest))
+
+
+class PassedLayer(nn.Module):
+    """Stands in for a layer of another stage. What a model's forward reads of a layer it has too."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.received: Tensor | None = None  # [1, N, D] where this stage begins: goes to its first layer in any case
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and isinstance(value, str | int | float | bool):
+                setattr(self, name, value)
+
+    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
+        return hidden_states if self.received is None else self.received
+
+
+def stage_problems(module: PreTrainedModel) -> list[str]:
+    """Why a module cannot be cut into stages; empty when it can."""
+    plan = module._pp_plan or {}
+    layers = f"{module.base_model_prefix}.layers"
+    if layers not in plan or not isinstance(module.get_submodule(layers), nn.ModuleList):
+        return [f"{type(module).__name__} brings no pipeline plan (base_model_pp_plan) with {layers}"]
+    known = (layers, *plan)
+    return [
+        f"{name} belongs to no stage of its pipeline plan"
+        for name, _ in module.named_parameters()
+        if not any(name.startswith(f"{part}.") for part in known)
+    ]
+
+
+def cut_stage(module: PreTrainedModel, layers: range, *, is_first: bool, is_last: bool) -> PassedLayer | None:
+    """Leave only the stage's own modules in place. Returns the stand-in that hands on what the stage receives.
+
+    The plan's modules before the layers belong to the first stage, those behind them to the last. A last stage whose
+    head is tied to the embedding keeps the embedding too.
+    """
+    stand_in: PassedLayer | None = None
+    all_layers = module.get_submodule(f"{module.base_model_prefix}.layers")
+    for index, layer in enumerate(all_layers):
+        if index not in layers:
+            all_layers[index] = passed = PassedLayer(layer)
+            stand_in = passed if index == layers.start - 1 else stand_in
+    names = list(module._pp_plan)
+    base = [name for name in names if name.startswith(f"{module.base_model_prefix}.")]
+    where = base.index(f"{module.base_model_prefix}.layers")
+    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    is_tied = head is not None and head.weight is embedding.weight
+    for name in names:
+        part = module.get_submodule(name)
+        before = name in base[:where]
+        if part is all_layers or (is_first if before else is_last) or (is_last and is_tied and part is embedding):
+            continue
+        parent, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, nn.Identity())
+    return stand_in
