@@ -741,3 +741,12 @@ def test_the_router_has_keys_of_its_own_and_passes_them_on(make_fleet):
     assert fleet.post("/pause_generation").status_code == 200
     paused = [call for call in fleet.workers[0].calls if call[1] == "/pause_generation"]
     assert [headers["authorization"] for _, _, headers, _ in paused] == ["Bearer boss"]
+
+
+def test_a_page_of_another_site_cannot_call_the_router(fleet):
+    for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
+        answer = fleet.http.post("/pause_generation", json={}, headers=headers)
+        assert answer.status_code == 403, headers
+    own = fleet.http.post("/continue_generation", json={}, headers={"Origin": fleet.router.url})
+    assert own.status_code == 200
+    assert not any(worker.asked("/pause_generation") for worker in fleet.workers)

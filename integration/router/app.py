@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..http.auth import Level, check_key, level_of
+from ..http.auth import Level, check_key, check_origin, level_of
 from ..http.bodies import parse_object, read_bytes
 from ..http.errors import BadField, HttpError, error_response, install
 from .balance import num_sequences, prompt_keys
@@ -67,8 +67,10 @@ class _Auth:
         if scope["type"] == "http" and scope["method"] != "OPTIONS":
             path = scope["path"]
             level = Level.OPEN if path in _OPEN_PATHS else Level.NORMAL if path in _NORMAL_PATHS else level_of(path)
+            headers = Headers(scope=scope)
             try:
-                check_key(self._config, level, Headers(scope=scope).get("authorization"))
+                check_origin(self._config, scope["method"], headers)
+                check_key(self._config, level, headers.get("authorization"))
             except HttpError as refused:
                 await error_response(path, refused)(scope, receive, send)
                 return
