@@ -189,7 +189,6 @@ class SessionManager:
             raise ValueError(f"timeout_s must be positive, not {timeout_s}")
         with self._locked("begin", None if timeout_s is None else min(timeout_s, self._lock_timeout_s)):
 
-
             def check() -> None:
                 if self._session is not None:
                     raise SessionError(ALREADY_OPEN)
@@ -207,8 +206,12 @@ class SessionManager:
         version: str | None = None,
         verify: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
+        prepare: Callable[[], None] = lambda: None,
     ) -> UpdateRecord:
         """Run one update, inside the open session or else in an implicit one of partial coverage that it opens.
+
+        prepare: a callback before an update outside of an explicit session; what it raises is raised, and nothing has
+        changed, on no rank.
 
         source: where it comes from, for records ("distributed", "disk", ...). receive(sink): fills the sink and returns
         the specs of what it wrote. verify: hex tensor roots by name; names that are not written are passed over.
@@ -219,10 +222,16 @@ class SessionManager:
         them again repairs it; an implicit one is rolled back. Raises Poisoned outside of a session that heals.
         """
         with self._locked(f"update from {source}", timeout_s):
-            self._ready("update", self._check_update)
+
+            def check() -> None:
+                self._check_update()
+                if self._session is not None and not self._session.explicit:
+                    prepare()
+
+            self._ready("update", check)
             session, opened, before = self._session, self._session is None, self._last
             if session is None:
-                session = self._open(None, "partial", "tensors", explicit=False)
+                session = self._open(None, "partial", "tensors", explicit=False, prepare=prepare)
             transaction, started = session.transaction, time.monotonic()
             transaction.start_update()
             num_writes, tally = transaction.num_writes, Tally()
@@ -262,7 +271,6 @@ class SessionManager:
         one is rolled back.
         """
         with self._locked("verify", timeout_s):
-
 
             def check() -> None:
                 transaction = self._require_session().transaction
@@ -327,7 +335,6 @@ class SessionManager:
         Raises SessionError while a session is open, and where there is no commit whose undo is kept.
         """
         with self._locked("revert", timeout_s):
-
 
             def check() -> None:
                 if self._session is not None:
@@ -432,7 +439,12 @@ class SessionManager:
             check()
             return
         error = _error_of(check)
-        tally = self._peers.vote(what, error, expired=self._is_expired(self._session))
+        try:
+            tally = self._peers.vote(what, error, expired=self._is_expired(self._session))
+        except BaseException as lost:  # somebody is gone, and with them the session
+            if self._session is not None:
+                self._roll_back(self._session, f"{what}: {lost}")
+            raise
         if tally.expired and self._session is not None:
             self._expire(self._session)
             check()  # finds the same on every rank
