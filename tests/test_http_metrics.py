@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import httpx
 import pytest
@@ -253,3 +254,44 @@ def test_a_histogram_counts_each_bound_inclusively():
     assert histogram.counts == [2, 2, 1] and histogram.total == pytest.approx(2.45)
     for bounds in (TOKEN_BOUNDS, REQUEST_BOUNDS):
         assert list(bounds) == sorted(set(bounds))
+
+
+# -- what came over HTTP ----------------------------------------------------------------------------------------------
+
+
+def test_answers_are_counted_by_path_method_and_status_and_timed_by_path(scrape, server):
+    with httpx.Client(base_url=server.url, headers={"Authorization": "Bearer a-key"}) as client:
+        body = {"input_ids": [PROMPT, [1, 2]], "sampling_params": {"max_new_tokens": 4}}
+        for _ in range(2):
+            assert client.post("/generate", json=body).status_code == 200
+        assert client.post("/generate", json=body | {"stream": True}).status_code == 200
+        assert client.post("/generate", json={"text": 3}).status_code == 400
+        assert client.get("/v1/models/nobody").status_code == 404
+        assert client.post("/pause_generation", json={}).status_code == 403
+        assert client.get("/generate").status_code == 405
+    got = scrape()
+    count = partial(got, "lockstep:http_requests_total")
+    assert count(path="/generate", method="POST", status="200") == 3
+    assert count(path="/generate", method="POST", status="400") == 1
+    assert count(path="/generate", method="GET", status="405") == 1
+    assert count(path="/v1/models/{model}", method="GET", status="404") == 1
+    assert count(path="/pause_generation", method="POST", status="403") == 1  # refused before it was routed
+    assert got("lockstep:http_request_seconds_count", path="/generate") == 5
+    assert 0 < got("lockstep:http_request_seconds_sum", path="/generate") < 60
+    assert got("lockstep:http_request_seconds_bucket", path="/generate", le="+Inf") == 5
+    assert got("lockstep:http_requests_open") == 0
+
+
+def test_labels_are_as_many_as_there_are_routes_whatever_is_asked_for(scrape, server):
+    with httpx.Client(base_url=server.url, headers={"Authorization": "Bearer an-admin-key"}) as client:
+        for index in range(40):
+            client.get(f"/nowhere/{index}")
+            client.request(f"BREW{index}", "/generate", json={})
+            client.post(f"/lockstep/verb{index}", json={})
+            client.get(f"/v1/models/{index}")
+    got = scrape()
+    labels = [dict(labels) for name, labels in got.samples if name == "lockstep:http_requests_total"]
+    assert {entry["path"] for entry in labels} == {"other", "/generate", "/lockstep/{verb}", "/v1/models/{model}"}
+    assert {entry["method"] for entry in labels} == {"GET", "POST", "other"}
+    assert got("lockstep:http_requests_total", path="other", method="GET", status="404") == 40
+    assert got("lockstep:http_requests_total", path="/generate", method="other", status="405") == 40

@@ -26,6 +26,7 @@ from .config import HttpConfig
 from .operations import Operations, Threads, UpdateGate
 from .pause_lease import PauseLease
 from .profiler import Profiler
+from .traffic import Traffic, TrafficMiddleware
 
 ROUTERS = (generate, openai_api, info, control, weights, cache, profile, verbs, metrics, debug_page, unsupported)
 
@@ -34,7 +35,7 @@ def create_app(service: RolloutService, config: HttpConfig | None = None) -> Fas
     """The HTTP surface of a service. Somebody has to drive the engine's loop: `server` starts it.
 
     Handlers find in `app.state`: service, config, reads and operations (where blocking calls run), updates (the gate),
-    pause_lease, profiler, is_closing (the server is about to end).
+    pause_lease, profiler, traffic, plain_paths (those without parameters), is_closing (the server is about to end).
     """
     config = config or HttpConfig()
     app = FastAPI(title="Lockstep", version=version(), docs_url=None, redoc_url=None)
@@ -45,11 +46,15 @@ def create_app(service: RolloutService, config: HttpConfig | None = None) -> Fas
     app.state.updates = UpdateGate()
     app.state.pause_lease = PauseLease(service)
     app.state.profiler = Profiler(service.engine)
+    app.state.traffic = Traffic()
     app.state.is_closing = app.state.is_flushing = False
     app.state.updated_from = None  # the folder of the last update from disk
     for module in ROUTERS:
         app.include_router(module.router, responses=DOCUMENTED)
+    routes = [route for module in ROUTERS for route in module.router.routes]
+    app.state.plain_paths = frozenset(path for route in routes if "{" not in (path := getattr(route, "path", "{")))
     errors.install(app)
     app.add_middleware(AuthMiddleware, config=config)
     app.add_middleware(errors.EndingMiddleware)
+    app.add_middleware(TrafficMiddleware, traffic=app.state.traffic)
     return app

@@ -1,4 +1,4 @@
-"""GET /metrics: what the engine and its weights have counted, in Prometheus' formats.
+"""GET /metrics: what the engine, its weights and the server have counted, in Prometheus' formats.
 
 The counters are plain ones of the engine and the service, read as they stand at each scrape. Names that start with
 `sglang:` mean what SGLang's do; the others are ours.
@@ -24,6 +24,7 @@ from ...rollout.latencies import Histogram
 from ...rollout.sequence import State
 from ..service import RolloutService
 from .info import served_name
+from .traffic import TrafficCollector
 
 router = APIRouter()
 
@@ -33,7 +34,9 @@ async def metrics(request: Request) -> Response:
     """Prometheus text, or OpenMetrics where the scraper asks for it."""
     state = request.app.state
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(ServiceCollector(state.service, served_name(state.service, state.config)))
+    model_name = served_name(state.service, state.config)
+    registry.register(ServiceCollector(state.service, model_name))
+    registry.register(TrafficCollector(state.traffic, model_name))
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
     return Response(await state.reads.run(lambda: encode(registry)), media_type=content_type)
 
