@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from torch import nn
@@ -27,7 +27,7 @@ from .errors import MemoryReleased, NotIdle, SamplingRefused
 from .event_log import ManagerPair
 from .hosted_model import HostedModel
 from .intake import find_eos_token_ids, load_tokenizer
-from .kv_cache import KVCache, plan_kv_pool
+from .kv_cache import KVCache, KVPlan, plan_kv_pool
 from .kv_ledger import KVLedger
 from .latencies import Latencies
 from .loop import Loop
@@ -36,12 +36,15 @@ from .model_runner import ModelRunner
 from .pins import PinReport
 from .pipelining import Pipelining
 from .prefix import Prefix
+from .rank_channel import RankChannel
+from .replica_runner import ReplicaRunner
 from .request import Request
 from .runner import Runner
 from .sampler import Sampler
 from .scheduler import Scheduler, StepLimits
 from .sequence import State
 from .sequence_manager import EngineSequenceManager
+from .stage import Stage
 from .trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -58,8 +61,11 @@ class EngineCore:
         on_token: Callable[[Request], None],
         on_answer: Callable[[Request, Completion], None],
         is_interrupted: Callable[[], bool],
+        ranks: RankChannel,
     ) -> None:
-        options = {"dtype": config.dtype, "device": config.device, "invariant": config.invariant}
+        options = {"dtype": config.dtype, "device": config.device, "invariant": config.invariant,
+                   "k_blocks": config.k_blocks, "mesh": ranks.mesh}  # fmt: skip
+        self.ranks = ranks
         if isinstance(model, str | Path):
             self.model = HostedModel.load(model, **options)
             tokenizer = tokenizer or load_tokenizer(Path(model))
@@ -72,6 +78,7 @@ class EngineCore:
             parse_kv_size(config.kv_cache), self.model.kv_shapes, config.block_size, config.max_num_seqs,
             self.max_model_len, self.model.device,
         )  # fmt: skip
+        self.kv_plan = self._agreed(self.kv_plan, config)
         logger.info("KV pool: %d blocks of %d tokens, %.1f MiB (%s)", self.kv_plan.num_blocks, config.block_size,
                     self.kv_plan.num_bytes / 2**20, self.kv_plan.reason)  # fmt: skip
         self._kv_cache = KVCache(self.kv_plan, self.model.kv_shapes, config.block_size, self.model.device)
@@ -103,9 +110,24 @@ class EngineCore:
     def _make_runner(self, config: EngineConfig) -> Runner:
         """What runs the steps. Everything that it needs of the engine is there."""
         sampler = Sampler(self.eos_token_ids)
+        if self.ranks.mesh.num_ranks > 1:
+            self.stage = Stage(self.ranks, self.model, self._kv_cache, sampler, config.block_size, self.trace)
+            return ReplicaRunner(self.ranks, self.stage, self.metrics, config.state_check_steps)
         return ModelRunner(
             self.model, self._kv_cache, sampler, config.block_size, self.trace, overlap=config.overlap
         )  # fmt: skip
+
+    def _agreed(self, plan: KVPlan, config: EngineConfig) -> KVPlan:
+        """The same pool on every rank of the replica: as many blocks as the rank with the least memory has room for.
+
+        Raises ValueError naming the settings that ranks were not given alike."""
+        said = self.ranks.gather_json([plan.num_blocks, {**asdict(config), "max_model_len": self.max_model_len}])
+        first = said[0][1]
+        differing = sorted({key for _, settings in said for key in settings if settings[key] != first[key]} - {"trace"})
+        if differing:
+            raise ValueError(f"the ranks of a replica need the same configuration: {', '.join(differing)} differ")
+        least = min(num_blocks for num_blocks, _ in said)
+        return plan if least == plan.num_blocks else replace(plan, num_blocks=least, reason="as another rank has room")
 
     # -- requests and steps -----------------------------------------------------------------------------------------
 
@@ -173,6 +195,8 @@ class EngineCore:
             num_aborted = len(self.abort_all(FinishReason("abort", message="aborted by a pause")))
         self.pause_mode = mode
         self.metrics.num_pauses += 1
+        if isinstance(self._runner, ReplicaRunner):
+            self._runner.check_states()
         return PauseReport(mode, self.scheduler.num_running, self.scheduler.num_waiting, num_retracted, num_aborted)
 
     def resume(self) -> ContinueReport:

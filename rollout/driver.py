@@ -142,6 +142,12 @@ class Driver:
     def close(self) -> None:
         self._stepper.shutdown()
 
+    def on_loss(self) -> None:
+        """A rank of the replica is lost: whoever waits looks again. From any thread."""
+        with self._wake:
+            self._kick.set()
+            self._wake.notify_all()
+
     def _run(self) -> None:
         me = threading.current_thread()
         try:
@@ -152,6 +158,7 @@ class Driver:
                 except SamplingRefused as refused:  # the next that changes it kicks
                     logger.warning("requests wait: %s", refused)
                 with self._wake:
+                    self._core.ranks.check()
                     self.take_inbox()
                     is_mine = self._thread is me and self._core.model.in_rollout_phase
                     if is_ready := is_mine and self._core.can_step:
@@ -195,6 +202,7 @@ class Driver:
         with self._wake:
             if is_done():
                 return True
+            self._core.ranks.check()
             if self._failure is not None:
                 raise EngineStopped("the engine's loop has ended") from self._failure
             if self._thread is None and self._core.pause_mode is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -16,11 +17,17 @@ from .completion import Completion, StreamChunk
 from .config import EngineConfig
 from .core import EngineCore
 from .driver import Driver
-from .errors import EngineStopped
+from .errors import EngineStopped, RankFailure
+from .follower import End, Follower
 from .intake import Intake, Params, Prompt, as_params, as_prompts, prompt_ids
 from .mailboxes import Listener, Mailboxes
+from .mesh import Mesh
+from .rank_calls import RankCalls
+from .rank_channel import RankChannel
 from .request import Request, RequestOptions
 from .verbs import EngineVerbs
+
+logger = logging.getLogger(__name__)
 
 
 class Engine(EngineVerbs):
@@ -41,14 +48,21 @@ class Engine(EngineVerbs):
         config: EngineConfig | None = None,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
+        """mesh: the ranks that share the model, this one's view; None: as `config.tp` and `config.pp` say, which is a
+        collective of the whole torch.distributed job where they make more than one rank. Every rank of a replica makes
+        its engine, with the same configuration; one engine at a time may use a mesh."""
         self.config = config = config or EngineConfig()
+        self.ranks = RankChannel(_mesh(config, mesh), config.rank_timeout_s)
         self._mailboxes = Mailboxes()
         self._unclaimed: list[Completion] = []  # answers that no mailbox is there for: `step` returns them
         self._driver = Driver()
         self._core = EngineCore(
-            model, config, tokenizer, self._on_token, self._on_answer, self._driver.is_interrupted
+            model, config, tokenizer, self._on_token, self._on_answer, self._driver.is_interrupted, self.ranks
         )  # fmt: skip
+        self.ranks.on_loss.append(self._driver.on_loss)
+        self._calls = RankCalls(self.ranks, None if self.is_controller else Follower(self.ranks, self._core.stage))
         self._driver.drive(self._core)
         self._driver.on_failure = self._mailboxes.fail
         self.model = self._core.model
@@ -80,7 +94,7 @@ class Engine(EngineVerbs):
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None,
         sampling_params: Params | Sequence[Params] = None,
         *,
         options: RequestOptions | None = None,
@@ -88,7 +102,27 @@ class Engine(EngineVerbs):
         """Complete every prompt; answers in the order of the prompts, a prompt's n samples side by side.
 
         prompts: one text, one list of token ids, or a list of either; sampling_params: one for all, or one each.
+
+        All ranks of a replica call this together, unless the others are in `follow`: the controller's prompts count,
+        and everybody gets the same completions, or the controller's error. Raises RankFailure on every rank where one
+        dies or hangs.
         """
+        if not self.is_controller:
+            with self.model.rollout_phase():
+                return self._calls.join()
+        with self._calls.call(self._quiet) as end_with:
+            completions = self._generate(prompts, sampling_params, options)
+            end_with(completions)
+        return completions
+
+    def _generate(
+        self,
+        prompts: Prompt | Sequence[Prompt] | None,
+        sampling_params: Params | Sequence[Params],
+        options: RequestOptions | None,
+    ) -> list[Completion]:
+        if prompts is None:
+            raise ValueError("prompts may be None on ranks that follow, and this one is the controller")
         ids = self._add_all(prompts, sampling_params, options)
         try:
             with self.model.rollout_phase():
@@ -194,6 +228,32 @@ class Engine(EngineVerbs):
                 self._let_go(ids)
         return ids
 
+    # -- replicas of several ranks ----------------------------------------------------------------------------------
+
+    @property
+    def is_controller(self) -> bool:
+        """Whether this rank takes requests and commands; the others of its replica follow it."""
+        return self.ranks.mesh.is_controller
+
+    def follow(self) -> End:
+        """At a rank that is not the controller: do what the controller says, until it closes the engine ("closed") or
+        calls `dismiss` ("call over"). Raises RankFailure where a rank dies or hangs; idle for hours is no failure."""
+        if self.is_controller:
+            raise ValueError(f"rank {self.ranks.mesh.rank} is the controller of its replica: it does not follow")
+        with self.model.rollout_phase():
+            return self._calls.follow()
+
+    def dismiss(self) -> None:
+        """At the controller: end `follow` on the ranks that are in it, after the step under way."""
+        self.ranks.check_controller("dismiss")
+        self._quiet()
+        self._calls.dismiss()
+
+    def _quiet(self) -> None:
+        """Nothing is in the air afterwards."""
+        with self._driver.lock:
+            self._core.loop.drain()
+
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     @property
@@ -229,7 +289,12 @@ class Engine(EngineVerbs):
     def close(self) -> None:
         """Abort what is live and give the KV, the threads and the module back."""
         self.stop()
-        self.abort_request(abort_all=True, message="the engine was closed")
+        if self.is_controller:
+            self.abort_request(abort_all=True, message="the engine was closed")
+        try:
+            self._calls.close()
+        except RankFailure as failure:
+            logger.warning("closing, though the replica is lost: %s", failure)
         self.release_kv()
         self._owned_phase.close()
         self._driver.close()
@@ -273,6 +338,7 @@ class Engine(EngineVerbs):
     def _make_requests(
         self, prompt: Prompt, params: Params, options: RequestOptions | None, rid: str | None
     ) -> list[Request]:
+        self.ranks.check_controller("requests")
         params = as_params(params)
         rid = rid or uuid.uuid4().hex
         ids = [rid] if params.n == 1 else [f"{rid}-{index}" for index in range(params.n)]
@@ -306,3 +372,15 @@ class Engine(EngineVerbs):
     def _take_news(self, ids: list[str]) -> list[StreamChunk]:
         with self._driver.lock:
             return self._mailboxes.take(ids)
+
+
+def _mesh(config: EngineConfig, mesh: Mesh | None) -> Mesh:
+    """Raises ValueError where a mesh contradicts the configuration."""
+    if mesh is None:
+        if config.tp * config.pp == 1:
+            return Mesh.single()
+        return Mesh.build(config.tp, config.pp, timeout_s=config.rank_timeout_s)
+    if (mesh.tp, mesh.pp) != (config.tp, config.pp):
+        raise ValueError(f"the mesh has tp={mesh.tp} and pp={mesh.pp}, but the configuration tp={config.tp} and "
+                         f"pp={config.pp}")  # fmt: skip
+    return mesh

@@ -50,6 +50,7 @@ class RankChannel:
     def __init__(self, mesh: Mesh, timeout_s: float) -> None:
         self.mesh, self.timeout_s = mesh, timeout_s
         self.handlers: dict[str, Callable[..., Any]] = {}  # by verb: what `run_everywhere` runs on this rank
+        self.on_loss: list[Callable[[], None]] = []  # called when the replica is lost, by any thread
         self.present: dict[int, int] = {}  # of the controller: who follows, and how (the id of its HERE)
         self._changed = threading.Condition()
         self._inbox: deque[Message] = deque()  # of a follower
@@ -326,11 +327,11 @@ class RankChannel:
         logger.error("the replica is lost: %s", cause.why)
         with self._changed:
             self._changed.notify_all()
-        if not self.mesh.is_controller or self._is_closed:
-            return
-        for rank in self._peers:
+        for rank in self._peers if self.mesh.is_controller and not self._is_closed else ():
             if self.mesh.plan.replica(self.mesh.rank)[rank] not in cause.ranks:
                 try:
                     self._wire.send(rank, Kind.LOST, 0, json.dumps(asdict(cause)).encode())
                 except RuntimeError as error:  # it is gone too
                     logger.debug("cannot tell local rank %d: %s", rank, error)
+        for listener in self.on_loss:
+            listener()

@@ -83,7 +83,7 @@ def meet(mesh: Mesh) -> tuple[dist.Store, StoreAddress]:
             address = StoreAddress(socket.gethostname(), server.port, prefix, 0)
         data = json.dumps(asdict(address)).encode()
         message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    mesh.replica_group.broadcast([message], 0).wait()
+    mesh.replica_group.broadcast(message, 0).wait()
     address = StoreAddress(**json.loads(bytes(message.tolist()).rstrip(b"\0")))
     store = server
     if store is None:

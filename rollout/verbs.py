@@ -35,17 +35,19 @@ from .kv_events import KVEventLog
 from .latencies import Latencies
 from .metrics import Metrics
 from .pins import PinReport, UnpinReport
+from .rank_channel import RankChannel
 from .sequence_view import SequenceView, view
 
 T = TypeVar("T")
 
 
 class EngineVerbs:
-    """The commands of an engine and the reports about it. Its heir sets `_core` and `_driver`."""
+    """The commands of an engine and the reports about it. Its heir sets `_core`, `_driver` and `ranks`."""
 
     _core: EngineCore
     _driver: Driver
     model: HostedModel
+    ranks: RankChannel
 
     # -- control ----------------------------------------------------------------------------------------------------
 
@@ -68,11 +70,11 @@ class EngineVerbs:
         ValueError for another mode, DeadlineExceeded when `timeout_s` passed before it began.
         """
         check_pause_mode(mode)
-        return self._driver.command("pause_generation", lambda: self._core.pause(mode), op_id, timeout_s)
+        return self._command("pause_generation", lambda: self._core.pause(mode), op_id, timeout_s)
 
     def continue_generation(self, *, op_id: str | None = None, timeout_s: float | None = None) -> ContinueReport:
         """End a pause; says so if there was none."""
-        return self._driver.command("continue_generation", self._core.resume, op_id, timeout_s)
+        return self._command("continue_generation", self._core.resume, op_id, timeout_s)
 
     def abort_request(
         self,
@@ -97,11 +99,11 @@ class EngineVerbs:
                 return AbortReport(tuple(self._core.abort_all(reason)), ())
             return self._core.abort(rid, reason)
 
-        return self._driver.command("abort_request", abort, op_id, timeout_s)
+        return self._command("abort_request", abort, op_id, timeout_s)
 
     def flush_cache(self, *, op_id: str | None = None, timeout_s: float | None = None) -> FlushReport:
         """Empty the prefix cache, and drop every pin, unless sequences hold blocks; however many wait."""
-        return self._driver.command("flush_cache", self._core.flush, op_id, timeout_s)
+        return self._command("flush_cache", self._core.flush, op_id, timeout_s)
 
     # -- the prefix cache -------------------------------------------------------------------------------------------
 
@@ -122,7 +124,7 @@ class EngineVerbs:
         bad ttl.
         """
         hashes = tuple(hashes)
-        return self._driver.command(
+        return self._command(
             "pin_blocks", lambda: self._core.ledger.pins.pin(hashes, owner, ttl), op_id, timeout_s
         )
 
@@ -136,7 +138,7 @@ class EngineVerbs:
     ) -> UnpinReport:
         """Lift one pin of this owner on each block; those it has none on count 0."""
         hashes = tuple(hashes)
-        return self._driver.command(
+        return self._command(
             "unpin_blocks", lambda: self._core.ledger.pins.unpin(hashes, owner), op_id, timeout_s
         )
 
@@ -155,7 +157,7 @@ class EngineVerbs:
         The report has their hashes, for `unpin_blocks`; full blocks of the prompt that are not cached are its unknowns.
         """
         ids = prompt_ids(prompt, self._core.tokenizer, self.model.vocab_size)
-        return self._driver.command(
+        return self._command(
             "pin_prefix", lambda: self._core.pin_prefix(ids, extra_key, owner, ttl), op_id, timeout_s
         )
 
@@ -163,7 +165,7 @@ class EngineVerbs:
         self, hash: int, *, op_id: str | None = None, timeout_s: float | None = None
     ) -> EvictReport:
         """Free every cached block below this one that no sequence holds and no pin protects."""
-        return self._driver.command(
+        return self._command(
             "evict_descendants", lambda: self._core.evict_descendants(hash), op_id, timeout_s
         )
 
@@ -182,7 +184,7 @@ class EngineVerbs:
         ValueError for an unknown block or a depth below 1.
         """
         ids = None if prompt is None else prompt_ids(prompt, self._core.tokenizer, self.model.vocab_size)
-        return self._driver.command(
+        return self._command(
             "cache_tree", lambda: self._core.cache_tree(depth, under, ids, extra_key), None, timeout_s
         )
 
@@ -286,6 +288,16 @@ class EngineVerbs:
         self._driver.command("stop_trace", lambda: None)  # whose span is the last
         self._core.trace.close()
 
+    def at_step(self, num_steps: int | None, call: Callable[[], None] = lambda: None) -> None:
+        """Have `call` made between two steps, by whoever runs them, as soon as so many have run since the engine was
+        made (`metrics.num_steps`). Only the last one that was asked for is; None: none. It must not raise."""
+
+        def set_alarm() -> None:
+            self._driver.alarm.set(num_steps, call)
+            self._driver.alarm.ring(self._core.metrics.num_steps)
+
+        self._driver.command("at_step", set_alarm)
+
     def between_steps(self, name: str, run: Callable[[], T], timeout_s: float | None = None) -> T:
         """Run something in this thread between two steps, with nothing in flight; returns what it returns."""
         return self._driver.command(name, run, None, timeout_s)
@@ -320,6 +332,13 @@ class EngineVerbs:
     def resume_kv(self) -> int:
         """Allocate the KV pool again; returns its bytes. Does nothing when it is there."""
         return self._driver.command("resume_kv", self._core.resume_kv)
+
+    def _command(
+        self, name: str, run: Callable[[], T], op_id: str | None = None, timeout_s: float | None = None
+    ) -> T:
+        """A command that is the controller's to give. Raises ValueError, naming it, at a rank that follows."""
+        self.ranks.check_controller(name)
+        return self._driver.command(name, run, op_id, timeout_s)
 
     # -- reports ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,153 @@
+"""Engines of several ranks: the same bits as one rank, one controller, and everybody's calls end together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.rollout.completion import Completion
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.errors import BrokenLogits
+from lockstep.rollout.request import RequestOptions
+from lockstep.rollout.sampling_params import SamplingParams
+
+COMMON = {"k_blocks": 4, "kv_cache": 64, "max_num_batched_tokens": 256, "chunked_prefill_size": 32,
+          "rank_timeout_s": 60.0, "state_check_steps": 3}  # fmt: skip
+PROMPTS = [list(range(3, 40)), [5, 6, 7], list(range(100, 180)), [9] * 20]
+PARAMS = [
+    SamplingParams(max_new_tokens=12, temperature=1.0, sampling_seed=0, n=2),
+    SamplingParams(max_new_tokens=9, temperature=0.0, logit_bias={7: 2.0}, min_new_tokens=3),
+    SamplingParams(max_new_tokens=7, temperature=0.7, sampling_seed=2, frequency_penalty=0.5, top_k=20),
+    SamplingParams(max_new_tokens=12, temperature=1.2, sampling_seed=-3, top_p=0.9),
+]
+OPTIONS = RequestOptions(logprob_start_len=0, top_logprobs_num=2, token_ids_logprob=(3, 4))
+SHAPES = [(1, 2), (2, 1), (2, 2)]
+MakeModel = Callable[..., PreTrainedModel]
+RunWorld = Callable[..., list[object]]
+
+
+def outcome(completions: list[Completion]) -> list[tuple[object, ...]]:
+    """All that does not depend on names and clocks."""
+    return [
+        (c.index, c.prompt_ids, c.token_ids, c.logprobs, c.finish_reason, c.weight_versions, c.top_logprobs,
+         c.prompt_logprobs, c.prompt_top_logprobs, c.listed_logprobs, c.prompt_listed_logprobs)
+        for c in completions
+    ]  # fmt: skip
+
+
+def alone(model: PreTrainedModel) -> list[tuple[object, ...]]:
+    return outcome(Engine(model, EngineConfig(**COMMON)).generate(PROMPTS, PARAMS, options=OPTIONS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_replica_gives_every_rank_the_bits_of_one_rank(
+    make_model: MakeModel, run_world: RunWorld, shape: tuple[int, int]
+) -> None:
+    model, (tp, pp) = make_model("llama", num_hidden_layers=4), shape
+    expected = alone(model)
+
+    def rank(rank: int) -> object:
+        engine = Engine(model, EngineConfig(tp=tp, pp=pp, **COMMON))
+        prompts = PROMPTS if engine.is_controller else None
+        calls = [outcome(engine.generate(prompts, PARAMS, options=OPTIONS)) for _ in range(2)]
+        engine.close()
+        return calls
+
+    for calls in run_world(tp * pp, rank):
+        assert calls == [expected, expected]
+
+
+def test_commands_are_the_controllers_and_followers_name_it(make_model: MakeModel, run_world: RunWorld) -> None:
+    model = make_model("llama")
+    expected = alone(model)
+
+    def rank(rank: int) -> object:
+        engine = Engine(model, EngineConfig(pp=2, **COMMON))
+        if rank == 1:
+            with pytest.raises(ValueError, match="follows the controller, rank 0"):
+                engine.pause_generation("retract")
+            with pytest.raises(ValueError, match="follows the controller, rank 0"):
+                engine.add([1, 2, 3])
+            ended = engine.follow()
+            engine.close()
+            return ended
+        chunks = []
+        for mode in ("retract", "in_place"):
+            begun = threading.Event()
+            caller = threading.Thread(target=_stream, args=(engine, begun, chunks))
+            caller.start()
+            assert begun.wait(60)
+            report = engine.pause_generation(mode)
+            assert report.mode == mode and engine.is_paused
+            engine.continue_generation()
+            caller.join(60)
+        results = outcome(engine.generate(PROMPTS, PARAMS, options=OPTIONS))  # while the follower serves
+        engine.close()
+        return results, chunks
+
+    (results, chunks), ended = run_world(2, rank)
+    assert results == expected and ended == "closed"
+    assert chunks[0] == chunks[1] and len(chunks[0]) == 60
+
+
+def _stream(engine: Engine, begun: threading.Event, streamed: list[tuple[int, ...]]) -> None:
+    params = SamplingParams(max_new_tokens=60, sampling_seed=5)
+    token_ids: tuple[int, ...] = ()
+    for chunk in engine.stream([1, 2, 3], params):
+        token_ids += chunk.token_ids
+        begun.set()
+    streamed.append(token_ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_error_of_the_controllers_caller_ends_the_call_everywhere(
+    make_model: MakeModel, run_world: RunWorld, shape: tuple[int, int]
+) -> None:
+    model, (tp, pp) = make_model("llama"), shape
+
+    def rank(rank: int) -> object:
+        engine = Engine(model, EngineConfig(tp=tp, pp=pp, **COMMON))
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            engine.generate([[]] if engine.is_controller else None)
+        out = outcome(engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, temperature=0.0)))
+        engine.close()
+        return out
+
+    first, *others = run_world(tp * pp, rank)
+    assert len(first[0][2]) == 4 and all(other == first for other in others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_broken_logits_reach_every_caller_and_the_replica_goes_on(
+    make_model: MakeModel, run_world: RunWorld, shape: tuple[int, int]
+) -> None:
+    model, (tp, pp) = make_model("llama"), shape
+    params = SamplingParams(max_new_tokens=4, temperature=0.0)
+
+    def rank(rank: int) -> object:
+        engine = Engine(model, EngineConfig(tp=tp, pp=pp, **COMMON))
+        before = outcome(engine.generate([[5, 6, 7]], params))
+        norms = [t for name, t in engine.resident_tensors() if name == "model.norm.weight"]
+        kept = [t.clone() for t in norms]
+        with torch.no_grad():
+            for t in norms:
+                t.fill_(float("nan"))
+        with pytest.raises(BrokenLogits, match="NaN"):
+            engine.generate([[5, 6, 7]], params)
+        with torch.no_grad():
+            for t, old in zip(norms, kept, strict=True):
+                t.copy_(old)
+        after = outcome(engine.generate([[5, 6, 7]], params))
+        engine.close()
+        return before, after
+
+    for before, after in run_world(tp * pp, rank):
+        assert before == after
