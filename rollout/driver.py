@@ -20,6 +20,7 @@ from .core import EngineCore
 from .errors import DeadlineExceeded, EngineStopped, SamplingRefused
 from .fair_lock import FairLock
 from .request import Request
+from .step_alarm import StepAlarm
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class Driver:
         self._kick = threading.Event()  # something has changed that the loop's thread may wait for
         self._commands = CommandLog()
         self._num_commands_waiting = 0  # for the lock
+        self.alarm = StepAlarm()
         self._stepper = ThreadPoolExecutor(1, "lockstep-step")  # runs the steps that coroutines wait for
         self._turn: Future[None] | None = None  # the latest of them
         self._turn_lock = threading.Lock()
@@ -180,6 +182,9 @@ class Driver:
         self._step_began = time.monotonic()
         try:
             self._core.step()
+            if self.alarm.is_due(self._core.metrics.num_steps):
+                self._core.loop.drain()
+                self.alarm.ring(self._core.metrics.num_steps)
         finally:
             self._step_began = None
 
@@ -239,8 +244,8 @@ class Driver:
     # -- commands ---------------------------------------------------------------------------------------------------
 
     def is_interrupted(self) -> bool:
-        """Whether a command waits for the step under way."""
-        return self._num_commands_waiting > 0
+        """Whether something is to happen after the step under way, before the next."""
+        return self._num_commands_waiting > 0 or self.alarm.is_due(self._core.metrics.num_steps)
 
     def command(
         self, name: str, run: Callable[[], Any], op_id: str | None = None, timeout_s: float | None = None

@@ -245,8 +245,59 @@ def test_a_profile_covers_the_loops_thread_and_is_written_when_stop_answers(clie
     assert client.post("/stop_profile").status_code == 400
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_profile_begins_at_its_step_and_ends_after_so_many(make_model, tmp_path, overlap, until):
+    engine = Engine(make_model("qwen2"), EngineConfig(kv_cache="80 blocks", max_num_seqs=4, overlap=overlap))
+    service = RolloutService(engine)
+    with (
+        service.rollout(),
+        serve_in_background(service, HttpConfig(port=0)) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        engine.generate([PROMPT], SamplingParams(max_new_tokens=3, ignore_eos=True))
+        first = engine.metrics.num_steps + 4
+        body = {"output_dir": str(tmp_path), "activities": ["CPU"], "start_step": first, "num_steps": 5,
+                "record_shapes": True, "with_stack": True}  # fmt: skip
+        assert client.post("/start_profile", json=body).text == "Start profiling.\n"
+        assert client.post("/start_profile", json=body).status_code == 409  # it has not begun, and is the one
+        assert list(tmp_path.iterdir()) == []
+        [alone] = engine.generate([PROMPT], SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=0.0))
+        assert engine.metrics.num_steps >= first + 20
+        until(lambda: not server.app.state.profiler.is_running)
+        answer = client.post("/stop_profile")
+        assert answer.status_code == 200
+        ours, file = sorted(tmp_path.iterdir())
+        assert answer.headers["x-profile-path"] == str(file)
+        spans = json.loads(ours.read_text())
+        assert len([event for event in spans if event.get("name") == "forward"]) == 5
+        events = json.loads(file.read_text())["traceEvents"]
+        assert any(str(event.get("name")).startswith("aten::") for event in events)
+        assert any("Input Dims" in event.get("args", {}) for event in events)
+        assert client.post("/stop_profile").status_code == 400  # its file was asked for
+        [again] = engine.generate([PROMPT], SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=0.0))
+        assert again.token_ids == alone.token_ids
+        engine.stop()
+
+
+def test_a_profile_that_has_not_begun_is_called_off_and_one_that_cannot_begin_harms_no_step(client, service, tmp_path):
+    folder = tmp_path / "profiles"
+    body = {"output_dir": str(folder), "start_step": 10**9}
+    assert client.post("/start_profile", json=body).status_code == 200
+    said = client.post("/stop_profile")
+    assert said.status_code == 400 and "had not begun" in said.json()["message"]
+    steps = service.engine.metrics.num_steps
+    assert client.post("/start_profile", json=body | {"start_step": steps + 2}).status_code == 200
+    folder.rmdir()  # where the engine's trace was to lie
+    [completion] = service.engine.generate([PROMPT], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    assert len(completion.token_ids) == 8
+    assert client.post("/stop_profile").status_code == 400
+    assert client.post("/start_profile", json={"output_dir": str(tmp_path / "next")}).status_code == 200
+    assert client.post("/stop_profile").status_code == 200
+
+
 def test_a_profile_that_cannot_be_is_a_400_naming_the_field(client):
-    wrong = {"activities": ["RPD"], "num_steps": 3, "profile_by_stage": True, "profile_id": "../x"}
+    wrong = {"activities": ["RPD"], "num_steps": 0, "start_step": -1, "profile_by_stage": True, "profile_id": "../x",
+             "profile_stages": ["decode"], "merge_profiles": True, "detailed_annotations": True}  # fmt: skip
     for field, value in wrong.items():
         answer = client.post("/start_profile", json={field: value})
         assert answer.status_code == 400 and field in answer.json()["message"]
