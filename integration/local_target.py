@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from ..rollout.errors import LockstepError
 from ..weight_sync.errors import WeightSyncError
 from ..weight_sync.target import TargetError
+from .replica import plain
 from .service import RolloutService
 
 # Verbs that may be called by name, and whether each takes `timeout_s`.
@@ -39,27 +38,21 @@ VERBS: dict[str, bool] = {
 }
 
 
-def plain(value: object) -> object:
-    """A report as JSON values."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
-
-
 def run_verb(
     service: RolloutService, verb: str, timeout_s: float, arguments: Mapping[str, object]
 ) -> dict[str, object]:
-    """Run a verb by name; the report as a JSON object. Raises ValueError for an unknown verb, and what the verb
-    raises."""
+    """Run a verb by name; the report as a JSON object, with `rank_results` where several ranks ran it.
+
+    Raises ValueError for an unknown verb, and what the verb raises.
+    """
     if verb not in VERBS:
         raise ValueError(f"unknown verb {verb!r}")
     call = find_verb(service, verb)
+    service.replica.take_results()  # those of an earlier verb
     report = plain(call(**arguments, timeout_s=timeout_s) if VERBS[verb] else call(**arguments))
-    return report if isinstance(report, dict) else {"result": report}
+    report = report if isinstance(report, dict) else {"result": report}
+    results = service.replica.take_results()
+    return {"rank_results": results, **report} if results else report
 
 
 def find_verb(service: RolloutService, verb: str) -> Callable[..., object]:

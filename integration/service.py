@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..rollout.engine import Engine
-from ..weight_sync.digest import model_digest
-from ..weight_sync.errors import Poisoned
+from ..rollout.errors import NotIdle
+from ..weight_sync.errors import Poisoned, SessionError
 from ..weight_sync.in_place import sync_in_place
 from ..weight_sync.manifest import NamedTensors
 from ..weight_sync.packed import BufferSink
+from ..weight_sync.peers import PeerFailed
 from ..weight_sync.process_group import GroupRegistry
+from ..weight_sync.shard_sync import ShardSync, plan_shard_sync
 from ..weight_sync.tensors import TensorReceiver
+from .replica import Replica, on_all_ranks, plain, serve_verbs
 from .service_config import ServiceConfig
 from .weight_checks import WeightChecks
 from .weight_sessions import Commit, DigestTime, WeightSessions
 from .weight_verbs import WeightVerbs
+
+logger = logging.getLogger(__name__)
 
 _MEND = "complete one, or restore a checkpoint (weights_restored), and commit"
 TAGS = ("kv_cache", "weights", "cuda_graph")
@@ -47,11 +53,16 @@ class RolloutService(WeightVerbs):
         self.engine = engine
         self.config = config or ServiceConfig()
         self.groups = GroupRegistry()
-        self.sessions = WeightSessions(engine, self.config.weight_timeout_s)
+        self.replica = Replica(engine)
+        self.sessions = WeightSessions(
+            engine, self.config.weight_timeout_s, self.replica, self.commit_implicit_update
+        )  # fmt: skip
         self._receiver = TensorReceiver(self.config.shared_memory_folder)
         self._packed = BufferSink()
-        self._checks = WeightChecks(engine, self.sessions)
+        self._checks = WeightChecks(engine, self.sessions, self.replica)
         self._torn: str | None = None  # why the weights that the trainer writes are not to be published
+        self.sessions.on_lease_over = self._give_up_session
+        serve_verbs(self)
 
     # -- phases -----------------------------------------------------------------------------------------------------
 
@@ -125,22 +136,38 @@ class RolloutService(WeightVerbs):
         `digest="later"` the digest is None until `finish_digest`, which `optimizer_step` calls before the next write.
         Raises ValueError listing tensors that are not shared, Poisoned after a step that failed, SessionError while a
         weight-update session is open; then nothing is committed.
+
+        Ranks that share the model call this together. Where a rank's source is cut as its engine is, the engine takes
+        on that storage; where it is whole, as it is for data-parallel trainers, each rank copies its part.
         """
         if digest not in ("now", "later"):
             raise ValueError(f'digest must be "now" or "later", not {digest!r}')
-        if self._torn is not None:
-            raise Poisoned(f"{self._torn}: {_MEND}")
-        record = sync_in_place(self.engine.resident_tensors(), source)
+
+        def plan() -> ShardSync | None:
+            if self._torn is not None:
+                raise Poisoned(f"{self._torn}: {_MEND}")
+            model = self.engine.model
+            return None if self.replica.is_alone else plan_shard_sync(model.resident_tensors(), model.shards, source)
+
+        planned = self.replica.together("commit_in_place", plan)
+        if planned is None:
+            record = sync_in_place(self.engine.resident_tensors(), source)
+        else:
+            record = self.engine.between_steps("commit_in_place", planned.run)
         return self.sessions.commit_in_place(version, digest, record.bytes_copied)
 
+    @on_all_ranks
     def finish_digest(self) -> str | None:
         """Compute the digest that a commit put off, if one is owed; returns the digest of the weights now."""
         return self.sessions.finish_digest()
 
+    @on_all_ranks
     def model_digest(self) -> str:
-        """SHA-256 tree over the resident tensors as they are now (DESIGN section 3), in hex. Changes nothing."""
-        return model_digest(self.engine.resident_tensors())
+        """SHA-256 tree over the resident tensors as they are now (DESIGN section 3), in hex, of all ranks together.
+        Changes nothing."""
+        return self.sessions.model_digest()
 
+    @on_all_ranks
     def weights_checker(
         self, action: str = "checksum", *, skip_tensor_list: Sequence[str] = (), seed: int | None = None
     ) -> dict[str, object]:
@@ -149,39 +176,33 @@ class RolloutService(WeightVerbs):
 
     # -- memory and state -------------------------------------------------------------------------------------------
 
+    @on_all_ranks
     def release_memory_occupation(self, tags: Iterable[str] | None = None) -> dict[str, MemoryReport]:
         """Free the memory behind each tag, all of them by default. What is free already, or the trainer's, stays as it
         is.
 
         Raises ValueError for an unknown tag and NotIdle while sequences hold blocks, then nothing was released; and
-        SessionError for weights that an open session writes.
+        SessionError for weights that an open session writes. Bytes are those of all ranks.
         """
-        reports = {}
-        for tag in _checked(tags):  # the pool first: whoever runs is found before the weights go
-            before = self._bytes(tag)
-            if tag == "kv_cache":
-                self.engine.release_kv()
-            elif tag == "weights":
-                self.sessions.release_weights()
-            reports[tag] = MemoryReport(before, self._bytes(tag))
-        return reports
+        free = {"kv_cache": self.engine.release_kv, "weights": self.sessions.release_weights}
+        if not self.replica.is_alone:  # only the controller knows who runs
+            self.replica.together("release_memory_occupation", self._check_idle)
+        # The pool first: whoever runs is found before the weights go.
+        return self._memory_reports(_checked(tags), free)
 
+    @on_all_ranks
     def resume_memory_occupation(self, tags: Iterable[str] | None = None) -> dict[str, MemoryReport]:
         """Allocate again what was released. What is there stays as it is.
 
         Weights come back undefined: nothing is sampled before an update has written all of them. The KV pool's return
         commits an implicit weight-update session.
         """
-        reports = {}
-        for tag in _checked(tags):
-            before = self._bytes(tag)
-            if tag == "kv_cache":
-                self.sessions.commit_implicit()
-                self.engine.resume_kv()
-            elif tag == "weights":
-                self.sessions.resume_weights()
-            reports[tag] = MemoryReport(before, self._bytes(tag))
-        return reports
+
+        def resume_kv() -> None:
+            self.sessions.commit_implicit()
+            self.engine.resume_kv()
+
+        return self._memory_reports(_checked(tags), {"kv_cache": resume_kv, "weights": self.sessions.resume_weights})
 
     def state(self) -> dict[str, object]:
         """The engine's state and the weights'. Changes nothing."""
@@ -192,12 +213,47 @@ class RolloutService(WeightVerbs):
             "weight_groups": self.groups.state(),
         }
 
+    @on_all_ranks
+    def rank_states(self) -> list[dict[str, object]]:
+        """What the weights of each rank are at, by local rank. Changes nothing."""
+        mesh = self.engine.ranks.mesh
+        place = {"rank": mesh.rank, "tp_rank": mesh.tp_rank, "pp_rank": mesh.pp_rank}
+        own = {**place, "refusal": self.engine.refusal, "weight_update": self.sessions.state(),
+               "holds_weights": self.engine.model.holds_weights, "weight_bytes": self.engine.model.weight_bytes,
+               "kv_bytes": self.engine.kv_bytes}  # fmt: skip
+        return self.replica.gather(plain(own))
+
     def close(self) -> None:
         """Leave every group, give up an open session, and close the engine."""
         self.groups.close()
         self._receiver.close()
         self.sessions.close()
         self.engine.close()
+
+    def _memory_reports(
+        self, tags: Sequence[str], change: Mapping[str, Callable[[], object]]
+    ) -> dict[str, MemoryReport]:
+        """Do what is to be done for each tag, on this rank; the bytes of all ranks before and after."""
+        own = {}
+        for tag in tags:
+            before = self._bytes(tag)
+            if tag in change:
+                self.replica.together(f"memory of {tag}", change[tag])
+            own[tag] = (before, self._bytes(tag))
+        ranks = self.replica.gather(own)
+        return {tag: MemoryReport(*(sum(r[tag][i] for r in ranks) for i in (0, 1))) for tag in tags}
+
+    def _check_idle(self) -> None:
+        if num_running := self.engine.state()["num_running"]:
+            raise NotIdle(f"{num_running} running: finish, retract or abort them first")
+
+    def _give_up_session(self) -> None:
+        """The time of an explicit session is over. In a job whose ranks run the same program the next verb finds it."""
+        if self.replica.asks_followers:
+            try:
+                self.abort_weight_update("it expired")
+            except (SessionError, PeerFailed) as ended:  # somebody was faster
+                logger.info("the expired weight-update session: %s", ended)
 
     def _bytes(self, tag: str) -> int:
         if tag == "kv_cache":

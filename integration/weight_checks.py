@@ -10,9 +10,9 @@ from torch import Tensor
 from ..rollout.engine import Engine
 from ..rollout.errors import NotIdle
 from ..weight_sync.checker import checksum, compare, reset_tensors, snapshot
-from ..weight_sync.digest import model_digest
 from ..weight_sync.manifest import NamedTensors
 from ..weight_sync.sglang_digest import per_engine_checksum, rank_record
+from .replica import Replica
 from .weight_sessions import WeightSessions
 
 ACTIONS = ("checksum", "snapshot", "compare", "reset_tensors")
@@ -21,9 +21,10 @@ ACTIONS = ("checksum", "snapshot", "compare", "reset_tensors")
 class WeightChecks:
     """Runs the checker's actions between two steps of an engine."""
 
-    def __init__(self, engine: Engine, sessions: WeightSessions) -> None:
+    def __init__(self, engine: Engine, sessions: WeightSessions, replica: Replica) -> None:
         self._engine = engine
         self._sessions = sessions
+        self._replica = replica
         self._snapshot: dict[str, Tensor] | None = None
 
     def run(self, action: str, skip: Sequence[str], seed: int | None) -> dict[str, object]:
@@ -32,13 +33,15 @@ class WeightChecks:
         checksum: SHA-256 per tensor, the rank's digest over them, the model digest, and the digests in SGLang's form;
         snapshot: keep a copy on the host; compare: against it, naming what is missing, unexpected or changed;
         reset_tensors: overwrite with random values, after which nothing is sampled before a full update.
+        Of several ranks each looks at what it holds; `rank_results` has what each said.
         """
         if action not in ACTIONS:
             raise ValueError(f"Unsupported action={action!r}")
         if action == "reset_tensors":  # without the engine's lock: this waits for the session's
             self._sessions.finish_digest()
             self._sessions.let_write(f"weights_checker {action}")
-        return self._engine.between_steps(f"weights_checker {action}", lambda: self._run(action, skip, seed))
+        report = self._engine.between_steps(f"weights_checker {action}", lambda: self._run(action, skip, seed))
+        return report if self._replica.is_alone else self._of_all_ranks(report)
 
     def _run(self, action: str, skip: Sequence[str], seed: int | None) -> dict[str, object]:
         if action == "checksum":
@@ -48,11 +51,28 @@ class WeightChecks:
             return {"success": True, "message": f"{len(self._snapshot)} tensors were copied"}
         if action == "compare":
             return self._compare(skip)
-        if num_running := self._engine.state()["num_running"]:
-            raise NotIdle(f"cannot overwrite the weights: {num_running} running: finish, retract or abort them first")
+        self._replica.together(action, self._check_idle)
         names = reset_tensors(self._tensors(), skip=skip, seed=seed)
         self._sessions.weights_were_lost(set(names))
         return {"success": True, "message": f"{len(names)} tensors hold random values now"}
+
+    def _check_idle(self) -> None:
+        if num_running := self._engine.state()["num_running"]:
+            raise NotIdle(f"cannot overwrite the weights: {num_running} running: finish, retract or abort them first")
+
+    def _of_all_ranks(self, own: dict[str, object]) -> dict[str, object]:
+        """This rank's report, with what all ranks said beside it, and success only where all of them had it."""
+        mesh = self._engine.ranks.mesh
+        place = {"rank": mesh.rank, "tp_rank": mesh.tp_rank, "pp_rank": mesh.pp_rank}
+        said = self._replica.gather({**place, **own})
+        failed = [f"rank {r['rank']}: {r['message']}" for r in said if not r["success"]]
+        own = {**own, "success": not failed, "rank_results": said}
+        if failed:
+            own["message"] = "\n".join(failed)
+        if "ranks" in own:
+            own["ranks"] = [record for r in said for record in r["ranks"]]
+            own["per_engine_checksum"] = per_engine_checksum([record["per_gpu_checksum"] for record in own["ranks"]])
+        return own
 
     def _checksum(self, skip: Sequence[str]) -> dict[str, object]:
         report = checksum(self._tensors(), skip=skip)
@@ -66,7 +86,7 @@ class WeightChecks:
             "rank_digest": report.rank_digest,
             "num_bytes": report.num_bytes,
             "seconds": report.seconds,
-            "model_digest": model_digest(self._engine.resident_tensors()),
+            "model_digest": self._sessions.model_digest(),
         }
 
     def _compare(self, skip: Sequence[str]) -> dict[str, object]:

@@ -4,6 +4,9 @@
     update ... -> commit                        implicit: commits at continue_generation, at resume of the KV cache, or
                                                 before the next request is sampled, whichever comes first
 
+Where several ranks hold the model (`replica`) every method but `state`, `is_open` and `release_undo` is called on all
+of them, each of which has its part of the tensors; roots are merged, and they vote (`SessionManager`).
+
 No step runs while bytes are written. The order of locks is session, then engine: whoever holds the engine's never waits
 for a session (`Engine.before_sampling` is called without it).
 """
@@ -13,19 +16,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from ..rollout.commands import HoldReport
 from ..rollout.engine import Engine
 from ..rollout.errors import SamplingRefused
 from ..weight_sync.digest import model_root, tensor_roots
-from ..weight_sync.errors import Poisoned, SessionError
+from ..weight_sync.errors import DigestMismatch, Poisoned, SessionError
 from ..weight_sync.manifest import TensorSpec
+from ..weight_sync.peers import PeerFailed
 from ..weight_sync.session import SessionManager, SessionRecord, UpdateRecord
+from ..weight_sync.shard_bytes import Shard
+from ..weight_sync.shard_digest import local_digests, merged_roots
 from ..weight_sync.sink import Sink
 from ..weight_sync.transaction import Coverage, Undo, WeightTransaction
+from .replica import Replica
 from .weight_metrics import WeightMetrics, path_of
 
 DigestTime = Literal["now", "later"]
@@ -55,12 +64,25 @@ class _Standing:
     refusals: Mapping[str, str]  # to sample from them, which the commit lifted
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """What a commit is about to publish."""
+
+    roots: Mapping[str, bytes]
+    digest: str | None
+    undefined: frozenset[str]
+
+
 class WeightSessions:
     """Joins an engine and a `SessionManager`."""
 
-    def __init__(self, engine: Engine, timeout_s: float) -> None:
-        """timeout_s: how long a call waits for another one that is under way."""
-        self._engine = engine
+    def __init__(
+        self, engine: Engine, timeout_s: float, replica: Replica, commit_before_sampling: Callable[[], None]
+    ) -> None:
+        """timeout_s: how long a call waits for another one that is under way. commit_before_sampling: `commit_implicit`
+        on all ranks."""
+        self._engine, self._replica = engine, replica
+        self._commit_everywhere = commit_before_sampling
         self.metrics = WeightMetrics()
         self._manager = SessionManager(
             self._make_transaction,
@@ -68,10 +90,16 @@ class WeightSessions:
             self._digest_roots,
             on_rollback=self._on_rollback,
             on_dropped=self._on_dropped,
+            prepare_commit=self._prepare_commit,
+            unpublish=self._unpublish,
+            peers=replica.peers,
+            on_lease_over=lambda: self.on_lease_over(),
             lock_timeout_s=timeout_s,
         )
+        self.on_lease_over: Callable[[], None] = lambda: None  # a session's time is over, and it is several ranks'
         self._digesting = threading.Lock()  # whoever computes a digest that is owed; taken after the session's lock
         self._roots: dict[str, bytes] = {}  # by resident name, of the committed weights, as far as they are known
+        self._next = _Prepared({}, None, frozenset())
         self._fresh_roots: dict[str, bytes] = {}  # of what the open session wrote, where it was digested
         self._transaction: WeightTransaction | None = None  # of the open session
         self._undefined: frozenset[str] = frozenset()  # what holds nothing of worth, since it was released or reset
@@ -138,12 +166,10 @@ class WeightSessions:
         self._engine.hold_for_update(refusal=(_REVERT, "a weight update is being reverted"))
         try:
             self._manager.revert()
-            before, self._roots, self._undefined = self._before, {}, self._before.undefined
-            self._engine.commit_weights(before.version, before.digest, lift=(), refuse=before.refusals)
-            self.owes_digest = before.digest is None
+            self._unpublish()
         finally:
             self._engine.allow_sampling(_REVERT)
-        return before.version
+        return self._before.version
 
     def release_undo(self) -> None:
         """The last commit stands: free what it overwrote."""
@@ -165,12 +191,13 @@ class WeightSessions:
 
         received: list[str] = []
 
-        def receive_held(sink: Sink) -> Sequence[TensorSpec]:
-            if not self._manager.is_explicit:  # an explicit one holds the engine from begin to end
-                self._engine.hold_for_update(
-                    before_sampling=self._commit_before_sampling, abort_all=abort_all, keep_running=keep_running,
-                    timeout_s=timeout_s,
-                )  # fmt: skip
+        def hold() -> None:  # an explicit session holds the engine from begin to end
+            self._engine.hold_for_update(
+                before_sampling=self._commit_before_sampling, abort_all=abort_all, keep_running=keep_running,
+                timeout_s=timeout_s,
+            )  # fmt: skip
+
+        def receive_noted(sink: Sink) -> Sequence[TensorSpec]:
             specs = receive(sink)
             for spec in specs:
                 self._fresh_roots.pop(self._resident_name(spec.name), None)
@@ -179,7 +206,7 @@ class WeightSessions:
 
         path = path_of(source)
         with self.metrics.update(path):
-            record = self._manager.update(source, receive_held, version, verify, timeout_s)
+            record = self._manager.update(source, receive_noted, version, verify, timeout_s, hold)
         self.metrics.landed(path, record.num_bytes, record.seconds, len(set(received) & set(verify or {})))
         return record
 
@@ -191,8 +218,8 @@ class WeightSessions:
 
     def _commit_before_sampling(self) -> None:
         try:
-            self.commit_implicit()
-        except (SessionError, Poisoned, ValueError) as error:
+            self._commit_everywhere()
+        except (SessionError, Poisoned, PeerFailed, ValueError) as error:
             raise SamplingRefused(f"the weight update under way cannot be committed yet: {error}") from error
 
     @property
@@ -230,23 +257,70 @@ class WeightSessions:
         self.let_write("commit_in_place")
         self.owes_digest = False  # that of the version before cannot be had any more
         value = self._model_root() if digest == "now" else None
+        self._replica.together("commit_in_place", lambda: None)  # nobody publishes before everybody can
         report = self._engine.commit_weights(version, value, lift=(_TORN,))
         self.owes_digest = value is None
         self._commit = Commit(version, value, bytes_copied, report.num_blocks_dropped, report.num_unpinned)
         return self._commit
 
+    def model_digest(self) -> str:
+        """Of the weights as they are now, of all ranks. Changes nothing."""
+        return model_root(self._missing_roots(()).items())
+
     def _model_root(self) -> str:
-        missing = [(name, t) for name, t in self._engine.resident_tensors() if name not in self._roots]
-        self._roots |= tensor_roots(missing)
+        self._roots |= self._missing_roots(self._roots)
         return model_root(self._roots.items())
 
+    def _missing_roots(self, known: Collection[str]) -> dict[str, bytes]:
+        """The roots of the parameters that are not known. Raises DigestMismatch where ranks differ about some."""
+        names = [name for name in self._parameters() if name not in known]
+        found = self._roots_now(names)
+        if differing := [name for name in names if name not in found]:
+            raise DigestMismatch(differing, "the ranks that hold the same bytes of them do not agree")
+        return found
+
     def _digest_roots(self, names: Sequence[str]) -> dict[str, bytes]:
-        resident = dict(self._all_tensors())
-        # A root covers the name under which the sender knows the tensor.
-        roots = tensor_roots([(name, resident[self._resident_name(name)]) for name in names])
-        parameters = {name for name, _ in self._engine.resident_tensors()}
+        roots = self._roots_now(names)
+        parameters = set(self._parameters())
         self._fresh_roots |= {name: root for name, root in roots.items() if name in parameters}
         return roots
+
+    def _roots_now(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Tensor roots of what is resident, of all ranks; a root covers the name under which it is asked for."""
+        resident = dict(self._all_tensors())
+        here = {name: resident[r] for name in names if (r := self._resident_name(name)) in resident}
+        if self._replica.is_alone:
+            return tensor_roots(here.items())
+        model = self._engine.model
+        shards = {name: model.shards[self._resident_name(name)] for name in here}
+        known = {name: model.full_specs.get(self._resident_name(name)) for name in names}
+        specs = [TensorSpec(name, *spec) if spec else TensorSpec.of(name, here[name]) for name, spec in known.items()]
+        return merged_roots(specs, self._replica.gather(local_digests(here, shards)))
+
+    def _parameters(self) -> list[str]:
+        """Resident names of the whole model."""
+        if self._replica.is_alone:
+            return [name for name, _ in self._engine.resident_tensors()]
+        return list(self._engine.model.full_specs)
+
+    def full_value(self, name: str, limit: int) -> Tensor:
+        """The first `limit` entries along each dimension of a whole parameter, on the CPU. Raises ValueError for an
+        unknown name."""
+        model, resident = self._engine.model, self._resident_name(name)
+        tensor = dict(self._engine.resident_tensors()).get(resident)
+        if self._replica.is_alone:
+            if tensor is None:
+                raise ValueError(f"no parameter is named {name!r}")
+            return tensor.detach()[tuple(slice(limit) for _ in tensor.shape)].cpu()
+        if resident not in model.full_specs:
+            raise ValueError(f"no parameter is named {name!r}")
+        dtype, shape = model.full_specs[resident]
+        pieces = [] if tensor is None else _first_entries(tensor.detach(), model.shards[resident], limit)
+        value = torch.zeros([min(limit, size) for size in shape], dtype=dtype)
+        for dim, start, stop, values in chain(*self._replica.gather(pieces)):
+            part = value.narrow(dim, start, stop - start) if shape else value
+            part.copy_(torch.tensor(values, dtype=dtype).view(part.shape))
+        return value
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
@@ -265,20 +339,20 @@ class WeightSessions:
         """Allocate them again; returns the bytes. What they hold is undefined, so all have to be written first."""
         num_bytes = self._engine.resume_weights()
         if num_bytes:
-            self.weights_were_lost({name for name, _ in self._engine.resident_tensors()})
+            self.weights_were_lost(set(self._parameters()))
         return num_bytes
 
     def weights_were_lost(self, names: set[str]) -> None:
-        """These hold nothing of worth: nothing is sampled before all of them were written."""
+        """These hold nothing of worth, here or on another rank: nothing is sampled before all of them were written."""
         self._roots = {}
-        self._undefined |= names & {name for name, _ in self._engine.resident_tensors()}
+        names = {name for own in self._replica.gather(sorted(names)) for name in own}
+        self._undefined |= names & set(self._parameters())
         for key, why in _refusal_of(self._undefined).items():
             self._engine.refuse_sampling(why, key)
 
     def close(self) -> None:
-        """Give up what is open, and free what is kept for a revert."""
-        if self.state()["state"] == "open":
-            self.abort("the service was closed")
+        """Give up what is open on this rank, and free what is kept for a revert."""
+        self._manager.close("the service was closed")
         self.release_undo()
 
     def state(self) -> dict[str, object]:
@@ -292,33 +366,54 @@ class WeightSessions:
         self.finish_digest()  # one that is owed is computed before the next write, or never
         self._fresh_roots, self._digest_time = {}, "now"
         model = self._engine.model
+        resident = list(model.resident_tensors())
+        shards, elsewhere = {}, []
+        if not self._replica.is_alone:
+            here = {name for name, _ in resident}
+            shards = model.shards
+            elsewhere = [TensorSpec(name, *spec) for name, spec in model.full_specs.items() if name not in here]
         self._transaction = WeightTransaction(
-            model.resident_tensors(), optional=model.buffers(), aliases=self._tied, coverage=coverage, undo=undo
-        )
+            resident, optional=model.buffers(), aliases=self._tied, coverage=coverage, undo=undo, shards=shards,
+            elsewhere=elsewhere,
+        )  # fmt: skip
         return self._transaction
 
-    def _publish(self, record: SessionRecord) -> None:
-        engine = self._engine
+    def _prepare_commit(self, record: SessionRecord) -> None:
+        """What the commit will publish: it takes all ranks, and reading all bytes, so it comes before the decision."""
         assert self._transaction is not None
         written = set(self._transaction.written_names())
         undefined = self._undefined - written
+        # A tensor that was digested and then put back is not among the written ones.
+        fresh = {name: root for name, root in self._fresh_roots.items() if name in written}
+        roots = {name: root for name, root in self._roots.items() if name not in written} | fresh
+        value = None
+        if self._digest_time == "now" and not undefined:
+            roots |= self._missing_roots(roots)
+            value = model_root(roots.items())
+        self._next = _Prepared(roots, value, undefined)
+
+    def _publish(self, record: SessionRecord) -> None:
+        engine, ready = self._engine, self._next
         lift = [_SESSION, _POISONED, _UNWRITTEN]
         if record.coverage == "full":
             lift.append(_TORN)
-        # A tensor that was digested and then put back is not among the written ones.
-        fresh = {name: root for name, root in self._fresh_roots.items() if name in written}
-        self._roots = {name: root for name, root in self._roots.items() if name not in written} | fresh
-        value = self._model_root() if self._digest_time == "now" and not undefined else None
         version = record.version if record.version is not None else engine.weight_version
         before = _Standing(engine.weight_version, engine.weight_digest, self._undefined, {})
-        report = engine.commit_weights(version, value, lift=lift, refuse=_refusal_of(undefined))
+        report = engine.commit_weights(version, ready.digest, lift=lift, refuse=_refusal_of(ready.undefined))
         refusals = {key: why for key, why in report.lifted.items() if key != _SESSION}
         self._before = replace(before, refusals=refusals)
-        self.owes_digest, self._undefined, self._transaction = value is None, undefined, None
+        self._roots, self._undefined, self._transaction = dict(ready.roots), ready.undefined, None
+        self.owes_digest = ready.digest is None
         engine.before_sampling = None
         self._commit = Commit(
-            version, value, record.num_bytes, report.num_blocks_dropped, report.num_unpinned, session=record
+            version, ready.digest, record.num_bytes, report.num_blocks_dropped, report.num_unpinned, session=record
         )
+
+    def _unpublish(self) -> None:
+        """The bytes are those of before the last commit: so are version and digest."""
+        before, self._roots, self._undefined = self._before, {}, self._before.undefined
+        self._engine.commit_weights(before.version, before.digest, lift=(), refuse=before.refusals)
+        self.owes_digest = before.digest is None
 
     def _on_rollback(self, why: str) -> None:
         self._fresh_roots, self._transaction = {}, None
@@ -332,6 +427,8 @@ class WeightSessions:
     def _on_dropped(self) -> None:
         self._fresh_roots, self._transaction = {}, None
         self._engine.before_sampling = None
+        if not self._replica.is_alone:  # it was held here, and could not be elsewhere
+            self._engine.allow_sampling(_SESSION)
 
     def _resident_name(self, name: str) -> str:
         return self._tied.get(name, name)
@@ -339,6 +436,21 @@ class WeightSessions:
     def _all_tensors(self) -> list[tuple[str, Tensor]]:
         model = self._engine.model
         return [*model.resident_tensors(), *model.buffers()]
+
+
+def _first_entries(part: Tensor, shard: Shard, limit: int) -> list[list[object]]:
+    """Of the first `limit` entries along each dimension of the whole: what is here, as dimension, range and values."""
+    if not shard.full_shape:
+        return [[0, 0, 1, part.tolist()]]
+    found, done = [], 0
+    for start, stop in shard.ranges:
+        end = min(stop, limit)
+        if start < end:
+            piece = part.narrow(shard.dim, done, end - start)
+            piece = piece[tuple(slice(limit) for _ in piece.shape)]
+            found.append([shard.dim, start, end, piece.cpu().tolist()])
+        done += stop - start
+    return found
 
 
 def _refusal_of(undefined: Collection[str]) -> dict[str, str]:

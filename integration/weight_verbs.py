@@ -27,6 +27,7 @@ from ..weight_sync.sink import Sink
 from ..weight_sync.tensors import TensorReceiver
 from ..weight_sync.transaction import Coverage, Undo
 from ..weight_sync.unpickle import read_framework_payload
+from .replica import Replica, on_all_ranks
 from .service_config import ServiceConfig
 from .weight_sessions import Commit, DigestTime, WeightSessions
 
@@ -46,11 +47,13 @@ class WeightVerbs:
     config: ServiceConfig
     sessions: WeightSessions
     groups: GroupRegistry
+    replica: Replica
     _receiver: TensorReceiver
     _packed: BufferSink  # buckets of a delta whose last one has not come yet
 
     # -- sessions ---------------------------------------------------------------------------------------------------
 
+    @on_all_ranks
     def begin_weight_update(
         self,
         *,
@@ -76,6 +79,7 @@ class WeightVerbs:
             self._deadline(timeout_s),
         )  # fmt: skip
 
+    @on_all_ranks
     def verify_weight_update(self, digests: Mapping[str, str]) -> None:
         """Compare everything the open session wrote with the sender's tensor roots, hex by name.
 
@@ -84,6 +88,7 @@ class WeightVerbs:
         """
         self.sessions.verify(digests)
 
+    @on_all_ranks
     def end_weight_update(self, *, weight_version: str | None = None) -> Commit:
         """Commit the open session: its version and digest are published and a KV epoch starts.
 
@@ -91,15 +96,18 @@ class WeightVerbs:
         """
         return self.sessions.end(weight_version)
 
+    @on_all_ranks
     def abort_weight_update(self, why: str = "asked for") -> None:
         """Give the open session up: every byte is what it was, or the weights are poisoned where nothing was kept."""
         self.sessions.abort(why)
 
+    @on_all_ranks
     def revert_weight_update(self) -> str:
         """Take the last commit back while what it overwrote is kept (until `release_weight_undo` or the next update);
         returns the version that stands again."""
         return self.sessions.revert()
 
+    @on_all_ranks
     def release_weight_undo(self) -> None:
         """The last commit stands: free what it overwrote."""
         self.sessions.release_undo()
@@ -111,13 +119,21 @@ class WeightVerbs:
         """
         if self.sessions.is_open:
             raise SessionError("a weight-update session is open: end it or give it up before generation continues")
-        self.sessions.commit_implicit()
+        self.commit_implicit_update()
+        if not self.engine.is_controller:  # the controller's generation continues
+            return ContinueReport(False, 0, 0)
         if (why := self.engine.refusal) is not None:
             raise SamplingRefused(f"generation cannot continue: {why}")
         return self.engine.continue_generation(op_id=op_id, timeout_s=timeout_s)
 
+    @on_all_ranks
+    def commit_implicit_update(self) -> None:
+        """Commit an implicit session, where one is open."""
+        self.sessions.commit_implicit()
+
     # -- over a process group ---------------------------------------------------------------------------------------
 
+    @on_all_ranks
     def init_weights_update_group(
         self,
         master_address: str,
@@ -130,19 +146,29 @@ class WeightVerbs:
         timeout_s: float | None = None,
     ) -> None:
         """Join a group as rank `rank_offset`; rank 0 is the sender. Blocks until all have joined, without holding the
-        engine up. Raises ValueError for a group that exists, TransferFailed when not all came in time."""
+        engine up. Raises ValueError for a group that exists, TransferFailed when not all came in time.
+
+        Of several ranks that hold the model each joins, at `rank_offset` and its place among them, and the engine runs
+        no step meanwhile.
+        """
         device = self.engine.model.device if backend == "nccl" else None
         # The frameworks send the port as text, too.
         rendezvous = Rendezvous(
-            master_address, int(master_port), rank_offset, world_size, group_name, backend,  # type: ignore[arg-type]
-            self._deadline(timeout_s), device,
+            master_address, int(master_port), rank_offset + self.replica.local_rank, world_size, group_name,
+            backend, self._deadline(timeout_s), device,  # type: ignore[arg-type]
         )  # fmt: skip
-        self.groups.init(rendezvous)
+        self.replica.together(
+            "init_weights_update_group",
+            lambda: self.groups.init(rendezvous),
+            lambda: self.groups.destroy(group_name),
+        )
 
+    @on_all_ranks
     def destroy_weights_update_group(self, group_name: str = GROUP_NAME) -> None:
         """Leave a group; ends a rendezvous that still waits. Raises ValueError for an unknown one."""
-        self.groups.destroy(group_name)
+        self.replica.together("destroy_weights_update_group", lambda: self.groups.destroy(group_name))
 
+    @on_all_ranks
     def update_weights_from_distributed(
         self,
         names: Sequence[str] | None = None,
@@ -195,6 +221,7 @@ class WeightVerbs:
 
     # -- by shared memory or CUDA IPC -------------------------------------------------------------------------------
 
+    @on_all_ranks
     def update_weights_from_tensor(
         self,
         serialized_named_tensors: Sequence[str] | None = None,
@@ -211,14 +238,14 @@ class WeightVerbs:
         """Take tensors from memory of this host; returns when the copy is complete and nothing refers to them any more.
 
         descriptions: what our own sender yields (`tensors.SharedMemorySender`), one entry for each rank of this
-        engine. serialized_named_tensors: the frameworks' pickled payload likewise, with load_format None, "direct" or
-        "flattened_bucket"; refused where the service's `allow_pickle` is off.
+        engine, or one that all of them read. serialized_named_tensors: the frameworks' pickled payload likewise, with
+        load_format None, "direct" or "flattened_bucket"; refused where the service's `allow_pickle` is off.
         """
         if (serialized_named_tensors is None) == (descriptions is None):
             raise ValueError("pass either serialized_named_tensors or descriptions")
         deadline = self._deadline(timeout_s)
         if descriptions is not None:
-            description = _only(descriptions, "descriptions")
+            description = self._own(descriptions, "descriptions")
 
             def receive(sink: Sink) -> Sequence[TensorSpec]:
                 if load_format != "delta":
@@ -231,7 +258,7 @@ class WeightVerbs:
                 packed, self._packed = self._packed, BufferSink()
                 return apply_stream(packed.buffers(), sink, check=delta_check, timeout_s=deadline)[0]
         else:
-            payload = _only(serialized_named_tensors or (), "serialized_named_tensors")
+            payload = self._own(serialized_named_tensors or (), "serialized_named_tensors")
 
             def receive(sink: Sink) -> Sequence[TensorSpec]:
                 config = self.config
@@ -254,14 +281,31 @@ class WeightVerbs:
         keep_running: bool = False,
         timeout_s: float | None = None,
     ) -> UpdateRecord:
-        """Copy tensors of this process, one at a time as the iterator yields them."""
+        """Copy tensors of this process, one at a time as the iterator yields them.
+
+        Ranks that share the model call this together, each with the same whole tensors, of which it keeps its part; an
+        iterator is drawn to its end, also where that fails, since gathering may be a collective. Raises ValueError
+        where the other ranks follow this one: they have no such tensors.
+        """
+        if self.replica.asks_followers:
+            raise ValueError("the other ranks follow this one: call update_weights_from_named_tensors on all of them")
+        tensors = named_tensors if isinstance(named_tensors, Sequence) else iter(named_tensors)
+
+        def receive(sink: Sink) -> Sequence[TensorSpec]:
+            try:
+                return _write_all(tensors, sink)
+            finally:
+                for _ in tensors if not self.replica.is_alone else ():
+                    pass
+
         return self._update(
-            "this process", lambda sink: _write_all(named_tensors, sink), weight_version, verify, abort_all_requests,
-            keep_running, self._deadline(timeout_s),
+            "this process", receive, weight_version, verify, abort_all_requests, keep_running,
+            self._deadline(timeout_s),
         )  # fmt: skip
 
     # -- from disk --------------------------------------------------------------------------------------------------
 
+    @on_all_ranks
     def update_weights_from_disk(
         self,
         model_path: str | Path,
@@ -299,7 +343,7 @@ class WeightVerbs:
         record = self._update(
             f"folder {path}", receive, weight_version, given, abort_all_requests, keep_running, deadline
         )
-        if keep_pause and not self.engine.is_paused:
+        if keep_pause and self.engine.is_controller and not self.engine.is_paused:
             self.engine.pause_generation("in_place")
         return record
 
@@ -321,25 +365,22 @@ class WeightVerbs:
         """The version that was committed last."""
         return self.engine.weight_version
 
+    @on_all_ranks
     def update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> None:
         """Label the weights: those of the open session, or else those that stand. Aborts everything unless told not
         to."""
-        if abort_all_requests:
+        if abort_all_requests and self.engine.is_controller:
             self.engine.abort_request(abort_all=True, message="the weight version changed")
-        self.sessions.name_version(new_version)
+        self.replica.together("update_weight_version", lambda: self.sessions.name_version(new_version))
 
+    @on_all_ranks
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[object]:
         """Values of a parameter as nested lists, each dimension cut to `truncate_size`. Raises ValueError for an
         unknown name."""
         self._check_resident()
         if truncate_size < 1:
             raise ValueError(f"truncate_size must be at least 1, not {truncate_size}")
-        tensors = dict(self.engine.resident_tensors())
-        tensor = tensors.get(self.engine.model.tied_names().get(name, name))
-        if tensor is None:
-            raise ValueError(f"no parameter is named {name!r}")
-        cut = tensor.detach()[tuple(slice(truncate_size) for _ in tensor.shape)]
-        return cut.to("cpu", torch.float32).tolist()
+        return self.sessions.full_value(name, truncate_size).to(torch.float32).tolist()
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
@@ -358,6 +399,13 @@ class WeightVerbs:
             source, receive, weight_version, verify, abort_all_requests, keep_running, timeout_s
         )
 
+    def _own(self, items: Sequence[object], what: str) -> object:
+        """This rank's entry, or the one that is for all ranks."""
+        num_ranks = self.replica.peers.num_ranks
+        if len(items) not in (1, num_ranks):
+            raise ValueError(f"{what} has {len(items)} entries, one for each rank: this engine has {num_ranks}")
+        return items[self.replica.local_rank if len(items) == num_ranks else 0]
+
     def _deadline(self, timeout_s: float | None) -> float:
         if timeout_s is not None and not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, not {timeout_s}")
@@ -369,13 +417,6 @@ class WeightVerbs:
 
 
 _FOREIGN = {None: receive_tensors, "flattened_bucket": receive_flattened_bucket}
-
-
-def _only(items: Sequence[object], what: str) -> object:
-    """The entry of this engine's one rank."""
-    if len(items) != 1:
-        raise ValueError(f"{what} has {len(items)} entries, one for each rank: this engine has 1")
-    return items[0]
 
 
 def _write_all(named_tensors: NamedTensors, sink: Sink) -> Sequence[TensorSpec]:

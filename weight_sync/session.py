@@ -31,7 +31,7 @@ NONE_OPEN = "no weight-update session is open; call begin_weight_update() first"
 MAX_NAMES_IN_STATE = 20
 LEASE_THREAD = "weight-update-lease"
 
-_COLLECTIVE = ("begin", "update", "verify", "commit", "revert")  # methods that begin with a vote of all ranks
+_COLLECTIVE = ("begin", "update", "verify", "commit", "rollback", "revert")  # methods in which all ranks vote
 _UNPROVEN = (
     "a delta changed tensors that are cut over ranks, where its own digests cannot be checked: give the digests of the "
     "result (verify=), or send it in a session and verify_weight_update"
@@ -128,10 +128,9 @@ class SessionManager:
     what a commit needs of other ranks; it may raise, then the session is rolled back. Of the manager's methods a
     callback may call `state` only.
 
-    peers: the other ranks of a model that is spread over several. Every method but `state`, `rollback`, `name_version`
-    and `release_undo` is then a collective, with PeerFailed for what failed elsewhere. on_lease_over: called in a
-    thread when the time of a session of several ranks is over, to give it up on all of them; without it the next call
-    does.
+    peers: the other ranks of a model that is spread over several. Every method but `state`, `name_version`, `close` and
+    `release_undo` is then a collective, with PeerFailed for what failed elsewhere. on_lease_over: called in a thread
+    when the time of a session of several ranks is over, to give it up on all of them; without it the next call does.
     A call waits at most its `timeout_s`, else `lock_timeout_s`, for another that is under way; then it raises
     SessionError and nothing changed.
     """
@@ -284,7 +283,8 @@ class SessionManager:
             try:
                 differing = self._not_as(digests, list(digests))
             except BaseException as error:
-                self._roll_back(session, f"verify: {error}")
+                if not self._peers.is_alone:  # a rank is gone, and with it what it held
+                    self._roll_back(session, f"verify: {error}")
                 raise
             session.verified |= {transaction.tensor_name(name) for name in digests}
             session.verified -= {transaction.tensor_name(name) for name in differing}
@@ -323,11 +323,22 @@ class SessionManager:
     def rollback(self, why: str = "asked for", timeout_s: float | None = None) -> None:
         """Give the open session up; or take note that it ended by itself. Raises SessionError where there was none."""
         with self._locked("rollback", timeout_s):
-            if self._session is None and self._lost is None:
-                raise SessionError(NONE_OPEN)
+
+            def give_up() -> None:
+                if self._session is None and self._lost is None:
+                    raise SessionError(NONE_OPEN)
+                if self._session is not None:
+                    self._roll_back(self._session, why)
+                self._lost = None
+
+            error = _error_of(give_up)  # first of all here: it needs nobody's consent
+            self._peers.vote("rollback", error).raise_if_any(error)
+
+    def close(self, why: str) -> None:
+        """Give an open session up on this rank, whatever the others do."""
+        with self._locked("close", None):
             if self._session is not None:
                 self._roll_back(self._session, why)
-            self._lost = None
 
     def revert(self, timeout_s: float | None = None) -> SessionRecord:
         """Take the last commit back and return its record; publishes nothing: the caller labels the old weights.
