@@ -134,3 +134,26 @@ def test_what_does_not_fit_is_named() -> None:
         invariant_linear(x, weight, method="fastest")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"not torch\.float64"):
         invariant_linear(x.double(), weight.double(), method="native")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_k_blocks_are_added_left_to_right_and_rounded_once(method):
+    generator = torch.Generator().manual_seed(5)
+    x, weight, bias = (torch.randn(s, generator=generator).to(torch.bfloat16) for s in ((7, 96), (40, 96), (40,)))
+    product = product_of(method)
+    expected = torch.zeros(7, 40)
+    for start in range(0, 96, 24):
+        block = slice(start, start + 24)
+        expected = expected + product(x[:, block].contiguous(), weight[:, block], None).float()
+    expected = (expected + bias.float()).to(torch.bfloat16)
+    assert torch.equal(invariant_linear(x, weight, bias, method=method, num_blocks=4), expected)
+    assert torch.equal(
+        invariant_linear(x, weight, bias, method=method, num_blocks=1), invariant_linear(x, weight, bias, method=method)
+    )
+
+
+def test_k_blocks_have_the_gradient_of_the_product():
+    generator = torch.Generator().manual_seed(6)
+    shapes = ((3, 8), (5, 8), (5,))
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+    assert torch.autograd.gradcheck(lambda *t: invariant_linear(*t, method="padded", num_blocks=4), tensors)
