@@ -75,7 +75,7 @@ def expected(service):
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_a_paused_request_goes_on_with_the_same_tokens(client, service, expected, mode):
+def test_a_paused_request_goes_on_with_the_same_tokens(client, service, expected, mode, until):
     asked = Asked(service.engine).begun()
     paused = client.post("/pause_generation", json={"mode": mode})
     assert paused.status_code == 200
@@ -84,7 +84,7 @@ def test_a_paused_request_goes_on_with_the_same_tokens(client, service, expected
     assert paused.json()["report"]["num_retracted"] == (mode == "retract")
     num_chunks = asked.num_chunks
     waiting = Asked(service.engine, [7, 8, 9], SamplingParams(max_new_tokens=2, ignore_eos=True))
-    _until(lambda: client.get("/state").json()["num_waiting"] == 1 + (mode == "retract"))
+    until(lambda: client.get("/state").json()["num_waiting"] == 1 + (mode == "retract"))
     flushed = client.get("/flush_cache")
     assert flushed.status_code == (200 if mode == "retract" else 400)
     assert asked.num_chunks - num_chunks <= 1 and waiting.num_chunks == 0  # one may have been on its way
@@ -117,12 +117,12 @@ def test_a_null_mode_is_the_default(client):
     assert client.post("/pause_generation", json={"mode": None, "unknown": [1]}).json()["mode"] == "abort"
 
 
-def test_a_pause_with_a_ttl_ends_by_itself_with_a_reason_in_the_log(client, service, caplog):
+def test_a_pause_with_a_ttl_ends_by_itself_with_a_reason_in_the_log(client, service, caplog, until):
     caplog.set_level(logging.WARNING)
     asked = Asked(service.engine).begun()
     client.post("/pause_generation", json={"mode": "in_place", "ttl": 0.3})
     assert 0 < client.get("/state").json()["pause_seconds_left"] <= 0.3
-    _until(lambda: not client.get("/state").json()["paused"])
+    until(lambda: not client.get("/state").json()["paused"])
     assert asked.result().finish_reason.type == "length"
     assert "the pause expired after 0.3 s (ttl): generation continues" in caplog.text
     assert client.get("/state").json()["pause_seconds_left"] is None
@@ -141,13 +141,13 @@ def test_the_last_pause_decides_whether_it_ends_by_itself(client, service):
         assert not lease.is_alive()
 
 
-def test_a_pause_that_expires_in_the_middle_of_an_update_waits_for_its_end(client, caplog):
+def test_a_pause_that_expires_in_the_middle_of_an_update_waits_for_its_end(client, caplog, until):
     client.post("/pause_generation", json={"mode": "retract", "ttl": 0.1})
     assert client.post("/begin_weight_update", json={}).status_code == 200
-    _until(lambda: "cannot continue: a weight-update session is open" in caplog.text)
+    until(lambda: "cannot continue: a weight-update session is open" in caplog.text)
     assert client.get("/state").json()["paused"]
     assert client.post("/end_weight_update", json={}).status_code == 200
-    _until(lambda: not client.get("/state").json()["paused"])
+    until(lambda: not client.get("/state").json()["paused"])
 
 
 # -- abort ------------------------------------------------------------------------------------------------------------
@@ -200,13 +200,13 @@ def test_a_flush_of_a_busy_engine_fails_at_once_or_after_its_time(client, servic
     assert asked.result().finish_reason.type == "length"
 
 
-def test_a_second_flush_while_one_waits_is_refused(client, service):
+def test_a_second_flush_while_one_waits_is_refused(client, service, until):
     asked = Asked(service.engine).begun()
     client.post("/pause_generation", json={"mode": "in_place"})
     answers = []
     first = threading.Thread(target=lambda: answers.append(client.get("/flush_cache", params={"timeout": 10})))
     first.start()
-    _until(lambda: "already in progress" in (again := client.get("/flush_cache")).text and again.status_code == 400)
+    until(lambda: "already in progress" in (again := client.get("/flush_cache")).text and again.status_code == 400)
     client.post("/abort_request", json={"abort_all": True})
     first.join(15)
     assert answers[0].status_code == 200
@@ -302,10 +302,3 @@ def test_a_profile_that_cannot_be_is_a_400_naming_the_field(client):
         answer = client.post("/start_profile", json={field: value})
         assert answer.status_code == 400 and field in answer.json()["message"]
     assert client.post("/stop_profile").status_code == 400
-
-
-def _until(condition, timeout_s: float = 10.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)

@@ -75,14 +75,16 @@ def test_health_waits_for_nobody_who_has_the_engine(client, service):
     holder.join()
 
 
-def test_health_is_bad_when_the_loop_has_failed_and_good_again_when_it_is_restarted(client, service, monkeypatch):
+def test_health_is_bad_when_the_loop_has_failed_and_good_again_when_it_is_restarted(
+    client, service, monkeypatch, until
+):
     def fail() -> None:
         raise RuntimeError("the device fell off the bus")
 
     monkeypatch.setattr(service.engine._core, "step", fail)
     with service.rollout():
         ids = service.engine.add([1, 2, 3])
-        _until(lambda: service.engine.failure is not None)
+        until(lambda: service.engine.failure is not None)
         assert not _healthy(client) and client.get("/ready").status_code == 503
         monkeypatch.undo()
         service.engine.start()
@@ -90,7 +92,7 @@ def test_health_is_bad_when_the_loop_has_failed_and_good_again_when_it_is_restar
         service.engine.abort_request(ids[0])
 
 
-def test_a_step_that_does_not_end_counts_as_a_loop_that_has_failed(service, monkeypatch):
+def test_a_step_that_does_not_end_counts_as_a_loop_that_has_failed(service, monkeypatch, until):
     release = threading.Event()
     step = service.engine._core.step
     monkeypatch.setattr(service.engine._core, "step", lambda: (release.wait(10), step()))
@@ -99,9 +101,9 @@ def test_a_step_that_does_not_end_counts_as_a_loop_that_has_failed(service, monk
         assert _healthy(client)
         with service.rollout():
             service.engine.add([1, 2, 3], SamplingParams(max_new_tokens=1))
-            _until(lambda: client.get("/health").status_code == 503)
+            until(lambda: client.get("/health").status_code == 503)
             release.set()
-            _until(lambda: client.get("/health").status_code == 200)
+            until(lambda: client.get("/health").status_code == 200)
 
 
 def test_health_is_bad_while_the_server_is_ending(client, server):
@@ -195,10 +197,3 @@ def test_reports_change_nothing(client, service):
     for path in ("/model_info", "/server_info", "/v1/models", "/v1/loads", "/state", "/get_weight_version", "/health"):
         assert client.get(path).status_code == 200
     assert service.state() == before
-
-
-def _until(condition, timeout_s: float = 10.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -96,10 +95,10 @@ class Worker:
         assert [triple[0] for triple in meta["output_token_logprobs"]] == pytest.approx(logprobs, abs=1e-4)
         assert meta["weight_version"] == version == self.version()
 
-    def drain(self) -> None:
+    def drain(self, until: Callable[..., None]) -> None:
         """slime's early stop: abort everything, and look at the loads until nothing is left."""
         self.post("/abort_request", {"abort_all": True})
-        _until(lambda: all(
+        until(lambda: all(
             load["num_running_reqs"] + load["num_waiting_reqs"] == 0
             for load in self.client.get("/v1/loads?include=core").json()["loads"]
         ))  # fmt: skip
@@ -235,14 +234,14 @@ def _slime_colocated_step(worker: Worker, trainer: Trainer, version: str) -> Non
 
 
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
-def test_slime_disaggregated(workers, trainer, load_format):
+def test_slime_disaggregated(workers, trainer, load_format, until):
     """5.0 and 5.3: two engines in one group, two groups at once, requests under way at the pause, a reconnect."""
     groups = [Group(workers, f"slime-pp_{stage}") for stage in range(2)]
     for version in ("11", "12", "13"):
         trainer.step()
         with ThreadPoolExecutor(4) as pool:
             asked = [pool.submit(worker.post, "/generate", LONG) for worker in workers for _ in range(2)]
-            _until(lambda: all(w.client.get("/v1/loads").json()["loads"][0]["num_running_reqs"] for w in workers))
+            until(lambda: all(w.client.get("/v1/loads").json()["loads"][0]["num_running_reqs"] for w in workers))
             for worker in workers:
                 worker.post("/pause_generation", {})
                 worker.flush()
@@ -262,12 +261,12 @@ def test_slime_disaggregated(workers, trainer, load_format):
     assert unknown.status_code == 400 and "does not exist" in unknown.json()["message"]
 
 
-def test_slime_early_stop_and_disk(workers, trainer, tmp_path):
+def test_slime_early_stop_and_disk(workers, trainer, tmp_path, until):
     """5.2 and 5.3: abort until the loads are zero, then a folder; the version is read before generation continues."""
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(workers[0].post, "/generate", LONG) for _ in range(4)]
-        _until(lambda: workers[0].client.get("/v1/loads").json()["loads"][0]["num_running_reqs"])
-        workers[0].drain()
+        until(lambda: workers[0].client.get("/v1/loads").json()["loads"][0]["num_running_reqs"])
+        workers[0].drain(until)
         assert {a["meta_info"]["finish_reason"]["type"] for a in _results(asked)} <= {"abort", "length"}
     trainer.step()
     trainer.model.save_pretrained(tmp_path / "weight_v000021")
@@ -285,14 +284,14 @@ def test_slime_early_stop_and_disk(workers, trainer, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
-def test_miles_disaggregated(workers, trainer, mode):
+def test_miles_disaggregated(workers, trainer, mode, until):
     """5.4: a session around the buckets, and requests that go on afterwards unless they are aborted."""
     group = Group(workers, "miles-pp_0")
     before = workers[0].version()
     trainer.step()
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(worker.post, "/generate", LONG) for worker in workers]
-        _until(lambda: all(w.client.get("/v1/loads").json()["loads"][0]["num_running_reqs"] for w in workers))
+        until(lambda: all(w.client.get("/v1/loads").json()["loads"][0]["num_running_reqs"] for w in workers))
         for worker in workers:
             worker.post("/pause_generation", {"mode": mode})
             if mode != "in_place":
@@ -342,15 +341,15 @@ def test_miles_colocated(workers, trainer):
         worker.check(trainer, version)
 
 
-def test_miles_fsdp(workers, trainer):
+def test_miles_fsdp(workers, trainer, until):
     """5.4, FSDP: pause and flush at the same time, and a flush after every bucket inside the session."""
     worker = workers[1]
     trainer.step()
     with ThreadPoolExecutor(3) as pool:
         asked = pool.submit(worker.post, "/generate", LONG)
-        _until(lambda: worker.client.get("/v1/loads").json()["loads"][0]["num_running_reqs"])
+        until(lambda: worker.client.get("/v1/loads").json()["loads"][0]["num_running_reqs"])
         paused = pool.submit(worker.post, "/pause_generation", {"mode": "retract"})
-        _until(lambda: worker.client.get("/flush_cache").status_code == 200)  # it retries up to a minute
+        until(lambda: worker.client.get("/flush_cache").status_code == 200)  # it retries up to a minute
         paused.result()
         worker.post("/begin_weight_update", {})
         for bucket in trainer.buckets():
@@ -423,10 +422,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 
 import httpx
 import pytest
@@ -190,7 +189,9 @@ def test_a_request_paused_in_place_goes_on_with_the_new_weights(client, service,
     assert [span.version for span in completion.weight_versions] == ["default", "2"]
 
 
-def test_two_updates_at_once_and_the_second_learns_the_age_of_the_first(server, client, service, trainer, tmp_path):
+def test_two_updates_at_once_and_the_second_learns_the_age_of_the_first(
+    server, client, service, trainer, tmp_path, until
+):
     trainer.save_pretrained(tmp_path / "new")
     engaged, release = threading.Event(), threading.Event()
     holder = threading.Thread(
@@ -203,7 +204,7 @@ def test_two_updates_at_once_and_the_second_learns_the_age_of_the_first(server, 
         target=lambda: answers.append(_post(client, "update_weights_from_disk", model_path=str(tmp_path / "new")))
     )
     first.start()  # it waits for the engine
-    _until(lambda: server.app.state.updates.age_s is not None)
+    until(lambda: server.app.state.updates.age_s is not None)
     said = _refused(client, "begin_weight_update", 409)
     assert said["in_progress"] == "update_weights_from_disk" and 0 <= said["age_s"] < 10
     assert client.get("/health").status_code == 200
@@ -424,7 +425,7 @@ def test_quantisation_hooks_are_accepted_and_do_nothing(client, service):
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_rendezvous_nobody_comes_to_fails_at_its_deadline_and_holds_nothing_up(client, service):
+def test_a_rendezvous_nobody_comes_to_fails_at_its_deadline_and_holds_nothing_up(client, service, until):
     group = {"master_address": "127.0.0.1", "master_port": str(_free_port()), "rank_offset": 1, "world_size": 2,
              "group_name": "slime-pp_0", "backend": "gloo"}  # fmt: skip
     answers = []
@@ -432,7 +433,7 @@ def test_a_rendezvous_nobody_comes_to_fails_at_its_deadline_and_holds_nothing_up
         target=lambda: answers.append(client.post("/init_weights_update_group", json=group | {"timeout_s": 1.5}))
     )
     thread.start()
-    _until(lambda: client.get("/state").json()["weight_groups"] == {"slime-pp_0": "joining"})
+    until(lambda: client.get("/state").json()["weight_groups"] == {"slime-pp_0": "joining"})
     [completion] = service.engine.generate([PROMPT], GREEDY)
     assert len(completion.token_ids) == 12 and client.get("/health").status_code == 200
     thread.join(20)
@@ -440,14 +441,14 @@ def test_a_rendezvous_nobody_comes_to_fails_at_its_deadline_and_holds_nothing_up
     assert client.get("/state").json()["weight_groups"] == {}
 
 
-def test_a_rendezvous_is_ended_by_destroy(client, service):
+def test_a_rendezvous_is_ended_by_destroy(client, service, until):
     group = {"master_address": "127.0.0.1", "master_port": _free_port(), "rank_offset": 1, "world_size": 2}
     answers = []
     thread = threading.Thread(
         target=lambda: answers.append(client.post("/init_weights_update_group", json=group | {"backend": "gloo"}))
     )
     thread.start()
-    _until(lambda: service.groups.state())
+    until(lambda: service.groups.state())
     _post(client, "destroy_weights_update_group")
     thread.join(10)
     assert answers[0].status_code == 400
@@ -457,10 +458,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _until(condition, timeout_s: float = 10.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)

@@ -70,6 +70,44 @@ async def run(request: Request, body: AdminBody, call: Callable[[float | None], 
     )
 
 
+async def run_update(request: Request, body: AdminBody, call: Callable[[float | None], T]) -> T:
+    """Run what writes weights: one at a time, Busy for a second, and where the module is a trainer's in a rollout
+    phase, for which it waits under its deadline."""
+    gate, service, verb = request.app.state.updates, service_of(request), request.scope["path"].lstrip("/")
+
+    def alone(seconds_left: float | None) -> T:
+        with gate.enter(verb), service.weights_turn(verb, seconds_left) as still_left:
+            return call(still_left)
+
+    return await run(request, body, alone)
+
+
+def verb(
+    router: APIRouter,
+    body: type[AdminBody],
+    *,
+    writes: bool = False,
+    reply: Callable[[Any], Response] | None = None,
+) -> Callable[[Callable[[RolloutService, Any, float | None], Any]], Endpoint]:
+    """Register `handler(service, body, seconds_left)`, which may block, as POST /<its name>.
+
+    writes: it writes weights, see `run_update`. reply: of what it returns; None: a triple with it as the report.
+    """
+
+    def register(handler: Callable[[RolloutService, Any, float | None], Any]) -> Endpoint:
+        async def answer(request: Request, body: AdminBody) -> Response:
+            if (skip := skipped(request, body)) is not None:
+                return skip
+            service = service_of(request)
+            report = await (run_update if writes else run)(request, body, lambda left: handler(service, body, left))
+            return reply(report) if reply is not None else triple("Success", report)
+
+        answer.__name__, answer.__doc__ = handler.__name__, handler.__doc__
+        return endpoint(router, f"/{handler.__name__}", body)(answer)
+
+    return register
+
+
 def skipped(request: Request, body: AdminBody) -> Response | None:
     """The answer of an engine that the body does not select by `stages` or `selector`; None: it does.
 

@@ -17,6 +17,7 @@ from . import (
     openai_api,
     profile,
     unsupported,
+    updates,
     verbs,
     weights,
 )
@@ -28,7 +29,20 @@ from .pause_lease import PauseLease
 from .profiler import Profiler
 from .traffic import Traffic, TrafficMiddleware
 
-ROUTERS = (generate, openai_api, info, control, weights, cache, profile, verbs, metrics, debug_page, unsupported)
+ROUTERS = (
+    generate,
+    openai_api,
+    info,
+    control,
+    weights,
+    updates,
+    cache,
+    profile,
+    verbs,
+    metrics,
+    debug_page,
+    unsupported,
+)
 
 
 def create_app(service: RolloutService, config: HttpConfig | None = None) -> FastAPI:

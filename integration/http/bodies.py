@@ -21,6 +21,7 @@ MAX_TIMEOUT_S = 7 * 86400.0
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 B = TypeVar("B", bound="Body")
 
 

@@ -24,7 +24,8 @@ router = APIRouter()
 CLIENT_GONE = Response(status_code=499)  # nobody reads it
 
 
-@router.api_route("/generate", methods=["POST", "PUT"], openapi_extra=describe(GenerateBody))
+@router.put("/generate", openapi_extra=describe(GenerateBody), operation_id="generate_put")
+@router.post("/generate", openapi_extra=describe(GenerateBody), operation_id="generate_post")
 async def generate(request: Request) -> Response:
     """Complete one prompt or several. An aborted request is answered too, with what it has."""
     received = time.monotonic()
