@@ -67,10 +67,12 @@ class GrpoTrainer:
         self._announce_step = announce_step
         self._reference: HostedModel | None = None
         if settings.kl_coefficient:
-            frozen = copy.deepcopy(hosted.module).requires_grad_(False).eval()  # before it is sharded
+            frozen = copy.deepcopy(hosted.trained_module).requires_grad_(False).eval()  # before it is sharded
             invariant = hosted.numerics.guarantee is not None
-            self._reference = HostedModel.adopt(frozen, dtype=None, device=None, invariant=invariant)
-        backend.wrap(hosted.module)
+            self._reference = HostedModel.adopt(
+                frozen, dtype=None, device=None, invariant=invariant, k_blocks=hosted.k_blocks
+            )
+        backend.wrap(hosted.trained_module)
 
     def update(self, samples: Sequence[Sample], step: int) -> TrainStats:
         """Learn from one step's samples (this rank's share of them). Every rank calls it together."""
@@ -80,7 +82,7 @@ class GrpoTrainer:
         factor = min(1.0, (step + 1) / self._settings.num_warmup_steps) if self._settings.num_warmup_steps else 1.0
         self.backend.set_learning_rate(self._settings.learning_rate * factor)
         gap = norm = 0.0
-        self._hosted.module.train()
+        self._hosted.trained_module.train()
         for epoch in range(self._settings.epochs_per_step):
             losses, epoch_gap = self._backward(batches, references, num_tokens)
             gap = epoch_gap if epoch == 0 else gap

@@ -107,6 +107,16 @@ class HostedModel:
         return self.division.mesh
 
     @property
+    def k_blocks(self) -> int:
+        """Blocks that the inputs of row-parallel layers are summed in: the trainer's number must be the same."""
+        return self.division.k_blocks
+
+    @property
+    def trained_module(self) -> PreTrainedModel:
+        """What `training_numerics` serves: the adopted module, whole, whatever this rank has of it itself."""
+        return self._trained.module
+
+    @property
     def shards(self) -> Mapping[str, Shard]:
         """Which part of which tensor this rank has, for every parameter and buffer of its stage."""
         return self.division.shards

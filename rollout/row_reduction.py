@@ -2,8 +2,10 @@
 
 What a row-parallel product costs, per layer, with M rows of N features: in invariant mode each rank receives
 k_blocks * (tp - 1) / tp * M * N elements (an all-gather of the partial products), otherwise about
-2 * (tp - 1) / tp * M * N (an all-reduce): k_blocks / 2 times as much. A dense layer has two such products. Everything
-travels in the activations' dtype.
+2 * (tp - 1) / tp * M * N (an all-reduce): k_blocks / 2 times as much. A layer has two such products. Everything travels
+in the activations' dtype. Example: 28 layers, N = 1024, bfloat16, tp = k_blocks = 2, M = 32 decode rows: 64 KiB a
+product and 3.5 MiB a step. Over gloo on one host such a sum took 0.7 ms instead of 0.3, and with 2048 rows 79 ms
+instead of 19: few rows pay for latency, many for gloo's slow all-gather.
 
 Letters: B K-blocks of the layer, M rows, N features.
 """

@@ -6,7 +6,7 @@ Filled from a folder of safetensors files, of which it reads its slices and noth
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def copy_part(source: PreTrainedModel, mesh: Mesh, k_blocks: int) -> Part:
     With DTensors a collective of the ranks that share them, one parameter after another.
     """
     parameters = dict(source.named_parameters(remove_duplicate=False))
-    part = build_part(copy.deepcopy(source.config), next(source.parameters()).dtype, mesh, k_blocks)
+    part = build_part(copy.deepcopy(source.config), next(source.parameters()).dtype, mesh, k_blocks, like=parameters)
     gathered = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
     shards = part.division.shards
     whole: dict[str, Tensor] = {}
@@ -83,9 +83,20 @@ def take(full: Tensor, shard: Shard) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=shard.dim)
 
 
-def build_part(config: PretrainedConfig, dtype: torch.dtype, mesh: Mesh, k_blocks: int) -> Part:
-    """The part without memory: every tensor on the meta device, whole still. Raises ValueError for what cannot be."""
+def build_part(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    mesh: Mesh,
+    k_blocks: int,
+    like: Mapping[str, Tensor] | None = None,
+) -> Part:
+    """The part without memory: every tensor on the meta device, whole still. Raises ValueError for what cannot be.
+
+    like: parameters whose dtypes it takes, where they are not all the same.
+    """
     module = _skeleton(config, dtype)
+    for name, parameter in module.named_parameters() if like else ():
+        parameter.data = parameter.data.to(like[name].dtype)
     if mesh.pp > 1 and (problems := stage_problems(module)):
         raise ValueError("; ".join(problems))
     layers = stage_layers(module.config.get_text_config(decoder=True).num_hidden_layers, mesh.pp, mesh.pp_rank)

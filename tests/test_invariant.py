@@ -10,6 +10,7 @@ from lockstep.kernels.invariant import (
     MAX_SHAPES,
     MAX_WEIGHTS,
     Candidate,
+    Cut,
     default_candidates,
     first_difference,
     representative_shapes,
@@ -96,3 +97,34 @@ def test_the_shapes_tried_are_few_small_and_hold_both_ends() -> None:
 def test_shapes_that_are_none_are_named() -> None:
     with pytest.raises(ValueError, match=r"\(0, 5\)"):
         self_test([(4, 4), (0, 5)], torch.float32, CPU)
+
+
+def product_that_knows_the_width(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Invariant in its rows, but off by about an ulp in layers of few columns."""
+    return row_product(x, weight, bias) * (1 + 2e-7 * (weight.shape[0] < 64))
+
+
+def product_that_knows_its_strides(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Invariant in its rows, but off by about an ulp where the weight is a view into a wider one."""
+    return row_product(x, weight, bias) * (1 + 2e-7 * (weight.stride(0) > weight.shape[1]))
+
+
+@pytest.mark.parametrize(
+    ("product", "cut", "what"),
+    [
+        (product_that_knows_the_width, Cut(96, 64, "columns", 2), "columns of rank 0 of 2 differ"),
+        (product_that_knows_its_strides, Cut(96, 64, "blocks", 4), "a block of rank 0 of 2 differs"),
+    ],
+)
+def test_a_product_that_a_rank_would_compute_otherwise_is_refused(product, cut: Cut, what: str) -> None:
+    candidates = [Candidate("padded", 4, product), Candidate("rows", 1, row_product)]
+    assert self_test([(96, 64)], torch.float32, CPU, candidates).linear == "padded"
+    guarantee = self_test([(96, 64)], torch.float32, CPU, candidates, cuts=[cut])
+    assert guarantee.linear == "rows" and guarantee.invariant and what in guarantee.reason
+
+
+def test_cuts_are_part_of_what_an_answer_is_remembered_for() -> None:
+    cuts = [Cut(96, 64, "columns", 4), Cut(64, 96, "blocks", 4)]
+    guarantee = self_test(SHAPES, torch.bfloat16, CPU, cuts=cuts)
+    assert "2 cuts of layers" in guarantee.reason and guarantee is self_test(SHAPES, torch.bfloat16, CPU, cuts=cuts)
+    assert guarantee is not self_test(SHAPES, torch.bfloat16, CPU)
