@@ -18,6 +18,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from ..rollout.engine import Engine
 from ..weight_sync.peers import PeerFailed, Peers
 
+_NUM_WAITS = 4  # of a verb, for other ranks or its sender, each under a deadline of its own
 P, T = ParamSpec("P"), TypeVar("T")
 
 
@@ -35,10 +36,13 @@ def plain(value: object) -> object:
 class Replica:
     """The ranks of one engine. With one rank there is nobody to ask, and a verb just runs."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, timeout_s: float) -> None:
+        """timeout_s: how long ranks wait for each other, who may be receiving."""
         self._engine, self._ranks = engine, engine.ranks
+        self._timeout_s = max(timeout_s, engine.ranks.timeout_s)
         mesh = engine.ranks.mesh
-        self.peers = Peers(mesh.local_rank, mesh.num_ranks, engine.ranks.gather_json)
+        exchange = functools.partial(engine.ranks.gather_json, timeout_s=self._timeout_s)
+        self.peers = Peers(mesh.local_rank, mesh.num_ranks, exchange)
         self._here = threading.local()  # .in_verb: this thread runs a verb for all ranks; .results: of its last one
 
     @property
@@ -51,9 +55,10 @@ class Replica:
 
     @property
     def asks_followers(self) -> bool:
-        """Whether a verb that is called here has to be brought to the other ranks: they follow this one."""
+        """Whether a verb that is called here has to be brought to the other ranks: they follow this one, instead of
+        calling it themselves. Waits until they did one or the other."""
         is_asked = getattr(self._here, "in_verb", False) or not self._engine.is_controller
-        return not (self.is_alone or is_asked) and bool(self._ranks.present)
+        return not (self.is_alone or is_asked) and self._ranks.are_following(self._ranks.timeout_s)
 
     def take_results(self) -> list[dict[str, object]]:
         """What each rank said to the last verb that this thread brought to all of them, once; none where none was."""
@@ -85,7 +90,7 @@ class Replica:
         here = self._here
         here.error = here.value = None
         found = self._engine.between_steps(
-            verb, lambda: self._ranks.run_everywhere(verb, plain(arguments))  # type: ignore[arg-type]
+            verb, lambda: self._ranks.run_everywhere(verb, plain(arguments), _NUM_WAITS * self._timeout_s)
         )
         here.results = [result.as_dict() for result in found]
         failures = {result.rank: f"{result.error}: {result.message}" for result in found if not result.success}

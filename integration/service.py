@@ -53,7 +53,7 @@ class RolloutService(WeightVerbs):
         self.engine = engine
         self.config = config or ServiceConfig()
         self.groups = GroupRegistry()
-        self.replica = Replica(engine)
+        self.replica = Replica(engine, self.config.weight_timeout_s)
         self.sessions = WeightSessions(
             engine, self.config.weight_timeout_s, self.replica, self.commit_implicit_update
         )  # fmt: skip
@@ -142,6 +142,8 @@ class RolloutService(WeightVerbs):
         """
         if digest not in ("now", "later"):
             raise ValueError(f'digest must be "now" or "later", not {digest!r}')
+        if self.replica.asks_followers:
+            raise ValueError("the other ranks follow this one: call commit_in_place on all of them")
 
         def plan() -> ShardSync | None:
             if self._torn is not None:
@@ -211,6 +213,7 @@ class RolloutService(WeightVerbs):
             "owes_digest": self.sessions.owes_digest,
             "weight_update": self.sessions.state(),
             "weight_groups": self.groups.state(),
+            "num_ranks": self.replica.peers.num_ranks,
         }
 
     @on_all_ranks

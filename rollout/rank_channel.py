@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _NUM_UNREAD = 256  # messages that a follower has not read, before the controller waits for it
 _TELL_EVERY = 32  # messages
+_ANNOUNCE_S = 8.0  # for telling everybody of a loss
 VERB_TIMEOUT_S = 300.0
 
 
@@ -59,6 +60,7 @@ class RankChannel:
         self._said_goodbye: set[int] = set()
         self._num_collectives = self._num_verbs = 0
         self._is_closed = False
+        self._announced = threading.Event()  # everybody was told of the loss
         self._peers: list[int] = []
         if mesh.replica_group is not None:
             self._peers = list(range(1, mesh.num_ranks)) if mesh.is_controller else [0]
@@ -183,7 +185,7 @@ class RankChannel:
             if self._wait(lambda: len(self._mail.get(key, ())) >= len(ranks), timeout_s):
                 return self._mail.pop(key)
             missing = [rank for rank in ranks if rank not in self._mail.get(key, ())]
-        raise self.watch.explain(missing, f"{blame} in {timeout_s:g} s").error()
+        raise self.explain(missing, f"{blame} in {timeout_s:g} s")
 
     def await_step(self, step: int, sampling_rank: int) -> Message:
         """At the controller: the results of a step, or the news that it failed on some rank. Raises RankFailure."""
@@ -192,7 +194,7 @@ class RankChannel:
             if self._wait(lambda: any(key in self._mail for key in keys), self.timeout_s):
                 found = next(self._mail.pop(key) for key in keys if key in self._mail)
                 return next(iter(found.values()))
-        raise self.watch.explain([sampling_rank], f"gave no results in {self.timeout_s:g} s").error()
+        raise self.explain([sampling_rank], f"gave no results in {self.timeout_s:g} s")
 
     def abandon_step(self, step: int) -> None:
         """At the controller: whatever comes of this step is dropped."""
@@ -214,21 +216,44 @@ class RankChannel:
             missing = [rank for rank in self._peers if rank not in self.present]
         what = f"did not come to follow in {timeout_s:g} s"
         if late is RankFailure:
-            raise self.watch.explain(missing, what).error()
+            raise self.explain(missing, what)
         names = " and ".join(self.watch.describe(rank) for rank in missing)
         raise late(f"{names} {what}: in no call of the engine now")
+
+    def are_following(self, timeout_s: float) -> bool:
+        """At the controller: whether the followers follow, or else have come to the next collective by themselves;
+        waits until they did one or the other. Raises RankFailure, and DeadlineExceeded where some do neither."""
+        here = (Kind.SAYS, self._num_collectives + 1)
+        if not self._peers:
+            return False
+        with self.watch.phase("waiting for ranks"), self._changed:
+            if not self._wait(lambda: len(self.present) == len(self._peers) or here in self._mail, timeout_s):
+                missing = [self.watch.describe(rank) for rank in self._peers if rank not in self.present]
+                raise DeadlineExceeded(
+                    f"{' and '.join(missing)} came neither to follow nor to the same call in {timeout_s:g} s"
+                )
+            return here not in self._mail
 
     # -- loss -------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raises RankFailure where the replica is lost."""
         if self._peers and self.watch.failure is not None:
-            raise self.watch.failure.error()
+            raise self._error(self.watch.failure)
 
     def lose(self, ranks: list[int], what: str) -> RankFailure:
         """These local ranks are to blame for the loss of the replica; returns the error to raise, with its first
         cause."""
-        return self.watch.post(self.watch.cause(ranks, what)).error()
+        return self._error(self.watch.post(self.watch.cause(ranks, what)))
+
+    def explain(self, suspects: list[int], what: str) -> RankFailure:
+        """This rank waited in vain; returns the error to raise (see `RankWatch.explain`)."""
+        return self._error(self.watch.explain(suspects, what))
+
+    def _error(self, cause: Cause) -> RankFailure:
+        # Whoever gets this may end the process, and with it the store: the others are told before.
+        self._announced.wait(_ANNOUNCE_S)
+        return cause.error()
 
     def await_close(self) -> None:
         """At a follower: return when the controller closes the engine, or after the timeout. Drops other messages."""
@@ -262,7 +287,7 @@ class RankChannel:
             if left_s <= 0:
                 return False
             if not self._changed.wait(left_s) and (cause := self.watch.silent_store()) is not None:
-                raise self.watch.settle(cause).error()
+                raise self._error(self.watch.settle(cause))
         return True
 
     def _await_answers(self, number: int, timeout_s: float) -> Message:
@@ -274,13 +299,13 @@ class RankChannel:
             # A moment longer than the controller, who knows for whom it waits.
             if self._wait(lambda: place() is not None, timeout_s + self.timeout_s / 4):
                 return self._take(place() or 0)
-        raise self.watch.explain([0], f"brought no vote of the ranks to its end in {timeout_s:g} s").error()
+        raise self.explain([0], f"brought no vote of the ranks to its end in {timeout_s:g} s")
 
     def _await_room(self, rank: int) -> None:
         with self._changed:
             if self._wait(lambda: self._wire.num_unread(rank) < _NUM_UNREAD, self.timeout_s):
                 return
-        raise self.watch.explain([rank], f"left {_NUM_UNREAD} messages unread for {self.timeout_s:g} s").error()
+        raise self.explain([rank], f"left {_NUM_UNREAD} messages unread for {self.timeout_s:g} s")
 
     def _take(self, place: int) -> Message:
         message = self._inbox[place]
@@ -325,13 +350,14 @@ class RankChannel:
     def _on_failure(self, cause: Cause) -> None:
         """The replica is lost: wake whoever waits, and at the controller tell those who cannot read the store."""
         logger.error("the replica is lost: %s", cause.why)
-        with self._changed:
-            self._changed.notify_all()
         for rank in self._peers if self.mesh.is_controller and not self._is_closed else ():
             if self.mesh.plan.replica(self.mesh.rank)[rank] not in cause.ranks:
                 try:
-                    self._wire.send(rank, Kind.LOST, 0, json.dumps(asdict(cause)).encode())
+                    self._wire.send_out(rank, Kind.LOST, json.dumps(asdict(cause)).encode(), _ANNOUNCE_S / 4)
                 except RuntimeError as error:  # it is gone too
                     logger.debug("cannot tell local rank %d: %s", rank, error)
+        self._announced.set()
+        with self._changed:
+            self._changed.notify_all()
         for listener in self.on_loss:
             listener()

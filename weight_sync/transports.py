@@ -220,12 +220,14 @@ class _Member:
 
 
 def _members_of(targets: Sequence[Target], timeout_s: float) -> tuple[_Member, ...]:
-    """How many ranks each target takes: one, or a router's those of its workers. Raises as `raise_failures`."""
+    """How many ranks each target takes: those that hold its model, or a router's those of its workers. Raises as
+    `raise_failures`."""
     found: dict[str, _Member] = {}
 
     def ask(target: Target) -> None:
-        engines = target.call("state", timeout_s=timeout_s).get("members")
-        found[target.name] = _Member(target.name)
+        state = target.call("state", timeout_s=timeout_s)
+        engines = state.get("members")
+        found[target.name] = _Member(target.name, int(state.get("num_ranks", 1)))  # type: ignore[call-overload]
         if isinstance(engines, list):
             found[target.name] = _Member(target.name, sum(one["num_ranks"] for one in engines), repr(engines))
 
