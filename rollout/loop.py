@@ -98,14 +98,15 @@ class Loop:
         return self._scheduler.has_work or bool(self._flights) or self._landed is not None
 
     def step(self) -> None:
-        """Launch one step, and land the oldest one where as many are in the air as there are stages, or where nobody
-        can run before it has landed.
+        """Put as many steps in the air as there are stages, as far as somebody can run, and land the oldest.
 
-        When a step fails its error is raised; everybody in the air waits again, and what is in the air is dropped.
+        When a step fails its error is raised; what is in the air is dropped, and everybody in it waits again.
         """
         if self._overlap:
             self._step_ahead()
-        elif not self._launch(self._schedule()) or len(self._flights) == self._runner.num_stages:
+        else:
+            while len(self._flights) < self._runner.num_stages and self._launch(self._schedule()):
+                pass
             self._land()
             self._deliver()
         if not self.has_work:

@@ -21,7 +21,11 @@ from lockstep.rollout.sampling_params import SamplingParams
 
 MODES = ("abort", "retract", "in_place")
 PATIENCE = 30.0  # seconds that nothing here comes near
-OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+# How an engine runs its steps: one after another, one planned while another runs, or several in the air.
+WAYS: dict[str, dict[str, object]] = {
+    "plain": {}, "overlap": {"overlap": True}, "2 stages": {"stages": 2}, "4 stages": {"stages": 4},
+}  # fmt: skip
+WAY = pytest.mark.parametrize("way", ["plain", "overlap", "2 stages"])
 
 
 @pytest.fixture(autouse=True)
@@ -30,13 +34,15 @@ def _one_thread(restore_threads):
 
 
 @pytest.fixture
-def make_engine(make_model):
-    """Engines in their rollout phase, whose end would wait for the step in flight, until the test is over."""
+def make_engine(make_model, in_stages):
+    """Engines in their rollout phase, whose end would wait for the steps in flight, until the test is over."""
     with ExitStack() as phases:
 
-        def make(**config: object) -> Engine:
+        def make(stages: int = 1, **config: object) -> Engine:
+            in_stages(stages)
             settings = {"kv_cache": "32 blocks", "max_num_seqs": 3, "max_num_batched_tokens": 256, **config}
             engine = Engine(make_model("qwen3").train(), EngineConfig(**settings))
+            phases.callback(engine._core._runner.close)
             phases.enter_context(engine.model.rollout_phase())
             return engine
 
@@ -180,7 +186,8 @@ def pause_and_continue(mode: str, reports: list[PauseReport]) -> Callable[[ByHan
         assert (report.num_running == 0) or mode == "in_place"
         assert (report.num_retracted == 0) or mode == "retract"
         assert (report.num_aborted == 0) or mode == "abort"
-        assert not finished or engine.config.overlap  # by the step that was under way
+        is_in_flight = engine.config.overlap or engine._core._runner.num_stages > 1
+        assert not finished or is_in_flight  # by the steps that were under way
         assert (state["num_held_blocks"] == 0) or mode == "in_place"
         run.step_of_nothing()
         again = engine.continue_generation()
@@ -192,24 +199,27 @@ def pause_and_continue(mode: str, reports: list[PauseReport]) -> Callable[[ByHan
     return interrupt
 
 
-# Any two values of two settings meet in one of these; the rest of the product is slow.
+# Any two values of two settings meet in one of these; the rest of the product is slow. Of stages there are a few rows.
 QUICK = {
-    (16, 7, False, 0.0), (16, 16, False, 1.0), (16, 128, True, 0.0),
-    (64, 7, True, 1.0), (64, 16, True, 0.0), (64, 128, False, 1.0),
+    (16, 7, "plain", 0.0), (16, 16, "plain", 1.0), (16, 128, "overlap", 0.0),
+    (64, 7, "overlap", 1.0), (64, 16, "overlap", 0.0), (64, 128, "plain", 1.0), (16, 7, "2 stages", 1.0),
 }  # fmt: skip
 TABLE = [
     pytest.param(
         *row,
-        id="block{}-chunk{}-{}-t{:.0f}".format(*row[:2], "overlap" if row[2] else "plain", row[3]),
+        id="block{}-chunk{}-{}-t{:.0f}".format(*row),
         marks=[] if row in QUICK else [pytest.mark.slow],
     )
-    for row in itertools.product((16, 64), (7, 16, 128), (False, True), (0.0, 1.0))
+    for row in (
+        *itertools.product((16, 64), (7, 16, 128), ("plain", "overlap"), (0.0, 1.0)),
+        (16, 7, "2 stages", 1.0), (64, 16, "2 stages", 0.0), (16, 128, "2 stages", 1.0), (16, 7, "4 stages", 0.0),
+    )
 ]
 
 
-@pytest.mark.parametrize(("block_size", "chunk", "overlap", "temperature"), TABLE)
-def test_pausing_before_any_step_in_any_mode_changes_no_bit(make_engine, block_size, chunk, overlap, temperature):
-    engine = make_engine(block_size=block_size, chunked_prefill_size=chunk, overlap=overlap)
+@pytest.mark.parametrize(("block_size", "chunk", "way", "temperature"), TABLE)
+def test_pausing_before_any_step_in_any_mode_changes_no_bit(make_engine, block_size, chunk, way, temperature):
+    engine = make_engine(block_size=block_size, chunked_prefill_size=chunk, **WAYS[way])
     whole, num_steps = play(engine, temperature)
     assert [c.num_completion_tokens for c in whole] == [a.num_new for a in SCRIPT] and num_steps >= 15
     reports: list[PauseReport] = []
@@ -225,18 +235,18 @@ def test_pausing_before_any_step_in_any_mode_changes_no_bit(make_engine, block_s
     assert {1, 2, 3} <= {report.num_running for report in reports}
 
 
-@OVERLAP
-def test_blocks_chunks_and_overlap_change_no_bit_without_a_pause(make_engine, overlap):
+@WAY
+def test_blocks_chunks_and_overlap_change_no_bit_without_a_pause(make_engine, way):
     [plain, _] = play(make_engine(), 1.0)
     for block_size, chunk in itertools.product((16, 64), (1, 7, 16, None)):
-        answers, _ = play(make_engine(block_size=block_size, chunked_prefill_size=chunk, overlap=overlap), 1.0)
+        answers, _ = play(make_engine(block_size=block_size, chunked_prefill_size=chunk, **WAYS[way]), 1.0)
         assert list(map(outcome, answers)) == list(map(outcome, plain))
 
 
-@OVERLAP
-def test_pausing_around_a_stop_token_changes_no_bit(make_engine, overlap):
+@WAY
+def test_pausing_around_a_stop_token_changes_no_bit(make_engine, way):
     """A stop is known only when its step is done: with overlap the next one has been scheduled by then."""
-    engine = make_engine(overlap=overlap)
+    engine = make_engine(**WAYS[way])
     [free] = engine.generate([1, 2, 3], params(4, 12))
     stop = {"stop_token_ids": [free.token_ids[5]]}
     num_tokens = free.token_ids.index(free.token_ids[5]) + 1
@@ -260,10 +270,10 @@ def test_pausing_around_a_stop_token_changes_no_bit(make_engine, overlap):
 # -- order and moment ------------------------------------------------------------------------------
 
 
-@OVERLAP
+@pytest.mark.parametrize("way", ["plain", "overlap", pytest.param("2 stages", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("between", ["nothing", "continue", "continue and step", "twice continue"])
-def test_any_mode_may_follow_any_other(make_engine, overlap, between):
-    engine = make_engine(overlap=overlap, chunked_prefill_size=7)
+def test_any_mode_may_follow_any_other(make_engine, way, between):
+    engine = make_engine(**WAYS[way], chunked_prefill_size=7)
     whole, _ = play(engine, 1.0)
     for first, second, at in itertools.product(MODES, MODES, (0, 2, 5, 8)):
 
@@ -310,10 +320,10 @@ def test_the_same_pause_twice_does_nothing_the_second_time(make_engine, mode):
     assert first == PauseReport(mode, *expected[mode])
 
 
-@OVERLAP
+@WAY
 @pytest.mark.parametrize("mode", MODES)
-def test_idle_engine_can_be_paused_and_continued(make_engine, mode, overlap):
-    engine = make_engine(overlap=overlap)
+def test_idle_engine_can_be_paused_and_continued(make_engine, mode, way):
+    engine = make_engine(**WAYS[way])
     report = engine.continue_generation()
     assert (report.was_paused, report.num_running, report.num_waiting) == (False, 0, 0)
     assert engine.pause_generation(mode) == PauseReport(mode, 0, 0, 0, 0)
@@ -335,9 +345,9 @@ def test_the_default_mode_retracts(make_engine):
     assert make_engine().pause_generation().mode == "retract"
 
 
-@OVERLAP
-def test_pausing_right_before_a_finish_lets_it_finish_once(make_engine, overlap):
-    engine = make_engine(overlap=overlap)
+@WAY
+def test_pausing_right_before_a_finish_lets_it_finish_once(make_engine, way):
+    engine = make_engine(**WAYS[way])
     [whole] = engine.generate([1, 2, 3], params(0, 5))
     for at, mode in itertools.product((3, 4, 5), ("retract", "in_place")):
         run = ByHand(engine)
@@ -350,9 +360,9 @@ def test_pausing_right_before_a_finish_lets_it_finish_once(make_engine, overlap)
         assert outcome(answer) == outcome(whole)
 
 
-@OVERLAP
-def test_in_place_then_abort_finishes_promptly_without_another_forward(make_engine, overlap):
-    engine = make_engine(overlap=overlap, chunked_prefill_size=7)
+@WAY
+def test_in_place_then_abort_finishes_promptly_without_another_forward(make_engine, way):
+    engine = make_engine(**WAYS[way], chunked_prefill_size=7)
     whole, _ = play(engine, 1.0)
 
     def interrupt(run: ByHand) -> None:
@@ -399,10 +409,10 @@ def test_in_place_then_abort_answers_a_caller_that_waits_on_another_thread(make_
 # -- while paused ----------------------------------------------------------------------------------
 
 
-@OVERLAP
+@WAY
 @pytest.mark.parametrize("mode", MODES)
-def test_request_that_arrives_while_paused_queues_and_can_be_aborted(make_engine, mode, overlap):
-    engine = make_engine(overlap=overlap)
+def test_request_that_arrives_while_paused_queues_and_can_be_aborted(make_engine, mode, way):
+    engine = make_engine(**WAYS[way])
     [alone] = engine.generate([7, 8, 9], params(3))
     engine.flush_cache()
     run = ByHand(engine)
@@ -492,10 +502,10 @@ def oversubscribe(engine: Engine) -> tuple[ByHand, list[Completion]]:
     return run, whole
 
 
-@OVERLAP
+@WAY
 @pytest.mark.parametrize("mode", ["abort", "retract"])
-def test_flush_empties_the_pool_however_many_wait(make_engine, mode, overlap):
-    engine = make_engine(overlap=overlap)
+def test_flush_empties_the_pool_however_many_wait(make_engine, mode, way):
+    engine = make_engine(**WAYS[way])
     fresh = engine.state()
     run, whole = oversubscribe(engine)
     num_free = engine.state()["num_free_blocks"]
@@ -516,9 +526,9 @@ def test_flush_empties_the_pool_however_many_wait(make_engine, mode, overlap):
         assert (answer.finish_reason.type == "abort") is (mode == "abort" and answer.token_ids != expected.token_ids)
 
 
-@OVERLAP
-def test_flush_under_an_in_place_pause_is_refused_while_sequences_hold_blocks(make_engine, overlap):
-    engine = make_engine(overlap=overlap)
+@WAY
+def test_flush_under_an_in_place_pause_is_refused_while_sequences_hold_blocks(make_engine, way):
+    engine = make_engine(**WAYS[way])
     run, whole = oversubscribe(engine)
     report = engine.pause_generation("in_place")
     before = engine.state()
@@ -575,10 +585,10 @@ def trainer_logprobs(engine: Engine, completion: Completion) -> list[float]:
     return scaled_logprobs(logits, 1.0).gather(-1, ids[0, 1:, None])[completion.num_prompt_tokens - 1 :, 0].tolist()
 
 
-@OVERLAP
+@WAY
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_tokens_after_a_commit_under_a_pause_carry_its_version(make_engine, mode, overlap):
-    engine = make_engine(overlap=overlap)
+def test_tokens_after_a_commit_under_a_pause_carry_its_version(make_engine, mode, way):
+    engine = make_engine(**WAYS[way])
     engine.commit_weights("v1", None)
     run, prompt = ByHand(engine), [(5 * i) % 250 for i in range(40)]
     run.add(prompt, params(0, 12))
@@ -600,9 +610,9 @@ def test_tokens_after_a_commit_under_a_pause_carry_its_version(make_engine, mode
     assert list(answer.logprobs[: old.end]) != on_new_weights[: old.end]
 
 
-@OVERLAP
-def test_kv_that_older_weights_computed_never_matches_though_its_sequence_ran_on(make_engine, overlap):
-    engine = make_engine(overlap=overlap)
+@WAY
+def test_kv_that_older_weights_computed_never_matches_though_its_sequence_ran_on(make_engine, way):
+    engine = make_engine(**WAYS[way])
     run, prompt = ByHand(engine), [(5 * i) % 250 for i in range(40)]
     engine.generate(prompt, params(0))  # in the cache
     run.add(prompt, params(1, 20))
@@ -626,11 +636,11 @@ def test_kv_that_older_weights_computed_never_matches_though_its_sequence_ran_on
 # -- a pool too small for its load -----------------------------------------------------------------
 
 
-@OVERLAP
-def test_pool_for_8_of_64_requests_answers_what_an_ample_one_does(make_engine, overlap):
+@WAY
+def test_pool_for_8_of_64_requests_answers_what_an_ample_one_does(make_engine, way):
     load = [[(i * j + j) % 250 for j in range(20 + i % 7)] for i in range(64)]
     settings = [params(i, 22 - i % 7) for i in range(64)]  # 42 tokens each: 3 blocks
-    config = {"max_num_seqs": 64, "overlap": overlap}
+    config = {"max_num_seqs": 64, **WAYS[way]}
     ample = make_engine(kv_cache="400 blocks", **config)
     whole = ample.generate(load, settings)
     assert ample.metrics.num_retractions == 0
@@ -650,9 +660,9 @@ def test_pool_for_8_of_64_requests_answers_what_an_ample_one_does(make_engine, o
     assert most >= 6  # it did not get by with one at a time
 
 
-@OVERLAP
-def test_retractions_are_counted_per_request_and_change_nothing(make_engine, overlap):
-    engine = make_engine(overlap=overlap)
+@WAY
+def test_retractions_are_counted_per_request_and_change_nothing(make_engine, way):
+    engine = make_engine(**WAYS[way])
     whole, _ = play(engine, 1.0)
     for num_pauses in (1, 2, 3):
 

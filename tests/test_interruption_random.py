@@ -51,7 +51,7 @@ def make_engine(overlap: bool) -> Engine:
         overlap=overlap, pin_budget=1.0,
     )
     engine = Engine(tiny_model(), config)
-    engine.model.rollout_phase().__enter__()  # for good: its end would wait for the step in flight
+    engine.model.rollout_phase().__enter__()  # for good: its end would wait for the steps in flight
     return engine
 
 
@@ -188,8 +188,9 @@ class Trace:
     def check_replay(self) -> None:
         """Fresh managers that are fed the log stand where the engine's stand."""
         engine = self.engine
-        controller = EngineSequenceManager(engine.eos_token_ids, engine.max_model_len)
-        worker = WorkerSequenceManager()
+        num_stages = engine._core._runner.num_stages
+        controller = EngineSequenceManager(engine.eos_token_ids, engine.max_model_len, num_stages)
+        worker = WorkerSequenceManager(num_stages)
         for manager in (controller, worker):
             replay(engine.log_events, manager)
         assert controller.state_hash() == engine._core.sequences.state_hash()
@@ -206,10 +207,11 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize(("seed", "overlap"), [
-    pytest.param(seed, seed % 2 == 1, marks=pytest.mark.slow) for seed in range(7)
-])
-def test_ten_thousand_random_events_lose_nothing(seed, overlap):
+@pytest.mark.parametrize(("seed", "overlap", "num_stages"), [
+    pytest.param(seed, seed % 2 == 1, 1, marks=pytest.mark.slow) for seed in range(7)
+] + [pytest.param(seed, False, num_stages, marks=pytest.mark.slow) for seed, num_stages in ((7, 2), (8, 2), (9, 4))])
+def test_ten_thousand_random_events_lose_nothing(in_stages, seed, overlap, num_stages):
+    in_stages(num_stages)
     trace, dice = Trace(overlap), random.Random(seed)
     names = dice.choices(list(WEIGHTS), list(WEIGHTS.values()), k=10_000)
     num_replayed = 0
@@ -226,9 +228,13 @@ def test_ten_thousand_random_events_lose_nothing(seed, overlap):
     assert set(trace.answers) == {"length", "abort", "ignored"} and min(trace.answers.values()) > 10, trace.answers
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
-def test_short_traces_that_shrink(overlap):
+@pytest.mark.parametrize(
+    ("overlap", "num_stages"), [(False, 1), (True, 1), (False, 2), (False, 3)],
+    ids=["plain", "overlap", "2 stages", "3 stages"],
+)  # fmt: skip
+def test_short_traces_that_shrink(in_stages, overlap, num_stages):
     """As above, with traces that hypothesis makes: a failing one is cut down to the few events that matter."""
+    in_stages(num_stages)
     trace = Trace(overlap)
 
     @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
