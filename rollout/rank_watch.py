@@ -30,6 +30,7 @@ AWAY = "away"  # between two calls: the trainer's
 WAITING = frozenset({AWAY, "waiting for a step", "waiting for results", "waiting for hidden states",
                      "waiting for ranks", "gave up"})  # fmt: skip
 _MESSAGE_BYTES = 512
+_SILENT = "gives no sign of life: stopped, or its process is blocked"
 
 
 @dataclass(frozen=True)
@@ -181,22 +182,27 @@ class RankWatch:
         """
         self.enter("gave up")
         grace_s = min(max(self.timeout_s / 4, 1.0), 10.0)
-        with self._lock:
-            self._changed.wait_for(lambda: self.failure is not None, grace_s)
-        if self.failure is not None:
-            return self.failure
-        if (cause := self.silent_store()) is not None:
-            return self.settle(cause)
+        began = time.monotonic()
+        while True:
+            with self._lock:
+                if self._changed.wait_for(lambda: self.failure is not None, grace_s):
+                    return self.failure
+            if (cause := self.silent_store()) is not None:
+                return self.settle(cause)
+            patience_s = 4 * self._interval_s + 1.0
+            silent = self._not_since("heard", patience_s)
+            if silent:
+                return self.post(self.cause(silent, _SILENT))
+            stuck = [rank for rank in self._not_since("moved", patience_s) if self._pulses[rank].phase not in WAITING]
+            # Of several one hangs; the others wait for it inside their work, and will give up when their time comes.
+            if len(stuck) <= 1 or time.monotonic() - began > self.timeout_s:
+                break
+        return self.post(self.cause(stuck, "hangs") if stuck else self.cause(suspects, what))
+
+    def _not_since(self, what: str, seconds: float) -> list[int]:
+        """Who was not "heard", or has not "moved" on, for so long."""
         now = time.monotonic()
-        patience_s = 4 * self._interval_s + 1.0
-        silent = [r for r in self._others if now - self._pulses[r].heard > patience_s]
-        if silent:
-            return self.post(self.cause(silent, "gives no sign of life: stopped, or its process is blocked"))
-        stuck = [r for r in self._others
-                 if self._pulses[r].phase not in WAITING and now - self._pulses[r].moved > patience_s]  # fmt: skip
-        if stuck:
-            return self.post(self.cause(stuck, "hangs"))
-        return self.post(self.cause(suspects, what))
+        return [rank for rank in self._others if now - getattr(self._pulses[rank], what) > seconds]
 
     def close(self) -> None:
         """No more signs of life; nobody is blamed from here on."""
@@ -242,11 +248,9 @@ class RankWatch:
 
     def _judge(self) -> None:
         if self.failure is None and self._proposal is None:
-            now = time.monotonic()
-            silent = [rank for rank in self._others
-                      if self._pulses[rank].phase != AWAY and now - self._pulses[rank].heard > self.timeout_s]
-            if silent:  # fmt: skip
-                self._proposal = self.cause(silent, "gives no sign of life: stopped, or its process is blocked")
+            silent = [r for r in self._not_since("heard", self.timeout_s) if self._pulses[r].phase != AWAY]
+            if silent:
+                self._proposal = self.cause(silent, _SILENT)
         if self.failure is None and self._proposal is not None:
             text = json.dumps(asdict(self._proposal))
             self.settle(_parse(self._store.compare_set("failure", "", text)))

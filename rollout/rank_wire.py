@@ -100,7 +100,12 @@ class RankWire:
         """This rank has read that message of the peer's: tell it with the next one."""
         self._links[rank].num_read = message.number
 
-    def send(self, rank: int, kind: Kind, id: int, payload: bytes) -> None:
+    def send_out(self, rank: int, kind: Kind, payload: bytes, timeout_s: float) -> None:
+        """Send, and return when the message has left this process, which may end then. Raises RuntimeError."""
+        for work in self.send(rank, kind, 0, payload):
+            work.wait(timedelta(seconds=timeout_s))
+
+    def send(self, rank: int, kind: Kind, id: int, payload: bytes) -> list[dist.Work]:
         """Returns at once. Raises RuntimeError, of gloo's, where the connection has ended."""
         link = self._links[rank]
         with self._lock:
@@ -116,6 +121,7 @@ class RankWire:
             link.unread.append((link.num_sent, tensors, works))
             self.num_messages_sent += 1
             self.num_bytes_sent += sum(t.numel() for t in tensors)
+        return works
 
     def _receive(self, rank: int) -> None:
         """A thread: takes in what that peer sends, until its last message."""

@@ -104,7 +104,7 @@ class Stage:
             neighbours = [r for r in range(mesh.num_ranks) if r != mesh.local_rank and r // mesh.tp == mesh.pp_rank]
             before = [] if mesh.is_first_stage else [mesh.local_rank - mesh.tp]
             what = f"did not take part in step {output.step} of {ranks.watch.describe(mesh.local_rank)}"
-            raise ranks.watch.explain(neighbours + before, what).error() from error
+            raise ranks.explain(neighbours + before, what) from error
         if mesh.tp > 1:  # the other ranks of the stage are in a collective that this one left
             what = f"failed in step {output.step}: {type(error).__name__}: {error}"
             raise ranks.lose([mesh.local_rank], what) from error

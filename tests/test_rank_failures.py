@@ -1,0 +1,227 @@
+"""A rank that dies, stops, hangs or fails ends the call on all ranks of its replica, and all of them name it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.errors import RankFailure
+from lockstep.rollout.sampling_params import SamplingParams
+
+TIMEOUT_S = 8.0  # of ranks
+MakeModel = Callable[..., PreTrainedModel]
+Until = Callable[..., None]
+_FORK = multiprocessing.get_context("fork")
+ENDLESS = SamplingParams(max_new_tokens=100_000, ignore_eos=True)
+
+
+def run_ranks(
+    num_ranks: int, folder: Path, rank_function: Callable[[int], object], victim: int, timeout_s: float = 120.0
+) -> dict[int, object]:
+    """What each rank but the victim returned, or the error it ended with; they end as soon as they have it."""
+
+    def child(rank: int, out) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks,
+                                timeout=timedelta(seconds=60))  # fmt: skip
+        try:
+            out.send(rank_function(rank))
+        except (RuntimeError, ValueError) as error:
+            out.send(error)
+        os._exit(0)
+
+    processes, pipes = [], []
+    for rank in range(num_ranks):
+        ours, theirs = _FORK.Pipe(duplex=False)
+        process = _FORK.Process(target=child, args=(rank, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    end, results = time.monotonic() + timeout_s, {}
+    try:
+        for rank, pipe in enumerate(pipes):
+            if rank != victim:
+                assert pipe.poll(max(end - time.monotonic(), 0.0)), f"rank {rank} was not done in {timeout_s} s"
+                results[rank] = pipe.recv()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return results
+
+
+def make_engine(model: PreTrainedModel, shape: tuple[int, int]) -> Engine:
+    tp, pp = shape
+    return Engine(
+        model, EngineConfig(tp=tp, pp=pp, k_blocks=2, kv_cache=256, max_model_len=512, rank_timeout_s=TIMEOUT_S)
+    )
+
+
+def generate_until_lost(engine: Engine) -> tuple[RankFailure, float]:
+    """Generate without end; what ended it, and when."""
+    while True:
+        try:
+            engine.generate([[5, 6, 7]] * 4 if engine.is_controller else None, ENDLESS)
+        except RankFailure as failure:
+            return failure, time.monotonic()
+
+
+def check(results: dict[int, object], victim: int) -> None:
+    for rank, (failure, _) in results.items():
+        assert failure.ranks == (victim,), f"rank {rank}: {failure}"
+        assert f"rank {victim} (stage" in str(failure) and failure.phase
+
+
+CASES = [
+    pytest.param((1, 2), 1, signal.SIGKILL, id="second-stage-killed"),
+    pytest.param((1, 2), 1, signal.SIGSTOP, marks=pytest.mark.slow, id="second-stage-stopped"),
+    pytest.param((1, 2), 0, signal.SIGKILL, marks=pytest.mark.slow, id="controller-killed"),
+    pytest.param((1, 2), 0, signal.SIGSTOP, marks=pytest.mark.slow, id="controller-stopped"),
+    pytest.param((2, 1), 1, signal.SIGKILL, marks=pytest.mark.slow, id="tp-rank-killed"),
+    pytest.param((2, 1), 1, signal.SIGSTOP, marks=pytest.mark.slow, id="tp-rank-stopped"),
+    *(
+        pytest.param((2, 2), victim, kind, marks=pytest.mark.slow, id=f"rank-{victim}-of-4-{kind.name}")
+        for victim in range(4)
+        for kind in (signal.SIGKILL, signal.SIGSTOP)
+    ),
+]
+
+
+@pytest.mark.parametrize(("shape", "victim", "kind"), CASES)
+def test_a_rank_lost_in_generation_is_named_by_all(
+    make_model: MakeModel, tmp_path: Path, until: Until, shape: tuple[int, int], victim: int, kind: signal.Signals
+) -> None:
+    model = make_model("llama")
+
+    def rank(rank: int) -> object:
+        engine = make_engine(model, shape)
+
+        def die() -> None:
+            until(lambda: engine._core.stage.num_forwards > 5)
+            os.kill(os.getpid(), kind)
+
+        if rank == victim:
+            threading.Thread(target=die, daemon=True).start()
+        return generate_until_lost(engine)
+
+    check(run_ranks(shape[0] * shape[1], tmp_path, rank, victim), victim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("shape", "victim"), [((1, 2), 0), ((1, 2), 1), ((2, 2), 2)])
+def test_a_rank_lost_while_paused_is_named_by_all(
+    make_model: MakeModel, tmp_path: Path, until: Until, shape: tuple[int, int], victim: int, kind: signal.Signals
+) -> None:
+    model, paused = make_model("llama"), tmp_path / "paused"
+
+    def rank(rank: int) -> object:
+        engine = make_engine(model, shape)
+
+        def pause() -> None:
+            until(lambda: engine._core.stage.num_forwards > 5)
+            engine.pause_generation("in_place")
+            threading.Event().wait(TIMEOUT_S * 2)  # being paused for long is no failure
+            assert engine.ranks.watch.failure is None
+            paused.touch()
+
+        def die() -> None:
+            until(paused.exists)
+            os.kill(os.getpid(), kind)
+
+        if engine.is_controller:
+            threading.Thread(target=pause, daemon=True).start()
+        if rank == victim:
+            threading.Thread(target=die, daemon=True).start()
+        return generate_until_lost(engine)
+
+    check(run_ranks(shape[0] * shape[1], tmp_path, rank, victim), victim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "victim"), [((1, 2), 0), ((1, 2), 1), ((2, 1), 1), ((2, 2), 1), ((2, 2), 2)])
+def test_a_rank_that_hangs_in_its_forward_is_named_by_the_others(
+    make_model: MakeModel, tmp_path: Path, shape: tuple[int, int], victim: int
+) -> None:
+    model = make_model("llama")
+
+    def rank(rank: int) -> object:
+        engine = make_engine(model, shape)
+
+        def hang(*_: object) -> None:
+            if engine._core.stage.num_forwards > 5:
+                threading.Event().wait()
+
+        if rank == victim:
+            engine.model.module.base_model.register_forward_pre_hook(hang)
+        return generate_until_lost(engine)
+
+    check(run_ranks(shape[0] * shape[1], tmp_path, rank, victim), victim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "victim"), [((2, 1), 0), ((2, 1), 1), ((2, 2), 1), ((2, 2), 2)])
+def test_an_error_of_one_rank_of_a_stage_ends_the_replica_and_is_told(
+    make_model: MakeModel, tmp_path: Path, shape: tuple[int, int], victim: int
+) -> None:
+    model = make_model("llama")
+
+    def rank(rank: int) -> object:
+        engine = make_engine(model, shape)
+
+        def fail(*_: object) -> None:
+            if engine._core.stage.num_forwards > 5:
+                raise ArithmeticError("boom")
+
+        if rank == victim:
+            engine.model.module.base_model.register_forward_pre_hook(fail)
+        return generate_until_lost(engine)
+
+    results = run_ranks(shape[0] * shape[1], tmp_path, rank, victim=-1)
+    check(results, victim)
+    assert all("ArithmeticError: boom" in str(failure) for failure, _ in results.values()), results
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_error_in_a_stage_of_one_rank_reaches_every_caller_and_the_replica_goes_on(
+    make_model: MakeModel, tmp_path: Path, victim: int
+) -> None:
+    model = make_model("llama")
+    params = SamplingParams(max_new_tokens=6, temperature=0.0)
+
+    def rank(rank: int) -> object:
+        engine = make_engine(model, (1, 2))
+        prompts = [[5, 6, 7], [8, 9]] if engine.is_controller else None
+
+        def fail(*_: object) -> None:
+            if engine._core.stage.num_forwards == 3:
+                engine._core.stage.num_forwards += 1
+                raise MemoryError("boom")
+
+        if rank == victim:
+            engine.model.module.base_model.register_forward_pre_hook(fail)
+        with pytest.raises(MemoryError, match="boom") as caught:
+            engine.generate(prompts, params)
+        after = [c.token_ids for c in engine.generate(prompts, params)]
+        engine.close()
+        return str(caught.value), after
+
+    results = run_ranks(2, tmp_path, rank, victim=-1)
+    alone = [c.token_ids for c in Engine(model, EngineConfig(k_blocks=2)).generate([[5, 6, 7], [8, 9]], params)]
+    for text, after in results.values():
+        assert after == alone
+        assert victim == 0 or "rank 1 (stage 1, tp 0)" in text
