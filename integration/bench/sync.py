@@ -191,7 +191,8 @@ class Bench:
         if kind == "transaction":
             self._call("verify_weight_update", digests=digests)
         self._call("end_weight_update")
-        self._call("release_weight_undo")
+        if undo != "none":
+            self._call("release_weight_undo")
         self._call("continue_generation")
         seconds = time.perf_counter() - started
         transport.committed()
