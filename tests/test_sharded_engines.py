@@ -28,7 +28,7 @@ GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
 PATIENCE = 60.0
 LAYOUTS = [
     pytest.param("qwen2", 2, 1, id="qwen2-tp2"),  # tied, and more heads than KV heads
-    pytest.param("qwen2", 1, 2, id="qwen2-pp2"),
+    pytest.param("qwen2", 1, 2, id="qwen2-pp2", marks=pytest.mark.slow),
     pytest.param("qwen3_moe", 2, 2, id="experts-tp2-pp2", marks=pytest.mark.slow),
     pytest.param("qwen2", 4, 1, id="qwen2-tp4", marks=pytest.mark.slow),  # two KV heads, each on two ranks
     pytest.param("llama", 2, 2, id="llama-tp2-pp2", marks=pytest.mark.slow),
@@ -130,6 +130,7 @@ def test_ranks_that_call_together_all_have_the_new_weights(
 # -- the controller calls, the others follow --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "tp", "pp"), LAYOUTS)
 def test_what_the_controller_is_given_by_any_path_reaches_all_ranks(
     make_model: MakeModel, run_world: RunWorld, tmp_path: Path, family: str, tp: int, pp: int
@@ -184,7 +185,8 @@ def test_what_the_controller_is_given_by_any_path_reaches_all_ranks(
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
 def test_a_fault_on_one_rank_leaves_all_at_the_old_digest(
     make_model: MakeModel, run_world: RunWorld, tp: int, pp: int
 ) -> None:
