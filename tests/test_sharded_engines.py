@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
+from lockstep.integration.adapters.trainer_tensors import trainer_tensors
 from lockstep.integration.local_target import LocalTarget
 from lockstep.integration.service import RolloutService
 from lockstep.integration.weight_pusher import PushFailed, WeightPusher
@@ -263,3 +267,73 @@ def test_a_failed_push_to_a_replica_leaves_it_as_it_was(make_model: MakeModel, r
 
     found, ended = run_world(2, rank)
     assert found == [(), True, greedy(old), greedy(new)] and ended == "closed"
+
+
+# -- trainers in the same ranks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_an_fsdp2_trainer_in_the_same_ranks_gives_each_its_part(
+    make_model: MakeModel, run_world: RunWorld, tp: int, pp: int
+) -> None:
+    first = make_model("qwen2")
+
+    def rank(rank: int) -> object:
+        model = copy.deepcopy(first)
+        service = make_service(first, tp, pp)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.3), []
+        for step in range(2):
+            model(torch.arange(20).reshape(2, 10) + rank).logits.square().mean().backward()
+            with service.optimizer_step():
+                optimizer.step()
+            optimizer.zero_grad()
+            service.begin_weight_update(weight_version=str(step))
+            record = service.update_weights_from_named_tensors(trainer_tensors(model))
+            commit = service.end_weight_update()
+            whole = copy.deepcopy(first)
+            whole.load_state_dict({n: t.clone() for n, t in trainer_tensors(model)}, strict=False)
+            is_same = commit.digest == model_digest(whole.named_parameters()) != model_digest(first.named_parameters())
+            found.append((record.num_tensors, is_same, said(service) == greedy(whole)))
+        service.close()
+        return found
+
+    num_tensors = len(list(first.named_parameters()))
+    for found in run_world(2, rank):
+        assert found == [(num_tensors, True, True)] * 2
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_cut_as_the_engine_lends_it_its_storage(make_model: MakeModel, run_world: RunWorld) -> None:
+    first = make_model("llama")
+    new = later(first, 1)
+    digest = model_digest(new.named_parameters())
+
+    def rank(rank: int) -> object:
+        service = make_service(first, 2, 1)
+        device_mesh, shards = init_device_mesh("cpu", (2,)), service.engine.model.shards
+
+        def place(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            cut = Replicate() if shards[name].is_whole else Shard(shards[name].dim)
+            return distribute_tensor(tensor.detach(), device_mesh, [cut])
+
+        source = {name: place(name, tensor) for name, tensor in new.named_parameters()}
+        commit = service.commit_in_place("1", source=source.items())
+        found = [commit.bytes_copied, commit.digest == digest, said(service)]
+        with service.optimizer_step():
+            for tensor in source.values():
+                tensor.to_local().mul_(1.5)
+        found.append(service.commit_in_place("2", source=source.items()).bytes_copied)
+        found.append(service.model_digest() == model_digest((n, t.full_tensor()) for n, t in source.items()))
+        across = {name: distribute_tensor(t.detach(), device_mesh, [Shard(t.dim() - 1)])
+                  for name, t in new.named_parameters()}  # fmt: skip
+        found.append(error_of(lambda: service.commit_in_place("3", source=across.items())))
+        service.close()
+        return found
+
+    for copied, is_new, tokens, copied_again, follows, refused in run_world(2, rank):
+        assert (copied, is_new, tokens, copied_again, follows) == (0, True, greedy(new), 0, True)
+        assert refused.startswith("ValueError") and "q_proj.weight" in refused and "o_proj" not in refused
