@@ -12,6 +12,7 @@ from .errors import RankFailure
 from .follower import IN_A_CALL, SERVING, End, Follower
 from .rank_channel import RankChannel
 from .rank_errors import error_bytes, error_from
+from .rank_watch import AWAY
 from .rank_wire import Kind
 
 
@@ -66,6 +67,8 @@ class RankCalls:
 
     def dismiss(self) -> None:
         """At the controller: whoever serves may do something else."""
+        if self._ranks.mesh.num_ranks == 1:
+            return
         self._end(SERVING, b"C" + completions_bytes([]))
 
     def close(self) -> None:
@@ -80,6 +83,8 @@ class RankCalls:
         for rank in leaving:
             del self._ranks.present[rank]
         self._ranks.send(Kind.CALL_OVER, 0, payload, leaving)
+        if not self._ranks.present:
+            self._ranks.watch.enter(AWAY)
 
 
 def completions_bytes(completions: list[Completion]) -> bytes:

@@ -18,7 +18,7 @@ from typing import Any
 
 from .errors import DeadlineExceeded, LockstepError, RankFailure
 from .mesh import Mesh
-from .rank_watch import Cause, RankWatch
+from .rank_watch import IDLE, Cause, RankWatch
 from .rank_wire import Kind, Message, RankWire
 
 logger = logging.getLogger(__name__)
@@ -64,8 +64,9 @@ class RankChannel:
         self._peers: list[int] = []
         if mesh.replica_group is not None:
             self._peers = list(range(1, mesh.num_ranks)) if mesh.is_controller else [0]
-            self._watch = RankWatch(mesh, timeout_s, self._on_failure)
             self._wire = RankWire(mesh.replica_group, self._peers, self._deliver, self._on_gone)
+            self._watch = RankWatch(mesh, timeout_s, self._on_failure)
+            self._wire.start()
 
     @property
     def watch(self) -> RankWatch:
@@ -334,6 +335,8 @@ class RankChannel:
         self._wire.has_read(rank, message)
         if message.kind is Kind.HERE:
             self.present[rank] = message.id
+            if self.watch.is_away:
+                self.watch.enter(IDLE)  # they follow: from now on they miss this rank
         elif message.kind in (Kind.RESULTS, Kind.STEP_FAILED) and message.id in self._unwanted:
             self._unwanted = {step for step in self._unwanted if step >= message.id}  # results come in order
         elif message.kind not in (Kind.READ, Kind.BYE):

@@ -26,8 +26,9 @@ from .errors import RankFailure
 from .mesh import Mesh
 
 AWAY = "away"  # between two calls: the trainer's
+IDLE = "between steps"
 # Who is in one of these waits for another rank; in any other phase it works, and may be stuck.
-WAITING = frozenset({AWAY, "waiting for a step", "waiting for results", "waiting for hidden states",
+WAITING = frozenset({AWAY, IDLE, "waiting for a step", "waiting for results", "waiting for hidden states",
                      "waiting for ranks", "gave up"})  # fmt: skip
 _MESSAGE_BYTES = 512
 _SILENT = "gives no sign of life: stopped, or its process is blocked"
@@ -124,6 +125,11 @@ class RankWatch:
         self._thread.start()
 
     # -- what this rank does ----------------------------------------------------------------------------------------
+
+    @property
+    def is_away(self) -> bool:
+        """Whether this rank is between two calls."""
+        return self._phase[0] == AWAY
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """From now on this rank is in `phase`. Costs nothing: the thread tells the others."""

@@ -85,6 +85,9 @@ class RankWire:
         self._lock = threading.Lock()
         self.num_bytes_sent = 0
         self.num_messages_sent = 0
+
+    def start(self) -> None:
+        """Begin to receive."""
         for rank in self._links:
             threading.Thread(target=self._receive, args=(rank,), name=f"lockstep-from-{rank}", daemon=True).start()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 
@@ -151,3 +152,84 @@ def test_broken_logits_reach_every_caller_and_the_replica_goes_on(
 
     for before, after in run_world(tp * pp, rank):
         assert before == after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_started_controller_serves_threads_verbs_and_a_dismissal(
+    make_model: MakeModel, run_world: RunWorld, shape: tuple[int, int]
+) -> None:
+    model, (tp, pp) = make_model("llama", num_hidden_layers=4), shape
+    expected = alone(model)
+
+    def rank(rank: int) -> object:
+        engine = Engine(model, EngineConfig(tp=tp, pp=pp, **COMMON))
+        engine.ranks.handlers["version"] = lambda version: (engine.commit_weights(version, None), engine.epoch)[1]
+        if not engine.is_controller:
+            ends = [engine.follow(), engine.follow()]
+            engine.close()
+            return ends, engine.weight_version
+        engine.start()
+        answers: list[object] = [None] * 3
+
+        def ask(index: int) -> None:
+            answers[index] = outcome(engine.generate(PROMPTS, PARAMS, options=OPTIONS))
+
+        callers = [threading.Thread(target=ask, args=(index,)) for index in range(3)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(100)
+        run = engine.ranks.run_everywhere
+        results = engine.between_steps("version", lambda: run("version", {"version": "v2"}))
+        engine.dismiss()
+        after = engine.generate(PROMPTS, PARAMS, options=OPTIONS)  # waits until they follow again
+        engine.close()
+        return answers, [(r.success, r.data) for r in results], {c.weight_version for c in after}
+
+    (answers, results, versions), *followers = run_world(tp * pp, rank)
+    assert answers == [expected] * 3
+    assert results == [(True, 1)] * (tp * pp) and versions == {"v2"}
+    assert followers == [(["call over", "closed"], "v2")] * (tp * pp - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_random_commands_and_a_small_pool_change_no_token_of_a_replica(
+    make_model: MakeModel, run_world: RunWorld, shape: tuple[int, int]
+) -> None:
+    model, (tp, pp) = make_model("llama", num_hidden_layers=4), shape
+    config = {**COMMON, "kv_cache": 14, "state_check_steps": 1}  # of 16 tokens each: sequences must be preempted
+    prompts = [[i + 1] * (9 + 7 * i) for i in range(6)]
+    params = [SamplingParams(max_new_tokens=24, sampling_seed=i, presence_penalty=0.3) for i in range(6)]
+    expected = [c.token_ids for c in Engine(model, EngineConfig(**COMMON)).generate(prompts, params)]
+
+    def rank(rank: int) -> object:
+        engine = Engine(model, EngineConfig(tp=tp, pp=pp, **config))
+        if not engine.is_controller:
+            end = engine.follow()
+            engine.close()
+            return end
+        random_numbers = random.Random(tp * 10 + pp)
+        for _ in range(4):
+            ids = [engine.add(prompt, its)[0] for prompt, its in zip(prompts, params, strict=True)]
+            aborted, done = random_numbers.choice(ids), {}
+            while engine.has_work:
+                done.update((completion.id, completion) for completion in engine.step())
+                if random_numbers.random() < 0.2:
+                    engine.pause_generation(random_numbers.choice(["retract", "in_place"]))
+                    engine.flush_cache()
+                    engine.check_integrity()
+                    engine.continue_generation()
+                if random_numbers.random() < 0.02:
+                    engine.abort_request(aborted)
+            done.update((completion.id, completion) for completion in engine.step())
+            for id, tokens in zip(ids, expected, strict=True):
+                found = done[id].token_ids
+                assert found == (tokens[: len(found)] if id == aborted else tokens)
+        retractions = engine.metrics.num_retractions
+        engine.close()
+        return retractions
+
+    retractions, *ends = run_world(tp * pp, rank)
+    assert retractions > 10 and ends == ["closed"] * (tp * pp - 1)
