@@ -29,9 +29,10 @@ from ..weight_sync.digest import model_root, tensor_roots
 from ..weight_sync.errors import DigestMismatch, Poisoned, SessionError
 from ..weight_sync.manifest import TensorSpec
 from ..weight_sync.peers import PeerFailed
-from ..weight_sync.session import SessionManager, SessionRecord, UpdateRecord
+from ..weight_sync.session import SessionManager
+from ..weight_sync.session_records import SessionRecord, UpdateRecord
 from ..weight_sync.shard_bytes import Shard
-from ..weight_sync.shard_digest import local_digests, merged_roots
+from ..weight_sync.shard_digest import local_digests, merged_roots, require_whole_cells
 from ..weight_sync.sink import Sink
 from ..weight_sync.transaction import Coverage, Undo, WeightTransaction
 from .replica import Replica
@@ -80,8 +81,10 @@ class WeightSessions:
         self, engine: Engine, timeout_s: float, replica: Replica, commit_before_sampling: Callable[[], None]
     ) -> None:
         """timeout_s: how long a call waits for another one that is under way. commit_before_sampling: `commit_implicit`
-        on all ranks."""
+        on all ranks. Raises ValueError where ranks share the model in a way that its digest cannot be computed."""
         self._engine, self._replica = engine, replica
+        if not replica.is_alone:
+            require_whole_cells(engine.model.shards)
         self._commit_everywhere = commit_before_sampling
         self.metrics = WeightMetrics()
         self._manager = SessionManager(

@@ -22,7 +22,7 @@ from ..weight_sync.packed import BufferSink, apply_stream
 from ..weight_sync.process_group import GroupRegistry
 from ..weight_sync.pull import PullRecord, pull_weights
 from ..weight_sync.rendezvous import Rendezvous
-from ..weight_sync.session import UpdateRecord
+from ..weight_sync.session_records import UpdateRecord
 from ..weight_sync.sink import Sink
 from ..weight_sync.tensors import TensorReceiver
 from ..weight_sync.transaction import Coverage, Undo
@@ -110,7 +110,7 @@ class WeightVerbs:
     @on_all_ranks
     def release_weight_undo(self) -> None:
         """The last commit stands: free what it overwrote."""
-        self.sessions.release_undo()
+        self.replica.together("release_weight_undo", self.sessions.release_undo)
 
     def continue_generation(self, *, op_id: str | None = None, timeout_s: float | None = None) -> ContinueReport:
         """Commit an implicit session, then end the pause.

@@ -23,6 +23,8 @@ from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.weight_sync.digest import model_digest, tensor_roots
 from lockstep.weight_sync.disk import save_folder
 from lockstep.weight_sync.errors import DigestMismatch, WeightSyncError
+from lockstep.weight_sync.manifest import Manifest, specs_of
+from lockstep.weight_sync.tensors import SharedMemorySender
 from lockstep.weight_sync.transports import DeltaTransport, DiskTransport, DistributedTransport, TensorTransport
 
 MakeModel = Callable[..., PreTrainedModel]
@@ -267,6 +269,36 @@ def test_a_failed_push_to_a_replica_leaves_it_as_it_was(make_model: MakeModel, r
 
     found, ended = run_world(2, rank)
     assert found == [(), True, greedy(old), greedy(new)] and ended == "closed"
+
+
+@pytest.mark.slow
+def test_a_session_whose_client_died_ends_on_all_ranks(
+    make_model: MakeModel, run_world: RunWorld, until: Callable[..., None]
+) -> None:
+    old = make_model("qwen3")
+    weights = [(name, tensor.detach() * 1.5) for name, tensor in old.named_parameters()]
+
+    def rank(rank: int) -> object:
+        service = make_service(old, 1, 2)
+        if rank == 1:
+            ended = service.engine.follow()
+            service.close()
+            return ended
+        sender = SharedMemorySender(1 << 14)
+        manifest = Manifest("1", specs_of(weights))
+        service.begin_weight_update(lease_s=2.0)
+        buckets = sender.buckets(weights, manifest)
+        service.update_weights_from_tensor(descriptions=[next(buckets)])
+        until(lambda: service.state()["weight_update"]["state"] == "rolled_back")
+        states = [(s["weight_update"]["state"], s["refusal"]) for s in service.rank_states()]
+        buckets.close()
+        sender.close()
+        found = states, service.model_digest() == model_digest(old.named_parameters()), said(service)
+        service.close()
+        return found
+
+    found, ended = run_world(2, rank)
+    assert found == ([("rolled_back", None)] * 2, True, greedy(old)) and ended == "closed"
 
 
 # -- trainers in the same ranks ---------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from lockstep.weight_sync.digest import tensor_roots
 from lockstep.weight_sync.errors import DigestMismatch, Poisoned, SessionError, TransferFailed, WeightSyncError
 from lockstep.weight_sync.manifest import TensorSpec, specs_of
 from lockstep.weight_sync.peers import PeerFailed, Peers
-from lockstep.weight_sync.session import SessionManager, SessionRecord
+from lockstep.weight_sync.session import SessionManager
+from lockstep.weight_sync.session_records import SessionRecord
 from lockstep.weight_sync.shard_digest import local_digests, merged_roots
 from lockstep.weight_sync.sink import Sink
 from lockstep.weight_sync.transaction import WeightTransaction

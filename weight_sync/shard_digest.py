@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from torch import Tensor
 
 from ..kernels.sha256_tiles import DIGEST_BYTES
-from .digest import MIN_BYTES_FOR_THREADS, merge_leaves, shard_leaves, tensor_root, tensor_roots
+from .digest import MIN_BYTES_FOR_THREADS, merge_leaves, shard_leaves, tensor_root, tensor_roots, tile_grid
 from .manifest import TensorSpec
 from .shard_bytes import Shard
 
@@ -34,6 +34,22 @@ def part_leaves(part: Tensor, shard: Shard) -> Leaves:
         leaves |= shard_leaves(part.narrow(shard.dim, done, stop - start), shard.full_shape, offsets)
         done += stop - start
     return leaves
+
+
+def require_whole_cells(shards: Mapping[str, Shard]) -> None:
+    """Raises ValueError listing the shards that cut through a cell of the digest's grid: no rank could hash it."""
+    wrong = []
+    for name, shard in shards.items():
+        size = shard.full_shape[shard.dim] if shard.full_shape else 1
+        if not shard.full_shape or shard.ranges == ((0, size),):
+            continue
+        grid = tile_grid(shard.full_shape)
+        from_last = len(shard.full_shape) - 1 - shard.dim
+        unit = (grid.cols, grid.rows)[from_last] if from_last < 2 else 1
+        if unit and any(edge % unit for piece in shard.ranges for edge in piece):
+            wrong.append(f"{name} {list(shard.full_shape)}: {list(shard.ranges)} of dim {shard.dim}, cells of {unit}")
+    if wrong:
+        raise ValueError(f"the digest's grid allows cuts into 2, 4, 8 or 16 parts, not these: {'; '.join(wrong)}")
 
 
 def local_digests(
