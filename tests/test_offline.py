@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -251,7 +252,8 @@ def test_a_killed_run_resumes_and_ends_with_the_answers_of_an_uninterrupted_one(
     command += ["--output", job.output, "--sampling", '{"max_new_tokens": 16, "ignore_eos": true}']
     command += ["--engine", "kv_cache=256", "max_num_seqs=4"]
     output = Path(job.output)
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job may ignore it
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=listen)
     wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 8, process)
     process.send_signal(kill)
     _, errors = process.communicate(timeout=30)
