@@ -28,19 +28,12 @@ class Pipelining:
             return False
         return self.sequence_pipelining or request.num_flights == 0
 
-    def turn(self, request: Request) -> tuple[bool, int]:
-        """Where a running request stands in a step: decodes before prompts under way, in a stable order.
-
-        With several stages those decodes come first that have waited longest, so that the share of a step starves
-        nobody: whoever is left out has no one new before it the next time. Prompts are taken in order of admission, or
-        all would be long under way and none through.
-        """
-        is_prefilling = request.is_prefilling_ahead
-        return is_prefilling, 0 if self.num_stages == 1 or is_prefilling else request.last_step
-
     def max_decodes(self, running: Iterable[Request]) -> int | None:
         """How many decodes one step may hold: an equal share of all, those in the air included, so that as many steps
         as there are stages have work. A single step with everybody would leave all stages but one idle. None: all.
+
+        Starves nobody: decodes are left out only while a step in the air holds less than its share; it lands, and once
+        all in the air hold a full share the next step has room for all the others.
 
         Rows of prompts are not shared out: a step takes what its budget holds, and long prompts fill many steps.
         """

@@ -163,7 +163,7 @@ class Scheduler:
         max_decodes = self._pipelining.max_decodes(self._running)
         num_decodes = 0
         in_step: set[Request] = set()
-        for request in sorted(self._running, key=self._pipelining.turn):
+        for request in sorted(self._running, key=lambda r: r.is_prefilling_ahead):
             if draft.budget == 0:
                 break
             if request not in self._running:
@@ -304,4 +304,3 @@ class Scheduler:
         draft.put(ScheduledSequence(
             request.id, request.num_retractions, start, num_tokens, tuple(new_blocks), token_ids
         ))  # fmt: skip
-        request.last_step = self._step

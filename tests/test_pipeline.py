@@ -79,8 +79,10 @@ def test_stages_answer_a_mixed_batch_as_one_stage_does(make_engine, num_stages, 
 def test_stages_that_run_out_of_blocks_answer_as_one_stage_with_plenty_does(make_engine, num_stages):
     expected = generate(make_engine())
     engine = make_engine(num_stages, kv_cache="11 blocks", chunked_prefill_size=16, admission_ratio=0.0)
+    air = Air(engine)
     assert generate(engine) == expected
     assert engine.state()["metrics"]["num_retractions"] > 0
+    assert air.num_preempted > 0, "nobody was preempted in the air"
 
 
 @STAGES
@@ -129,21 +131,23 @@ class Air:
         self.engine = engine
         self.steps: list[list[tuple[str, int, int]]] = []  # (id, start, rows)
         self.at_once: list[list[int]] = []  # for each launch the steps in the air, itself included
+        self.num_preempted = 0  # while rows of them were in the air
         launch = engine._core._runner.launch
 
         def watch(output, requests):
             self.steps.append([(item.id, item.start, item.num_tokens) for item in output.scheduled])
             flights = [*(f.output.step for f in engine._core.loop._flights), output.step]
             self.at_once.append(flights)
-            self.check(output, requests)
+            self.check(output)
             return launch(output, requests)
 
         engine._core._runner.launch = watch
 
-    def check(self, output, requests) -> None:
+    def check(self, output) -> None:
         """A sequence with a token in the air is in no other step."""
         for flight in self.engine._core.loop._flights:
             for item in flight.output.scheduled:
+                self.num_preempted += item.id in output.preempted
                 again = [i for i in output.scheduled if (i.id, i.incarnation) == (item.id, item.incarnation)]
                 num_known = flight.requests[item.id].sequence.num_tokens
                 assert not again or item.start + item.num_tokens < num_known
