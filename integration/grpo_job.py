@@ -188,10 +188,8 @@ class GrpoJob:
         """Mean reward of greedy answers to the held-out problems, shared among the ranks."""
         mine = list(self.task.heldout[self.ranks.rank :: self.ranks.num_ranks])
         params = SamplingParams(temperature=0.0, max_new_tokens=self.config.rollout.max_new_tokens)
-        total = 0.0
-        if mine:
-            completions = self.engine.generate([p.prompt for p in mine], params)
-            total = sum(self._score(mine, completions))
+        completions = self.engine.generate([p.prompt for p in mine], params)
+        total = sum(self._score(mine, completions))
         return self.ranks.total(total) / len(self.task.heldout)
 
     # -- what is kept -----------------------------------------------------------------------------------------------

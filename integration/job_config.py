@@ -106,6 +106,19 @@ class DeepSpeedSettings:
 
 
 @dataclass(frozen=True)
+class ParallelSettings:
+    """How many ranks share one engine; all the ranks of the job are divided into such replicas."""
+
+    tp: int = 1  # ranks that share each layer
+    pp: int = 1  # stages that the layers are divided into; a replica is tp x pp ranks
+
+    @property
+    def num_ranks(self) -> int:
+        """Of a replica."""
+        return self.tp * self.pp
+
+
+@dataclass(frozen=True)
 class EngineSettings:
     """The engine in each rank; see `lockstep.rollout.config.EngineConfig`."""
 
@@ -114,6 +127,9 @@ class EngineSettings:
     max_num_seqs: int = 256  # sequences that run at a time
     max_num_batched_tokens: int = 2048  # rows of one step
     invariant: bool = True  # bits do not depend on the batch; false promises no logprob_gap of 0.0
+    k_blocks: int = 1  # the trainer's too: runs with equal k_blocks have equal bits, whatever tp. A multiple of tp
+    sequence_pipelining: bool = True  # chunks of one prompt may follow each other through the stages
+    rank_timeout_s: int = 60  # how long a replica's rank may be silent before the others give up and name it
 
 
 @dataclass(frozen=True)
@@ -154,6 +170,7 @@ class JobConfig:
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     deepspeed: DeepSpeedSettings = field(default_factory=DeepSpeedSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     weights: WeightSettings = field(default_factory=WeightSettings)
     http: HttpSettings = field(default_factory=HttpSettings)
@@ -256,7 +273,8 @@ def _faults(config: JobConfig) -> list[tuple[str, str]]:
         "data": ("num_heldout",),
         "rollout": ("prompts_per_step", "group_size", "max_new_tokens"),
         "train": ("epochs_per_step", "microbatch_tokens"),
-        "engine": ("max_num_seqs", "max_num_batched_tokens"),
+        "parallel": ("tp", "pp"),
+        "engine": ("max_num_seqs", "max_num_batched_tokens", "k_blocks", "rank_timeout_s"),
         "weights": ("timeout_s",),
     }
     found = [
@@ -285,6 +303,12 @@ def _faults(config: JobConfig) -> list[tuple[str, str]]:
               if value not in known]  # fmt: skip
     if config.engines == "separate" and config.sync == "in_place":
         found.append(("sync", 'must not be "in_place" with engines="separate": their weights have to travel'))
+    if config.parallel.num_ranks > 1 and config.sync != "in_place":
+        why = "with parallel.tp or parallel.pp each rank takes its part of what the trainer has in the same ranks"
+        found.append(("sync", f'must be "in_place", not {config.sync!r}: {why}'))
+    tp, k_blocks = config.parallel.tp, config.engine.k_blocks
+    if config.engine.invariant and tp > 0 and k_blocks % tp:
+        found.append(("engine.k_blocks", f"must be a multiple of parallel.tp={tp} in invariant mode, not {k_blocks}"))
     if not 0 <= config.deepspeed.zero_stage <= MAX_ZERO_STAGE:
         found.append(("deepspeed.zero_stage", f"must be from 0 to {MAX_ZERO_STAGE}, not {config.deepspeed.zero_stage}"))
     try:

@@ -5,6 +5,8 @@
     in_place    local       a copy, where the trainer shards          are gathered into it, on every rank
     others      local       a copy in each rank                       rank 0 pushes to all, over Unix sockets
     others      separate    a process of its own for each rank        likewise
+
+With `parallel` settings several ranks share one engine, and each of them copies its part of the trainer's weights.
 """
 
 from __future__ import annotations
@@ -72,7 +74,26 @@ class JobEngine(ABC):
         """End what this engine started."""
 
 
-class AliasedEngine(JobEngine):
+class LocalEngine(JobEngine):
+    """Base of the engines that are in this process."""
+
+    service: RolloutService
+
+    def generate(self, prompts: Sequence[str], params: Sequence[SamplingParams] | SamplingParams) -> list[Completion]:
+        """See `JobEngine.generate`."""
+        with self.service.rollout(release_kv=True):
+            return self.service.engine.generate(prompts, params)
+
+    def weight_digest(self) -> str | None:
+        """See `JobEngine.weight_digest`."""
+        return self.service.engine.weight_digest
+
+    def close(self) -> None:
+        """See `JobEngine.close`."""
+        self.service.close()
+
+
+class AliasedEngine(LocalEngine):
     """Samples with the trainer's own module; a sync moves nothing."""
 
     def __init__(
@@ -82,40 +103,29 @@ class AliasedEngine(JobEngine):
         self.hosted = self.service.engine.model
         self._backend = backend
 
-    def generate(self, prompts: Sequence[str], params: Sequence[SamplingParams] | SamplingParams) -> list[Completion]:
-        """See `JobEngine.generate`."""
-        with self.service.rollout(release_kv=True):
-            return self.service.engine.generate(prompts, params)
-
     def sync(self, version: str) -> int:
         """See `JobEngine.sync`."""
         commit = self.service.commit_in_place(version, source=self._backend.named_tensors())
         return commit.bytes_copied
 
-    def weight_digest(self) -> str | None:
-        """See `JobEngine.weight_digest`."""
-        return self.service.engine.weight_digest
-
     def announce_step(self) -> AbstractContextManager[None]:
         """See `JobEngine.announce_step`."""
         return self.service.optimizer_step()
-
-    def close(self) -> None:
-        """See `JobEngine.close`."""
-        self.service.close()
 
 
 class _OtherModel(JobEngine):
     """Base of the engines with weights of their own. The trainer's module is hosted for its numerics alone."""
 
     def __init__(self, config: JobConfig, model: PreTrainedModel, backend: TrainerBackend) -> None:
-        self.hosted = HostedModel.adopt(model, dtype=None, device=None, invariant=config.engine.invariant)
+        self.hosted = HostedModel.adopt(
+            model, dtype=None, device=None, invariant=config.engine.invariant, k_blocks=config.engine.k_blocks
+        )
         self._specs = outgoing_specs(unwrapped(model))  # before it is sharded
         self._backend = backend
         self._config = config
 
 
-class GatheredEngine(_OtherModel):
+class GatheredEngine(_OtherModel, LocalEngine):
     """A copy in this rank, into which every rank writes what all of them gather."""
 
     def __init__(
@@ -124,27 +134,52 @@ class GatheredEngine(_OtherModel):
         super().__init__(config, model, backend)
         self.service = copied_service(config, folder, ranks)
 
+    def sync(self, version: str) -> int:
+        """See `JobEngine.sync`."""
+        return _write_gathered(self.service, self._backend, self._config, version)
+
+
+class ShardedEngine(LocalEngine):
+    """One engine of several ranks: each holds its part of the model, and brings its prompts to the first of them."""
+
+    def __init__(
+        self, config: JobConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, backend: TrainerBackend
+    ) -> None:
+        self.service = RolloutService(Engine(model, engine_config(config), tokenizer=tokenizer))
+        self.hosted = self.service.engine.model  # this rank's part; its `trained_module` is the whole model
+        self.ranks = self.service.engine.ranks
+        self._backend, self._config = backend, config
+
     def generate(self, prompts: Sequence[str], params: Sequence[SamplingParams] | SamplingParams) -> list[Completion]:
-        """See `JobEngine.generate`."""
+        """See `JobEngine.generate`; all ranks of the replica call it together."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        own = {"prompts": list(prompts), "params": [asdict(p) for p in each]}
+        # Others may come late: rank 0 writes logs and checkpoints.
+        brought = self.ranks.gather_json(own, timeout_s=self._config.run.timeout_s)
+        all_params = [SamplingParams(**plain) for of_rank in brought for plain in of_rank["params"]]
+        if not all_params:
+            return []
         with self.service.rollout(release_kv=True):
-            return self.service.engine.generate(prompts, params)
+            all_prompts = [prompt for of_rank in brought for prompt in of_rank["prompts"]]
+            completions = self.service.engine.generate(all_prompts, all_params)
+        num_samples = [sum(plain["n"] for plain in of_rank["params"]) for of_rank in brought]
+        first = sum(num_samples[: self.ranks.mesh.local_rank])
+        return completions[first : first + num_samples[self.ranks.mesh.local_rank]]
 
     def sync(self, version: str) -> int:
         """See `JobEngine.sync`."""
-        service, undo = self.service, self._config.weights.undo
-        service.begin_weight_update(weight_version=version, undo=undo)  # type: ignore[arg-type]
-        record = service.update_weights_from_named_tensors(self._backend.named_tensors())
-        service.end_weight_update()
-        service.release_weight_undo()
-        return record.num_bytes
+        with self.ranks.watch.phase("weight update"):
+            return _write_gathered(self.service, self._backend, self._config, version)
 
-    def weight_digest(self) -> str | None:
-        """See `JobEngine.weight_digest`."""
-        return self.service.engine.weight_digest
 
-    def close(self) -> None:
-        """See `JobEngine.close`."""
-        self.service.close()
+def _write_gathered(service: RolloutService, backend: TrainerBackend, config: JobConfig, version: str) -> int:
+    """Update an engine that has a copy, or a part, with the whole tensors that all ranks gather one after another;
+    returns the bytes that were written here."""
+    service.begin_weight_update(weight_version=version, undo=config.weights.undo)  # type: ignore[arg-type]
+    record = service.update_weights_from_named_tensors(backend.named_tensors())
+    service.end_weight_update()
+    service.release_weight_undo()
+    return record.num_bytes
 
 
 class PushedEngine(_OtherModel):
@@ -224,6 +259,8 @@ def make_engine(
 ) -> JobEngine:  # fmt: skip
     """The engine that a job's settings name. folder: where the model was loaded from; call it before the backend wraps
     the model. Every rank calls it together."""
+    if config.parallel.num_ranks > 1:
+        return ShardedEngine(config, model, tokenizer, backend)
     if config.sync != "in_place":
         return PushedEngine(config, model, folder, ranks, backend)
     if backend.shares_storage:
