@@ -43,7 +43,8 @@ class Replica:
         mesh = engine.ranks.mesh
         exchange = functools.partial(engine.ranks.gather_json, timeout_s=self._timeout_s)
         self.peers = Peers(mesh.local_rank, mesh.num_ranks, exchange)
-        self._here = threading.local()  # .in_verb: this thread runs a verb for all ranks; .results: of its last one
+        # .in_verb: this thread runs a verb for all ranks; .results: of one that it brought to them
+        self._here = threading.local()
 
     @property
     def is_alone(self) -> bool:
@@ -61,7 +62,8 @@ class Replica:
         return not (self.is_alone or is_asked) and self._ranks.are_following(self._ranks.timeout_s)
 
     def take_results(self) -> list[dict[str, object]]:
-        """What each rank said to the last verb that this thread brought to all of them, once; none where none was."""
+        """What each rank said to the first verb that this thread brought to all of them since it last asked for this;
+        nothing where there was none."""
         results, self._here.results = getattr(self._here, "results", []), []
         return results
 
@@ -92,7 +94,7 @@ class Replica:
         found = self._engine.between_steps(
             verb, lambda: self._ranks.run_everywhere(verb, plain(arguments), _NUM_WAITS * self._timeout_s)
         )
-        here.results = [result.as_dict() for result in found]
+        here.results = getattr(here, "results", None) or [result.as_dict() for result in found]
         failures = {result.rank: f"{result.error}: {result.message}" for result in found if not result.success}
         if here.error is not None:
             raise here.error

@@ -169,6 +169,7 @@ def test_what_the_controller_is_given_by_any_path_reaches_all_ranks(
         found["checker"] = (report["model_digest"], [r["rank"] for r in report["rank_results"]])
         memory = target.call("release_memory_occupation", timeout_s=PATIENCE, tags=["weights", "kv_cache"])
         found["released"] = [memory["weights"]["bytes_after"], memory["kv_cache"]["bytes_after"]]
+        found["rank_results"] = [(r["rank"], r["success"]) for r in memory["rank_results"]]
         found["weights"] = memory["weights"]["bytes_before"] >= sum(p.nbytes for p in first.parameters())
         target.call("resume_memory_occupation", timeout_s=PATIENCE)
         WeightPusher([target], transports["tensor"], timeout_s=PATIENCE).push(newer["tensor"], "again")
@@ -184,6 +185,7 @@ def test_what_the_controller_is_given_by_any_path_reaches_all_ranks(
     assert found["states"] == [(rank, "committed", "delta") for rank in range(tp * pp)]
     assert found["checker"] == (digests["delta"], list(range(tp * pp)))
     assert found["released"] == [0, 0] and found["weights"]
+    assert found["rank_results"] == [(rank, True) for rank in range(tp * pp)]
     assert found["again"] == (digests["tensor"], greedy(newer["tensor"]))
     assert ended == ["closed"] * (tp * pp - 1)
 

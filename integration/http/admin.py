@@ -99,8 +99,13 @@ def verb(
             if (skip := skipped(request, body)) is not None:
                 return skip
             service = service_of(request)
-            report = await (run_update if writes else run)(request, body, lambda left: handler(service, body, left))
-            return reply(report) if reply is not None else triple("Success", report)
+
+            def work(seconds_left: float | None) -> tuple[Any, dict[str, Any]]:
+                service.replica.take_results()  # of whatever this thread did before
+                return handler(service, body, seconds_left), rank_results(service)
+
+            report, results = await (run_update if writes else run)(request, body, work)
+            return reply(report) if reply is not None else triple("Success", report, **results)
 
         answer.__name__, answer.__doc__ = handler.__name__, handler.__doc__
         return endpoint(router, f"/{handler.__name__}", body)(answer)
@@ -134,6 +139,13 @@ def json_response(value: object, status: int = 200) -> JSONResponse:
 def triple(message: str, report: object = None, **extra: object) -> JSONResponse:
     """The reply of weight verbs that succeeded; one that fails is an exception."""
     return json_response({"success": True, "message": message, **extra, "report": report})
+
+
+def rank_results(service: RolloutService) -> dict[str, Any]:
+    """What each rank said to what this thread has just had all of them do, as a field of the reply; none for one rank.
+    """
+    results = service.replica.take_results()
+    return {"rank_results": results} if results else {}
 
 
 def finite(value: object) -> object:

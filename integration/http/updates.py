@@ -19,7 +19,7 @@ from fastapi.responses import Response
 
 from ...weight_sync.session import UpdateRecord
 from ..weight_verbs import GROUP_NAME
-from .admin import endpoint, run_update, service_of, skipped, triple
+from .admin import endpoint, rank_results, run_update, service_of, skipped, triple
 from .bodies import AdminBody, Count, fields_of, read_object
 from .errors import BadField
 
@@ -121,7 +121,7 @@ async def update_weights_from_disk(request: Request, body: DiskBody) -> Response
             body.model_path, verify=body.verify, keep_pause=body.keep_pause, **common
         )
         if not service.sessions.is_open:
-            service.sessions.commit_implicit()  # a folder is a set by itself
+            service.commit_implicit_update()  # a folder is a set by itself
         state.updated_from = body.model_path
         return record
 
@@ -136,8 +136,9 @@ async def _update(
     service = service_of(request)
     has_flush = body.flush_cache and "flush_cache" in body.model_fields_set
 
-    def work(seconds_left: float | None) -> tuple[UpdateRecord, int]:
+    def work(seconds_left: float | None) -> tuple[UpdateRecord, int, dict[str, Any]]:
         engine = service.engine
+        service.replica.take_results()  # of whatever this thread did before
         before = engine.state()
         num_kept = before["num_running"] if body.keep_running and not body.abort_all_requests else 0
         if has_flush and before["paused"] and num_kept:
@@ -155,17 +156,18 @@ async def _update(
             }
         )
         if not (service.sessions.is_open or engine.is_paused) and engine.kv_bytes:
-            service.sessions.commit_implicit()
+            service.commit_implicit_update()
         if body.flush_cache and not num_kept:
             engine.flush_cache()
         if body.torch_empty_cache and engine.model.device.type == "cuda":
             torch.cuda.empty_cache()
-        return record, int(before["num_running"] + before["num_waiting"]) if before["paused"] else 0
+        num_paused = int(before["num_running"] + before["num_waiting"]) if before["paused"] else 0
+        return record, num_paused, rank_results(service)
 
-    record, num_paused = await run_update(request, body, work)
+    record, num_paused, results = await run_update(request, body, work)
     if body.weight_version is not None:
         message = f"{message} Weight version updated to {body.weight_version}."
     return triple(
         message, record, num_paused_requests=num_paused, weight_version=service.engine.weight_version,
-        weight_digest=service.engine.weight_digest,
+        weight_digest=service.engine.weight_digest, **results,
     )  # fmt: skip
