@@ -73,12 +73,17 @@ class RolloutService(WeightVerbs):
         With `release_kv` the pool is given back at the end, for the trainer to use its memory; that raises NotIdle
         where sequences are still running.
         """
-        self.engine.resume_kv()
+        if self.replica.is_alone or self.engine.kv_bytes:
+            self.engine.resume_kv()
+        else:
+            self.resume_memory_occupation(["kv_cache"])
         with self.engine.model.rollout_phase():
             self.engine.wake()
             yield
-        if release_kv:
+        if release_kv and self.replica.is_alone:
             self.engine.release_kv()
+        elif release_kv:  # on all ranks or none: only the controller knows who runs
+            self.release_memory_occupation(["kv_cache"])
 
     @contextmanager
     def weights_turn(self, what: str, timeout_s: float | None = None) -> Iterator[float]:

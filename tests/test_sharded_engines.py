@@ -112,6 +112,11 @@ def test_ranks_that_call_together_all_have_the_new_weights(
         commit = service.commit_in_place("3", source=models[3].named_parameters())
         # A trainer that has everything, everywhere: a stage's own tensors are cut alike, those of a tp rank are not.
         found.append((commit.version, commit.digest, commit.bytes_copied > 0, said(service)))
+        with service.rollout(release_kv=True):
+            found.append(said(service))
+        found.append(service.engine.kv_bytes)
+        with service.rollout():
+            found.append(said(service))
         checked = service.weights_checker()
         found.append((checked["success"], checked["model_digest"], len(checked["rank_results"]), len(checked["ranks"])))
         found.append(service.get_weights_by_name("model.layers.1.mlp.gate_proj.weight" if "moe" not in family else
@@ -126,6 +131,9 @@ def test_ranks_that_call_together_all_have_the_new_weights(
         (greedy(models[1]), "1", digests[1]),
         (True, "2", digests[2], greedy(models[2])),
         ("3", digests[3], tp > 1, greedy(models[3])),
+        greedy(models[3]),
+        0,
+        greedy(models[3]),
         (True, digests[3], tp * pp, tp * pp),
         value.detach()[tuple(slice(3) for _ in value.shape)].tolist(),
     ]
