@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,3 +237,39 @@ def test_random_commands_and_a_small_pool_change_no_token_of_a_replica(
 
     retractions, *ends = run_world(tp * pp, rank)
     assert retractions > 10 and ends == ["closed"] * (tp * pp - 1)
+
+
+_JOB = """
+import sys, torch, torch.distributed as dist, transformers
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.sampling_params import SamplingParams
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                                  num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
+engine = Engine(transformers.LlamaForCausalLM(config), EngineConfig(pp=2, kv_cache=32))
+assert engine.ranks.watch.address.owner == -1, "the launcher's store, not a rank's"
+replica = dist.get_rank() // 2
+prompts = [[3 + replica, 4, 5]] if engine.is_controller else None
+[completion] = engine.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True))
+assert completion.prompt_ids[0] == 3 + replica and len(completion.token_ids) == 8
+engine.close()
+dist.barrier()
+sys.stdout.write(f"rank {dist.get_rank()} is done\\n")
+"""
+
+
+@pytest.mark.slow
+def test_two_replicas_under_torchrun_meet_at_the_launchers_store(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(_JOB)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if "is done" in line) == [
+        f"rank {rank} is done" for rank in range(4)
+    ]
