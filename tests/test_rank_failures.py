@@ -225,3 +225,28 @@ def test_an_error_in_a_stage_of_one_rank_reaches_every_caller_and_the_replica_go
     for text, after in results.values():
         assert after == alone
         assert victim == 0 or "rank 1 (stage 1, tp 0)" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "victim"), [((1, 2), 1), ((2, 1), 1)])
+def test_a_rank_whose_state_differs_from_the_controllers_is_named(
+    make_model: MakeModel, tmp_path: Path, shape: tuple[int, int], victim: int
+) -> None:
+    model = make_model("llama")
+
+    def rank(rank: int) -> object:
+        engine = make_engine(model, shape)
+
+        def tamper(*_: object) -> None:
+            stage = engine._core.stage
+            if stage.num_forwards == 5:
+                id = next(iter(stage.workers._sequences))
+                stage.workers.sequence(id).num_prompt_tokens += 1
+
+        if rank == victim:
+            engine.model.module.base_model.register_forward_pre_hook(tamper)
+        return generate_until_lost(engine)
+
+    results = run_ranks(shape[0] * shape[1], tmp_path, rank, victim=-1)
+    check(results, victim)
+    assert all("has come apart from the controller" in str(failure) for failure, _ in results.values())
