@@ -12,6 +12,7 @@ import mmap
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -46,17 +47,21 @@ def gaps(ranges: Ranges, start: int, stop: int) -> Ranges:
 
 
 class FlatBytes:
-    """A tensor as the bytes of its elements in row-major order, to read and to overwrite in place.
-
-    bytes: a uint8 view [num_bytes] of the tensor's memory; None where the tensor is not contiguous.
-    """
+    """A tensor as the bytes of its elements in row-major order, to read and to overwrite in place."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()
         self.num_bytes = tensor.nbytes
-        self._words = word_view(self.tensor)
-        plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        self.bytes = self.tensor.reshape(-1).view(torch.uint8) if plain else None
+
+    @cached_property  # views are made when they are first needed: an update begins with hundreds of tensors
+    def bytes(self) -> Tensor | None:
+        """A uint8 view [num_bytes] of the tensor's memory; None where the tensor is not contiguous."""
+        plain = self.tensor.is_contiguous() and not (self.tensor.is_conj() or self.tensor.is_neg())
+        return self.tensor.reshape(-1).view(torch.uint8) if plain else None
+
+    @cached_property
+    def _words(self) -> Tensor:
+        return word_view(self.tensor)
 
     def read(self, start: int, out: Tensor) -> Tensor:
         """Copy the bytes from `start` into `out`, uint8 [n] on any device; returns it."""
