@@ -15,6 +15,8 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	  % (sys.executable, *sys.version_info[:2]) if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,deepspeed,events,serve,test]'
+	# Without what it would bring along and is not used here: triton, 1 GB.
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt xgrammar apache-tvm-ffi
 	@touch $@
 
 train: setup

@@ -16,8 +16,8 @@ from .sequence_manager import WorkerSequenceManager
 
 
 @dataclass(frozen=True)
-class PromptRows:
-    """Rows whose logits give prompt log-probabilities of one sequence."""
+class KnownRows:
+    """Rows whose logits give log-probabilities of tokens that one sequence has already."""
 
     request: Request
     first_token: int  # position of the first token that they are about
@@ -32,9 +32,11 @@ class Batch:
     positions: Tensor  # int64 [N]
     slots: Tensor  # int64 [N]: where each row's KV goes
     paged: PagedStep
-    logit_rows: Tensor  # int64: rows whose logits are needed: first those sampled from, then the prompts'
+    logit_rows: Tensor  # int64: rows whose logits are needed: those sampled from, then the prompts', then the jumps'
     sampled: tuple[Request, ...]  # one per sampled row
-    prompts: tuple[PromptRows, ...]
+    prompts: tuple[KnownRows, ...]
+    jumps: tuple[KnownRows, ...] = ()  # of tokens that were not sampled
+    allowed: tuple[bytes | None, ...] = ()  # per sampled row: what a grammar allows; empty: nobody has one
 
 
 def build_batch(
@@ -56,7 +58,8 @@ def build_batch(
     tables = _block_tables(items, workers)
     slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
     token_ids: list[int] = []
-    sampled, sampled_rows, prompts, prompt_rows = [], [], [], []
+    sampled, sampled_rows, prompts, prompt_rows, jumps, jump_rows = [], [], [], [], [], []
+    allowed: list[bytes | None] = []
     for index, item in enumerate(items):
         sequence, request = workers.sequence(item.id), requests[item.id]
         end = item.start + item.num_tokens
@@ -67,11 +70,16 @@ def build_batch(
         if end == sequence.num_tokens:
             sampled.append(request)
             sampled_rows.append(query_start[index + 1] - 1)
+            allowed.append(item.allowed)
         if request.wants_prompt_logprobs and item.start < request.sequence.num_prompt_tokens:
             rows = _prompt_rows(request, item, query_start[index])
             if len(rows):
-                prompts.append(PromptRows(request, int(positions[rows[0]]) + 1, len(rows)))
+                prompts.append(KnownRows(request, int(positions[rows[0]]) + 1, len(rows)))
                 prompt_rows += rows
+        if item.jump:
+            num_jumped, end_row = len(item.jump.token_ids), int(query_start[index + 1]) - 1
+            jumps.append(KnownRows(request, sequence.num_tokens - num_jumped, num_jumped))
+            jump_rows += range(end_row - num_jumped, end_row)
     to = {"device": device, "non_blocking": True}
     return Batch(
         token_ids=torch.tensor(token_ids).to(**to),
@@ -82,9 +90,11 @@ def build_batch(
             query_start=torch.from_numpy(query_start).to(**to),
             context_lens=torch.from_numpy(context_lens).to(**to),
         ),
-        logit_rows=torch.tensor(sampled_rows + prompt_rows, dtype=torch.int64).to(**to),
+        logit_rows=torch.tensor(sampled_rows + prompt_rows + jump_rows, dtype=torch.int64).to(**to),
         sampled=tuple(sampled),
         prompts=tuple(prompts),
+        jumps=tuple(jumps),
+        allowed=tuple(allowed) if any(mask is not None for mask in allowed) else (),
     )
 
 

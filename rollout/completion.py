@@ -62,6 +62,10 @@ class Completion:
     listed_logprobs: tuple[ListedLogprobs, ...] | None = None  # of options.token_ids_logprob, one entry per token
     prompt_listed_logprobs: tuple[ListedLogprobs | None, ...] | None = None
     next_token: NextToken | None = None  # with max_new_tokens=0
+    # With a grammar, one per token: whether the model had no choice; also where text that it chose got other tokens.
+    forced: tuple[bool, ...] | None = None
+    masked_probs: tuple[float, ...] | None = None  # with a grammar: probability among what it allowed; 1.0 if forced
+    num_jump_forward_tokens: int = 0  # tokens that needed no step of their own
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -87,4 +91,5 @@ class StreamChunk:
     weight_version: str = ""  # of the newest token, or of the weights at the end
     top_logprobs: tuple[TopLogprobs, ...] = ()  # of the new ones, when asked for
     listed_logprobs: tuple[ListedLogprobs, ...] = ()
+    num_taken_back: int = 0  # of earlier chunks' tokens, the last ones, that these replace; the text goes on
     completion: Completion | None = None  # on the last chunk: the whole answer

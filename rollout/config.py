@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, fields
 
 POLICIES = ("edf", "fcfs", "lrs")
+JUMP_MODES = ("text", "exact", "off")
 DEADLINE_MULTIPLIER = 1.5
 MIN_DEADLINE_S = 0.5
 ADMISSION_RATIO = 0.7
@@ -15,6 +16,7 @@ PIN_BUDGET = 0.5
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _COUNTS = ("block_size", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill_size", "max_model_len")
 _COUNTS += ("tp", "pp", "k_blocks", "state_check_steps")
+_COUNTS += ("jump_forward_max_rollback", "jump_forward_max_blocks", "max_grammars")
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(|k|m|g|ki|mi|gi)b\s*", re.IGNORECASE)
 _BLOCKS = re.compile(r"\s*(\d+)\s*blocks?\s*", re.IGNORECASE)
 
@@ -70,6 +72,11 @@ class EngineConfig:
     admission_ratio: float = ADMISSION_RATIO  # share of what running sequences may still generate that admission keeps
     # room for, at first; it adapts
     overlap: bool = False  # plan the next step and deliver the last one while the model runs
+    jump_forward: str = "text"  # of requests with a grammar that do not say: "text", "exact" or "off"
+    jump_forward_max_rollback: int = 10  # tokens that a jump may replace ("text" only)
+    jump_forward_max_blocks: int = 10  # KV blocks that one jump may take
+    grammar_any_whitespace: bool = False  # JSON with spaces and line breaks as the model likes; little is forced then
+    max_grammars: int = 256  # compiled grammars that are kept
     trace: str | None = None  # a file for Chrome-trace events
     seed: int = 0  # root of the noise of requests that bring no sampling_seed
     tp: int = 1  # ranks that share each layer
@@ -89,9 +96,11 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 wrong.append(f"{name} must be a positive integer, not {value!r}")
-        for name in ("prefix_cache", "invariant", "overlap", "sequence_pipelining"):
+        for name in ("prefix_cache", "invariant", "overlap", "sequence_pipelining", "grammar_any_whitespace"):
             if not isinstance(getattr(self, name), bool):
                 wrong.append(f"{name} must be true or false, not {getattr(self, name)!r}")
+        if self.jump_forward not in JUMP_MODES:
+            wrong.append(f"jump_forward must be one of {', '.join(JUMP_MODES)}, not {self.jump_forward!r}")
         if self.policy not in POLICIES:
             wrong.append(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         for name in ("deadline_multiplier", "min_deadline_s", "rank_timeout_s"):

@@ -25,6 +25,8 @@ from .completion import Completion, FinishReason
 from .config import EngineConfig, parse_kv_size
 from .errors import MemoryReleased, NotIdle, SamplingRefused
 from .event_log import ManagerPair
+from .grammar_steps import GrammarSteps
+from .grammars import Grammars
 from .hosted_model import HostedModel
 from .intake import find_eos_token_ids, load_tokenizer
 from .kv_cache import KVCache, KVPlan, plan_kv_pool
@@ -99,8 +101,17 @@ class EngineCore:
         self.sequences = EngineSequenceManager(self.eos_token_ids, self.max_model_len, self._runner.num_stages)
         self.managers = ManagerPair(self.sequences, self._runner.workers, self._runner.on_event)
         self._on_answer = on_answer
+        self.grammars = Grammars(
+            tokenizer, self.model.vocab_size, self.eos_token_ids, mode=config.jump_forward,
+            any_whitespace=config.grammar_any_whitespace, max_grammars=config.max_grammars,
+            max_rollback=config.jump_forward_max_rollback,
+        )  # fmt: skip
+        grammar_steps = GrammarSteps(
+            self.scheduler, self.managers, self.ledger, limits, config.jump_forward_max_blocks, self.metrics, self.trace
+        )
         self.loop = Loop(
             self.scheduler, self.managers, self.ledger, self._runner, self.metrics, self.latencies, self.trace,
+            grammar_steps,
             overlap=config.overlap, on_token=on_token, on_answer=self._answered, is_interrupted=is_interrupted,
         )  # fmt: skip
         self.pause_mode: PauseMode | None = None  # None: not paused
@@ -356,6 +367,9 @@ class EngineCore:
             "weight_digest": self.sequences.weight_digest,
             "epoch": self.ledger.epoch,
             "last_throughput": self.loop.last_throughput,
+            "num_grammars": len(self.grammars.cache),
+            "num_grammars_compiled": self.grammars.cache.num_compiled,
+            "grammar_compile_seconds": self.grammars.cache.compile_seconds,
             "numerics": self.model.numerics.describe(),
             "metrics": self.metrics.as_dict(),
         }

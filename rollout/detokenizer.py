@@ -70,6 +70,8 @@ class IncrementalDetokenizer:
         self._patterns = tuple(regex.compile(pattern) for pattern in params.stop_regex)
         self._num_tokens = 0
         self._window: list[int] = list(prompt_ids[-NUM_CONTEXT_TOKENS:])
+        self._ids = list(self._window)  # the same, and every token since
+        self._num_context = len(self._ids)
         self._prompt_text = self._decode(self._window)
         self._num_known = len(self._prompt_text.rstrip(HALF))
         self._clean = len(self._window)  # tokens of the window up to its last end of a character
@@ -102,15 +104,17 @@ class IncrementalDetokenizer:
             return settled
         return settled[: self._num_chars - self._num_held_back()]
 
-    def append(self, token_ids: SequenceOf[int]) -> StopMatch | None:
+    def append(self, token_ids: SequenceOf[int], num_replaced: int = 0) -> StopMatch | None:
         """Take further tokens up to the one that completes a stop; that match, or None. Nothing may follow a
-        match.
+        match. They come in the place of the last `num_replaced`, which they spell first: what is text stays.
 
         Raises StopRegexTimeout when a pattern runs away on the text.
         """
         assert self._match is None, "a token after the stop"
-        for token_id in token_ids:
+        num_known = self._go_back(token_ids, num_replaced) if num_replaced else 0
+        for token_id in token_ids[num_known:]:
             self._num_tokens += 1
+            self._ids.append(token_id)
             if self._tokenizer is None:
                 continue
             fresh = self._take(token_id)
@@ -119,6 +123,25 @@ class IncrementalDetokenizer:
                 if self._match is not None:
                     break
         return self._match
+
+    def _go_back(self, token_ids: SequenceOf[int], num_replaced: int) -> int:
+        """Put the first of these tokens in the place of the last ones, as many as spell no more than is text already;
+        returns how many."""
+        start = len(self._ids) - num_replaced
+        assert start >= self._num_context, "more tokens replaced than there are"
+        before = self._ids[max(start - NUM_CONTEXT_TOKENS, 0) : start]
+        num_known_chars = len(self._decode(before + self._ids[start:]).rstrip(HALF))
+        num_known = 0
+        for num in range(1, len(token_ids) + 1):
+            if len(self._decode([*before, *token_ids[:num]]).rstrip(HALF)) > num_known_chars:
+                break
+            num_known = num
+        self._ids[start:] = token_ids[:num_known]
+        self._num_tokens += num_known - num_replaced
+        self._window = [*before, *token_ids[:num_known]]
+        self._num_known = num_known_chars
+        self._clean = len(before)
+        return num_known
 
     def _settled(self) -> str:
         if len(self._pieces) > 1:

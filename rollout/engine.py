@@ -19,7 +19,7 @@ from .core import EngineCore
 from .driver import Driver
 from .errors import EngineStopped, RankFailure
 from .follower import End, Follower
-from .intake import Intake, Params, Prompt, as_params, as_prompts, prompt_ids
+from .intake import Intake, Params, Prompt, Settings, as_prompts, prompt_ids
 from .mailboxes import Listener, Mailboxes
 from .mesh import Mesh
 from .rank_calls import RankCalls
@@ -67,7 +67,7 @@ class Engine(EngineVerbs):
         self._driver.on_failure = self._mailboxes.fail
         self.model = self._core.model
         self.tokenizer = self._core.tokenizer
-        self._intake = Intake(self.tokenizer, self.model.vocab_size, config.seed)
+        self._intake = Intake(self.tokenizer, self.model.vocab_size, config.seed, self._core.grammars)
         self._owned_phase = ExitStack()
         if self.model.owned:
             self._owned_phase.enter_context(self.model.rollout_phase())
@@ -86,8 +86,9 @@ class Engine(EngineVerbs):
 
         Raises ValueError for a bad prompt or setting, or an id that a live request has; then nothing is queued.
         """
+        [settings] = self._intake.settings([sampling_params])
         with self._driver.inbox_lock:
-            requests = self._make_requests(prompt, sampling_params, options, rid)
+            requests = self._make_requests(prompt, settings, options, rid)
             self._driver.post(requests)
         self._driver.kick()
         return [request.id for request in requests]
@@ -203,13 +204,14 @@ class Engine(EngineVerbs):
         if not len(sampling_params) == len(options) == len(rids) == count:
             raise ValueError(f"{count} prompts, but {len(sampling_params)} sampling_params, {len(options)} options and "
                              f"{len(rids)} rids")  # fmt: skip
-        # Tokenising takes long for a long text: not under the lock that a step needs to begin.
+        # Tokenising takes long for a long text, as grammars do: not under the lock that a step needs to begin.
+        settings = self._intake.settings(sampling_params)
         token_ids = [prompt_ids(prompt, self.tokenizer, self.model.vocab_size) for prompt in prompts]
         with self._driver.inbox_lock:
             if self._driver.failure is not None:
                 raise EngineStopped("the engine's loop has ended") from self._driver.failure
-            asked = zip(token_ids, sampling_params, options, rids, strict=True)
-            groups = [self._make_requests(ids, params, option, rid) for ids, params, option, rid in asked]
+            asked = zip(token_ids, settings, options, rids, strict=True)
+            groups = [self._make_requests(ids, setting, option, rid) for ids, setting, option, rid in asked]
             requests = [request for group in groups for request in group]
             ids = [request.id for request in requests]
             if twice := sorted({id for id in ids if ids.count(id) > 1}):
@@ -299,6 +301,7 @@ class Engine(EngineVerbs):
         self._owned_phase.close()
         self._driver.close()
         self._core.loop.close()
+        self._core.grammars.close()
         self._core.trace.close()
 
     # -- helpers ----------------------------------------------------------------------------------------------------
@@ -325,10 +328,11 @@ class Engine(EngineVerbs):
         params_list = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
         if len(params_list) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params_list)} sampling_params")
+        settings = self._intake.settings(params_list)
         with self._driver.inbox_lock:
             requests: list[Request] = []  # one bad prompt, and none is queued
-            for prompt, its_params in zip(prompts, params_list, strict=True):
-                requests += self._make_requests(prompt, its_params, options, None)
+            for prompt, setting in zip(prompts, settings, strict=True):
+                requests += self._make_requests(prompt, setting, options, None)
             ids = [request.id for request in requests]
             self._mailboxes.open(ids, streamed=streamed)
             self._driver.post(requests)
@@ -336,15 +340,15 @@ class Engine(EngineVerbs):
         return ids
 
     def _make_requests(
-        self, prompt: Prompt, params: Params, options: RequestOptions | None, rid: str | None
+        self, prompt: Prompt, settings: Settings, options: RequestOptions | None, rid: str | None
     ) -> list[Request]:
         self.ranks.check_controller("requests")
-        params = as_params(params)
+        params = settings[0]
         rid = rid or uuid.uuid4().hex
         ids = [rid] if params.n == 1 else [f"{rid}-{index}" for index in range(params.n)]
         if taken := [id for id in ids if self._driver.is_live(id)]:
             raise ValueError(f"duplicate request ID detected: {', '.join(taken)}")
-        requests = self._intake.requests(prompt, params, options, ids)
+        requests = self._intake.requests(prompt, settings, options, ids)
         for request in requests:
             request.base_id = rid
         return requests

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from .request import Request
 from .sequence import Sequence
@@ -52,10 +53,10 @@ class ManagerPair:
         self.engine.on_step_cancelled(items)
         self.worker.on_step_cancelled(items)
 
-    def deliver(self, request: Request, token_id: int) -> None:
+    def deliver(self, request: Request) -> None:
         """Text is the controller's alone; what it ends is an event."""
         was_live = request.finish_reason is None
-        if self.engine.deliver(request, token_id) and was_live:
+        if self.engine.deliver(request) and was_live:
             self._record("finish", request.id, request.finish_reason)
 
     def preempt(self, id: str) -> None:
@@ -84,7 +85,8 @@ class ManagerPair:
 def fresh_copy(request: Request) -> Request:
     """The request as it was when it arrived, sharing nothing that changes; it makes no text."""
     prompt = request.sequence.token_ids[: request.sequence.num_prompt_tokens]
-    blank = {"logprobs": [], "top_logprobs": [], "prompt_logprobs": [], "prompt_top_logprobs": [], "spans": []}
+    records = ("logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "spans", "forced", "masked_probs")
+    blank: dict[str, Any] = {**{name: [] for name in records}, "grammar": None}
     return replace(request, sequence=Sequence(request.id, prompt), detokenizer=None, **blank)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -11,28 +11,40 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..kernels.sampling import derive_seed
 from .detokenizer import IncrementalDetokenizer
+from .grammar import CompiledGrammar
+from .grammars import Grammars
 from .request import Request, RequestOptions
 from .sampling_params import SamplingParams
 from .sequence import Sequence as TokenSequence
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Mapping[str, object] | None
+Settings = tuple[SamplingParams, CompiledGrammar | None]  # how to sample, and the grammar that this asks for
 
 
 class Intake:
     """Makes requests; counts them, so that each has a place in the order of arrival and a seed of its own."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, seed: int) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, seed: int, grammars: Grammars
+    ) -> None:
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._vocab_size = vocab_size
         self._seed = seed
         self._num_made = 0
 
+    def settings(self, params: Iterable[Params]) -> list[Settings]:
+        """Parameters with their grammars, which are waited for: not under a lock. Raises ValueError naming every fault
+        of the first wrong parameters, or of all grammars."""
+        checked = [as_params(one) for one in params]
+        return list(zip(checked, self._grammars.compiled(checked), strict=True))
+
     def requests(
-        self, prompt: Prompt, params: Params, options: RequestOptions | None, ids: Sequence[str]
+        self, prompt: Prompt, settings: Settings, options: RequestOptions | None, ids: Sequence[str]
     ) -> list[Request]:
         """One request per id: the prompt's samples. Raises ValueError for a bad prompt or setting."""
-        params, options = as_params(params), options or RequestOptions()
+        (params, grammar), options = settings, options or RequestOptions()
         its_ids = prompt_ids(prompt, self._tokenizer, self._vocab_size)
         if self._tokenizer is None and params.needs_text:
             raise ValueError("stop strings need a tokenizer, and this engine has none")
@@ -44,7 +56,11 @@ class Intake:
         if bad := [id for id in options.token_ids_logprob if id >= self._vocab_size]:
             raise ValueError(f"token_ids_logprob names {bad[:5]}, but the vocabulary ends at {self._vocab_size - 1}")
         now = time.monotonic()
-        return [self._request(id, its_ids, params, options, index, now) for index, id in enumerate(ids)]
+        requests = [self._request(id, its_ids, params, options, index, now) for index, id in enumerate(ids)]
+        if grammar is not None:
+            for request in requests:
+                request.grammar = self._grammars.state(grammar, params)
+        return requests
 
     def _request(
         self, id: str, its_ids: list[int], params: SamplingParams, options: RequestOptions, index: int, now: float

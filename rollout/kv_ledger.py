@@ -189,6 +189,26 @@ class KVLedger:
             account.nodes.append(node)
             parent = node
 
+    def roll_back(self, request: Request, num_tokens: int) -> int:
+        """The tokens from number `num_tokens` on will be computed anew, and may be others. Blocks in the tree are not
+        written to: the request gives those up that hold any of them, with all after them.
+
+        Returns from where on it has to compute: `num_tokens`, or the beginning of the first block that it gave up.
+        """
+        account, num_full = self._accounts[request], num_tokens // self.block_size
+        if (prefix := self._prefixes.get(request)) is not None:
+            prefix.cut(num_full)
+        if len(account.nodes) <= num_full:
+            return num_tokens
+        for index in range(num_full, len(account.blocks)):
+            if index >= len(account.nodes) or account.nodes[index].block != account.blocks[index]:
+                self._pool.give(account.blocks[index])
+        for block in self.cache.drop(account.nodes[num_full:]):
+            self._pool.give(block)
+        del account.blocks[num_full:], account.nodes[num_full:]
+        account.num_matched = min(account.num_matched, num_full)
+        return num_full * self.block_size
+
     def close(self, request: Request) -> None:
         """The request gives everything back: published blocks stay cached, the rest is free."""
         account = self._accounts.pop(request)

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, replace
 
 from .completion import Completion, FinishReason
 from .event_log import ManagerPair
+from .grammar_steps import GrammarSteps
 from .kv_ledger import KVLedger
 from .latencies import Latencies
 from .metrics import Metrics
@@ -64,6 +65,7 @@ class Loop:
         metrics: Metrics,
         latencies: Latencies,
         trace: Trace,
+        grammars: GrammarSteps,
         *,
         overlap: bool,
         on_token: Callable[[Request], None],
@@ -84,6 +86,7 @@ class Loop:
         self._metrics = metrics
         self._latencies = latencies
         self._trace = trace
+        self._grammars = grammars
         self._on_token = on_token
         self._on_answer = on_answer
         self._is_interrupted = is_interrupted  # whether a command waits for the step under way
@@ -159,6 +162,7 @@ class Loop:
 
     def _launch(self, output: ScheduleOutput) -> bool:
         """Tell the managers what was decided and put the step in the air; returns whether there is anything to run."""
+        output = self._grammars.prepare(output)
         self._decide(output)
         if not output.scheduled:
             return False
@@ -208,6 +212,7 @@ class Loop:
             flight.results = [r for r in results if self._is_wanted(r, flight)]
             self._managers.on_step_completed(flight.results)
             self._scheduler.on_step_completed(flight.output, flight.requests)
+            self._grammars.end(flight.results)
         self._landed = flight
         for result in results:  # the sampler took note of those that ended while they ran
             if result.id not in self._managers.engine:
@@ -229,7 +234,7 @@ class Loop:
                 request = flight.requests[result.id]
                 has_token = result.token_id is not None and request.params.max_new_tokens > 0
                 if has_token:
-                    self._managers.deliver(request, result.token_id)
+                    self._managers.deliver(request)
                     self._latencies.on_token(request)
                 if request.finish_reason is not None:
                     self._answer(request)
@@ -292,6 +297,7 @@ class Loop:
         self._last_landing = now
         self._metrics.num_steps += 1
         self._metrics.num_rows += flight.output.num_tokens
+        self._metrics.num_sequence_forwards += len(flight.output.scheduled)
         self._metrics.step_seconds += seconds
         self._scheduler.on_step_timed(flight.output, seconds)
         self.last_throughput = sum(result.token_id is not None for result in flight.results) / seconds

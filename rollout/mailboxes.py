@@ -67,7 +67,7 @@ class Mailboxes:
     def post(self, request: Request, completion: Completion | None) -> None:
         """Put what is new of a request into its box; its completion, if it has ended."""
         sequence, first, start = request.sequence, request.num_tokens_streamed, request.num_chars_streamed
-        token_ids = tuple(sequence.token_ids[sequence.num_prompt_tokens + first :])
+        token_ids = tuple(sequence.settled_output(first))
         if completion is None and len(token_ids) < (request.params.stream_interval or 1):
             return
         text = completion.text if completion is not None else request.text(final=False)
@@ -84,9 +84,11 @@ class Mailboxes:
             completion.weight_version if completion is not None else request.spans[-1].version,
             tuple(request.top_logprobs[first:]),
             tuple(request.listed_logprobs[first:]),
+            request.num_tokens_taken_back,
             completion,
         )
         request.num_tokens_streamed += len(token_ids)
+        request.num_tokens_taken_back = 0
         request.num_chars_streamed = max(len(text), start)
         listener = self._listeners.get(request.id)
         if listener is None:

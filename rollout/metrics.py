@@ -20,7 +20,16 @@ class Metrics:
     num_pauses: int = 0  # one that follows another without a continue between them counts too
     num_steps: int = 0
     num_rows: int = 0  # prefill and decode rows run
+    num_sequence_forwards: int = 0  # sequences in each step, added up
     num_weight_commits: int = 0
+    num_jumps: int = 0  # steps of one sequence that committed tokens which were not sampled
+    num_jump_forward_tokens: int = 0  # of those tokens, less the ones that they replaced
+    num_forwards_saved: int = 0  # steps of one sequence that those tokens would have taken
+    num_jump_rollbacks: int = 0  # jumps that replaced tokens
+    num_rolled_back_tokens: int = 0
+    num_retokenisations: int = 0  # looks at whether a token sampled after a jump joins what stands before it
+    jump_forward_seconds: float = 0.0  # planning jumps and making room for them; part of:
+    grammar_seconds: float = 0.0  # masks, forced text and jumps
     step_seconds: float = 0.0
     control_bytes: int = 0  # sent by the controller of a replica to its followers
     control_messages: int = 0  # likewise: one a step and follower, and a few

@@ -46,7 +46,7 @@ def _from_bytes(digest: bytes) -> int:
 
 
 class Prefix:
-    """The full blocks of a list of tokens that only grows; each is hashed once, when it is first asked for."""
+    """The full blocks of a list of tokens that grows; each is hashed once, when it is first asked for."""
 
     __slots__ = ("salt", "_block_size", "_token_ids", "_hashes", "_tokens")
 
@@ -74,6 +74,10 @@ class Prefix:
         if stop > len(self._hashes):
             self._reach(stop)
         return zip(self._hashes[start:stop], self._tokens[start:stop], strict=True)
+
+    def cut(self, num_blocks: int) -> None:
+        """Tokens after the first `num_blocks` blocks may have changed: those blocks will be hashed anew."""
+        del self._hashes[num_blocks:], self._tokens[num_blocks:]
 
     def _reach(self, num_blocks: int) -> None:
         num_known, size = len(self._hashes), self._block_size

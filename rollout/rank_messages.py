@@ -6,6 +6,8 @@ step to run, if there is one. A sequence is a handle after first sight, and one 
     decode row, nothing new        ~handle
     other rows                     handle, start, rows, n, n blocks
     first sight                    handle, start, rows, n, n blocks, incarnation, t, t tokens, c, c bytes of JSON
+    with a grammar                 ~n in the place of n; behind the blocks: blocks kept or -1, tokens rolled back,
+                                   j, j tokens of the jump, m, m words of mask
     result: one row, one token     handle, token
     other results                  ~handle, rows, token or -1, prompt log-probabilities recorded
 
@@ -24,7 +26,7 @@ from typing import Any, Protocol
 
 from .request import Request, RequestOptions
 from .sampling_params import SamplingParams
-from .schedule import ScheduledSequence, ScheduleOutput, SequenceResult
+from .schedule import Jump, ScheduledSequence, ScheduleOutput, SequenceResult
 from .sequence import Sequence as TokenSequence
 
 _RESULTS_HEADER = struct.Struct("<ii")  # results, bytes of JSON behind them
@@ -86,11 +88,16 @@ class EventWriter:
         for item in output.scheduled:
             handle = self._handles.get(item.id)
             is_next = handle is not None and item.num_tokens == 1 and item.start == manager.next_row(item.id)
-            if is_next and not item.new_blocks:
+            is_constrained = item.allowed is not None
+            if is_next and not item.new_blocks and not is_constrained:
                 words.append(~handle)
                 continue
             words.append(self._num_handles if handle is None else handle)
-            words.extend((item.start, item.num_tokens, len(item.new_blocks), *item.new_blocks))
+            num_blocks = len(item.new_blocks)
+            words.extend((item.start, item.num_tokens, ~num_blocks if is_constrained else num_blocks))
+            words.extend(item.new_blocks)
+            if is_constrained:
+                self._constrain(item)
             if handle is None:
                 self._introduce(item, requests[item.id])
 
@@ -101,6 +108,13 @@ class EventWriter:
         text = request_json(request)
         self._words.extend((item.incarnation, len(item.token_ids), *item.token_ids, len(text)))
         self._words.frombytes(text + bytes(-len(text) % 4))
+
+    def _constrain(self, item: ScheduledSequence) -> None:
+        assert item.allowed is not None
+        num_kept = -1 if item.num_blocks_kept is None else item.num_blocks_kept
+        self._words.extend((num_kept, item.jump.num_rolled_back, len(item.jump.token_ids), *item.jump.token_ids))
+        self._words.append(len(item.allowed) // 4)
+        self._words.frombytes(item.allowed)
 
     def results(self, results: Iterable[SequenceResult]) -> None:
         """What was committed of a step."""
@@ -181,16 +195,19 @@ class EventReader:
             id = self._ids[~word]
             return ScheduledSequence(id, manager.incarnation(id), manager.next_row(id), 1, (), None), None, at + 1
         start, rows, num_blocks = words[at + 1 : at + 4]
+        is_constrained = num_blocks < 0
+        num_blocks = ~num_blocks if is_constrained else num_blocks
         at += 4 + num_blocks
         blocks = tuple(words[at - num_blocks : at])
+        constraint, at = _constraint(words, at) if is_constrained else ({}, at)
         if (id := self._ids.get(word)) is not None:
-            return ScheduledSequence(id, manager.incarnation(id), start, rows, blocks, None), None, at
+            return ScheduledSequence(id, manager.incarnation(id), start, rows, blocks, None, **constraint), None, at
         incarnation, num_tokens = words[at : at + 2]
         token_ids, at = tuple(words[at + 2 : at + 2 + num_tokens]), at + 2 + num_tokens
         num_bytes, num_words = words[at], -(-words[at] // 4)
         request = request_of(words[at + 1 : at + 1 + num_words].tobytes()[:num_bytes], token_ids)
         self._ids[word] = request.id
-        item = ScheduledSequence(request.id, incarnation, start, rows, blocks, token_ids)
+        item = ScheduledSequence(request.id, incarnation, start, rows, blocks, token_ids, **constraint)
         return item, request, at + 1 + num_words
 
     def _results(self, words: array, at: int, manager: FollowedState) -> tuple[Any, int]:
@@ -231,6 +248,16 @@ class EventReader:
         return words[at], at + 1
 
 
+def _constraint(words: array, at: int) -> tuple[dict[str, Any], int]:
+    """What a grammar adds to an entry."""
+    num_kept, num_rolled_back, num_jumped = words[at : at + 3]
+    at += 3 + num_jumped
+    jump = Jump(num_rolled_back, tuple(words[at - num_jumped : at]))
+    end = at + 1 + words[at]
+    allowed = words[at + 1 : end].tobytes()
+    return {"jump": jump, "num_blocks_kept": None if num_kept < 0 else num_kept, "allowed": allowed}, end
+
+
 _Reader = Callable[[EventReader, array, int, FollowedState], tuple[Any, int]]
 _READERS: dict[Op, _Reader] = {
     Op.SCHEDULE: EventReader._schedule,
@@ -246,7 +273,8 @@ _READERS: dict[Op, _Reader] = {
 # -- requests: what a sampler needs of them, once ---------------------------------------------------------------------
 
 _CONTROLLERS_OWN = {"n", "stop", "stop_regex", "stream_interval", "custom_params", "no_stop_trim",
-                    "skip_special_tokens", "spaces_between_special_tokens"}  # fmt: skip
+                    "skip_special_tokens", "spaces_between_special_tokens", "json_schema", "regex", "ebnf",
+                    "structural_tag", "jump_forward"}  # fmt: skip
 
 
 def request_json(request: Request) -> bytes:
@@ -278,7 +306,8 @@ def _changed(value: Any) -> dict[str, Any]:
 
 # -- results ----------------------------------------------------------------------------------------------------------
 
-_EXTRAS = ("top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "listed_logprobs", "prompt_listed_logprobs")
+_EXTRAS = ("top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "listed_logprobs", "prompt_listed_logprobs",
+           "masked_prob", "was_only_choice", "jump_logprobs", "jump_top_logprobs", "jump_listed_logprobs")  # fmt: skip
 
 
 def results_bytes(results: Sequence[SequenceResult]) -> bytes:
@@ -304,6 +333,8 @@ def results_from(data: bytes, items: Sequence[ScheduledSequence]) -> list[Sequen
     for index, (item, token, logprob) in enumerate(zip(items, tokens, logprobs, strict=True)):
         sampled = {} if token < 0 else {"token_id": token, "logprob": logprob}
         more = {name: _tuples(v) for name, v in zip(_EXTRAS, extras.get(str(index), ()), strict=False)}
+        if more.get("jump_logprobs"):
+            more["jump"] = item.jump
         results.append(SequenceResult(item.id, item.incarnation, item.num_tokens, **sampled, **more))
     return results
 

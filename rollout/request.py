@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .completion import Completion, FinishReason, ListedLogprobs, NextToken, TopLogprobs, WeightSpan
 from .detokenizer import IncrementalDetokenizer, StopRegexTimeout
+from .grammar_state import GrammarState
 from .sampling_params import SamplingParams
-from .schedule import ScheduledSequence
+from .schedule import NO_JUMP, Jump, NewToken, ScheduledSequence
 from .sequence import Sequence
 
 
@@ -44,12 +45,15 @@ class Request:
     arrival_time: float  # seconds of time.monotonic()
     arrival_index: int
     detokenizer: IncrementalDetokenizer | None
+    grammar: GrammarState | None = None  # that its output follows
     base_id: str = ""  # of the request whose sample this is
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
     prompt_top_logprobs: list[TopLogprobs | None] = field(default_factory=list)
     listed_logprobs: list[ListedLogprobs] = field(default_factory=list)
+    forced: list[bool] = field(default_factory=list)  # with a grammar: whether it, not the model, chose the token
+    masked_probs: list[float] = field(default_factory=list)  # with a grammar: among what it allowed
     prompt_listed_logprobs: list[ListedLogprobs | None] = field(default_factory=list)
     next_token: NextToken | None = None
     spans: list[WeightSpan] = field(default_factory=list)
@@ -59,8 +63,11 @@ class Request:
     num_flights: int = 0  # steps in the air that hold rows of this incarnation; in a pipeline there may be several
     num_rows_in_flight: int = 0  # of those steps: rows that have not gone through this stage yet
     num_tokens_in_flight: int = 0  # that those steps will add to the sequence: 0 or 1
-    last_step: int = 0  # number of the newest step that it was scheduled for
+    num_jump_forward_tokens: int = 0  # output tokens that needed no step of their own
+    newest_jump: Jump = NO_JUMP  # of the newest step
+    num_undelivered: int = 0  # tokens of that step, its jump's included, that are not text yet
     num_tokens_streamed: int = 0
+    num_tokens_taken_back: int = 0  # streamed ones that others have replaced since
     num_chars_streamed: int = 0
     # Seconds of time.monotonic(); None: not yet.
     first_step_time: float | None = None  # as its first rows were launched
@@ -129,6 +136,46 @@ class Request:
                 limit = min(limit, max(done - 1, 0))
         return limit
 
+    def begin_tokens(self, jump: Jump) -> None:
+        """A step's tokens are about to be recorded, after this jump."""
+        self.newest_jump, self.num_undelivered = jump, 0
+        self.num_jump_forward_tokens -= min(jump.num_rolled_back, len(jump.token_ids))
+        if jump.num_rolled_back:
+            self.roll_back(jump.num_rolled_back)
+
+    def record(self, token: NewToken) -> None:
+        """One more output token; the sequence has it already."""
+        self.logprobs.append(token.logprob)
+        if self.options.top_logprobs_num:
+            self.top_logprobs.append(token.top_logprobs)
+        if self.options.token_ids_logprob:
+            self.listed_logprobs.append(token.listed_logprobs)
+        if token.masked_prob is not None:
+            self.masked_probs.append(token.masked_prob)
+            self.forced.append(token.is_forced)
+        self.num_jump_forward_tokens += token.is_jumped
+        self.num_undelivered += 1
+
+    def roll_back(self, num_tokens: int) -> None:
+        """Forget what is recorded of the last output tokens. The sequence's tokens are changed elsewhere."""
+        num_kept = len(self.logprobs) - num_tokens
+        assert num_kept >= 0, self
+        for record in (self.logprobs, self.top_logprobs, self.listed_logprobs, self.forced, self.masked_probs):
+            del record[num_kept:]
+        while self.spans and self.spans[-1].end > num_kept:
+            last = self.spans.pop()
+            if last.start < num_kept:
+                self.spans.append(replace(last, end=num_kept))
+        taken_back = max(self.num_tokens_streamed - num_kept, 0)
+        self.num_tokens_taken_back += taken_back
+        self.num_tokens_streamed -= taken_back
+
+    def cut_output(self, num_tokens: int) -> None:
+        """End the output after its first `num_tokens` tokens."""
+        self.roll_back(len(self.logprobs) - num_tokens)
+        self.sequence.undo_jump()  # of the next step, which is not wanted either
+        del self.sequence.token_ids[self.sequence.num_prompt_tokens + num_tokens :]
+
     def tag_token(self, version: str, digest: str | None) -> None:
         """Record that the newest output token was sampled from this version of the weights."""
         end, start = len(self.logprobs), len(self.logprobs) - 1
@@ -156,7 +203,7 @@ class Request:
             id=self.id,
             index=self.index,
             prompt_ids=tuple(sequence.token_ids[: sequence.num_prompt_tokens]),
-            token_ids=tuple(sequence.output_ids),
+            token_ids=tuple(sequence.settled_output()),
             text=self.text(final=self.finish_reason is not None),
             logprobs=tuple(self.logprobs),
             finish_reason=self.finish_reason,
@@ -171,4 +218,7 @@ class Request:
             listed_logprobs=tuple(self.listed_logprobs) if has_listed else None,
             prompt_listed_logprobs=tuple(self.prompt_listed_logprobs) if has_prompt and has_listed else None,
             next_token=self.next_token,
+            forced=tuple(self.forced) if self.params.is_constrained else None,
+            masked_probs=tuple(self.masked_probs) if self.params.is_constrained else None,
+            num_jump_forward_tokens=self.num_jump_forward_tokens,
         )

@@ -1,15 +1,16 @@
 """Chooses the next token of each row. A row's choice depends on its own logits, settings, seed and position alone.
 
 The reported log-probability is log_softmax(logits / temperature) over the full vocabulary of the *model's* logits:
-penalties, logit_bias and the top-k / top-p / min-p filters shape what is chosen, not what is reported, so that the
-trainer, which knows nothing of them, computes the same number. Letters: R rows, V vocabulary.
+penalties, logit_bias, a grammar and the top-k / top-p / min-p filters shape what is chosen, not what is reported, so
+that the trainer, which knows nothing of them, computes the same number. Letters: R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,8 @@ class Sampled:
     logprob: float
     top_logprobs: TopLogprobs
     listed_logprobs: ListedLogprobs = ()
+    masked_prob: float | None = None  # with a grammar: among the tokens it allowed, at the temperature
+    was_only_choice: bool = False  # it allowed no other
 
 
 class Sampler:
@@ -39,18 +42,27 @@ class Sampler:
         self._eos_token_ids = eos_token_ids
         self._counts: dict[Request, _Counts] = {}
 
-    def sample(self, logits: Tensor, requests: Sequence[Request]) -> list[Sampled]:
-        """One token per row of logits [R, V] (any float dtype), requests in row order. Raises BrokenLogits."""
+    def sample(
+        self, logits: Tensor, requests: Sequence[Request], allowed: Sequence[bytes | None] = ()
+    ) -> list[Sampled]:
+        """One token per row of logits [R, V] (any float dtype), requests in row order. Raises BrokenLogits.
+
+        allowed: per row the tokens that may be chosen, one bit each; None: all. Empty: all in every row.
+        """
         device = logits.device
         temperatures = torch.tensor([_temperature(r) for r in requests], dtype=torch.float32, device=device)
         logprobs = scaled_logprobs(logits, temperatures)
         shaped = [i for i, r in enumerate(requests) if self._reshapes(r)]
         wanted = logprobs  # the log of what is sampled from
-        if shaped:
+        masked = [row for row, mask in enumerate(allowed) if mask is not None]
+        if shaped or masked:
             wanted = logprobs.clone()
             for row in shaped:
+                if allowed and allowed[row] is not None:
+                    self._counts.pop(requests[row], None)  # a jump may have replaced tokens that were counted
                 reshaped = self._reshape(logits[row].float(), requests[row])
                 wanted[row] = torch.log_softmax(reshaped / temperatures[row], -1)
+        bits = self._mask(wanted, masked, [allowed[row] for row in masked]) if masked else None
         token_ids = self._choose(wanted, requests)
         chosen = logprobs.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
         if bool(chosen.isnan().any()):
@@ -59,11 +71,28 @@ class Sampler:
             raise BrokenLogits(f"the model's logits are NaN or infinite for {count}")
         tops = top_logprobs(logprobs, [r.options.top_logprobs_num for r in requests])
         listed = [listed_logprobs(logprobs[i : i + 1], r)[0] for i, r in enumerate(requests)]
-        return [Sampled(*row) for row in zip(token_ids.tolist(), chosen.tolist(), tops, listed, strict=True)]
+        ids = token_ids.tolist()
+        choices = [Sampled(*row) for row in zip(ids, chosen.tolist(), tops, listed, strict=True)]
+        if bits is not None:
+            rows = torch.tensor(masked, device=device)
+            probs = wanted[rows, token_ids[rows]].exp().tolist()
+            for row, prob, is_only in zip(masked, probs, (bits.sum(-1) == 1).tolist(), strict=True):
+                choices[row] = replace(choices[row], masked_prob=prob, was_only_choice=is_only)
+        return choices
 
     def forget(self, request: Request) -> None:
         """The request is answered."""
         self._counts.pop(request, None)
+
+    @staticmethod
+    def _mask(wanted: Tensor, rows: Sequence[int], allowed: Sequence[bytes | None]) -> Tensor:
+        """Take what a grammar does not allow out of these rows of wanted [R, V]; returns the masks, bool [rows, V]."""
+        packed = np.stack([np.frombuffer(mask, np.uint8) for mask in allowed if mask is not None])
+        unpacked = np.unpackbits(packed, axis=-1, bitorder="little", count=wanted.shape[-1])
+        bits = torch.from_numpy(unpacked.view(np.bool_)).to(wanted.device)
+        index = torch.tensor(rows, device=wanted.device)
+        wanted[index] = torch.log_softmax(wanted[index].masked_fill(~bits, -torch.inf), -1)
+        return bits
 
     def _choose(self, wanted: Tensor, requests: Sequence[Request]) -> Tensor:
         device = wanted.device

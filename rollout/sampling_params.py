@@ -3,6 +3,7 @@ send."""
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -14,7 +15,8 @@ import regex
 GREEDY_BELOW = 1e-6  # temperatures under this mean argmax
 MAX_STOPS = 32
 MAX_STOP_REGEX_BYTES = 256
-NOT_SUPPORTED = ("json_schema", "regex", "ebnf", "structural_tag", "beam_width")
+NOT_SUPPORTED = ("beam_width",)
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,8 @@ class SamplingParams:
     """Settings of one request. Immutable.
 
     `stop` and `stop_regex` take a string, a list or None too, `stop_token_ids` a list or None, `logit_bias`
-    string keys; they are kept as declared. ValueError names every field with a wrong type or a value out of
-    range.
+    string keys, `json_schema` and `structural_tag` a JSON object; they are kept as declared. ValueError names every
+    field with a wrong type or a value out of range.
     """
 
     max_new_tokens: int = 128  # 0: score the prompt only
@@ -47,6 +49,12 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None  # added to the logits
     sampling_seed: int | None = None  # int64; the engine draws one where there is none
     custom_params: Mapping[str, Any] | None = None  # not read by the engine
+    json_schema: str | None = None  # the output is JSON that follows this schema; "$$ANY$$": any JSON
+    regex: str | None = None  # the output matches this pattern from its first character to its last
+    ebnf: str | None = None  # the output is what the rule `root` of this grammar describes (GBNF)
+    structural_tag: str | None = None  # parts of the output, between tags, follow schemas; in xgrammar's JSON
+    jump_forward: str | None = None  # what becomes of text that a grammar forces: "text", "exact" or "off"; None: the
+    # engine's default
 
     def __post_init__(self) -> None:
         problems: list[str] = []
@@ -55,11 +63,15 @@ class SamplingParams:
         object.__setattr__(self, "stop_regex", _strings(self.stop_regex))
         object.__setattr__(self, "stop_token_ids", _listed(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _integer_keys(self.logit_bias))
+        for name in ("json_schema", "structural_tag"):
+            object.__setattr__(self, name, _json_text(getattr(self, name)))
         for name, (accepts, wanted) in _RULES.items():
             value = getattr(self, name)
             if not accepts(value):
                 problems.append(f"{name} must be {wanted}, not {value!r}")
         problems += [f"stop_regex {pattern!r}: {why}" for pattern, why in self._broken_patterns()]
+        if len(grammars := [name for name in GRAMMARS if getattr(self, name) is not None]) > 1:
+            problems.append(f"{', '.join(grammars)}: only one of them can constrain an output")
         if not problems and self.min_new_tokens > self.max_new_tokens:
             problems.append(
                 f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}"
@@ -99,6 +111,11 @@ class SamplingParams:
         return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar says what the output looks like."""
+        return any(getattr(self, name) is not None for name in GRAMMARS)
+
+    @property
     def needs_text(self) -> bool:
         """Whether ending the request takes a tokenizer."""
         return bool(self.stop or self.stop_regex)
@@ -131,6 +148,11 @@ def _integer_keys(value: object) -> object:
     if not isinstance(value, Mapping):
         return value
     return {int(k) if isinstance(k, str) and k.isascii() and k.isdigit() else k: v for k, v in value.items()}
+
+
+def _json_text(value: object) -> object:
+    """A JSON object as its text, anything else as it is."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, Mapping) else value
 
 
 def _is_int(value: object, low: int, high: int = 2**63 - 1) -> bool:
@@ -172,6 +194,10 @@ def _is_ids(value: object) -> bool:
     return isinstance(value, tuple) and all(_is_int(token_id, 0) for token_id in value)
 
 
+def _is_grammar(value: object) -> bool:
+    return value is None or (isinstance(value, str) and value != "")
+
+
 _BOOL = (_is_bool, "true or false")
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_new_tokens": (lambda v: _is_int(v, 0), "an integer of 0 or more"),
@@ -198,4 +224,9 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "logit_bias": (_is_bias, "an object of token ids and numbers"),
     "sampling_seed": (lambda v: v is None or _is_int(v, -(2**63), 2**63 - 1), "a 64-bit integer"),
     "custom_params": (lambda v: v is None or isinstance(v, Mapping), "an object"),
+    "json_schema": (_is_grammar, "a JSON schema, as text or as an object"),
+    "regex": (_is_grammar, "a pattern"),
+    "ebnf": (_is_grammar, "a grammar in EBNF"),
+    "structural_tag": (_is_grammar, "a structural tag, as JSON text or as an object"),
+    "jump_forward": (lambda v: v is None or v in ("text", "exact", "off"), '"text", "exact" or "off"'),
 }

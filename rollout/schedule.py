@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .completion import ListedLogprobs, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True)
+class Jump:
+    """Tokens that take the place of a sequence's last ones. Example: `Jump(1, (17, 4))` replaces one token by two."""
+
+    num_rolled_back: int
+    token_ids: tuple[int, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.token_ids)
+
+    @property
+    def num_gained(self) -> int:
+        """Tokens that need no step of their own."""
+        return max(len(self.token_ids) - self.num_rolled_back, 0)
+
+
+NO_JUMP = Jump(0, ())
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """One sequence's share of a step: rows for known tokens `start .. start + num_tokens - 1`."""
+    """One sequence's share of a step: rows for known tokens `start .. start + num_tokens - 1`, after its jump."""
 
     id: str
     incarnation: int  # how often it has been preempted; results of another incarnation are dropped
@@ -17,6 +37,9 @@ class ScheduledSequence:
     num_tokens: int
     new_blocks: tuple[int, ...]  # appended to its block table
     token_ids: tuple[int, ...] | None  # all known tokens, when it holds no blocks yet; None when the ranks know them
+    jump: Jump = NO_JUMP  # comes before anything runs; the rows begin before its tokens, and end behind the last
+    num_blocks_kept: int | None = None  # of its block table, before the new ones; None: all
+    allowed: bytes | None = None  # what a grammar lets be sampled: one bit a token, the first in the lowest; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +79,19 @@ class ScheduleDraft:
 
 
 @dataclass(frozen=True, slots=True)
+class NewToken:
+    """One token that a step adds to a sequence, with what is recorded of it."""
+
+    token_id: int
+    logprob: float
+    top_logprobs: TopLogprobs
+    listed_logprobs: ListedLogprobs
+    is_jumped: bool  # put there, not sampled
+    is_forced: bool  # there was no choice
+    masked_prob: float | None  # among what a grammar allowed
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceResult:
     """What one scheduled sequence got from the step."""
 
@@ -69,3 +105,19 @@ class SequenceResult:
     prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
     listed_logprobs: ListedLogprobs = ()  # of the tokens that the request names
     prompt_listed_logprobs: tuple[ListedLogprobs, ...] = ()
+    masked_prob: float | None = None  # of the sampled token, among those that a grammar allowed
+    was_only_choice: bool = False  # the grammar allowed no other
+    jump: Jump = NO_JUMP  # that went before; token_id comes after it
+    jump_logprobs: tuple[float, ...] = ()  # of its tokens
+    jump_top_logprobs: tuple[TopLogprobs, ...] = ()
+    jump_listed_logprobs: tuple[ListedLogprobs, ...] = ()
+
+    def tokens(self) -> Iterator[NewToken]:
+        """What it adds to the sequence, which has been rolled back: the jump's tokens, then the sampled one."""
+        for index, token_id in enumerate(self.jump.token_ids):
+            top = self.jump_top_logprobs[index] if self.jump_top_logprobs else ()
+            listed = self.jump_listed_logprobs[index] if self.jump_listed_logprobs else ()
+            yield NewToken(token_id, self.jump_logprobs[index], top, listed, True, True, 1.0)
+        if self.token_id is not None and self.logprob is not None:
+            yield NewToken(self.token_id, self.logprob, self.top_logprobs, self.listed_logprobs, False,
+                           self.was_only_choice, self.masked_prob)  # fmt: skip

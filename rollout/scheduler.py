@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -107,7 +107,8 @@ class Scheduler:
         for item in output.scheduled:
             request = requests.get(item.id)
             if request in self._running and item.incarnation == request.num_retractions:
-                self._ledger.publish(request, item.start + item.num_tokens)
+                # A step may bring more tokens than are wanted: those behind the end have KV, and no name.
+                self._ledger.publish(request, min(item.start + item.num_tokens, request.sequence.num_tokens))
                 self._look_again(self._under_way.end(request, item.start + item.num_tokens))
 
     def on_step_timed(self, output: ScheduleOutput, seconds: float) -> None:
@@ -222,6 +223,22 @@ class Scheduler:
             f"the KV pool of {usage.num_blocks} blocks of {self._ledger.block_size} tokens is full with this sequence "
             f"alone at {request.num_tokens_ahead} tokens"
         )
+
+    def make_room_for_jump(self, request: Request, num_blocks: int, in_step: Collection[Request]) -> list[Request]:
+        """Preempt running requests that come after this one in the policy's order, but none of `in_step`, until so many
+        blocks can be had or none is left to preempt; cached blocks count as available. Returns whom: they are queued
+        again, and the caller tells the managers."""
+        victims = []
+        while self._ledger.num_available < num_blocks:
+            rank = self._rank(request)
+            candidates = [r for r in self._running if r not in in_step and self._rank(r) > rank]
+            if not candidates:
+                break
+            victim = pick_victim(candidates, self._rank)
+            self._give_back(victim)
+            self.add(victim)
+            victims.append(victim)
+        return victims
 
     # -- waiting sequences --------------------------------------------------------------------------------------
 

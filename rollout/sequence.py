@@ -48,6 +48,8 @@ class Sequence:
         "num_tokens_step_processed",
         "num_tokens_stage_processed",
         "_state",
+        "_replaced",
+        "_num_jumped",
     )
 
     def __init__(self, id: str, prompt_ids: SequenceOf[int]) -> None:
@@ -57,6 +59,8 @@ class Sequence:
         self.num_tokens_step_processed = 0
         self.num_tokens_stage_processed = 0
         self._state = State.WAITING
+        self._replaced: list[int] | None = None  # by the tokens of a jump that is under way
+        self._num_jumped = 0  # tokens of that jump
 
     @property
     def state(self) -> State:
@@ -83,6 +87,32 @@ class Sequence:
     def output_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
+    def settled_output(self, first: int = 0) -> list[int]:
+        """The output from its token number `first` on, without a jump that is under way."""
+        if self._replaced is None:
+            return self.token_ids[self.num_prompt_tokens + first :]
+        settled = self.token_ids[self.num_prompt_tokens : self.num_tokens - self._num_jumped] + self._replaced
+        return settled[first:]
+
+    def begin_jump(self, num_rolled_back: int, token_ids: SequenceOf[int]) -> None:
+        """Put these in the place of the last `num_rolled_back` output tokens, until the step with them is done or
+        undone. The KV of what is replaced must have been given up."""
+        assert self._replaced is None and 0 <= num_rolled_back <= self.num_output_tokens, self
+        start = self.num_tokens - num_rolled_back
+        assert self.num_tokens_stage_processed <= start, self
+        self._replaced, self._num_jumped = self.token_ids[start:], len(token_ids)
+        self.token_ids[start:] = token_ids
+
+    def settle_jump(self) -> None:
+        """The jump under way, if there is one, stands."""
+        self._replaced, self._num_jumped = None, 0
+
+    def undo_jump(self) -> None:
+        """As if the jump under way, if there is one, had never begun. Comes with `forget_progress`."""
+        if self._replaced is not None:
+            self.token_ids[self.num_tokens - self._num_jumped :] = self._replaced
+            self.settle_jump()
+
     @property
     def is_prefilling(self) -> bool:
         """Whether known tokens beyond the last one still lack KV at this stage."""
@@ -101,6 +131,11 @@ class Sequence:
         """Count `num_tokens` more through all stages. Never more than went through this one."""
         self.num_tokens_step_processed += num_tokens
         assert num_tokens > 0 and self.num_tokens_step_processed <= self.num_tokens_stage_processed, self
+
+    def give_up_progress(self, num_tokens: int) -> None:
+        """What lies beyond the first `num_tokens` will be computed anew."""
+        self.num_tokens_step_processed = min(self.num_tokens_step_processed, num_tokens)
+        self.num_tokens_stage_processed = min(self.num_tokens_stage_processed, num_tokens)
 
     def forget_progress(self) -> None:
         """Both counters to zero, as when the blocks are given back; tokens and prompt boundary stay."""

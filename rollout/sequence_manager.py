@@ -82,6 +82,7 @@ class SequenceManager:
             if was_last and sequence.state is State.RUNNING:
                 sequence.move(State.PAUSED)
             if result.token_id is not None:
+                sequence.settle_jump()
                 sequence.token_ids.append(result.token_id)
             if self._on_result(sequence, result):
                 finished.append(sequence.id)
@@ -97,6 +98,7 @@ class SequenceManager:
         sequence = self.sequence(id)
         sequence.move(State.WAITING_PREEMPT)
         sequence.forget_progress()
+        sequence.undo_jump()  # nothing of it was answered
         self._incarnations[id] += 1
 
     def free(self, id: str) -> None:
@@ -140,9 +142,13 @@ class SequenceManager:
     def _on_scheduled(self, item: ScheduledSequence) -> None:
         sequence = self.sequence(item.id)
         sequence.move(State.RUNNING)
+        if item.jump:
+            sequence.give_up_progress(item.start)
         if (num_cached := item.start - sequence.num_tokens_stage_processed) > 0:  # their KV was there already
             sequence.stage_processed(num_cached)
             sequence.step_processed(num_cached)
+        if item.jump:
+            sequence.begin_jump(item.jump.num_rolled_back, item.jump.token_ids)
 
     def _on_result(self, sequence: Sequence, result: SequenceResult) -> bool:
         """What this manager does with a result beyond counting. Returns whether the sequence is finished."""
@@ -219,23 +225,25 @@ class EngineSequenceManager(SequenceManager):
             self.finish(sequence.id, FinishReason("length", length=0))
             return True
         assert result.logprob is not None
-        request.logprobs.append(result.logprob)
-        if request.options.top_logprobs_num:
-            request.top_logprobs.append(result.top_logprobs)
-        if request.options.token_ids_logprob:
-            request.listed_logprobs.append(result.listed_logprobs)
-        request.tag_token(self.weight_version, self.weight_digest)
-        reason = self._why_finished(request, result.token_id)
-        if reason is not None:
-            self.finish(sequence.id, reason)
-        return reason is not None
+        request.begin_tokens(result.jump)
+        for token in result.tokens():
+            request.record(token)
+            request.tag_token(self.weight_version, self.weight_digest)
+            reason = self._why_finished(request, token.token_id)
+            if reason is not None:
+                request.cut_output(len(request.logprobs))  # what else the same step brought is not wanted
+                self.finish(sequence.id, reason)
+                return True
+        return False
 
     def _why_finished(self, request: Request, token_id: int) -> FinishReason | None:
-        """Stop conditions that need no text: a stop token ends with "stop" also at the last allowed length."""
-        num_output = request.sequence.num_output_tokens
+        """Stop conditions that need no text, at the newest recorded token: a stop token ends with "stop" also at the
+        last allowed length."""
+        num_output = len(request.logprobs)
         if self._is_stop(request, token_id):
             return FinishReason("stop", matched=token_id)
-        if num_output >= request.params.max_new_tokens or request.sequence.num_tokens >= self.max_model_len:
+        num_tokens = request.sequence.num_prompt_tokens + num_output
+        if num_output >= request.params.max_new_tokens or num_tokens >= self.max_model_len:
             return FinishReason("length", length=num_output)
         return None
 
@@ -243,16 +251,24 @@ class EngineSequenceManager(SequenceManager):
         params = request.params
         return token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self.eos_token_ids)
 
-    def deliver(self, request: Request, token_id: int) -> bool:
-        """Turn the newest token into text, which may complete a stop string; returns whether the sequence is finished.
+    def deliver(self, request: Request) -> bool:
+        """Turn the newest step's tokens into text, which may complete a stop string and so end the output before the
+        last of them; returns whether the sequence is finished.
 
         Comes after `on_step_completed`, while the next step may be running already: then that step's result is dropped.
         """
-        if request.detokenizer is not None and (request.params.no_stop_trim or not self._is_stop(request, token_id)):
+        num_new, request.num_undelivered = request.num_undelivered, 0
+        first = len(request.logprobs) - num_new
+        token_ids = request.sequence.settled_output(first)[:num_new]
+        if token_ids and not request.params.no_stop_trim and self._is_stop(request, token_ids[-1]):
+            del token_ids[-1]
+        if request.detokenizer is not None and token_ids:
             reason = None
             try:
-                if (matched := request.detokenizer.append([token_id])) is not None:
+                num_replaced = request.newest_jump.num_rolled_back
+                if (matched := request.detokenizer.append(token_ids, num_replaced)) is not None:
                     reason = FinishReason("stop", matched=matched.stop)
+                    request.cut_output(matched.num_tokens)
             except StopRegexTimeout as error:  # this pattern runs wild: its request ends, the batch goes on
                 reason = FinishReason("abort", message=str(error))
             if reason is not None and request.finish_reason is None:
@@ -286,4 +302,6 @@ class WorkerSequenceManager(SequenceManager):
             self._register(Sequence(item.id, item.token_ids), item.incarnation)
             self._block_tables[item.id] = []
         super()._on_scheduled(item)
+        if item.num_blocks_kept is not None:
+            del self._block_tables[item.id][item.num_blocks_kept :]
         self._block_tables[item.id] += item.new_blocks

@@ -1,21 +1,23 @@
-"""What a step gives back, from its logits: the tokens sampled, and log-probabilities of prompts to be scored."""
+"""What a step gives back, from its logits: the tokens sampled, and log-probabilities of prompts to be scored and of
+tokens that a jump put there."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .batch import Batch
+from .batch import Batch, KnownRows
 from .completion import ListedLogprobs, TopLogprobs
 from .sampler import Sampled, Sampler, prompt_listed_logprobs, prompt_logprobs
 from .schedule import ScheduledSequence, ScheduleOutput, SequenceResult
 
 
 @dataclass(frozen=True)
-class PromptScores:
-    """Log-probabilities of the prompt tokens that follow the rows asked for."""
+class Scores:
+    """Log-probabilities of the tokens that follow the rows asked for."""
 
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[TopLogprobs, ...] = ()
@@ -25,32 +27,39 @@ class PromptScores:
 def results_of(output: ScheduleOutput, batch: Batch, logits: Tensor, sampler: Sampler) -> list[SequenceResult]:
     """One result per scheduled sequence, in order; logits [rows, V] of `batch.logit_rows`. Raises BrokenLogits."""
     sampled = _sample(batch, logits, sampler)
-    scored = _score_prompts(batch, logits)
-    return [_result(item, sampled.get(item.id), scored.get(item.id)) for item in output.scheduled]
+    if not batch.prompts and not batch.jumps:
+        return [_result(item, sampled.get(item.id), None, None) for item in output.scheduled]
+    first_jump = len(batch.sampled) + sum(rows.num_rows for rows in batch.prompts)
+    prompts = _score(batch.prompts, logits[len(batch.sampled) :])
+    jumps = _score(batch.jumps, logits[first_jump:])
+    return [_result(i, sampled.get(i.id), prompts.get(i.id), jumps.get(i.id)) for i in output.scheduled]
 
 
 def _sample(batch: Batch, logits: Tensor, sampler: Sampler) -> dict[str, Sampled]:
     if not batch.sampled:
         return {}
-    choices = sampler.sample(logits[: len(batch.sampled)], batch.sampled)
+    choices = sampler.sample(logits[: len(batch.sampled)], batch.sampled, batch.allowed)
     return {request.id: choice for request, choice in zip(batch.sampled, choices, strict=True)}
 
 
-def _score_prompts(batch: Batch, logits: Tensor) -> dict[str, PromptScores]:
-    scored, first = {}, len(batch.sampled)
-    for rows in batch.prompts:
+def _score(known: Iterable[KnownRows], logits: Tensor) -> dict[str, Scores]:
+    """By sequence; logits [rows, V] of these rows, one after another."""
+    scored, first = {}, 0
+    for rows in known:
         token_ids = rows.request.sequence.token_ids[rows.first_token : rows.first_token + rows.num_rows]
         ids = torch.tensor(token_ids, device=logits.device)
         its_logits = logits[first : first + rows.num_rows]
-        scored[rows.request.id] = PromptScores(
+        scored[rows.request.id] = Scores(
             *prompt_logprobs(its_logits, ids, rows.request), prompt_listed_logprobs(its_logits, rows.request)
         )
         first += rows.num_rows
     return scored
 
 
-def _result(item: ScheduledSequence, sampled: Sampled | None, scored: PromptScores | None) -> SequenceResult:
-    scores = scored or PromptScores()
+def _result(
+    item: ScheduledSequence, sampled: Sampled | None, prompt: Scores | None, jump: Scores | None
+) -> SequenceResult:
+    scores = prompt or Scores()
     result = SequenceResult(
         item.id,
         item.incarnation,
@@ -61,10 +70,18 @@ def _result(item: ScheduledSequence, sampled: Sampled | None, scored: PromptScor
     )
     if sampled is None:
         return result
-    return replace(
+    result = replace(
         result,
         token_id=sampled.token_id,
         logprob=sampled.logprob,
         top_logprobs=sampled.top_logprobs,
         listed_logprobs=sampled.listed_logprobs,
+        masked_prob=sampled.masked_prob,
+        was_only_choice=sampled.was_only_choice,
     )
+    if jump is None:
+        return result
+    return replace(
+        result, jump=item.jump, jump_logprobs=jump.logprobs, jump_top_logprobs=jump.top_logprobs,
+        jump_listed_logprobs=jump.listed_logprobs,
+    )  # fmt: skip

@@ -1,5 +1,6 @@
 """Sampling parameters: names, defaults and ranges, and every offender named at once."""
 
+import json
 import math
 import pickle
 
@@ -97,6 +98,11 @@ def test_greedy_and_penalties_are_asked_by_property():
         ),
         ("sampling_seed", [0, -(2**63), 2**63 - 1], [2**63, -(2**63) - 1, 1.0, True]),
         ("custom_params", [{}, {"a": [1]}], [[], "x"]),
+        ("json_schema", ["{}", {}], ["", 1, []]),
+        ("regex", ["a+"], ["", 1, {}]),
+        ("ebnf", ['root ::= "a"'], ["", {}]),
+        ("structural_tag", ["{}", {}], ["", 1]),
+        ("jump_forward", ["text", "exact", "off"], ["on", True]),
     ],
 )
 def test_ranges(name, good, bad):
@@ -109,16 +115,27 @@ def test_ranges(name, good, bad):
             SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["json_schema", "regex", "ebnf", "structural_tag", "beam_width"])
-def test_grammars_and_beams_are_refused_by_name(name):
-    with pytest.raises(ValueError, match=f"{name} is not supported yet"):
-        SamplingParams.from_dict({name: "x"})
+def test_beams_are_refused_by_name():
+    with pytest.raises(ValueError, match="beam_width is not supported yet"):
+        SamplingParams.from_dict({"beam_width": 2})
+
+
+def test_one_grammar_at_most_constrains_an_output():
+    with pytest.raises(ValueError, match="json_schema, regex: only one"):
+        SamplingParams(json_schema="{}", regex="a")
+    assert SamplingParams(regex="a").is_constrained and not SamplingParams().is_constrained
+
+
+def test_schemas_and_structural_tags_may_be_objects():
+    schema = {"type": "object", "properties": {"città": {"type": "integer"}}}
+    assert json.loads(SamplingParams.from_dict({"json_schema": schema}).json_schema) == schema
+    assert json.loads(SamplingParams(structural_tag={"type": "x"}).structural_tag) == {"type": "x"}
 
 
 def test_every_offender_is_named_at_once():
     with pytest.raises(ValueError, match="sampling parameters") as caught:
         SamplingParams.from_dict(
-            {"temprature": 1, "seed": None, "ebnf": "root", "top_p": 3, "n": True, "stop": [""]}
+            {"temprature": 1, "seed": None, "ebnf": "", "top_p": 3, "n": True, "stop": [""]}
         )
     message = str(caught.value)
     for offender in ("'temprature'", "'seed'", "ebnf", "top_p", "n must be", "stop must be"):

@@ -1,0 +1,174 @@
+"""What a request's output has to look like, and who follows it token by token. The engine behind it is xgrammar.
+
+Only this file knows that library, and loads it with the first grammar. It is asked for masks, for the text that is
+forced, and to go back; which tokens a forced text becomes is `jump_forward`'s business.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+
+from .json_schema_rules import check_schema, parse_json
+from .sampling_params import SamplingParams
+from .token_text import TokenText
+
+Kind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+ANY_JSON = "$$ANY$$"  # SGLang's word for a json_schema that allows every JSON value
+_CODE_PLACE = re.compile(r"^\[[^\]]*\] \S+?:\d+: (Check failed: \(.*?\) is false: )?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A grammar as it was asked for. Equal ones are compiled once."""
+
+    kind: Kind
+    text: str
+
+
+def constraint_of(params: SamplingParams) -> Constraint | None:
+    """What these parameters ask of the output; None: nothing."""
+    for kind in ("json_schema", "regex", "ebnf", "structural_tag"):
+        if (text := getattr(params, kind)) is not None:
+            return Constraint(kind, text)
+    return None
+
+
+class GrammarCompiler:
+    """Compiles constraints for one vocabulary. Any thread may call it; it lets other threads run meanwhile."""
+
+    def __init__(self, text: TokenText, stop_token_ids: Iterable[int], *, any_whitespace: bool = False) -> None:
+        """stop_token_ids: what a model may say once the grammar has ended. any_whitespace: JSON with spaces and line
+        breaks as the model likes; then hardly anything is forced. Raises ValueError without the library."""
+        self.text = text
+        self._xgrammar = _library()
+        self.stop_token_ids = tuple(sorted(id for id in set(stop_token_ids) if id < len(text.pieces)))
+        info = self._xgrammar.TokenizerInfo(
+            text.pieces, self._xgrammar.VocabType.RAW, vocab_size=len(text.pieces),
+            stop_token_ids=list(self.stop_token_ids),
+        )  # fmt: skip
+        self._compiler = self._xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._any_whitespace = any_whitespace
+        # The library lets control characters into strings of bounded length, where JSON has none.
+        controls = set(range(0x20)) - (set(b"\n\r") if any_whitespace else set())
+        self._no_json = pack_ids((i for i, p in enumerate(text.pieces) if not controls.isdisjoint(p)), len(text.pieces))
+
+    def compile(self, constraint: Constraint) -> CompiledGrammar:
+        """Raises ValueError that says what is wrong with the grammar, and where."""
+        try:
+            compiled = self._compiled(constraint)
+        except RuntimeError as error:  # the library's word for a fault in the grammar
+            _refuse(constraint.kind, error)
+        banned = self._no_json if constraint.kind == "json_schema" else None
+        grammar = CompiledGrammar(self._xgrammar, compiled, len(self.text.pieces), self.stop_token_ids, banned)
+        start = grammar.matcher()
+        if not start.is_complete and not start.mask().any():
+            raise ValueError(f"{constraint.kind}: no text of this vocabulary can begin to match it")
+        return grammar
+
+    def _compiled(self, constraint: Constraint) -> Any:
+        kind, text, compiler = constraint.kind, constraint.text, self._compiler
+        if kind == "regex":
+            return compiler.compile_regex(text)
+        if kind == "ebnf":
+            return compiler.compile_grammar(text)
+        if kind == "structural_tag":
+            parse_json(text, kind)
+            return compiler.compile_structural_tag(text)
+        if text == ANY_JSON:
+            return compiler.compile_json_schema("true", any_whitespace=self._any_whitespace)
+        check_schema(parse_json(text, kind))
+        return compiler.compile_json_schema(text, any_whitespace=self._any_whitespace)
+
+
+class CompiledGrammar:
+    """A grammar that any number of sequences follow. Never changes."""
+
+    def __init__(
+        self, library: Any, compiled: Any, vocab_size: int, stop_token_ids: Sequence[int], banned: np.ndarray | None
+    ) -> None:
+        self._library, self._compiled, self._vocab_size, self._banned = library, compiled, vocab_size, banned
+        self.stop_token_ids = stop_token_ids
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory it takes."""
+        return int(self._compiled.memory_size_bytes)
+
+    def matcher(self) -> GrammarMatcher:
+        """A new one, at the beginning."""
+        matcher = self._library.GrammarMatcher(self._compiled)
+        row = self._library.allocate_token_bitmask(1, self._vocab_size)
+        return GrammarMatcher(matcher, row, self._banned)
+
+
+class GrammarMatcher:
+    """Where one sequence stands in its grammar. One thread at a time."""
+
+    def __init__(self, matcher: Any, row: Any, banned: np.ndarray | None) -> None:
+        """row: int32 [1, ceil(V / 32)], filled anew for each mask; banned: a mask of tokens that never come."""
+        self._matcher, self._row, self._bits = matcher, row, row.numpy()
+        self._banned = banned
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text so far is one that the grammar describes; it may allow more."""
+        return bool(self._matcher.is_completed())
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether a stop token was accepted: nothing follows."""
+        return bool(self._matcher.is_terminated())
+
+    def accept(self, token_id: int) -> bool:
+        """Go on by one token; returns whether the grammar allows it, and changes nothing where it does not."""
+        return bool(self._matcher.accept_token(token_id))
+
+    def roll_back(self, num_tokens: int) -> None:
+        """Undo the last tokens, as if they had never been accepted."""
+        if num_tokens:
+            self._matcher.rollback(num_tokens)
+
+    def forced(self) -> bytes:
+        """The text that has to come next, however the output goes on; may end, or begin, inside a character."""
+        try:
+            return self._matcher.find_jump_forward_string().encode()
+        except UnicodeDecodeError as error:  # the library makes a str of it
+            return bytes(error.object)
+
+    def mask(self) -> np.ndarray:
+        """Which tokens may come next: one bit each, uint8 [4 * ceil(V / 32)], the first token in the lowest bit."""
+        self._matcher.fill_next_token_bitmask(self._row)
+        mask = self._bits[0].view(np.uint8)
+        return mask.copy() if self._banned is None else mask & ~self._banned
+
+
+def pack_ids(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
+    """The mask, as `GrammarMatcher.mask`, that has these ids."""
+    bits = np.zeros(32 * -(-vocab_size // 32), np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little")
+
+
+def allowed_ids(mask: np.ndarray, vocab_size: int) -> np.ndarray:
+    """The ids whose bits a mask has."""
+    return np.flatnonzero(np.unpackbits(mask, bitorder="little", count=vocab_size))
+
+
+def _library() -> Any:
+    try:
+        import xgrammar
+    except ImportError as error:
+        raise ValueError(
+            "json_schema, regex, ebnf and structural_tag need the grammar extra: pip install 'lockstep[grammar]'"
+        ) from error
+    return xgrammar
+
+
+def _refuse(kind: Kind, error: RuntimeError) -> NoReturn:
+    message = _CODE_PLACE.sub("", str(error)).strip()
+    raise ValueError(f"{kind}: {message}") from error

@@ -1,0 +1,228 @@
+"""What of JSON Schema the grammar engine enforces. It ignores the rest without a word, so that a text which follows the
+grammar would not follow the schema; here such a schema is refused, with the place of everything that is wrong.
+
+Texts follow a schema in a stricter sense than validators check it: one order of properties (that of the schema), no
+properties or items but those named, patterns from the first character to the last.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+MAX_NESTING = 64  # the time to compile grows with the cube of it
+
+_IGNORED = (
+    "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "dependentRequired",
+    "dependentSchemas", "dependencies", "unevaluatedItems", "$dynamicRef", "$recursiveRef", "contentSchema",
+)  # fmt: skip
+_BY_TYPE = {  # validation keywords, by the type that has to be there for them to be enforced
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "array": ("items", "prefixItems", "minItems", "maxItems"),
+    "object": ("properties", "required", "additionalProperties", "patternProperties", "propertyNames",
+               "minProperties", "maxProperties"),
+}  # fmt: skip
+_IMPLY_THEIR_TYPE = ("properties", "items", "prefixItems", "additionalProperties", "patternProperties")
+_FORMATS = (
+    "date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "uri-reference",
+    "uri-template", "json-pointer", "relative-json-pointer",
+)  # fmt: skip
+_ALONE = ("anyOf", "oneOf", "allOf", "$ref", "const", "enum")  # hide what stands beside them
+_NEGATED = re.compile(r"\[\^(?:[^\]\\]|\\.)*\]")  # classes that leave things out, as quotes always are
+_ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\(?:[nrtfv0xucb]|\\)")
+_LATE_START = re.compile(r"(?<![\\|\[])(?<!^)\^")
+_EARLY_END = re.compile(r"(?<!\\)\$(?!$|\|)")
+_TYPES = {
+    "string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None), "array": list,
+    "object": dict,
+}  # fmt: skip
+
+
+def parse_json(text: str, what: str) -> Any:
+    """A JSON text as values. ValueError quotes the position, also of one that is nested too deeply."""
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{what}: {error.msg} at line {error.lineno}, column {error.colno}") from error
+    except RecursionError:
+        raise ValueError(f"{what}: nested more than {MAX_NESTING} levels deep") from None
+    if _depth(values) > MAX_NESTING:
+        raise ValueError(f"{what}: nested more than {MAX_NESTING} levels deep")
+    return values
+
+
+def check_schema(schema: object) -> None:
+    """ValueError naming, by JSON pointer, everything in a schema that would not be enforced."""
+    if faults := list(_faults(schema, "#", schema)):
+        raise ValueError("json_schema: " + "; ".join(faults))
+
+
+def _faults(schema: object, at: str, root: object) -> Iterator[str]:
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        yield f"{at} is {_kind(schema)}, not a schema"
+        return
+    yield from _not_enforced(schema, at)
+    yield from _shadowed(schema, at)
+    yield from _wrong_references(schema, at, root)
+    for name in ("properties", "patternProperties", "$defs", "definitions"):
+        if isinstance(members := schema.get(name), dict):
+            for key, member in members.items():
+                yield from _faults(member, f"{at}/{name}/{key}", root)
+    for name in ("items", "additionalProperties", "propertyNames"):
+        if name in schema:
+            yield from _faults(schema[name], f"{at}/{name}", root)
+    for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        for index, member in enumerate(_listed(schema.get(name))):
+            yield from _faults(member, f"{at}/{name}/{index}", root)
+
+
+def _not_enforced(schema: dict, at: str) -> Iterator[str]:
+    for name in _IGNORED:
+        if schema.get(name) not in (None, False):
+            yield f"{at}/{name} is not supported"
+    types = _types(schema)
+    for needed, names in _BY_TYPE.items():
+        ok = {"number", "integer"} if needed == "number" else {needed}
+        for name in names:
+            if name in schema and not (set(types) & ok) and not (not types and name in _IMPLY_THEIR_TYPE):
+                implied = any(other in schema for other in _IMPLY_THEIR_TYPE if other in names)
+                if not implied:
+                    yield f'{at}/{name} needs "type": "{needed}" beside it'
+    if schema.get("format") not in (None, *_FORMATS):
+        yield f"{at}/format {schema['format']!r} is not supported"
+    beside_pattern = [name for name in ("minLength", "maxLength", "format") if name in schema]
+    if "pattern" in schema and beside_pattern:
+        yield f"{at}/pattern cannot stand beside {', '.join(beside_pattern)}"
+    if "format" in schema and ("minLength" in schema or "maxLength" in schema):
+        yield f"{at}/format cannot stand beside minLength and maxLength"
+    if isinstance(pattern := schema.get("pattern"), str):
+        yield from (f"{at}/pattern {pattern!r} {why}" for why in _pattern_faults(pattern))
+    is_open = schema.get("additionalProperties") not in (None, False) or "patternProperties" in schema
+    if schema.get("minProperties", 0) > 1 and (is_open or "propertyNames" in schema):
+        yield f"{at}/minProperties over 1 needs properties with names, as one name might come twice"
+    bounds = [name for name in _BY_TYPE["number"][:4] if name in schema]
+    if "multipleOf" in schema and (types != ["integer"] or bounds):
+        yield f'{at}/multipleOf is supported for "type": "integer" without bounds only'
+    declared = schema.get("properties")
+    known = set(declared) if isinstance(declared, dict) else set()
+    if unknown := [name for name in _listed(schema.get("required")) if name not in known]:
+        yield f"{at}/required names {', '.join(map(repr, unknown))}, which properties does not declare"
+    patterned = [name for name in ("patternProperties", "propertyNames") if name in schema]
+    others = ("properties", "additionalProperties", "minProperties", "maxProperties")
+    if patterned and (mixed := [name for name in others if schema.get(name) not in (None, False)]):
+        yield f"{at}/{patterned[0]} cannot stand beside {', '.join(mixed)}"
+
+
+def _pattern_faults(pattern: str) -> Iterator[str]:
+    """Why a text that matches from end to end, put between quotes, may be no JSON string, or not match."""
+    outside = _NEGATED.sub("", pattern)
+    if '"' in outside or _ESCAPED.search(outside) or any(character < " " for character in pattern):
+        yield "allows quotes, backslashes or control characters, which JSON writes in another way"
+    if _LATE_START.search(outside) or _EARLY_END.search(outside):
+        yield "has ^ or $ in its middle"
+
+
+def _shadowed(schema: dict, at: str) -> Iterator[str]:
+    """Keywords that would be ignored because of one beside them, and unions whose choice is not checked."""
+    present = [name for name in _ALONE if name in schema]
+    validating = [name for names in _BY_TYPE.values() for name in names if name in schema]
+    values = _listed(schema.get("enum")) if "enum" in schema else [schema.get("const")]
+    if "type" in schema and present:
+        if set(present) <= {"enum", "const"}:
+            wrong = [value for value in values if not any(_has_type(value, name) for name in _types(schema))]
+            if wrong:
+                yield f"{at}/{present[0]} holds {wrong[0]!r}, which is not of the type beside it"
+        else:
+            validating.append("type")
+    if present and (hidden := present[1:] + validating):
+        yield f"{at}/{present[0]} cannot stand beside {', '.join(hidden)}"
+    if len(_listed(schema.get("allOf"))) > 1:
+        yield f"{at}/allOf is supported with one schema only"
+    branches = _listed(schema.get("oneOf"))
+    for index, branch in enumerate(branches):
+        if any(not _are_disjoint(branch, other) for other in branches[:index]):
+            yield f"{at}/oneOf/{index} may hold together with an earlier one: give them types, or a required property "\
+                  "whose const values differ, or use anyOf"  # fmt: skip
+
+
+def _wrong_references(schema: dict, at: str, root: object) -> Iterator[str]:
+    reference = schema.get("$ref")
+    if reference is None:
+        return
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        yield f"{at}/$ref {reference!r} is not inside this schema"
+        return
+    found = root
+    for part in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
+        key = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, dict) or key not in found:
+            yield f"{at}/$ref {reference!r} points nowhere"
+            return
+        found = found[key]
+
+
+def _are_disjoint(a: object, b: object) -> bool:
+    """Whether no value can fit both, as far as can be told from their types and constants."""
+    if not isinstance(a, dict) or not isinstance(b, dict):
+        return False
+    values_a, values_b = _constants(a), _constants(b)
+    if values_a is not None and values_b is not None:
+        return not any(_equal(x, y) for x in values_a for y in values_b)
+    if (types_a := _types(a)) and (types_b := _types(b)):
+        numbers = {"integer", "number"}
+        meet = set(types_a) & set(types_b) or (set(types_a) & numbers and set(types_b) & numbers)
+        if not meet:
+            return True
+    common = set(_listed(a.get("required"))) & set(_listed(b.get("required")))
+    of_a, of_b = a.get("properties"), b.get("properties")
+    if not isinstance(of_a, dict) or not isinstance(of_b, dict):
+        return False
+    return any(_are_disjoint(of_a.get(name), of_b.get(name)) for name in common)
+
+
+def _constants(schema: dict) -> list | None:
+    if "const" in schema:
+        return [schema["const"]]
+    return _listed(schema["enum"]) if "enum" in schema else None
+
+
+def _equal(a: object, b: object) -> bool:
+    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True) or (a == b and type(a) is not bool)
+
+
+def _types(schema: dict) -> list[str]:
+    types = schema.get("type")
+    return [types] if isinstance(types, str) else [t for t in _listed(types) if isinstance(t, str)]
+
+
+def _has_type(value: object, name: str) -> bool:
+    if isinstance(value, bool):
+        return name == "boolean"
+    return isinstance(value, _TYPES.get(name, ()))
+
+
+def _listed(value: object) -> list:
+    return value if isinstance(value, list) else []
+
+
+def _kind(value: object) -> str:
+    return next(name for name, kind in _TYPES.items() if isinstance(value, kind))
+
+
+def _depth(values: object) -> int:
+    """Levels of nesting, counted without recursion."""
+    depth, level = 0, [values]
+    while level:
+        depth += 1
+        level = [
+            member
+            for value in level
+            if isinstance(value, dict | list)
+            for member in (value.values() if isinstance(value, dict) else value)
+        ]
+    return depth

@@ -1,0 +1,136 @@
+"""What the tokens of a vocabulary spell, in bytes, and the canonical tokens of a text: what grammars stand on.
+
+A token may hold part of a character, so everything here is bytes. Tokens that stand for no text (special ones, and
+control words such as `<think>` that a tokenizer has besides its vocabulary) spell nothing: a grammar never sees their
+names as text.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+_SPACE = "\u2581"  # what SentencePiece writes for a space
+_SENTINEL = "\n"  # put before a text so that a tokenizer does not take it for the beginning
+
+
+class FastTokenizer(Protocol):
+    """What is asked of a tokenizer; the fast ones of transformers fit."""
+
+    backend_tokenizer: Tokenizer
+    all_special_ids: list[int]
+
+
+class TokenText:
+    """Bytes of each token, and text to tokens. Holds a tokenizer of its own, so that any one thread may use it while
+    others tokenise prompts; nothing changes after construction.
+
+    Raises ValueError for a tokenizer whose tokens are not pieces of text one after another.
+    """
+
+    def __init__(self, tokenizer: FastTokenizer, vocab_size: int) -> None:
+        """vocab_size: of the model; ids that the tokenizer does not know spell nothing."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError("grammars need a fast tokenizer (one with a backend of the tokenizers library)")
+        self._backend = Tokenizer.from_str(backend.to_str())
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        spell = _speller(self._backend)
+        silent = _silent_ids(self._backend) | set(tokenizer.all_special_ids)
+        added = self._backend.get_added_tokens_decoder()
+        self.pieces: list[bytes] = [b""] * vocab_size
+        for token, id in self._backend.get_vocab(with_added_tokens=True).items():
+            if id < vocab_size and id not in silent:
+                self.pieces[id] = token.encode() if id in added else spell(token)
+        self._sorted = sorted(set(self.pieces) - {b""})
+        self.max_piece_bytes = max(map(len, self._sorted), default=0)
+        self._sentinel_ids = self._ids(_SENTINEL)
+
+    def spell(self, token_ids: Iterable[int]) -> bytes:
+        """The bytes of these tokens."""
+        return b"".join([self.pieces[id] for id in token_ids])
+
+    def encode(self, text: bytes) -> tuple[int, ...] | None:
+        """The canonical tokens of a text as it stands in the middle of others; None where it is no UTF-8, or where the
+        tokenizer would not give the same bytes back."""
+        try:
+            string = text.decode()
+        except UnicodeDecodeError:
+            return None
+        ids = self._ids(string)
+        if self._spells(ids, text):
+            return ids
+        # SentencePiece puts a space before what it takes for the beginning of a text.
+        ids, num_sentinel = self._ids(_SENTINEL + string), len(self._sentinel_ids)
+        if ids[:num_sentinel] == self._sentinel_ids and self._spells(ids[num_sentinel:], text):
+            return ids[num_sentinel:]
+        return None
+
+    def begins_a_token(self, text: bytes) -> bool:
+        """Whether some token is longer than this text and begins with it."""
+        index = bisect_right(self._sorted, text)
+        return index < len(self._sorted) and self._sorted[index].startswith(text)
+
+    def open_ends(self, text: bytes) -> list[int]:
+        """Where, in this text, a token could begin that reaches beyond its end: lengths of what comes before, rising;
+        always with the whole length."""
+        first = max(len(text) - self.max_piece_bytes + 1, 0)
+        return [start for start in range(first, len(text)) if self.begins_a_token(text[start:])] + [len(text)]
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def _spells(self, ids: Sequence[int], text: bytes) -> bool:
+        return all(id < len(self.pieces) and self.pieces[id] for id in ids) and self.spell(ids) == text
+
+
+def whole_characters(text: bytes) -> bytes:
+    """The text without the beginning of a character at its end."""
+    for num_cut in range(min(4, len(text) + 1)):
+        kept = text[: len(text) - num_cut]
+        try:
+            kept.decode()
+        except UnicodeDecodeError as error:
+            if error.reason != "unexpected end of data":
+                return text
+            continue
+        return kept
+    return text
+
+
+def _silent_ids(backend: Tokenizer) -> set[int]:
+    """Added tokens that are no text. Some vocabularies add runs of spaces, which are text."""
+    added = backend.get_added_tokens_decoder()
+    return {id for id, token in added.items() if token.special or token.content.strip()}
+
+
+def _speller(backend: Tokenizer) -> Callable[[str], bytes]:
+    """How a token of the vocabulary is spelled, told by the tokenizer's decoder."""
+    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
+    kinds = [part["type"] for part in decoder.get("decoders", [decoder])]
+    if "ByteLevel" in kinds:
+        byte_of = _byte_level_alphabet()
+        return lambda token: bytes(byte_of[c] for c in token if c in byte_of)
+    if kinds == ["none"] or not set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+        raise ValueError(
+            f"grammars need a tokenizer whose tokens are pieces of text; this one decodes by {', '.join(kinds)}"
+        )
+    return lambda token: _spell_fallback(token, "ByteFallback" in kinds)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for. Source: GPT-2's bytes_to_unicode."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def _spell_fallback(token: str, has_bytes: bool) -> bytes:
+    if has_bytes and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace(_SPACE, " ").encode()
