@@ -232,11 +232,7 @@ def _collect_receipts(group: WeightGroup, number: int, deadline: Deadline) -> No
         raise TransferFailed(f"{group.at('waiting for receipts')}: {'; '.join(wrong)}")
     ranks = _receivers(group)
     stale = [f"{number}/plan", f"{number}/go"]
-    stale += [f"{number}/{kind}/{rank}" for kind in ("verdict", "done") for rank in ranks]
-    try:
-        group.keys.delete(stale, deadline)
-    except RuntimeError as error:
-        raise TransferFailed(f"{group.at('clearing the store')}: {error}") from error
+    group.keys.delete(stale + [f"{number}/{kind}/{rank}" for kind in ("verdict", "done") for rank in ranks])
 
 
 def _linger(group: WeightGroup, number: int) -> None:

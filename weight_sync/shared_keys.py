@@ -99,9 +99,10 @@ class SharedKeys:
         """Add to a counter; returns its new value."""
         return self._call(lambda store: store.add(key, amount), deadline)
 
-    def delete(self, keys: Iterable[str], deadline: Deadline) -> None:
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete keys soon, before any later call. Where the host is gone they went with it."""
         for key in keys:
-            self._call(lambda store, key=key: store.delete_key(key), deadline)
+            self._submit(lambda store, key=key: store.delete_key(key))
 
     def close(self) -> None:
         """Let go of the store; calls fail from now on."""
@@ -109,6 +110,13 @@ class SharedKeys:
         self._jobs.put(None)
 
     def _call(self, job: Callable[[dist.Store], T], deadline: Deadline) -> T:
+        try:
+            # A call that is answered at once succeeds after the deadline too, so that failures can still be told.
+            return self._submit(job).result(max(deadline.left_s, 0.05))
+        except FutureTimeout:
+            raise Interrupted("the process that hosts the store does not answer") from None
+
+    def _submit(self, job: Callable[[dist.Store], T]) -> Future[T]:
         if self._store is None:
             raise Interrupted("the store is closed")
         if self._thread is None:
@@ -116,11 +124,7 @@ class SharedKeys:
             self._thread.start()
         future: Future[T] = Future()
         self._jobs.put((future, job))
-        try:
-            # A call that is answered at once succeeds after the deadline too, so that failures can still be told.
-            return future.result(max(deadline.left_s, 0.05))
-        except FutureTimeout:
-            raise Interrupted("the process that hosts the store does not answer") from None
+        return future
 
     def _work(self) -> None:
         store = self._store
