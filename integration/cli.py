@@ -31,6 +31,8 @@ BENCHMARKS = {
     "pin": "time to first token after a flood, with a conversation pinned and without, by depth",
     "cache": "what the prefix cache costs: insert and match, by prompt length and by size of the cache",
     "sync": "weight pushes over every path against raw copies of the same bytes, and random group schedules",
+    "pipeline": "one long prompt in two stages with sequence pipelining and without; what a replica's controller costs",
+    "grammar": "what jump-forward saves on a load with much forced text, and what masks cost a free neighbour",
     "serve": "what HTTP costs: streams over a socket against the same load by the Python API",
     "schedule": "scheduler time per step, by policy and by how many requests wait",
 }
@@ -169,7 +171,8 @@ def _serve(arguments: Sequence[str]) -> int:
     parser = _Parser(
         prog="lockstep serve",
         description="Serve a model over HTTP: generation, OpenAI's API, and the control and weight verbs that RL "
-        "frameworks use. SIGTERM and Ctrl-C end it.",
+        "frameworks use. SIGTERM and Ctrl-C end it. A model that is divided among ranks (--engine tp=2 pp=2) is served "
+        f"by torchrun --nproc-per-node 4 -m {PACKAGE}.integration.cli serve ...",
     )
     parser.add_argument("--model", metavar="FOLDER", help="a causal LM in Hugging Face format")
     parser.add_argument(
@@ -208,10 +211,7 @@ def _serve_model(
     model: str, http: dict[str, object], engine: dict[str, object], service: dict[str, object]
 ) -> int:
     from ..rollout.config import EngineConfig
-    from ..rollout.engine import Engine
-    from .http import server
     from .http.config import HttpConfig
-    from .service import RolloutService
     from .service_config import ServiceConfig
 
     http_config = _named("http", lambda: _built(HttpConfig, http))
@@ -220,14 +220,12 @@ def _serve_model(
     service_config = _named("service", lambda: _built(ServiceConfig, service))
     if not Path(model, "config.json").is_file():
         raise ValueError(f"--model: {model} is not a model folder (it has no config.json)")
+    from .serving import check_ranks, serve_model
+
+    _named("engine", lambda: check_ranks(engine_config))
     logging.getLogger(PACKAGE).setLevel(logging.INFO)  # what the engine chose, and why
-    rollout_service = RolloutService(Engine(model, engine_config), service_config)
-
-    def announce(url: str) -> None:
-        print(f"lockstep: serving {model} at {url}", file=sys.stderr, flush=True)
-
     try:
-        server.serve(rollout_service, http_config, announce)
+        serve_model(model, http_config, engine_config, service_config)
     except OSError as error:
         raise ValueError(str(error)) from error
     return 0

@@ -12,7 +12,6 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
 from .job_config import JobConfig, load_config
@@ -63,16 +62,27 @@ def _set_up_logging(rank: str) -> None:
 def run(config: JobConfig, *, resume: bool) -> None:
     """Train to the end. Every rank of torchrun calls it together."""
     from .grpo_job import GrpoJob
+    from .lost_ranks import leave, loss_of, outlive_sigterm
     from .ranks import process_group, this_rank
 
+    if config.parallel.num_ranks > 1:
+        outlive_sigterm()
     ranks = this_rank(config.engine.device)
     with process_group(ranks, config.run.timeout_s):
         if ranks.is_first:
             prepare_folder(config.folder, resume=resume)
         started = time.perf_counter()
-        job = GrpoJob(config, ranks, resume=resume)
-        with closing(job):
+        job = None
+        try:
+            job = GrpoJob(config, ranks, resume=resume)
             job.run()
+        except RuntimeError as error:
+            if (failure := loss_of(error, job and job.engine.ranks)) is None:
+                raise
+            leave(failure, ranks.rank, f"in training step {job.step}" if job else "before training")
+        finally:
+            if job is not None:
+                job.close()
         if ranks.is_first:
             print(f"total {time.perf_counter() - started:.0f} s; results in {config.folder}", flush=True)
 

@@ -69,10 +69,11 @@ class GrpoJob:
             self.engine.hosted, self.backend, config.train, config.rollout.temperature, ranks,
             announce_step=self.engine.announce_step,
         )  # fmt: skip
-        self.first_step = 0
+        self.first_step = self.step = 0  # step: the one under way, from 1
         if resume and (checkpoint := newest_checkpoint(config.folder / "checkpoints")) is not None:
             self.first_step, state = load_checkpoint(checkpoint)
             self.backend.load_state(state)
+        self.step = self.first_step
         self.engine.sync(str(self.first_step))
         self._http = self._serve()
 
@@ -84,6 +85,7 @@ class GrpoJob:
             log = RunLog(config.folder, config.run.num_steps, self.first_step, tensorboard=config.run.tensorboard)
         try:
             for step in range(self.first_step, config.run.num_steps):
+                self.step = step + 1
                 line = self._step(step)
                 is_last = step + 1 == config.run.num_steps
                 if is_last or (step + 1) % config.run.eval_every == 0:
@@ -104,7 +106,7 @@ class GrpoJob:
     def _serve(self) -> BackgroundServer | None:
         """Put the HTTP surface on this rank's engine, if the config wants it: it answers while the job trains."""
         service, port = self.engine.service, self.config.http.port
-        if not port or service is None:
+        if not port or service is None or not service.engine.is_controller:
             return None
         from .http.config import HttpConfig
         from .http.server import serve_in_background

@@ -152,7 +152,7 @@ class WeightSettings:
 class HttpSettings:
     """The HTTP surface on each replica."""
 
-    port: int = 0  # of rank 0; rank r listens at this port + r, on loopback; 0: none
+    port: int = 0  # of rank 0; rank r, if its engine takes requests, listens at this port + r, on loopback; 0: none
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..rollout.completion import Completion, FinishReason
 from ..rollout.engine import Engine
 from ..rollout.hosted_model import HostedModel
+from ..rollout.rank_channel import RankChannel
 from ..rollout.sampling_params import SamplingParams
 from ..weight_sync.target import Target
 from ..weight_sync.transports import (
@@ -52,6 +53,7 @@ class JobEngine(ABC):
 
     hosted: HostedModel  # the trainer's module with the engine's numerics
     service: RolloutService | None = None  # of the engine in this process; None: it is in one of its own
+    ranks: RankChannel | None = None  # among the ranks of an engine of several
 
     @abstractmethod
     def generate(self, prompts: Sequence[str], params: Sequence[SamplingParams] | SamplingParams) -> list[Completion]:
@@ -77,7 +79,7 @@ class JobEngine(ABC):
 class LocalEngine(JobEngine):
     """Base of the engines that are in this process."""
 
-    service: RolloutService
+    service: RolloutService  # type: ignore[assignment]
 
     def generate(self, prompts: Sequence[str], params: Sequence[SamplingParams] | SamplingParams) -> list[Completion]:
         """See `JobEngine.generate`."""
@@ -141,6 +143,8 @@ class GatheredEngine(_OtherModel, LocalEngine):
 
 class ShardedEngine(LocalEngine):
     """One engine of several ranks: each holds its part of the model, and brings its prompts to the first of them."""
+
+    ranks: RankChannel  # type: ignore[assignment]
 
     def __init__(
         self, config: JobConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, backend: TrainerBackend

@@ -182,9 +182,13 @@ class RankWatch:
         return self._blame_host(f"does not answer for {silent_s:.1f} s") if silent_s > self.timeout_s else None
 
     def explain(self, suspects: list[int], what: str) -> Cause:
-        """This rank waited in vain: find out for whom. suspects: local ranks to blame where nobody is found, `what` of.
+        """It waited in vain: find out for whom. suspects: local ranks to blame, `what` of, where nobody is found."""
+        return self.find_culprit() or self.post(self.cause(suspects, what))
 
-        Waits a little for those who wait too to give up, then blames who is silent, or else who is stuck at work.
+    def find_culprit(self) -> Cause | None:
+        """Who is silent, or else who is stuck at work; None: nobody of this replica.
+
+        Waits a little for those who wait too to give up.
         """
         self.enter("gave up")
         grace_s = min(max(self.timeout_s / 4, 1.0), 10.0)
@@ -202,8 +206,7 @@ class RankWatch:
             stuck = [rank for rank in self._not_since("moved", patience_s) if self._pulses[rank].phase not in WAITING]
             # Of several one hangs; the others wait for it inside their work, and will give up when their time comes.
             if len(stuck) <= 1 or time.monotonic() - began > self.timeout_s:
-                break
-        return self.post(self.cause(stuck, "hangs") if stuck else self.cause(suspects, what))
+                return self.post(self.cause(stuck, "hangs")) if stuck else None
 
     def _not_since(self, what: str, seconds: float) -> list[int]:
         """Who was not "heard", or has not "moved" on, for so long."""

@@ -1,0 +1,209 @@
+"""What a pipeline of two stages gains from sequence pipelining, and what its controller costs.
+
+Two processes with one thread each hold half of the layers each. A prompt of --chunks chunks is run with sequence
+pipelining and without, by turns: chunk k + 1 is in the first stage while chunk k is in the second, or it waits until
+chunk k is through. sequential_s and pipelined_s are medians, ratio the median of the pairs' own; with stages of equal
+length n chunks can come down to (n + 1) / 2n. single_s is an engine of one rank and one thread.
+
+Then --batch sequences decode --new-tokens each: control_bytes_per_step is what the controller sent, control_us_per_step
+its time for writing, sending and reading messages, control_share that time over a step of a single rank. One sequence
+alone has nothing to overlap: overhead_us_per_step is what its step takes longer than a single rank's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ...rollout.config import EngineConfig
+from ...rollout.engine import Engine
+from ...rollout.sampling_params import SamplingParams
+from .presets import DTYPES, PRESETS, load_model
+from .rollout import _positive
+
+_MODES = ("sequential", "pipelined")
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What both processes must know alike."""
+
+    model: str
+    dtype: str
+    chunks: int
+    chunk_tokens: int
+    batch: int
+    new_tokens: int
+    repeats: int
+
+    def engine_config(self, *, pp: int, sequence_pipelining: bool = True) -> EngineConfig:
+        num_blocks = -(-self.chunks * self.chunk_tokens // 16) + self.batch * -(-(self.new_tokens + 32) // 16)
+        rows = max(self.chunk_tokens, self.batch)
+        return EngineConfig(
+            pp=pp, sequence_pipelining=sequence_pipelining, kv_cache=num_blocks, prefix_cache=False,
+            chunked_prefill_size=self.chunk_tokens, max_num_batched_tokens=rows, max_num_seqs=self.batch,
+        )  # fmt: skip
+
+    def prompt(self) -> list[int]:
+        return [i % 1000 for i in range(self.chunks * self.chunk_tokens)]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="small", metavar="NAME", help=f"{', '.join(PRESETS)}, or a model folder")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
+    parser.add_argument("--chunks", type=_positive, default=4)
+    parser.add_argument("--chunk-tokens", type=_positive, default=256, metavar="N")
+    parser.add_argument("--batch", type=_positive, default=8, help="sequences that decode")
+    parser.add_argument("--new-tokens", type=_positive, default=64, metavar="N", help="of each of them")
+    parser.add_argument("--repeats", type=_positive, default=7)
+
+
+def run(options: argparse.Namespace) -> dict[str, object]:
+    """Measure, and return the report. Raises ValueError for a model that is not there."""
+    load = Load(
+        options.model, options.dtype, options.chunks, options.chunk_tokens, options.batch, options.new_tokens,
+        options.repeats,
+    )  # fmt: skip
+    num_threads = torch.get_num_threads()
+    load_model(load.model, dtype=load.dtype)  # a wrong name is found before there is a second process
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        other = context.Process(target=_follow, args=(load, folder), daemon=True)
+        other.start()
+        try:
+            with _world(folder, rank=0):
+                return _lead(load)
+        finally:
+            torch.set_num_threads(num_threads)
+            other.join(10.0)
+            if other.is_alive():
+                other.kill()
+                other.join()
+
+
+@contextmanager
+def _world(folder: str, rank: int) -> Iterator[None]:
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=_TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=limit)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _follow(load: Load, folder: str) -> None:
+    """The second stage."""
+    with _world(folder, rank=1):
+        engines = _engines(load)
+        for mode in _turns(load):
+            engines[mode].generate(None)
+        for engine in engines.values():
+            engine.close()
+
+
+def _turns(load: Load) -> list[str]:
+    """The calls that both ranks make, in their order: a round to warm up, prompts by turns, then those that decode."""
+    return [*_MODES, *_MODES * load.repeats, *["pipelined"] * 2 * (load.repeats + 1)]
+
+
+def _engines(load: Load) -> dict[str, Engine]:
+    """One with each mode. They have groups of their own, and are used one at a time."""
+    model = load_model(load.model, dtype=load.dtype)
+    return {
+        mode: Engine(model, load.engine_config(pp=2, sequence_pipelining=mode == "pipelined")) for mode in _MODES
+    }
+
+
+def _lead(load: Load) -> dict[str, object]:
+    engines = _engines(load)
+    single = Engine(load_model(load.model, dtype=load.dtype), load.engine_config(pp=1))
+    prompts: dict[str, list[float]] = {name: [] for name in (*_MODES, "single")}
+    for turn in range(load.repeats + 1):
+        for name, engine in {**engines, "single": single}.items():
+            seconds = _prompt_seconds(engine, load)
+            prompts[name] += [seconds] * (turn > 0)
+    pipeline = engines["pipelined"]
+    decodes = [_decode(engine, load, batch) for batch in (load.batch, 1) for engine in (pipeline, single)
+               for _ in range(load.repeats + 1)]  # fmt: skip
+    of_batch, single_batch, of_one, single_one = (
+        decodes[first + 1 : first + load.repeats + 1] for first in range(0, len(decodes), load.repeats + 1)
+    )
+    for engine in (*engines.values(), single):
+        engine.close()
+    return report(load, prompts, of_batch, single_batch, of_one, single_one)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One call in which sequences decode, per step."""
+
+    seconds: float
+    control_seconds: float
+    control_bytes: float
+
+
+def _prompt_seconds(engine: Engine, load: Load) -> float:
+    started = time.perf_counter()
+    engine.generate([load.prompt()], SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True))
+    return time.perf_counter() - started
+
+
+def _decode(engine: Engine, load: Load, batch: int) -> Decode:
+    params = SamplingParams(max_new_tokens=load.new_tokens, temperature=0.0, ignore_eos=True)
+    metrics = engine.metrics
+    before = metrics.num_steps, metrics.control_seconds, metrics.control_bytes
+    started = time.perf_counter()
+    engine.generate([[number, 1, 2, 3] for number in range(batch)], params)
+    seconds = time.perf_counter() - started
+    num_steps, control_seconds, control_bytes = (
+        now - then
+        for now, then in zip((metrics.num_steps, metrics.control_seconds, metrics.control_bytes), before, strict=True)
+    )
+    return Decode(seconds / num_steps, control_seconds / num_steps, control_bytes / num_steps)
+
+
+def report(
+    load: Load, prompts: dict[str, list[float]], of_batch: list[Decode], single_batch: list[Decode],
+    of_one: list[Decode], single_one: list[Decode],
+) -> dict[str, object]:  # fmt: skip
+    """The figures as they are printed."""
+
+    def median(values: list[float], digits: int = 4) -> float:
+        return round(statistics.median(values), digits)
+
+    ratios = [fast / slow for fast, slow in zip(prompts["pipelined"], prompts["sequential"], strict=True)]
+    step_s = {name: statistics.median(d.seconds for d in decodes) for name, decodes in
+              (("batch", single_batch), ("one", single_one), ("one of two stages", of_one))}  # fmt: skip
+    control_s = statistics.median(d.control_seconds for d in of_batch)
+    return {
+        "model": load.model,
+        "dtype": load.dtype,
+        "prompt_tokens": load.chunks * load.chunk_tokens,
+        "chunks": load.chunks,
+        "repeats": load.repeats,
+        "sequential_s": median(prompts["sequential"]),
+        "pipelined_s": median(prompts["pipelined"]),
+        "ratio": median(ratios),
+        "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
+        "ideal_ratio": round((load.chunks + 1) / (2 * load.chunks), 4),
+        "single_s": median(prompts["single"]),
+        "batch": load.batch,
+        "control_bytes_per_step": median([d.control_bytes for d in of_batch], 1),
+        "control_us_per_step": round(control_s * 1e6, 1),
+        "control_share": round(control_s / step_s["batch"], 4),
+        "single_step_ms": round(step_s["one"] * 1e3, 3),
+        "two_stage_step_ms": round(step_s["one of two stages"] * 1e3, 3),
+        "overhead_us_per_step": round((step_s["one of two stages"] - step_s["one"]) * 1e6, 1),
+    }

@@ -1,0 +1,57 @@
+"""How a rank of the job ends when another is lost: one line that names it, for people and for the launcher's report."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from ..rollout.errors import DeadlineExceeded, RankFailure
+from ..rollout.rank_channel import RankChannel
+from ..rollout.rank_errors import is_of_a_group
+from ..weight_sync.peers import PeerFailed
+
+_LAST_WORDS_S = 5.0
+
+
+def outlive_sigterm() -> None:
+    """SIGTERM, which the launcher sends as soon as another rank has died, ends this process after a few seconds: in
+    them it finds out and says which rank it was, in what phase. Main thread only."""
+
+    def end_soon(signum: int, _frame: object) -> None:
+        timer = threading.Timer(_LAST_WORDS_S, os._exit, (128 + signum,))
+        timer.daemon = True
+        timer.start()
+
+    signal.signal(signal.SIGTERM, end_soon)
+
+
+def loss_of(error: RuntimeError, ranks: RankChannel | None) -> RankFailure | None:
+    """The rank whose loss is behind an error, if one's is. ranks: of this rank's engine, where it is several ranks'.
+
+    Waits a little for signs of life where the error does not say it.
+    """
+    if isinstance(error, RankFailure):
+        return error
+    is_a_symptom = is_of_a_group(error) or isinstance(error, DeadlineExceeded | PeerFailed)
+    cause = ranks.watch.find_culprit() if is_a_symptom and ranks is not None else None
+    return cause.error() if cause is not None else None
+
+
+def leave(failure: RankFailure, rank: int, where: str) -> NoReturn:
+    """Say in one line who was lost, on stderr and in torchrun's error file, and end this process.
+
+    Nothing is closed: whatever has to do with the lost rank would wait for it. where: in the job.
+    """
+    line = f"lockstep: error: rank {rank} stops {where}: {' '.join(str(failure).split())}"
+    print(line, file=sys.stderr, flush=True)
+    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        Path(error_file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
+    sys.stdout.flush()
+    os._exit(1)
