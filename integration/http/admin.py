@@ -87,11 +87,12 @@ def verb(
     body: type[AdminBody],
     *,
     writes: bool = False,
-    reply: Callable[[Any], Response] | None = None,
+    reply: Callable[..., Response] | None = None,
 ) -> Callable[[Callable[[RolloutService, Any, float | None], Any]], Endpoint]:
     """Register `handler(service, body, seconds_left)`, which may block, as POST /<its name>.
 
-    writes: it writes weights, see `run_update`. reply: of what it returns; None: a triple with it as the report.
+    writes: it writes weights, see `run_update`. reply: of what it returns, and by name what each rank said
+    (`rank_results`); None: a triple with it as the report.
     """
 
     def register(handler: Callable[[RolloutService, Any, float | None], Any]) -> Endpoint:
@@ -105,7 +106,7 @@ def verb(
                 return handler(service, body, seconds_left), rank_results(service)
 
             report, results = await (run_update if writes else run)(request, body, work)
-            return reply(report) if reply is not None else triple("Success", report, **results)
+            return reply(report, **results) if reply is not None else triple("Success", report, **results)
 
         answer.__name__, answer.__doc__ = handler.__name__, handler.__doc__
         return endpoint(router, f"/{handler.__name__}", body)(answer)

@@ -8,7 +8,7 @@
 | 408 | DeadlineExceeded: the call's own deadline passed before it began, and it will not run |
 | 409 | Busy: another update is in progress; an op_id that stands for another operation |
 | 500 | a bug of ours |
-| 503 | EngineStopped: the loop has ended, or is ending |
+| 503 | EngineStopped: the loop has ended, or is ending; RankFailure: a rank of the replica is lost |
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...rollout.errors import DeadlineExceeded, EngineStopped, IllegalTransition, LedgerError, LockstepError
+from ...rollout.errors import (
+    DeadlineExceeded,
+    EngineStopped,
+    IllegalTransition,
+    LedgerError,
+    LockstepError,
+    RankFailure,
+)
 from ...weight_sync.errors import WeightSyncError
 
 logger = logging.getLogger(__name__)
@@ -91,8 +98,10 @@ def as_http_error(error: Exception) -> HttpError:
     kind = type(error).__name__
     if isinstance(error, DeadlineExceeded):
         return HttpError(408, str(error), code=kind)
-    if isinstance(error, EngineStopped):
-        return HttpError(503, str(error), code=kind)
+    if isinstance(error, EngineStopped | RankFailure):
+        lost = error.__cause__
+        why = f"{error}: {lost}" if isinstance(lost, RankFailure) else str(error)
+        return HttpError(503, why, code=kind)
     is_bug = isinstance(error, LedgerError | IllegalTransition)
     if isinstance(error, ValueError | LockstepError | WeightSyncError | OSError) and not is_bug:
         return HttpError(400, str(error), code=kind)

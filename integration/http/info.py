@@ -11,6 +11,8 @@ import torch
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 
+from ...rollout.engine import Engine
+from ...rollout.errors import RankFailure
 from ..service import RolloutService
 from ..version import version
 from .admin import endpoint, json_response, service_of, skipped
@@ -46,8 +48,11 @@ def is_alive(app: FastAPI) -> bool:
 @router.get("/health_generate", response_class=Response, responses={503: {"description": "the loop has ended"}})
 @router.get("/ping", response_class=Response, responses={503: {"description": "the loop has ended"}})
 async def health(request: Request) -> Response:
-    """Whether the engine lives, by its loop's heartbeat."""
-    return Response(status_code=200 if is_alive(request.app) else 503)
+    """Whether the engine lives, by its loop's heartbeat. A replica that has lost a rank says which."""
+    if is_alive(request.app):
+        return Response()
+    failure = service_of(request).engine.failure
+    return PlainTextResponse(f"{failure}\n" if isinstance(failure, RankFailure) else "", 503)
 
 
 @router.get("/ready", response_class=Response, responses={503: {"description": "not alive, or paused"}})
@@ -105,8 +110,9 @@ async def model_info(request: Request, body: InfoBody) -> Response:
         "pause_mode": state["pause_mode"],
         "waiting_queue_size": state["num_waiting"],
         "running_batch_size": state["num_running"],
-        "tp_rank": 0,
-        "tp_size": 1,
+        "tp_rank": engine.ranks.mesh.tp_rank,
+        "tp_size": engine.ranks.mesh.tp,
+        "pp_size": engine.ranks.mesh.pp,
         "supports_weight_update": True,
         "supports_weights_checker": True,
     }
@@ -156,6 +162,7 @@ async def get_state(request: Request) -> Response:
 
 def _settings(app: FastAPI, state: dict[str, Any]) -> dict[str, object]:
     engine, config = app.state.service.engine, app.state.config
+    mesh = engine.ranks.mesh
     capacity = state["num_blocks"] * engine.config.block_size
     ours = {
         "model_path": model_path(app),
@@ -165,12 +172,12 @@ def _settings(app: FastAPI, state: dict[str, Any]) -> dict[str, object]:
         "port": config.port,
         "dtype": str(engine.model.dtype).removeprefix("torch."),
         "device": str(engine.model.device),
-        "tp_size": 1,
-        "pp_size": 1,
+        "tp_size": mesh.tp,
+        "pp_size": mesh.pp,
         "ep_size": 1,
         "dp_size": 1,
         "moe_dp_size": 1,
-        "num_gpus": int(engine.model.device.type == "cuda"),
+        "num_gpus": _num_accelerators(engine),
         "mem_fraction_static": None,
         "max_total_tokens": capacity,
         "max_running_requests": engine.config.max_num_seqs,
@@ -195,13 +202,17 @@ def _settings(app: FastAPI, state: dict[str, Any]) -> dict[str, object]:
     return _redacted({**ours, **given}, config)  # type: ignore[return-value]
 
 
+def _num_accelerators(engine: Engine) -> int:
+    return engine.ranks.mesh.num_ranks if engine.model.device.type == "cuda" else 0
+
+
 def _live(request: Request, state: dict[str, Any]) -> dict[str, object]:
     engine, config = service_of(request).engine, request.app.state.config
     capacity = state["num_blocks"] * engine.config.block_size
     gib = 2.0**30
     internal = {
         **state,
-        "world_size": 1,
+        "world_size": engine.ranks.mesh.num_ranks,
         "effective_max_running_requests_per_dp": engine.config.max_num_seqs,
         "last_gen_throughput": state["last_throughput"],
         "memory_usage": {
@@ -305,7 +316,7 @@ async def loads(request: Request, include: str = "core", dp_rank: int | None = N
             "timestamp": load["timestamp"],
             "version": version(),
             "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "num_accelerators": int(device.type == "cuda"),
+            "num_accelerators": _num_accelerators(service_of(request).engine),
             "loads": [load],
         }
     )

@@ -94,17 +94,24 @@ def serve_in_background(service: RolloutService, config: HttpConfig | None = Non
 def serve(service: RolloutService, config: HttpConfig, on_listening: Callable[[str], None] = lambda url: None) -> None:
     """Serve in the main thread until SIGINT or SIGTERM, then close the service. on_listening: called with the url.
 
-    Raises ValueError and OSError as `BackgroundServer`, and what the signal raises."""
+    Raises ValueError and OSError as `BackgroundServer`, what the signal raises, and RankFailure where a rank of the
+    replica is lost: what is open has been answered with it then, and nothing is closed, for that would wait for it."""
     config.check_bind()
     listening = _listen(config)
     signal.signal(signal.SIGTERM, _end)  # uvicorn ends first, then raises the signal again
     service.engine.start()
     app = create_app(service, config)
     server = _Server(_uvicorn_config(app, config), lambda: on_listening(_url(listening)))
+
+    def end() -> None:
+        server.should_exit = True
+
+    service.engine.ranks.on_loss.append(end)
     try:
         server.run(sockets=[listening])
     finally:
         app.state.pause_lease.cancel()
+        service.engine.ranks.check()
         service.close()
 
 

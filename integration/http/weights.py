@@ -105,7 +105,7 @@ class PlainBody(AdminBody):
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 
-@verb(router, InitGroupBody, reply=lambda _: triple("Succeeded to initialize custom process group."))
+@verb(router, InitGroupBody, reply=lambda _, **ranks: triple("Succeeded to initialize custom process group.", **ranks))
 def init_weights_update_group(service: RolloutService, body: InitGroupBody, seconds_left: float | None) -> None:
     """Join a process group as rank `rank_offset`; answers when all have joined."""
     service.init_weights_update_group(
@@ -114,7 +114,7 @@ def init_weights_update_group(service: RolloutService, body: InitGroupBody, seco
     )  # fmt: skip
 
 
-@verb(router, DestroyGroupBody, reply=lambda _: triple("Succeeded to destroy custom process group."))
+@verb(router, DestroyGroupBody, reply=lambda _, **ranks: triple("Succeeded to destroy custom process group.", **ranks))
 def destroy_weights_update_group(service: RolloutService, body: DestroyGroupBody, _: float | None) -> None:
     """Leave a process group, or end a rendezvous that still waits."""
     if body.group_name not in service.groups.state():
@@ -125,8 +125,20 @@ def destroy_weights_update_group(service: RolloutService, body: DestroyGroupBody
 # -- sessions ---------------------------------------------------------------------------------------------------------
 
 
-def _committed(commit: Commit) -> Response:
-    return triple("Success", commit, weight_version=commit.version, weight_digest=commit.digest)
+def _committed(commit: Commit, **ranks: object) -> Response:
+    return triple("Success", commit, weight_version=commit.version, weight_digest=commit.digest, **ranks)
+
+
+def _reverted(version: str, **ranks: object) -> Response:
+    return triple("Success", version, weight_version=version, **ranks)
+
+
+def _digested(digest: str | None, **ranks: object) -> Response:
+    return triple("Success", digest, weight_digest=digest, **ranks)
+
+
+def _labelled(version: str, **ranks: object) -> Response:
+    return triple(f"Weight version updated to {version}", new_version=version, **ranks)
 
 
 @verb(router, BeginBody, writes=True)
@@ -154,7 +166,7 @@ def abort_weight_update(service: RolloutService, body: AbortUpdateBody, _: float
     service.abort_weight_update(body.why)
 
 
-@verb(router, PlainBody, writes=True, reply=lambda version: triple("Success", version, weight_version=version))
+@verb(router, PlainBody, writes=True, reply=_reverted)
 def revert_weight_update(service: RolloutService, body: PlainBody, _: float | None) -> str:
     """Take the last commit back while what it overwrote is kept."""
     return service.revert_weight_update()
@@ -166,7 +178,7 @@ def release_weight_undo(service: RolloutService, body: PlainBody, _: float | Non
     service.release_weight_undo()
 
 
-@verb(router, PlainBody, reply=lambda digest: triple("Success", digest, weight_digest=digest))
+@verb(router, PlainBody, reply=_digested)
 def finish_digest(service: RolloutService, body: PlainBody, _: float | None) -> str | None:
     """Compute the digest that a commit put off."""
     return service.finish_digest()
@@ -175,7 +187,7 @@ def finish_digest(service: RolloutService, body: PlainBody, _: float | None) -> 
 # -- versions and values ----------------------------------------------------------------------------------------------
 
 
-@verb(router, VersionBody, reply=lambda new: triple(f"Weight version updated to {new}", new_version=new))
+@verb(router, VersionBody, reply=_labelled)
 def update_weight_version(service: RolloutService, body: VersionBody, _: float | None) -> str:
     """Label the weights: those of the open session, or else those that stand."""
     service.update_weight_version(body.new_version, body.abort_all_requests)
@@ -223,7 +235,7 @@ async def weights_checker(request: Request, body: CheckerBody) -> Response:
 # -- memory and the rest ----------------------------------------------------------------------------------------------
 
 
-def _null(_: object) -> Response:
+def _null(_: object, **ranks: object) -> Response:
     return json_response(None)
 
 
