@@ -200,6 +200,7 @@ def test_resuming_and_its_ideal_compute_the_same_rows_from_an_empty_cache(tiny, 
     bench.engine.close()
 
 
+@pytest.mark.slow
 def test_the_pause_command_prints_the_agreed_keys():
     done = subprocess.run(
         [sys.executable, "-m", "lockstep.integration.cli", "bench", "pause", "--model", "tiny", "--batch", "2",

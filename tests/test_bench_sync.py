@@ -39,6 +39,7 @@ def sample(**changes: float) -> Sample:
     return {**dict.fromkeys([*names, *kinds, "delta_1_ratio", "delta_5_ratio"], 1.0), **changes}
 
 
+@pytest.mark.slow
 def test_a_run_reports_every_path_and_both_ends_agree_after_each_push(capsys, tmp_path):
     folder = tmp_path / "updates"
     code = cli.main(

@@ -407,7 +407,7 @@ def test_caller_that_drives_a_paused_engine_uses_no_processor(make_engine, pool)
 # -- two threads of commands against a loaded engine ---------------------------------------------------
 
 
-@pytest.mark.parametrize("seconds", [3, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [1, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 def test_commands_of_two_threads_lose_no_reply_and_hang_nobody(make_engine, pool, seconds, overlap):
     engine = make_engine(kv_cache="24 blocks", overlap=overlap)  # 4 places, each for 5 blocks: some pressure, too

@@ -192,7 +192,7 @@ save_folder(sys.argv[1], tensors(), max_shard_bytes=5000)
 """
 
 
-@pytest.mark.parametrize("killed_at", [0, 3, 5, 99])
+@pytest.mark.parametrize("killed_at", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 3, 99)), 5])
 def test_a_reader_never_sees_the_folder_of_a_killed_writer(tmp_path, killed_at):
     command = [sys.executable, "-c", WRITER, str(tmp_path / "m"), str(killed_at)]
     status = subprocess.run(command, timeout=60, check=False).returncode

@@ -251,6 +251,7 @@ class Walk:
         return num_before - len(self.leases)
 
 
+@pytest.mark.slow
 def test_twelve_thousand_random_events_leave_no_pin_and_serve_no_stale_block():
     walk, dice = Walk(), random.Random(5)
     names = dice.choices(list(WEIGHTS), list(WEIGHTS.values()), k=12_000)

@@ -15,7 +15,7 @@ from lockstep.rollout.errors import BrokenLogits
 from lockstep.rollout.request import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 
-STAGES = pytest.mark.parametrize("num_stages", [2, 4])
+STAGES = pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 PATIENCE = 60.0  # seconds that nothing here comes near
 
 
@@ -63,7 +63,7 @@ def generate(engine: Engine, options: RequestOptions | None = None) -> list[tupl
 
 
 @STAGES
-@pytest.mark.parametrize("sequence_pipelining", [True, False])
+@pytest.mark.parametrize("sequence_pipelining", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_stages_answer_a_mixed_batch_as_one_stage_does(make_engine, num_stages, sequence_pipelining):
     scored = RequestOptions(logprob_start_len=0, top_logprobs_num=2)
     settings = {"chunked_prefill_size": 16, "max_num_batched_tokens": 48}
@@ -167,7 +167,7 @@ def test_decodes_are_shared_out_so_that_every_stage_has_a_step(make_engine, num_
     assert max(len(flights) for flights in air.at_once) == num_stages
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("num_stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_nobody_is_left_out_of_two_rounds_of_shares(make_engine, num_stages):
     """However many decode: between two steps of one sequence, no other is in more than two."""
     engine = make_engine(num_stages, kv_cache="128 blocks")
