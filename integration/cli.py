@@ -220,15 +220,29 @@ def _serve_model(
     service_config = _named("service", lambda: _built(ServiceConfig, service))
     if not Path(model, "config.json").is_file():
         raise ValueError(f"--model: {model} is not a model folder (it has no config.json)")
-    from .serving import check_ranks, serve_model
+    _named("engine", lambda: _check_ranks(engine_config.tp, engine_config.pp))
+    from .serving import serve_model  # only now the heavy imports
 
-    _named("engine", lambda: check_ranks(engine_config))
     logging.getLogger(PACKAGE).setLevel(logging.INFO)  # what the engine chose, and why
     try:
         serve_model(model, http_config, engine_config, service_config)
     except OSError as error:
         raise ValueError(str(error)) from error
     return 0
+
+
+def _check_ranks(tp: int, pp: int) -> None:
+    """Raises ValueError, naming the command, where this is not one of as many processes as the model is divided
+    among."""
+    num_ranks, num_started = tp * pp, int(os.environ.get("WORLD_SIZE", "1"))
+    command = f"torchrun --nproc-per-node {num_ranks} -m {PACKAGE}.integration.cli serve ... --engine tp={tp} pp={pp}"
+    if num_started == 1 < num_ranks:
+        raise ValueError(f"tp={tp} pp={pp} divides the model among {num_ranks} processes: start `{command}`")
+    if num_started != num_ranks:
+        raise ValueError(
+            f"tp={tp} pp={pp} makes a replica of {num_ranks}, but torchrun started {num_started} ranks, and one server is "
+            f"one replica: start each as `{command}`, with a port of its own, and put `lockstep route` before them"
+        )
 
 
 def _read_tables(path: str | None) -> dict[str, dict[str, object]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import signal
 import sys
 from dataclasses import replace
@@ -18,7 +17,7 @@ from ..rollout.engine import Engine
 from .http import server
 from .http.config import HttpConfig
 from .lost_ranks import leave, loss_of
-from .ranks import is_launched, process_group, this_rank
+from .ranks import process_group, this_rank
 from .service import RolloutService
 from .service_config import ServiceConfig
 
@@ -27,27 +26,11 @@ logger = logging.getLogger(__name__)
 _MEET_TIMEOUT_S = 600.0  # ranks that load a model, perhaps from different disks, and only then meet
 
 
-def check_ranks(config: EngineConfig) -> None:
-    """Raises ValueError, naming the command, where there are not as many ranks as the configuration divides the model
-    among."""
-    num_ranks, shape = config.tp * config.pp, f"tp={config.tp} pp={config.pp}"
-    command = f"torchrun --nproc-per-node {num_ranks} -m {__package__}.cli serve ... --engine {shape}"
-    if num_ranks > 1 and not is_launched():
-        raise ValueError(f"{shape} divides the model among {num_ranks} processes, and this is one: start `{command}`")
-    started = int(os.environ["WORLD_SIZE"]) if is_launched() else 1
-    if started != num_ranks:
-        raise ValueError(
-            f"{shape} makes a replica of {num_ranks}, but torchrun started {started} ranks, and one server is one replica: "
-            f"start each as `{command}`, with a port of its own, and put `lockstep route` before them"
-        )
-
-
 def serve_model(
     model: str, http_config: HttpConfig, engine_config: EngineConfig, service_config: ServiceConfig
 ) -> None:
     """Serve until SIGINT or SIGTERM; of several ranks each calls this, and whoever finds that another is lost ends its
     process, naming it, with exit code 1. Raises ValueError and OSError as `server.serve`, and what a signal raises."""
-    check_ranks(engine_config)
     if engine_config.tp * engine_config.pp == 1:
         _serve(model, http_config, RolloutService(Engine(model, engine_config), service_config))
         return
