@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, fields
 
 POLICIES = ("edf", "fcfs", "lrs")
+MAX_ROLLBACK = 256
 JUMP_MODES = ("text", "exact", "off")
 DEADLINE_MULTIPLIER = 1.5
 MIN_DEADLINE_S = 0.5
@@ -101,6 +102,8 @@ class EngineConfig:
                 wrong.append(f"{name} must be true or false, not {getattr(self, name)!r}")
         if self.jump_forward not in JUMP_MODES:
             wrong.append(f"jump_forward must be one of {', '.join(JUMP_MODES)}, not {self.jump_forward!r}")
+        if isinstance(self.jump_forward_max_rollback, int) and self.jump_forward_max_rollback > MAX_ROLLBACK:
+            wrong.append(f"jump_forward_max_rollback must be at most {MAX_ROLLBACK}")
         if self.policy not in POLICIES:
             wrong.append(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         for name in ("deadline_multiplier", "min_deadline_s", "rank_timeout_s"):

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ from .core import EngineCore
 from .driver import Driver
 from .errors import EngineStopped, RankFailure
 from .follower import End, Follower
+from .grammar import CompiledGrammar
 from .intake import Intake, Params, Prompt, Settings, as_prompts, prompt_ids
 from .mailboxes import Listener, Mailboxes
 from .mesh import Mesh
 from .rank_calls import RankCalls
 from .rank_channel import RankChannel
 from .request import Request, RequestOptions
+from .sampling_params import SamplingParams
 from .verbs import EngineVerbs
 
 logger = logging.getLogger(__name__)
@@ -220,6 +223,11 @@ class Engine(EngineVerbs):
             self._driver.post(requests)
         self._driver.kick()
         return [[request.id for request in group] for group in groups]
+
+    def ask_grammars(self, params: Iterable[SamplingParams]) -> list[Future[CompiledGrammar]]:
+        """Begin to compile the grammars that these ask for, and return at once: the promises of those that are not
+        there yet. `submit` waits for them, so whoever must not wait there waits here. Raises ValueError."""
+        return self._core.grammars.ask(params)
 
     def withdraw(self, listeners: Collection[Listener]) -> list[str]:
         """Abort whatever these listeners still wait for, and tell them nothing more; returns the ids."""

@@ -7,7 +7,7 @@ forced, and to go back; which tokens a forced text becomes is `jump_forward`'s b
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from .json_schema_rules import check_schema, parse_json
 from .sampling_params import SamplingParams
-from .token_text import TokenText
+from .token_text import WRONG_SECOND_BYTES, TokenText, can_be_text
 
 Kind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 ANY_JSON = "$$ANY$$"  # SGLang's word for a json_schema that allows every JSON value
@@ -53,9 +53,17 @@ class GrammarCompiler:
         )  # fmt: skip
         self._compiler = self._xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self._any_whitespace = any_whitespace
-        # The library lets control characters into strings of bounded length, where JSON has none.
+        pieces, vocab_size = text.pieces, len(text.pieces)
+        # The library takes any bytes of the right form for a character, and lets control characters into strings of
+        # bounded length, where JSON has none.
+        self._no_text = pack_ids((i for i, piece in enumerate(pieces) if not can_be_text(piece)), vocab_size)
         controls = set(range(0x20)) - (set(b"\n\r") if any_whitespace else set())
-        self._no_json = pack_ids((i for i, p in enumerate(text.pieces) if not controls.isdisjoint(p)), len(text.pieces))
+        no_json = pack_ids((i for i, piece in enumerate(pieces) if not controls.isdisjoint(piece)), vocab_size)
+        self._no_json = self._no_text | no_json
+        self._after_lead = {
+            lead: pack_ids((i for i, piece in enumerate(pieces) if piece and piece[0] in wrong), vocab_size)
+            for lead, wrong in WRONG_SECOND_BYTES.items()
+        }
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         """Raises ValueError that says what is wrong with the grammar, and where."""
@@ -63,8 +71,8 @@ class GrammarCompiler:
             compiled = self._compiled(constraint)
         except RuntimeError as error:  # the library's word for a fault in the grammar
             _refuse(constraint.kind, error)
-        banned = self._no_json if constraint.kind == "json_schema" else None
-        grammar = CompiledGrammar(self._xgrammar, compiled, len(self.text.pieces), self.stop_token_ids, banned)
+        banned = self._no_json if constraint.kind == "json_schema" else self._no_text
+        grammar = CompiledGrammar(self._xgrammar, compiled, self.text, self.stop_token_ids, banned, self._after_lead)
         start = grammar.matcher()
         if not start.is_complete and not start.mask().any():
             raise ValueError(f"{constraint.kind}: no text of this vocabulary can begin to match it")
@@ -89,9 +97,16 @@ class CompiledGrammar:
     """A grammar that any number of sequences follow. Never changes."""
 
     def __init__(
-        self, library: Any, compiled: Any, vocab_size: int, stop_token_ids: Sequence[int], banned: np.ndarray | None
+        self,
+        library: Any,
+        compiled: Any,
+        text: TokenText,
+        stop_token_ids: Sequence[int],
+        banned: np.ndarray,
+        after_lead: Mapping[int, np.ndarray],
     ) -> None:
-        self._library, self._compiled, self._vocab_size, self._banned = library, compiled, vocab_size, banned
+        self._library, self._compiled, self._text = library, compiled, text
+        self._banned, self._after_lead = banned, after_lead
         self.stop_token_ids = stop_token_ids
 
     @property
@@ -102,17 +117,21 @@ class CompiledGrammar:
     def matcher(self) -> GrammarMatcher:
         """A new one, at the beginning."""
         matcher = self._library.GrammarMatcher(self._compiled)
-        row = self._library.allocate_token_bitmask(1, self._vocab_size)
-        return GrammarMatcher(matcher, row, self._banned)
+        row = self._library.allocate_token_bitmask(1, len(self._text.pieces))
+        return GrammarMatcher(matcher, row, self._text, self._banned, self._after_lead)
 
 
 class GrammarMatcher:
     """Where one sequence stands in its grammar. One thread at a time."""
 
-    def __init__(self, matcher: Any, row: Any, banned: np.ndarray | None) -> None:
-        """row: int32 [1, ceil(V / 32)], filled anew for each mask; banned: a mask of tokens that never come."""
+    def __init__(
+        self, matcher: Any, row: Any, text: TokenText, banned: np.ndarray, after_lead: Mapping[int, np.ndarray]
+    ) -> None:
+        """row: int32 [1, ceil(V / 32)], filled anew for each mask; banned: a mask of tokens that never come;
+        after_lead: masks of tokens that do not come after this byte."""
         self._matcher, self._row, self._bits = matcher, row, row.numpy()
-        self._banned = banned
+        self._text, self._banned, self._after_lead = text, banned, after_lead
+        self._last_bytes: list[int] = []  # of each token that was accepted
 
     @property
     def is_complete(self) -> bool:
@@ -126,12 +145,16 @@ class GrammarMatcher:
 
     def accept(self, token_id: int) -> bool:
         """Go on by one token; returns whether the grammar allows it, and changes nothing where it does not."""
-        return bool(self._matcher.accept_token(token_id))
+        is_accepted = bool(self._matcher.accept_token(token_id))
+        if is_accepted:
+            self._last_bytes.append((self._text.pieces[token_id] or b"\0")[-1])
+        return is_accepted
 
     def roll_back(self, num_tokens: int) -> None:
         """Undo the last tokens, as if they had never been accepted."""
         if num_tokens:
             self._matcher.rollback(num_tokens)
+            del self._last_bytes[-num_tokens:]
 
     def forced(self) -> bytes:
         """The text that has to come next, however the output goes on; may end, or begin, inside a character."""
@@ -143,8 +166,10 @@ class GrammarMatcher:
     def mask(self) -> np.ndarray:
         """Which tokens may come next: one bit each, uint8 [4 * ceil(V / 32)], the first token in the lowest bit."""
         self._matcher.fill_next_token_bitmask(self._row)
-        mask = self._bits[0].view(np.uint8)
-        return mask.copy() if self._banned is None else mask & ~self._banned
+        mask = self._bits[0].view(np.uint8) & ~self._banned
+        if self._last_bytes and (wrong := self._after_lead.get(self._last_bytes[-1])) is not None:
+            mask &= ~wrong
+        return mask
 
 
 def pack_ids(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:

@@ -103,7 +103,9 @@ class GrammarSteps:
             self._metrics.jump_forward_seconds += time.perf_counter() - started
         state.wants_retokenisation = state.mode == "text" and bool(item.jump) and item.jump.num_gained > 0
         state.follow(output_ids)
-        return replace(item, allowed=state.mask().tobytes())
+        mask = state.mask()
+        assert mask.any(), f"{request.id} should have ended with its grammar"
+        return replace(item, allowed=mask.tobytes())
 
     def _plan(self, item: ScheduledSequence, request: Request, output_ids: list[int], draft: _Draft) -> Jump:
         """What the grammar forces here, as far as the step, the sequence and the model have room for it."""
@@ -123,6 +125,10 @@ class GrammarSteps:
             if request.num_flights and sequence.num_tokens - back - 1 < item.start:
                 return NO_JUMP  # rows of an earlier chunk, which is in the air, would have to be taken back
             jump = cut_jump(jump, output_ids, min(num_left + back, draft.budget - self._ledger.block_size), state.text)
+        if jump:
+            state.follow(output_ids[: len(output_ids) - jump.num_rolled_back] + list(jump.token_ids))
+            if state.is_over:  # something has to be sampled in this step: the last token is
+                jump = cut_jump(jump, output_ids, len(jump.token_ids) - 1, state.text)
         self._metrics.jump_forward_seconds += time.perf_counter() - started
         return jump
 

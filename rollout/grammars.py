@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from concurrent.futures import Future
 from functools import lru_cache
 
 from .grammar import CompiledGrammar, GrammarCompiler, constraint_of
@@ -44,16 +45,22 @@ class Grammars:
     def compiled(self, params: Iterable[SamplingParams]) -> list[CompiledGrammar | None]:
         """The grammar of each, or None; waits for those that are not there. Raises ValueError for a wrong one, and
         where the engine cannot have any."""
+        checked = list(params)
+        self.ask(checked)
+        return self.cache.get_all([constraint_of(one) for one in checked])
+
+    def ask(self, params: Iterable[SamplingParams]) -> list[Future[CompiledGrammar]]:
+        """Begin to compile what these ask for; what is not there yet. Raises ValueError as `compiled`, but for what is
+        wrong with a grammar."""
         constraints = [constraint_of(one) for one in params]
-        if any(constraints):
-            if self._tokenizer is None:
-                raise ValueError("json_schema, regex, ebnf and structural_tag need a tokenizer: the engine has none")
-            self._ready()
-        return self.cache.get_all(constraints)
+        if any(constraints) and self._tokenizer is None:
+            raise ValueError("json_schema, regex, ebnf and structural_tag need a tokenizer: the engine has none")
+        promises = [self.cache.ask(constraint) for constraint in constraints if constraint is not None]
+        return [promise for promise in promises if not promise.done()]
 
     def state(self, grammar: CompiledGrammar, params: SamplingParams) -> GrammarState:
-        """For one sequence that begins."""
-        return GrammarState(
+        """For one sequence that begins. Raises ValueError where it could not have a single token."""
+        state = GrammarState(
             grammar,
             self._ready().text,
             params.jump_forward or self._mode,
@@ -61,6 +68,9 @@ class Grammars:
             may_stop=not params.ignore_eos,
             max_rollback=self._max_rollback,
         )
+        if state.is_over:
+            raise ValueError("the grammar allows the empty output only, and without a stop token nothing can end it")
+        return state
 
     def close(self) -> None:
         """End the threads."""

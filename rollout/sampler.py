@@ -62,7 +62,7 @@ class Sampler:
                     self._counts.pop(requests[row], None)  # a jump may have replaced tokens that were counted
                 reshaped = self._reshape(logits[row].float(), requests[row])
                 wanted[row] = torch.log_softmax(reshaped / temperatures[row], -1)
-        bits = self._mask(wanted, masked, [allowed[row] for row in masked]) if masked else None
+        num_choices = self._mask(wanted, masked, [allowed[row] for row in masked]) if masked else []
         token_ids = self._choose(wanted, requests)
         chosen = logprobs.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
         if bool(chosen.isnan().any()):
@@ -73,11 +73,11 @@ class Sampler:
         listed = [listed_logprobs(logprobs[i : i + 1], r)[0] for i, r in enumerate(requests)]
         ids = token_ids.tolist()
         choices = [Sampled(*row) for row in zip(ids, chosen.tolist(), tops, listed, strict=True)]
-        if bits is not None:
+        if masked:
             rows = torch.tensor(masked, device=device)
             probs = wanted[rows, token_ids[rows]].exp().tolist()
-            for row, prob, is_only in zip(masked, probs, (bits.sum(-1) == 1).tolist(), strict=True):
-                choices[row] = replace(choices[row], masked_prob=prob, was_only_choice=is_only)
+            for row, prob, num in zip(masked, probs, num_choices, strict=True):
+                choices[row] = replace(choices[row], masked_prob=prob, was_only_choice=num == 1)
         return choices
 
     def forget(self, request: Request) -> None:
@@ -85,14 +85,14 @@ class Sampler:
         self._counts.pop(request, None)
 
     @staticmethod
-    def _mask(wanted: Tensor, rows: Sequence[int], allowed: Sequence[bytes | None]) -> Tensor:
-        """Take what a grammar does not allow out of these rows of wanted [R, V]; returns the masks, bool [rows, V]."""
+    def _mask(wanted: Tensor, rows: Sequence[int], allowed: Sequence[bytes | None]) -> list[int]:
+        """Take what a grammar does not allow out of these rows of wanted [R, V]; returns how many tokens are left."""
         packed = np.stack([np.frombuffer(mask, np.uint8) for mask in allowed if mask is not None])
-        unpacked = np.unpackbits(packed, axis=-1, bitorder="little", count=wanted.shape[-1])
-        bits = torch.from_numpy(unpacked.view(np.bool_)).to(wanted.device)
-        index = torch.tensor(rows, device=wanted.device)
-        wanted[index] = torch.log_softmax(wanted[index].masked_fill(~bits, -torch.inf), -1)
-        return bits
+        unpacked = np.unpackbits(~packed, axis=-1, bitorder="little", count=wanted.shape[-1])
+        banned = torch.from_numpy(unpacked.view(np.bool_)).to(wanted.device)
+        for row, its_banned in zip(rows, banned, strict=True):
+            wanted[row] = torch.log_softmax(wanted[row].masked_fill_(its_banned, -torch.inf), -1)
+        return np.bitwise_count(packed).sum(-1).tolist()
 
     def _choose(self, wanted: Tensor, requests: Sequence[Request]) -> Tensor:
         device = wanted.device

@@ -89,6 +89,27 @@ class TokenText:
         return all(id < len(self.pieces) and self.pieces[id] for id in ids) and self.spell(ids) == text
 
 
+# Lead bytes after which not every continuation byte makes a character, and the first bytes that must not follow.
+WRONG_SECOND_BYTES = {
+    0xE0: range(0x80, 0xA0),  # shorter forms of earlier characters
+    0xED: range(0xA0, 0xC0),  # surrogates
+    0xF0: range(0x80, 0x90),  # shorter forms
+    0xF4: range(0x90, 0xC0),  # beyond the last character
+}
+
+
+def can_be_text(piece: bytes) -> bool:
+    """Whether these bytes can stand in UTF-8, where they may begin and end inside a character."""
+    start = 0
+    while start < min(3, len(piece)) and 0x80 <= piece[start] < 0xC0:
+        start += 1
+    try:
+        piece[start:].decode()
+    except UnicodeDecodeError as error:
+        return error.reason == "unexpected end of data"
+    return True
+
+
 def whole_characters(text: bytes) -> bytes:
     """The text without the beginning of a character at its end."""
     for num_cut in range(min(4, len(text) + 1)):

@@ -57,6 +57,16 @@ def test_forced_text_is_told_as_bytes_also_inside_a_character(compiler, text):
     assert matcher.forced() == forced[len(text.pieces[ids[0]]) :]
 
 
+def test_no_mask_lets_bytes_be_put_together_that_are_no_character(compiler, text):
+    matcher = compiler.compile(Constraint("regex", "[^a]{1,9}")).matcher()
+    for lead, wrong, right in ((0xED, 0xA0, 0x80), (0xE0, 0x80, 0xA0), (0xF4, 0x90, 0x80), (0xF0, 0x80, 0x90)):
+        assert matcher.accept(text.pieces.index(bytes([lead])))
+        allowed = set(allowed_ids(matcher.mask(), VOCAB).tolist())
+        assert text.pieces.index(bytes([wrong])) not in allowed and text.pieces.index(bytes([right])) in allowed
+        matcher.roll_back(1)
+    assert text.pieces.index(b"\xff") not in allowed_ids(matcher.mask(), VOCAB)
+
+
 def test_rolling_back_restores_the_masks(compiler, text):
     matcher = compiler.compile(Constraint("regex", "[a-c]{1,20}(name|value)")).matcher()
     masks = [matcher.mask()]

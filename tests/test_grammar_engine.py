@@ -8,9 +8,11 @@ import jsonschema
 import pytest
 import regex
 import torch
+import transformers
 
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.request import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 
 EOS = 0
@@ -30,8 +32,6 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def make_engine(bpe_tokenizer):
-    import transformers
-
     config = transformers.Qwen3Config(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, bos_token_id=None, eos_token_id=EOS,
@@ -92,8 +92,6 @@ def test_finished_outputs_follow_their_schema_and_logprobs_are_the_models(make_e
 
 
 def score(engine, token_ids) -> tuple:
-    from lockstep.rollout.request import RequestOptions
-
     [scored] = engine.generate(
         [list(token_ids)], SamplingParams(max_new_tokens=0), options=RequestOptions(logprob_start_len=0)
     )
@@ -142,4 +140,178 @@ def test_without_a_stop_token_the_end_of_the_grammar_ends_the_output(make_engine
         [answer] = engine.generate(["q"], params)
         assert answer.text in ("name: true", "name: null") and EOS not in answer.token_ids
         assert answer.finish_reason.type == "stop"
+    with pytest.raises(ValueError, match="the empty output only"):
+        engine.add("q", SamplingParams(regex="()", ignore_eos=True))
+    engine.close()
+
+
+def finish(engine) -> dict[str, object]:
+    """Step until nothing is left; answers by id, also those of what has ended already."""
+    answers = {answer.id: answer for answer in engine.step()}
+    while engine.has_work:
+        answers |= {answer.id: answer for answer in engine.step()}
+    return answers
+
+
+@pytest.mark.parametrize("mode", ["text", "exact"])
+@pytest.mark.parametrize("pause", ["retract", "in_place"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_pause_after_any_step_changes_nothing(make_engine, mode, pause, overlap):
+    params = [
+        SamplingParams(json_schema=PERSON, jump_forward=mode, max_new_tokens=60, sampling_seed=seed) for seed in (3, 4)
+    ]
+    engine = make_engine(overlap=overlap)
+    with engine.model.rollout_phase():
+        for index, one in enumerate(params):
+            engine.add("a person: ", one, rid=f"r{index}")
+        wanted = finish(engine)
+        for num_steps in range(1, 16, 2):
+            for index, one in enumerate(params):
+                engine.add("a person: ", one, rid=f"r{index}")
+            found = {}
+            for _ in range(num_steps):
+                found |= {answer.id: answer for answer in engine.step()}
+            engine.pause_generation(mode=pause)
+            if pause == "retract":
+                assert engine.flush_cache().success
+            engine.continue_generation()
+            found |= finish(engine)
+            assert {id: record(a) for id, a in found.items()} == {id: record(a) for id, a in wanted.items()}
+    engine._core.ledger.check()
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", ["text", "exact"])
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_stages_give_the_tokens_of_one_and_preempt_what_is_in_the_air(make_engine, in_stages, mode, num_stages):
+    settings = {"json_schema": PERSON, "jump_forward": mode, "max_new_tokens": 60}
+    params = [SamplingParams(**settings, sampling_seed=seed) for seed in range(6)]
+    prompts = [f"person {index} of six, with a name: " for index in range(6)]
+    engine = make_engine()
+    wanted = engine.generate(prompts, params)
+    engine.close()
+    in_stages(num_stages)
+    for pool in ("256 blocks", "12 blocks"):
+        engine = make_engine(kv_cache=pool, admission_ratio=0.0)
+        found = engine.generate(prompts, params)
+        assert (sum(a.num_retractions for a in found) > 0) == (pool == "12 blocks")
+        assert [record(a) for a in found] == [record(a) for a in wanted]
+        engine._core.ledger.check()
+        engine.close()
+
+
+@pytest.mark.parametrize("mode", ["text", "exact"])
+def test_an_abort_between_two_steps_gives_a_valid_beginning(make_engine, mode):
+    engine = make_engine()
+    with engine.model.rollout_phase():
+        for num_steps in range(1, 10):
+            engine.add("x", SamplingParams(json_schema=PERSON, jump_forward=mode, sampling_seed=3), rid="r")
+            done = []
+            for _ in range(num_steps):
+                done += engine.step()
+            engine.pause_generation(mode="abort")
+            engine.continue_generation()
+            [answer] = done or finish(engine).values()
+            assert len(answer.token_ids) == len(answer.logprobs) == len(answer.forced)
+            assert engine.tokenizer.decode(list(answer.token_ids)).startswith(answer.text.rstrip("\ufffd")[:5])
+            assert answer.text.startswith('{"')
+    engine._core.ledger.check_idle()
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", ["text", "exact", "off"])
+def test_a_small_pool_preempts_and_changes_nothing(make_engine, mode):
+    settings = {"json_schema": PERSON, "jump_forward": mode, "max_new_tokens": 60}
+    params = [SamplingParams(**settings, sampling_seed=seed) for seed in range(6)]
+    prompts = [f"person {index} of six, with a name: " for index in range(6)]
+    roomy, tight = make_engine(), make_engine(kv_cache="11 blocks", admission_ratio=0.0)
+    wanted, found = roomy.generate(prompts, params), tight.generate(prompts, params)
+    assert sum(a.num_retractions for a in found) > 0
+    assert [record(a) for a in found] == [record(a) for a in wanted]
+    tight._core.ledger.check()
+    roomy.close()
+    tight.close()
+
+
+@pytest.mark.parametrize("mode", ["text", "exact"])
+def test_streams_give_every_byte_once_and_tokens_that_are_replaced_are_taken_back(make_engine, mode):
+    properties = {"città": {"enum": ["日本", "日本語€", "ключ"]}, "name": {"type": "string"}}
+    schema = {"type": "object", "properties": properties, "required": ["città", "name"]}
+    engine = make_engine()
+    num_taken_back = 0
+    for seed in range(12):
+        text, token_ids, logprobs = "", [], []
+        params = SamplingParams(json_schema=schema, jump_forward=mode, max_new_tokens=50, sampling_seed=seed)
+        for chunk in engine.stream("q", params):
+            kept = len(token_ids) - chunk.num_taken_back
+            num_taken_back += chunk.num_taken_back
+            token_ids[kept:], logprobs[kept:] = chunk.token_ids, chunk.logprobs
+            text += chunk.text
+            last = chunk
+        assert text == last.completion.text
+        assert tuple(token_ids) == last.completion.token_ids and tuple(logprobs) == last.completion.logprobs
+    assert (num_taken_back > 0) == (mode == "text")
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", ["text", "exact", "off"])
+def test_stops_and_lengths_inside_forced_text_cut_exactly(make_engine, mode):
+    engine = make_engine()
+    name = "value of the name"
+    schema = {"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]}
+
+    def run(**settings):
+        params = SamplingParams(json_schema=schema, jump_forward=mode, temperature=0, **settings)
+        return engine.generate(["q"], params)[0]
+
+    whole = run(max_new_tokens=40)
+    for length in range(1, 8):
+        answer = run(max_new_tokens=length)
+        assert len(answer.token_ids) == len(answer.logprobs) == length and answer.finish_reason.type == "length"
+        if mode != "text":
+            assert answer.token_ids == whole.token_ids[:length] and answer.logprobs == whole.logprobs[:length]
+    answer = run(max_new_tokens=40, stop=" of")
+    assert answer.text == '{"value' and answer.finish_reason.matched == " of"
+    assert engine.tokenizer.decode(list(answer.token_ids[:-1])) in '{"value of'
+    stop_id = whole.token_ids[3]
+    answer = run(max_new_tokens=40, stop_token_ids=[stop_id])
+    assert answer.token_ids[-1] == stop_id and answer.token_ids.count(stop_id) == 1
+    assert answer.finish_reason.matched == stop_id and len(answer.logprobs) == len(answer.token_ids)
+    engine.close()
+
+
+def test_samples_of_one_prompt_share_it_and_jump_each_for_itself(make_engine):
+    engine = make_engine()
+    prompt = "the name and the value of " * 4
+    for mode in ("text", "exact"):
+        params = SamplingParams(json_schema=PERSON, jump_forward=mode, n=4, sampling_seed=8, max_new_tokens=80)
+        group = engine.generate([prompt], params)
+        assert len({a.token_ids for a in group}) > 1 and all(a.num_jump_forward_tokens for a in group)
+        assert any(a.num_cached_tokens for a in group)
+    engine.close()
+
+
+def test_penalties_bias_and_alternatives_go_with_jumps(make_engine):
+    answers = {}
+    for mode in ("off", "exact"):
+        engine = make_engine()
+        params = SamplingParams(json_schema=PERSON, jump_forward=mode, frequency_penalty=1.0, repetition_penalty=1.3,
+                                logit_bias={40: 3.0}, top_k=20, sampling_seed=4, max_new_tokens=80)  # fmt: skip
+        options = RequestOptions(logprob_start_len=0, top_logprobs_num=3, token_ids_logprob=(5, 6))
+        [answers[mode]] = engine.generate(["a person"], params, options=options)
+        engine.close()
+    off, exact = answers["off"], answers["exact"]
+    assert record(off) == record(exact) and off.top_logprobs == exact.top_logprobs
+    assert off.listed_logprobs == exact.listed_logprobs and off.prompt_logprobs == exact.prompt_logprobs
+    assert len(exact.top_logprobs) == len(exact.token_ids) == len(exact.listed_logprobs)
+
+
+def test_text_mode_gives_the_texts_of_exact_where_one_tokenisation_is_allowed(make_engine):
+    engine = make_engine()
+    texts = {}
+    for mode in ("text", "exact", "off"):
+        params = SamplingParams(regex="name: value, items: città", jump_forward=mode, max_new_tokens=40, temperature=0)
+        [answer] = engine.generate(["q"], params)
+        texts[mode] = answer.text
+    assert set(texts.values()) == {"name: value, items: città"}
     engine.close()

@@ -310,8 +310,9 @@ def test_aborted_request_ends_with_that_reason(client, service):
         ({"stream_options": 3}, "stream_options"),
         ({"extra_body": {"min_tokens": -2}}, "min_tokens"),
         ({"extra_body": {"lora_path": "adapter"}}, "lora_path"),
-        ({"extra_body": {"regex": "a+"}}, "regex"),
-        ({"extra_body": {"response_format": {"type": "json_object"}}}, "response_format"),
+        ({"extra_body": {"regex": ""}}, "regex"),
+        ({"extra_body": {"response_format": {"type": "xml"}}}, "response_format"),
+        ({"extra_body": {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}}, "response_format"),
     ],
 )
 @pytest.mark.parametrize("call", [a_chat, a_completion])

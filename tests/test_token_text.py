@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lockstep.rollout.token_text import TokenText, whole_characters
+from lockstep.rollout.token_text import TokenText, can_be_text, whole_characters
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +99,16 @@ def test_open_ends_are_where_a_longer_token_could_begin(text):
 def test_begins_a_token_is_about_longer_tokens_only(text):
     longest = max(text.pieces, key=len)
     assert text.begins_a_token(longest[:-1]) and not text.begins_a_token(longest)
+
+
+@pytest.mark.parametrize(
+    ("piece", "can"),
+    [(b"", True), (b"abc", True), ("é".encode()[1:], True), ("日".encode()[:2], True), (b"\x80\x80\x80a", True),
+     (b"\xc0", False), (b"\xff", False), (b"\xed\xa0", False), (b"a\xe0\x80", False), (b"\xf4\x90", False),
+     (b"\xe6a", False), (b"\xed", True)],
+)  # fmt: skip
+def test_pieces_that_no_text_holds_are_known(piece, can):
+    assert can_be_text(piece) == can
 
 
 @pytest.mark.parametrize(("given", "kept"), [("aé", 3), ("a", 1), ("", 0), ("日", 3)])

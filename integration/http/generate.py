@@ -111,7 +111,10 @@ class StreamedAnswer:
 
     def add(self, chunk: StreamChunk) -> None:
         """Take what a step added."""
-        self._num_tokens += len(chunk.token_ids)
+        if chunk.num_taken_back:
+            for entries in (self._token_ids, *self._lists.values()):
+                entries.take_back(chunk.num_taken_back)
+        self._num_tokens += len(chunk.token_ids) - chunk.num_taken_back
         self._text.append(chunk.text)
         self._token_ids.extend(chunk.token_ids)
         wanted, lists = self._wanted, self._lists

@@ -63,8 +63,12 @@ def meta_info(completion: Completion, wanted: Wanted, received: float) -> dict[s
         ],
         "response_sent_to_client_ts": time.time(),
     }
+    if c.forced is not None:
+        info["num_jump_forward_tokens"] = c.num_jump_forward_tokens
     if wanted.logprobs:
         info |= _output_logprobs(c, wanted) | _input_logprobs(c, wanted)
+        if c.forced is not None:
+            info |= {"output_token_forced": c.forced, "output_token_masked_probs": c.masked_probs}
     return info
 
 

@@ -93,6 +93,12 @@ class ServiceCollector(Collector):
             ("lockstep:step_seconds", "Time that steps took.", counted["step_seconds"]),
             ("lockstep:rows", "Prefill and decode rows run.", counted["num_rows"]),
             ("lockstep:pauses", "Pauses of generation.", counted["num_pauses"]),
+            ("lockstep:jump_forward_tokens", "Tokens put there without sampling.", counted["num_jump_forward_tokens"]),
+            ("lockstep:forwards_saved", "Steps of one sequence those would have taken.", counted["num_forwards_saved"]),
+            ("lockstep:jump_forward_rollbacks", "Jumps that replaced tokens.", counted["num_jump_rollbacks"]),
+            ("lockstep:retokenisations", "Looks at tokens sampled after a jump.", counted["num_retokenisations"]),
+            ("lockstep:jump_forward_seconds", "Time spent planning jumps.", counted["jump_forward_seconds"]),
+            ("lockstep:grammar_seconds", "Time spent on grammars in steps.", counted["grammar_seconds"]),
             ("lockstep:evicted_blocks", "Cached blocks that made room.", _number(state["num_evicted_blocks"])),
         ):
             yield self._counter(name, what, {(): value})

@@ -24,8 +24,8 @@ from .subscriptions import Asked
 
 DEFAULT_MAX_TOKENS = 16  # of a completion; a chat goes on to the end of the context
 REFUSED = (
-    *REFUSED_BY_GENERATE, "json_schema", "regex", "ebnf", "structural_tag", "guided_json", "guided_regex",
-    "guided_choice", "guided_grammar", "use_beam_search", "return_input_ids_in_sglext", "return_output_ids_in_sglext",
+    *REFUSED_BY_GENERATE, "json_schema", "structural_tag", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar", "use_beam_search", "return_input_ids_in_sglext", "return_output_ids_in_sglext",
 )  # fmt: skip
 REFUSED_BY_COMPLETIONS = ("suffix",)
 REFUSED_BY_CHAT = (
@@ -62,6 +62,10 @@ class CommonBody(Body):
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
     custom_params: dict[str, Any] | None = None
+    response_format: Any = None
+    regex: str | None = None
+    ebnf: str | None = None
+    jump_forward: str | None = None
     rid: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
@@ -88,7 +92,6 @@ class ChatBody(CommonBody):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0)
     tool_choice: Any = None
-    response_format: Any = None
     modalities: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -124,7 +127,6 @@ def read_completion(values: dict[str, object], engine: Engine, model: str) -> Op
     body = fields_of(CompletionBody, values)
     if body.best_of not in (None, body.n):
         raise BadField("best_of", "is not supported, but where it equals n")
-    response_format_is_text(values.get("response_format"))
     prompts = _prompts(body.prompt)
     has_logprobs = body.logprobs is not None
     if body.echo and has_logprobs and body.stream:
@@ -157,7 +159,6 @@ def read_chat(values: dict[str, object], engine: Engine, model: str) -> OpenAIRe
         raise BadField("modalities", "only text is supported")
     if body.top_logprobs and not body.logprobs:
         raise BadField("top_logprobs", "needs logprobs to be true")
-    response_format_is_text(body.response_format)
     if (body.messages is None) == (body.input_ids is None):
         raise BadField("messages", "exactly one of messages and input_ids is needed")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -209,10 +210,23 @@ def apply_template(engine: Engine, messages: list[dict[str, Any]], body: ChatBod
     return list(encoded["input_ids"])
 
 
-def response_format_is_text(given: object) -> None:
-    """Raises BadField for any other format."""
-    if given is not None and not (isinstance(given, Mapping) and given.get("type") == "text"):
-        raise BadField("response_format", "only the type text is supported")
+def format_settings(given: object) -> dict[str, object]:
+    """What a response_format means in sampling parameters. Raises BadField."""
+    if given is None:
+        return {}
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_schema": {"type": "object", "additionalProperties": True}}
+    if kind == "json_schema":
+        described = given.get("json_schema")
+        if not isinstance(described, Mapping) or not isinstance(described.get("schema"), Mapping):
+            raise BadField("response_format", "needs json_schema.schema, an object")
+        return {"json_schema": described["schema"]}
+    if kind == "structural_tag":
+        return {"structural_tag": given}
+    raise BadField("response_format", 'needs the type "text", "json_object", "json_schema" or "structural_tag"')
 
 
 def _request(
@@ -261,10 +275,16 @@ def _params(body: CommonBody, max_new_tokens: int) -> SamplingParams:
     same = (
         "temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "top_k", "min_p",
         "repetition_penalty", "stop_token_ids", "stop_regex", "ignore_eos", "no_stop_trim", "skip_special_tokens",
-        "custom_params",
+        "custom_params", "regex", "ebnf", "jump_forward",
     )  # fmt: skip
     given = {name: getattr(body, name) for name in same} | {ours: getattr(body, name) for name, ours in names.items()}
     given["max_new_tokens"] = max_new_tokens
+    given |= format_settings(body.response_format)
+    if body.stream and (body.return_token_ids or getattr(body, "logprobs", None) not in (None, False)):
+        # Chunks that only add cannot take tokens back, as jumps by text would have to.
+        if given["jump_forward"] == "text":
+            raise BadField("jump_forward", '"text" cannot be streamed with logprobs or token ids')
+        given["jump_forward"] = given["jump_forward"] or "exact"
     try:
         return SamplingParams.from_dict(given)
     except ValueError as error:

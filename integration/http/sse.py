@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from starlette.responses import Response
@@ -13,6 +14,7 @@ from .subscriptions import first_of, until_disconnect
 
 DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # made once, not for each token
+MAX_TAKEN_BACK = 256  # entries of a list, as many tokens as a jump may replace
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -31,11 +33,21 @@ class GrowingList:
 
     def __init__(self) -> None:
         self._inside = ""
+        self._newest: deque[int] = deque(maxlen=MAX_TAKEN_BACK)  # lengths before each of the last entries
 
     def extend(self, values: Iterable[object]) -> None:
-        added = ",".join(map(dumps, values))
-        if added:
-            self._inside = f"{self._inside},{added}" if self._inside else added
+        parts = [self._inside] if self._inside else []
+        length = len(self._inside)
+        for value in values:
+            self._newest.append(length)
+            parts.append(dumps(value))
+            length += len(parts[-1]) + (len(parts) > 1)
+        self._inside = ",".join(parts)
+
+    def take_back(self, num: int) -> None:
+        """Remove the last entries, at most MAX_TAKEN_BACK."""
+        for _ in range(num):
+            self._inside = self._inside[: self._newest.pop()]
 
     def __str__(self) -> str:
         return f"[{self._inside}]"

@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from starlette.types import Receive
 from ...rollout.completion import Completion, StreamChunk
 from ...rollout.engine import Engine
 from ...rollout.errors import EngineStopped
+from ...rollout.grammar import CompiledGrammar
 from ...rollout.request import RequestOptions
 from ...rollout.sampling_params import SamplingParams
 
@@ -118,21 +119,32 @@ class Hub:
         subscription = Subscription(self)
 
         def submit() -> list[list[str]]:
-            asked = subscription.asked = prepare()
+            asked = subscription.asked
             return self.engine.submit(
                 asked.prompts, asked.params, subscription, rids=asked.rids, options=asked.options, streamed=streamed
             )
 
-        submitting = self.loop.run_in_executor(self._intake, submit)
-        try:
-            groups = await asyncio.shield(submitting)
-        except asyncio.CancelledError:  # a thread cannot be stopped: let go of what it queues
-            submitting.add_done_callback(lambda done: done.exception() or self._withdraw_soon(subscription))
-            raise
+        def begin() -> tuple[list[Future[CompiledGrammar]], list[list[str]]]:
+            asked = subscription.asked = prepare()
+            missing = self.engine.ask_grammars(asked.params)
+            return missing, [] if missing else submit()
+
+        missing, groups = await self._in_thread(begin, subscription)
+        if missing:  # a grammar may take long, and there are few threads: nobody waits in them
+            await asyncio.wait([asyncio.wrap_future(grammar) for grammar in missing])
+            groups = await self._in_thread(submit, subscription)
         ids = [id for group in groups for id in group]
         subscription.index_of = {id: index for index, id in enumerate(ids)}
         subscription.num_open += len(ids)
         return subscription
+
+    async def _in_thread(self, run: Callable[[], T], subscription: Subscription) -> T:
+        running = self.loop.run_in_executor(self._intake, run)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:  # a thread cannot be stopped: let go of what it queues
+            running.add_done_callback(lambda done: done.exception() or self._withdraw_soon(subscription))
+            raise
 
     def leave(self, subscription: Subscription) -> None:
         """Nobody waits for these any more: abort what still runs, after the step under way."""
