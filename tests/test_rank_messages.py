@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from lockstep.rollout.completion import Completion, FinishReason, NextToken, WeightSpan
 from lockstep.rollout.errors import BrokenLogits
@@ -13,7 +14,7 @@ from lockstep.rollout.rank_messages import EventReader, EventWriter, Op, request
 from lockstep.rollout.rank_messages import results_from as results_of_bytes
 from lockstep.rollout.request import Request, RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.schedule import ScheduledSequence, ScheduleOutput, SequenceResult
+from lockstep.rollout.schedule import Jump, ScheduledSequence, ScheduleOutput, SequenceResult
 from lockstep.rollout.sequence import Sequence
 from lockstep.rollout.stage import RankSequenceManager
 
@@ -107,6 +108,34 @@ def test_one_that_is_preempted_and_comes_back_in_one_schedule_is_in_its_next_lif
     pair.results([SequenceResult("a", 1, 3, 4, -0.5)])
     pair.send()
     assert pair.follower.sequence("a").token_ids == [1, 2, 9, 4]
+
+
+def test_masks_and_jumps_cross_with_their_step_and_are_undone_by_a_preemption() -> None:
+    pair = Pair()
+    request = make_request("a", [1, 2, 3], SamplingParams(regex="x+", jump_forward="exact"))
+    first = replace(item("a", 0, 3, 4, tokens=[1, 2, 3]), allowed=bytes(range(8)))
+    pair.schedule(ScheduleOutput(1, (first,)), a=request)
+    pair.results([SequenceResult("a", 0, 3, 9, -0.5)])
+    jumping = replace(item("a", 2, 4, 7, 8), jump=Jump(1, (5, 6, 7)), num_blocks_kept=0, allowed=b"\xff" * 8)
+    pair.schedule(ScheduleOutput(2, (jumping,)))
+    pair.send()
+    assert not pair.requests["a"].params.is_constrained  # the masks say it all
+    follower = pair.follower
+    assert follower.sequence("a").token_ids == [1, 2, 3, 5, 6, 7] and follower.block_table("a") == [7, 8]
+    pair.preempt("a")
+    pair.send()
+    assert follower.sequence("a").token_ids == [1, 2, 3, 9] == pair.controller.sequence("a").token_ids
+    again = replace(item("a", 0, 6, 3, life=1), jump=Jump(1, (5, 6, 7)), allowed=b"\1" * 8)
+    pair.schedule(ScheduleOutput(3, (again,)))
+    scores = {"jump": again.jump, "jump_logprobs": (-1.0, -2.0, -3.0), "masked_prob": 0.25}
+    [result] = results_of_bytes(results_bytes([SequenceResult("a", 1, 6, 8, -0.25, **scores)]), [again])
+    assert result.jump == again.jump and result.jump_logprobs == (-1.0, -2.0, -3.0) and result.masked_prob == 0.25
+    pair.results([result])
+    pair.send()
+    assert follower.sequence("a").token_ids == [1, 2, 3, 5, 6, 7, 8]
+    assert [(t.token_id, t.is_forced, t.masked_prob) for t in result.tokens()] == [
+        (5, True, 1.0), (6, True, 1.0), (7, True, 1.0), (8, False, 0.25)
+    ]  # fmt: skip
 
 
 def test_a_decode_step_takes_three_words_a_sequence_and_its_result_included() -> None:
