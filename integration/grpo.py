@@ -76,10 +76,11 @@ def run(config: JobConfig, *, resume: bool) -> None:
         try:
             job = GrpoJob(config, ranks, resume=resume)
             job.run()
-        except RuntimeError as error:
-            if (failure := loss_of(error, job and job.engine.ranks)) is None:
+        except Exception as error:  # a boundary between processes: closing would wait for ranks that know nothing yet
+            if config.parallel.num_ranks == 1 or isinstance(error, ValueError):
                 raise
-            leave(failure, ranks.rank, f"in training step {job.step}" if job else "before training")
+            where = f"in training step {job.step}" if job else "before training"
+            leave(loss_of(error, job.engine.ranks if job else None) or error, ranks.rank, where)
         finally:
             if job is not None:
                 job.close()

@@ -1,4 +1,4 @@
-"""How a rank of the job ends when another is lost: one line that names it, for people and for the launcher's report."""
+"""How a rank that shares an engine with others ends: one line that names who was lost, for people and the launcher."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,7 +32,7 @@ def outlive_sigterm() -> None:
     signal.signal(signal.SIGTERM, end_soon)
 
 
-def loss_of(error: RuntimeError, ranks: RankChannel | None) -> RankFailure | None:
+def loss_of(error: Exception, ranks: RankChannel | None) -> RankFailure | None:
     """The rank whose loss is behind an error, if one's is. ranks: of this rank's engine, where it is several ranks'.
 
     Waits a little for signs of life where the error does not say it.
@@ -43,12 +44,16 @@ def loss_of(error: RuntimeError, ranks: RankChannel | None) -> RankFailure | Non
     return cause.error() if cause is not None else None
 
 
-def leave(failure: RankFailure, rank: int, where: str) -> NoReturn:
-    """Say in one line who was lost, on stderr and in torchrun's error file, and end this process.
+def leave(error: Exception, rank: int, where: str) -> NoReturn:
+    """Say in one line who was lost, or what failed, on stderr and in torchrun's error file, and end this process.
 
-    Nothing is closed: whatever has to do with the lost rank would wait for it. where: in the job.
+    Nothing is closed: whatever has to do with other ranks would wait for them. where: in the job.
     """
-    line = f"lockstep: error: rank {rank} stops {where}: {' '.join(str(failure).split())}"
+    what = str(error)
+    if not isinstance(error, RankFailure):
+        traceback.print_exception(error)
+        what = f"{type(error).__name__}: {error}"
+    line = f"lockstep: error: rank {rank} stops {where}: {' '.join(what.split())}"
     print(line, file=sys.stderr, flush=True)
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": line, "timestamp": str(int(time.time()))}

@@ -37,6 +37,8 @@ phase, kind, victim, num_steps_before = os.environ["FAULT"].split()
 victim, num_steps_before, paused = int(victim), int(num_steps_before), Path("paused" + num_steps_before)
 
 def by_text(prompt, completion, answer):
+    if phase == "reward" and rank == victim and is_time():
+        raise ArithmeticError("no reward for this")
     return sum(map(ord, completion)) % 97 / 97
 
 def is_time():
@@ -142,6 +144,14 @@ def test_a_lost_rank_is_named_and_the_job_goes_on_where_it_was(tmp_path):
         assert len(lines_of(faulty)) == number + 1, fault
     assert run_job(faulty, "parallel.pp=2", num_steps, NO_FAULT, 0) == 0, (faulty / "log").read_text()[-4000:]
     assert lines_of(faulty) == lines_of(straight)
+
+
+@pytest.mark.slow
+def test_a_rank_whose_reward_fails_says_so_and_is_named_by_the_other(tmp_path):
+    assert run_job(tmp_path, "parallel.pp=2", 4, ("reward", "SIGTERM", 1), 1) != 0
+    log = (tmp_path / "log").read_text()
+    assert "lockstep: error: rank 1 stops in training step 2: ArithmeticError: no reward for this" in log
+    assert "traceback : lockstep: error: rank" in log[-3000:], log[-6000:]
 
 
 def check_last_lines(log: str, fault: tuple[str, str, int], training_step: int) -> None:

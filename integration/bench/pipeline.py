@@ -65,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunks", type=_positive, default=4)
     parser.add_argument("--chunk-tokens", type=_positive, default=256, metavar="N")
     parser.add_argument("--batch", type=_positive, default=8, help="sequences that decode")
-    parser.add_argument("--new-tokens", type=_positive, default=64, metavar="N", help="of each of them")
-    parser.add_argument("--repeats", type=_positive, default=7)
+    parser.add_argument("--new-tokens", type=_positive, default=16, metavar="N", help="of each of them")
+    parser.add_argument("--repeats", type=_positive, default=5)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
