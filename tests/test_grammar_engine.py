@@ -315,3 +315,36 @@ def test_text_mode_gives_the_texts_of_exact_where_one_tokenisation_is_allowed(ma
         texts[mode] = answer.text
     assert set(texts.values()) == {"name: value, items: città"}
     engine.close()
+
+
+def test_metrics_and_the_trace_tell_of_jumps(make_engine, tmp_path):
+    trace = tmp_path / "trace.json"
+    engine = make_engine(trace=str(trace))
+    params = [SamplingParams(json_schema=PERSON, max_new_tokens=80, sampling_seed=seed) for seed in range(6)]
+    answers = engine.generate(["a person"] * 6, params)
+    metrics = engine.state()["metrics"]
+    engine.close()
+    jumps = [event["args"] for event in json.loads(trace.read_text()) if event.get("name") == "jump_forward"]
+    assert len(jumps) == metrics["num_jumps"] > 0
+    assert sum(jump["rolled_back"] for jump in jumps) == metrics["num_rolled_back_tokens"] > 0
+    assert sum(jump["rolled_back"] > 0 for jump in jumps) == metrics["num_jump_rollbacks"]
+    assert metrics["num_jump_forward_tokens"] == sum(answer.num_jump_forward_tokens for answer in answers)
+    assert metrics["num_jump_forward_tokens"] - metrics["num_jumps"] <= metrics["num_forwards_saved"]
+    assert metrics["num_retokenisations"] > 0
+    assert 0 < metrics["jump_forward_seconds"] < metrics["grammar_seconds"] < metrics["step_seconds"]
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_jump_takes_no_more_blocks_than_it_may_and_goes_on_in_the_next_step(make_engine, blocks):
+    schema = {"type": "object", "properties": {f"property number {n}": {"const": n} for n in range(12)}}
+    schema["required"] = list(schema["properties"])
+    answers = {}
+    for most in (blocks, 10):
+        engine = make_engine(jump_forward_max_blocks=most)
+        params = SamplingParams(json_schema=schema, jump_forward="exact", max_new_tokens=400)
+        [answers[most]] = engine.generate(["q"], params)
+        num_jumps = engine.state()["metrics"]["num_jumps"]
+        assert num_jumps >= len(answers[most].token_ids) // (16 * (most + 1))
+        engine.close()
+    assert record(answers[blocks]) == record(answers[10])
+    assert json.loads(answers[10].text) == {f"property number {n}": n for n in range(12)}
