@@ -240,8 +240,8 @@ def _check_ranks(tp: int, pp: int) -> None:
         raise ValueError(f"tp={tp} pp={pp} divides the model among {num_ranks} processes: start `{command}`")
     if num_started != num_ranks:
         raise ValueError(
-            f"tp={tp} pp={pp} makes a replica of {num_ranks}, but torchrun started {num_started} ranks, and a server is "
-            f"one replica: start each as `{command}`, with a port of its own, and put `lockstep route` before them"
+            f"tp={tp} pp={pp} makes a replica of {num_ranks}, but torchrun started {num_started} ranks, and one is "
+            f"served by itself: start each as `{command}`, with a port of its own, and put `lockstep route` before them"
         )
 
 
