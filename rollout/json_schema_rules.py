@@ -73,9 +73,12 @@ def _faults(schema: object, at: str, root: object) -> Iterator[str]:
         if isinstance(members := schema.get(name), dict):
             for key, member in members.items():
                 yield from _faults(member, f"{at}/{name}/{key}", root)
-    for name in ("items", "additionalProperties", "propertyNames"):
+    for name in ("items", "additionalProperties"):
         if name in schema:
             yield from _faults(schema[name], f"{at}/{name}", root)
+    if (names := schema.get("propertyNames")) is not None:
+        names = {"type": "string", **names} if isinstance(names, dict) else names  # which need not be said
+        yield from _faults(names, f"{at}/propertyNames", root)
     for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
         for index, member in enumerate(_listed(schema.get(name))):
             yield from _faults(member, f"{at}/{name}/{index}", root)

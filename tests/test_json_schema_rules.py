@@ -19,6 +19,7 @@ FINE = [
     {"type": "string", "pattern": r'^[^"]+\.\d{2}$|^x$'},
     {"type": "object", "patternProperties": {"^a": {"type": "null"}}, "additionalProperties": False},
     {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1},
+    {"type": "object", "propertyNames": {"pattern": "^a+$"}},
     {"uniqueItems": False, "type": "array", "items": {}},
 ]
 WRONG = [
