@@ -78,13 +78,25 @@ def report(answer: object) -> str:
     return "\n".join([*lines, *([in_words(rest)] if rest else [])]) or "done"
 
 
+def _of_ranks(answer: Mapping[str, object]) -> dict[str, object]:
+    """The digest of what each rank holds, and what of it is not what was published."""
+    ranks = answer.get("rank_results") or [answer]
+    found: dict[str, object] = {}
+    for one in ranks if isinstance(ranks, list) else []:
+        suffix = f" {one['rank']}" if "rank" in one else ""
+        found[f"rank{suffix} digest"] = one.get("rank_digest")
+        if one.get("differing"):
+            found[f"rank{suffix} differs in"] = one["differing"]
+    return found
+
+
 def checksum(answer: object) -> str:
     if not isinstance(answer, dict) or "model_digest" not in answer:
         return report(answer)
     tensors = answer.get("tensors") or {}
     lines = {
         "model digest": answer["model_digest"],
-        "rank digest": answer.get("rank_digest"),
+        **_of_ranks(answer),
         "bytes": answer.get("num_bytes"),
         "tensors": len(tensors),
         "seconds": answer.get("seconds"),

@@ -43,6 +43,8 @@ class Replica:
         mesh = engine.ranks.mesh
         exchange = functools.partial(engine.ranks.gather_json, timeout_s=self._timeout_s)
         self.peers = Peers(mesh.local_rank, mesh.num_ranks, exchange)
+        self.how_it_stands: Callable[[], dict[str, object]] = dict  # what other ranks are to know of this one
+        self._said: dict[str, object] = {}
         # .in_verb: this thread runs a verb for all ranks; .results: of one that it brought to them
         self._here = threading.local()
 
@@ -66,6 +68,24 @@ class Replica:
         nothing where there was none."""
         results, self._here.results = getattr(self._here, "results", []), []
         return results
+
+    def stands(self) -> None:
+        """Something may have changed: let the controller know how things stand on this rank."""
+        if not (self.is_alone or self._engine.is_controller) and (facts := self.how_it_stands()) != self._said:
+            self._said = facts
+            self._ranks.say_how_it_stands(facts)
+
+    def states(self) -> list[dict[str, object]]:
+        """How things stand on each rank, by local rank: here now, on the others as they said after the last change. A
+        follower knows itself alone. Waits for nobody."""
+        mesh, told = self._ranks.mesh, self._ranks.how_they_stand()
+        found = []
+        for rank, world_rank in enumerate(mesh.plan.replica(mesh.rank)):
+            coords = mesh.plan.coords(world_rank)
+            said = self.how_it_stands() if rank == mesh.local_rank else told.get(rank, {})
+            if said or mesh.is_controller:
+                found.append({"rank": world_rank, "tp_rank": coords.tp, "pp_rank": coords.pp, **said})
+        return found
 
     def serve(self, verb: str, run: Callable[..., object]) -> None:
         """Other ranks may ask for this verb here, with JSON arguments by name."""
@@ -143,7 +163,10 @@ def on_all_ranks(
     @functools.wraps(method)
     def run(self: OfAReplica, *args: P.args, **kwargs: P.kwargs) -> T:
         if not self.replica.asks_followers:
-            return method(self, *args, **kwargs)
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self.replica.stands()
         arguments = signature.bind(self, *args, **kwargs).arguments
         return self.replica.ask(method.__name__, dict(list(arguments.items())[1:]))
 

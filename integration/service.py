@@ -62,7 +62,9 @@ class RolloutService(WeightVerbs):
         self._checks = WeightChecks(engine, self.sessions, self.replica)
         self._torn: str | None = None  # why the weights that the trainer writes are not to be published
         self.sessions.on_lease_over = self._give_up_session
+        self.replica.how_it_stands = self._how_it_stands
         serve_verbs(self)
+        self.replica.stands()
 
     # -- phases -----------------------------------------------------------------------------------------------------
 
@@ -161,7 +163,10 @@ class RolloutService(WeightVerbs):
             record = sync_in_place(self.engine.resident_tensors(), source)
         else:
             record = self.engine.between_steps("commit_in_place", planned.run)
-        return self.sessions.commit_in_place(version, digest, record.bytes_copied)
+        try:
+            return self.sessions.commit_in_place(version, digest, record.bytes_copied)
+        finally:
+            self.replica.stands()
 
     @on_all_ranks
     def finish_digest(self) -> str | None:
@@ -212,13 +217,33 @@ class RolloutService(WeightVerbs):
         return self._memory_reports(_checked(tags), {"kv_cache": resume_kv, "weights": self.sessions.resume_weights})
 
     def state(self) -> dict[str, object]:
-        """The engine's state and the weights'. Changes nothing."""
+        """The engine's state and the weights'. Changes nothing.
+
+        `ranks`: how things stand on each rank of the replica, as it said itself; a block of the pool has its share of
+        memory on each of them.
+        """
+        state = self.engine.state()
+        used = 1 - state["num_free_blocks"] / state["num_blocks"]  # type: ignore[operator]
+        ranks = self.replica.states()
         return {
-            **self.engine.state(),
+            **state,
             "owes_digest": self.sessions.owes_digest,
             "weight_update": self.sessions.state(),
             "weight_groups": self.groups.state(),
             "num_ranks": self.replica.peers.num_ranks,
+            "ranks": [rank | {"kv_used_bytes": round(used * rank.get("kv_bytes", 0))} for rank in ranks],
+        }
+
+    def _how_it_stands(self) -> dict[str, object]:
+        engine, model = self.engine, self.engine.model
+        return {
+            "weight_version": engine.weight_version,
+            "weight_digest": engine.weight_digest,
+            "epoch": engine.epoch,
+            "refusal": engine.refusal,
+            "holds_weights": model.holds_weights,
+            "weight_bytes": model.weight_bytes,
+            "kv_bytes": engine.kv_bytes,
         }
 
     @on_all_ranks

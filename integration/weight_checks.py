@@ -15,6 +15,7 @@ from ..weight_sync.sglang_digest import per_engine_checksum, rank_record
 from .replica import Replica
 from .weight_sessions import WeightSessions
 
+_NUM_NAMED = 8  # tensors, in a message
 ACTIONS = ("checksum", "snapshot", "compare", "reset_tensors")
 
 
@@ -30,7 +31,8 @@ class WeightChecks:
     def run(self, action: str, skip: Sequence[str], seed: int | None) -> dict[str, object]:
         """The action's report, with `success` and `message`. Raises ValueError for an unknown action.
 
-        checksum: SHA-256 per tensor, the rank's digest over them, the model digest, and the digests in SGLang's form;
+        checksum: SHA-256 per tensor, the rank's digest over them, the model digest, the digests in SGLang's form, and
+        the names of tensors that are not what was published (`differing`, of each rank by itself);
         snapshot: keep a copy on the host; compare: against it, naming what is missing, unexpected or changed;
         reset_tensors: overwrite with random values, after which nothing is sampled before a full update.
         Of several ranks each looks at what it holds; `rank_results` has what each said.
@@ -77,16 +79,21 @@ class WeightChecks:
     def _checksum(self, skip: Sequence[str]) -> dict[str, object]:
         report = checksum(self._tensors(), skip=skip)
         record = rank_record(self._tensors(), skip=skip)
+        digest, differing = self._sessions.look()
+        message = "Success" if digest is not None else "ranks that hold the same bytes of some tensors do not agree"
+        if differing:
+            message += f"; {len(differing)} are not as they were published: {', '.join(differing[:_NUM_NAMED])}"
         return {
-            "success": True,
-            "message": "Success",
+            "success": digest is not None,
+            "message": message,
             "ranks": [record],
             "per_engine_checksum": per_engine_checksum([record["per_gpu_checksum"]]),
             "tensors": report.tensors,
             "rank_digest": report.rank_digest,
             "num_bytes": report.num_bytes,
             "seconds": report.seconds,
-            "model_digest": self._sessions.model_digest(),
+            "model_digest": digest,
+            "differing": differing,
         }
 
     def _compare(self, skip: Sequence[str]) -> dict[str, object]:

@@ -35,6 +35,7 @@ from ..weight_sync.shard_bytes import Shard
 from ..weight_sync.shard_digest import local_digests, merged_roots, require_whole_cells
 from ..weight_sync.sink import Sink
 from ..weight_sync.transaction import Coverage, Undo, WeightTransaction
+from .published_parts import PublishedParts
 from .replica import Replica
 from .weight_metrics import WeightMetrics, path_of
 
@@ -102,6 +103,7 @@ class WeightSessions:
         self.on_lease_over: Callable[[], None] = lambda: None  # a session's time is over, and it is several ranks'
         self._digesting = threading.Lock()  # whoever computes a digest that is owed; taken after the session's lock
         self._roots: dict[str, bytes] = {}  # by resident name, of the committed weights, as far as they are known
+        self._parts = PublishedParts()
         self._next = _Prepared({}, None, frozenset())
         self._fresh_roots: dict[str, bytes] = {}  # of what the open session wrote, where it was digested
         self._transaction: WeightTransaction | None = None  # of the open session
@@ -260,6 +262,7 @@ class WeightSessions:
         self.let_write("commit_in_place")
         self.owes_digest = False  # that of the version before cannot be had any more
         value = self._model_root() if digest == "now" else None
+        self._parts.keep(self._roots)
         self._replica.together("commit_in_place", lambda: None)  # nobody publishes before everybody can
         report = self._engine.commit_weights(version, value, lift=(_TORN,))
         self.owes_digest = value is None
@@ -269,6 +272,15 @@ class WeightSessions:
     def model_digest(self) -> str:
         """Of the weights as they are now, of all ranks. Changes nothing."""
         return model_root(self._missing_roots(()).items())
+
+    def look(self) -> tuple[str | None, list[str]]:
+        """Of the weights as they are now: the model digest, None where ranks that hold the same bytes do not agree; and
+        the names of what is not as it was published on this rank, as far as its digest was computed. Changes nothing.
+        """
+        names = self._parameters()
+        own, roots = self._digests_now(names)
+        digest = model_root(roots.items()) if len(roots) == len(names) else None
+        return digest, self._parts.differing(own, roots, self._roots)
 
     def _model_root(self) -> str:
         self._roots |= self._missing_roots(self._roots)
@@ -289,16 +301,24 @@ class WeightSessions:
         return roots
 
     def _roots_now(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Tensor roots of what is resident, of all ranks; a root covers the name under which it is asked for."""
+        own, roots = self._digests_now(names)
+        self._parts.saw(own, roots)
+        return roots
+
+    def _digests_now(self, names: Sequence[str]) -> tuple[Mapping[str, object], dict[str, bytes]]:
+        """This rank's digests of what is resident, and the tensor roots, of all ranks; a root covers the name under
+        which it is asked for."""
         resident = dict(self._all_tensors())
         here = {name: resident[r] for name in names if (r := self._resident_name(name)) in resident}
         if self._replica.is_alone:
-            return tensor_roots(here.items())
+            roots = tensor_roots(here.items())
+            return {name: root.hex() for name, root in roots.items()}, roots
         model = self._engine.model
         shards = {name: model.shards[self._resident_name(name)] for name in here}
         known = {name: model.full_specs.get(self._resident_name(name)) for name in names}
         specs = [TensorSpec(name, *spec) if spec else TensorSpec.of(name, here[name]) for name, spec in known.items()]
-        return merged_roots(specs, self._replica.gather(local_digests(here, shards)))
+        own = local_digests(here, shards)
+        return own, merged_roots(specs, self._replica.gather(own))
 
     def _parameters(self) -> list[str]:
         """Resident names of the whole model."""
@@ -407,6 +427,7 @@ class WeightSessions:
         self._before = replace(before, refusals=refusals)
         self._roots, self._undefined, self._transaction = dict(ready.roots), ready.undefined, None
         self.owes_digest = ready.digest is None
+        self._parts.keep(self._roots)
         engine.before_sampling = None
         self._commit = Commit(
             version, ready.digest, record.num_bytes, report.num_blocks_dropped, report.num_unpinned, session=record

@@ -102,6 +102,18 @@ class RankChannel:
         self.send(Kind.ANSWERS, number, answers)
         return json.loads(answers)
 
+    def say_how_it_stands(self, facts: Mapping[str, Any]) -> None:
+        """At a follower: from now on the controller knows this of it, before it hears anything that is said later. Says
+        nothing once the channel is closed, or the replica lost."""
+        if not (self._is_closed or self.mesh.is_controller or self.watch.failure is not None):
+            self.send(Kind.STANDS, 0, json.dumps(facts).encode())
+
+    def how_they_stand(self) -> dict[int, dict[str, Any]]:
+        """At the controller: what followers said last of how things stand on them, by local rank. Waits for nobody."""
+        with self._changed:
+            said = dict(self._mail.get((Kind.STANDS, 0), ()))
+        return {rank: said[rank].json() for rank in sorted(said)}
+
     def agree(self, problem: str | None, timeout_s: float | None = None) -> list[str | None]:
         """A collective vote: everybody says what is wrong here, or None, and learns what is wrong where."""
         return self.gather_json(problem, timeout_s)

@@ -43,6 +43,7 @@ class Kind(IntEnum):
     SAYS = 11  # follower: my part of the collective `id`; JSON
     READ = 12  # follower: I have read so far
     BYE = 13  # follower: the last one
+    STANDS = 14  # follower: how things stand on it from now on; JSON
 
 
 @dataclass(frozen=True)

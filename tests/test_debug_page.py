@@ -337,6 +337,48 @@ def test_weights_that_differ_from_what_was_published_are_marked(browser, serve, 
 
 
 @needs_chromium
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_the_rank_whose_bytes_differ_is_marked(model, run_world, tmp_path, tp, pp):
+    digest, changed = model_digest(model.named_parameters()), "model.layers.1.mlp.gate_proj.weight"
+
+    def rank(rank: int) -> object:
+        service = RolloutService(Engine(model, EngineConfig(tp=tp, pp=pp, k_blocks=2, kv_cache="32 blocks")))
+        engine = service.engine
+
+        def corrupt() -> None:
+            if rank == 1:
+                dict(engine.resident_tensors())[changed].data.add_(1)
+
+        engine.ranks.handlers["corrupt"] = corrupt
+        service.commit_in_place("one", source=model.named_parameters())
+        if rank == 1:
+            ended = engine.follow()
+            service.close()
+            return ended
+        browser = Browser(tmp_path / "profile")
+        with serve_in_background(service, HttpConfig(port=0)) as server:
+            browser.open(server.url + "/")
+            browser.wait_for_text("ranks", f"1 (stage {pp - 1}, tp {tp - 1})one{digest}not checked")
+            browser.click("check")
+            browser.wait_for("[...document.querySelectorAll('#ranks tr')].every(r => r.textContent.endsWith('equal'))")
+            marked = [browser.run("document.querySelectorAll('tr.differs').length")]
+            engine.between_steps("corrupt", lambda: engine.ranks.run_everywhere("corrupt", {}))
+            browser.click("check")
+            browser.wait_for_text("ranks", f"DIFFERS from what was published: {changed}")
+            marked += browser.run("[...document.querySelectorAll('tr.differs')].map(row => row.textContent[0])")
+            service.update_weight_version("two")
+            browser.wait_for("[...document.querySelectorAll('#ranks tr')].every(r => r.cells[1].textContent === 'two')")
+            marked.append(browser.run("document.querySelectorAll('tr.differs').length"))
+        browser.close()
+        service.close()
+        return marked, browser.errors
+
+    (marked, errors), ended = run_world(2, rank)
+    assert (marked, errors, ended) == ([0, "1", 0], [], "closed")
+
+
+@needs_chromium
 def test_with_an_admin_key_the_page_asks_for_it_and_then_obeys(browser, serve, service):
     browser.open(serve(admin_api_key=KEY).url + "/")
     browser.wait_for_text("sequences-none", "with the key only")

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-import json
+import copy
+import multiprocessing
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from lockstep.integration import cli
 from lockstep.integration.http.config import HttpConfig
 from lockstep.integration.http.server import serve_in_background
 from lockstep.integration.service import RolloutService
+from lockstep.integration.weight_verbs import GROUP_NAME
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.weight_sync.digest import model_digest
-from lockstep.weight_sync.disk import save_folder
-from lockstep.weight_sync.process_group import WeightGroup
-from lockstep.weight_sync.tensors import SharedMemorySender
+from lockstep.weight_sync.distributed import send_update
+from lockstep.weight_sync.manifest import Manifest, specs_of
+from lockstep.weight_sync.process_group import join_group
+from lockstep.weight_sync.unpickle import serialize_for_engine
 
 MakeModel = Callable[..., PreTrainedModel]
 Until = Callable[..., None]
@@ -143,9 +149,8 @@ def ask(client: httpx.Client, **fields: object) -> dict:
 def alone(folder: Path) -> dict:
     """The same of a server of one rank, at equal k_blocks."""
     service = RolloutService(Engine(folder, EngineConfig.from_dict(SETTINGS)))
-    with serve_in_background(service, HttpConfig(port=0)) as server:
-        with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
-            answer = ask(client)
+    with serve_in_background(service, HttpConfig(port=0)) as server, httpx.Client(base_url=server.url) as client:
+        answer = ask(client)
     service.close()
     return answer
 
@@ -161,25 +166,23 @@ def stream_into(lines: list[str], url: str, begun: threading.Event) -> None:
 # -- from the shell ----------------------------------------------------------------------------------------------------
 
 
-def test_a_divided_model_in_one_process_is_refused_with_the_command(make_model: MakeModel, tmp_path: Path) -> None:
-    make_model("qwen2").save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "lockstep.integration.cli", "serve", "--model", str(tmp_path)]
-    command += ["--engine", "tp=2", "k_blocks=2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "`torchrun --nproc-per-node 2 -m lockstep.integration.cli serve ... --engine tp=2 pp=1`" in done.stderr
-
-
-def test_other_than_one_replica_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep.integration.serving import check_ranks
-
-    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
-    check_ranks(EngineConfig(tp=2, pp=2, k_blocks=2))
-    with pytest.raises(ValueError, match=r"tp=1 pp=2 makes a replica of 2, but torchrun started 4 ranks.*lockstep route"):
-        check_ranks(EngineConfig(pp=2))
-    with pytest.raises(ValueError, match="replica of 1, but torchrun started 4"):
-        check_ranks(EngineConfig())
+@pytest.mark.parametrize(
+    ("num_started", "engine", "words"),
+    [
+        (None, ["tp=2", "k_blocks=2"], "among 2 processes: start `torchrun --nproc-per-node 2 -m"),
+        ("4", ["pp=2"], "tp=1 pp=2 makes a replica of 2, but torchrun started 4 ranks"),
+        ("4", ["tp=1"], "makes a replica of 1, but torchrun started 4 ranks"),
+    ],
+)
+def test_other_than_one_replica_of_ranks_is_refused_with_the_command(
+    monkeypatch, capsys, tmp_path: Path, num_started: str | None, engine: list[str], words: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    if num_started is not None:
+        monkeypatch.setenv("WORLD_SIZE", num_started)
+    assert cli.main(["serve", "--model", str(tmp_path), "--engine", *engine]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert words in line and "lockstep.integration.cli serve ... --engine tp=" in line
 
 
 @pytest.mark.slow
@@ -201,3 +204,183 @@ def test_torchrun_serves_a_replica_until_a_signal(
     assert "Traceback" not in replica.text.split("torch/distributed")[0], replica.text
     assert "stops while serving" not in replica.text and "replica is lost" not in replica.text
     assert "SIGKILL" not in replica.text and "Unable to shutdown" not in replica.text
+
+
+# -- every verb on all ranks -------------------------------------------------------------------------------------------
+
+
+def later(model: PreTrainedModel, step: int) -> PreTrainedModel:
+    """The trainer's model some steps later."""
+    newer, generator = copy.deepcopy(model), torch.Generator().manual_seed(step)
+    with torch.no_grad():
+        for parameter in newer.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return newer
+
+
+def post(client: httpx.Client, path: str, **body: object) -> dict:
+    response = client.post(f"/{path}", json=body)
+    assert response.status_code == 200 and response.json()["success"] is True, response.text
+    return response.json()
+
+
+def ranks_of(reply: dict) -> list[tuple[int, bool]]:
+    return [(one["rank"], one["success"]) for one in reply["rank_results"]]
+
+
+def send_over_a_group(client: httpx.Client, model: PreTrainedModel) -> list[dict]:
+    """The trainer is rank 0 of a group whose others are the ranks of the replica; the replies to its three calls."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    named = list(model.named_parameters())
+    manifest = Manifest("group", specs_of(named))
+    address = {"master_address": "127.0.0.1", "master_port": port, "world_size": 3, "backend": "gloo"}
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(post, client, "init_weights_update_group", rank_offset=1, **address)
+        group = join_group("127.0.0.1", port, 0, 3, GROUP_NAME, timeout_s=PATIENCE)
+        joined = joining.result(PATIENCE)
+        body = {"load_format": "lockstep", "manifest": manifest.to_json(), "weight_version": "group"}
+        updating = pool.submit(post, client, "update_weights_from_distributed", **body)
+        send_update(group, manifest, named, timeout_s=PATIENCE)
+        updated = updating.result(PATIENCE)
+    left = post(client, "destroy_weights_update_group")
+    group.destroy()
+    return [joined, updated, left]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["tp=2", "pp=2"])
+def test_control_weights_and_memory_reach_every_rank_over_a_socket(
+    make_model: MakeModel, tmp_path: Path, served: Callable[..., Served], shape: str
+) -> None:
+    first = make_model("qwen2")
+    newer = {name: later(first, step) for step, name in enumerate(("disk", "tensor", "group"))}
+    digests = {name: model_digest(model.named_parameters()) for name, model in newer.items()}
+    first.save_pretrained(tmp_path / "first")
+    newer["disk"].save_pretrained(tmp_path / "disk")
+    replica, everybody = served(tmp_path / "first", 2, shape), [(0, True), (1, True)]
+    with replica.client() as client:
+        before = ask(client)
+        with ThreadPoolExecutor(1) as pool:
+            body = {"input_ids": PROMPT, "sampling_params": ENDLESS}
+            running = pool.submit(client.post, "/generate", json=body)
+            assert post(client, "pause_generation", mode="retract")["engine_paused"]
+            post(client, "continue_generation")
+            retracted = running.result(PATIENCE).json()
+        assert retracted["output_ids"] == client.post("/generate", json=body).json()["output_ids"]
+
+        disk = {"model_path": str(tmp_path / "disk"), "weight_version": "disk"}
+        assert ranks_of(post(client, "update_weights_from_disk", **disk)) == everybody
+        assert client.get("/model_info").json()["weight_digest"] == digests["disk"]
+        named = list(newer["tensor"].named_parameters())
+        payloads = [serialize_for_engine(named, "flattened_bucket") for _ in range(2)]  # each can be opened once
+        body = {"load_format": "flattened_bucket", "serialized_named_tensors": payloads}
+        assert ranks_of(post(client, "update_weights_from_tensor", **body)) == everybody
+        for reply in send_over_a_group(client, newer["group"]):
+            assert ranks_of(reply) == everybody
+        checked = post(client, "weights_checker", action="checksum")
+        assert checked["model_digest"] == digests["group"] and ranks_of(checked) == everybody
+        assert len({one["rank_digest"] for one in checked["rank_results"]}) == 2  # each of its own part
+        assert all(one["differing"] == [] for one in checked["rank_results"])
+
+        states = client.get("/state").json()["ranks"]
+        tp = shape == "tp=2"
+        assert [(s["rank"], s["tp_rank"], s["pp_rank"]) for s in states] == [(0, 0, 0), (1, int(tp), int(not tp))]
+        stand = {(s["weight_version"], s["weight_digest"], s["epoch"]) for s in states}
+        assert stand == {("group", digests["group"], 3)}
+        assert all(s["kv_bytes"] > 0 and s["kv_used_bytes"] >= 0 for s in states)
+
+        post(client, "pause_generation")
+        assert client.post("/release_memory_occupation", json={}).json() is None
+        released = client.get("/state").json()["ranks"]
+        assert [(s["weight_bytes"], s["kv_bytes"]) for s in released] == [(0, 0)] * 2
+        client.post("/resume_memory_occupation", json={"tags": ["weights"]})
+        first.save_pretrained(tmp_path / "again")
+        post(client, "update_weights_from_disk", model_path=str(tmp_path / "again"), weight_version="default")
+        assert client.post("/resume_memory_occupation", json={}).json() is None
+        post(client, "continue_generation")
+        assert plain(ask(client)) == plain(before)
+
+        other = post(client, "update_weights_from_disk", **disk, stages=["encoder"])
+        assert other["skipped"] and client.get("/get_weight_version").json() == {"weight_version": "default"}
+        mine = post(client, "update_weight_version", new_version="mine", stages=["rollout"])
+        assert ranks_of(mine) == everybody  # the ranks of all pipeline stages are one engine, selected together
+        assert [s["weight_version"] for s in client.get("/state").json()["ranks"]] == ["mine"] * 2
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "number"), [("tp=2", signal.SIGKILL), ("pp=2", signal.SIGKILL), ("pp=2", signal.SIGSTOP)]
+)
+def test_a_lost_rank_ends_every_open_request_naming_it(
+    make_model: MakeModel, tmp_path: Path, served: Callable[..., Served], shape: str, number: signal.Signals
+) -> None:
+    make_model("qwen2").save_pretrained(tmp_path)
+    replica = served(tmp_path, 2, shape)
+    coords = "rank 1 (stage 0, tp 1)" if shape == "tp=2" else "rank 1 (stage 1, tp 0)"
+    streams: list[list[str]] = [[], []]
+    begun = [threading.Event(), threading.Event()]
+    threads = [
+        threading.Thread(target=stream_into, args=(lines, replica.url, event), daemon=True)
+        for lines, event in zip(streams, begun, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    assert all(event.wait(PATIENCE) for event in begun)
+    os.kill(replica.pids[1], number)
+    for thread, lines in zip(threads, streams, strict=True):
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+        [error] = [line for line in lines if '"error"' in line]
+        assert coords in error and '"code":503' in error
+        assert lines[-2:] == ["data: [DONE]", ""]
+    replica.wait_for(r"(rank 0 stops while serving: rank 1 )")
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{replica.url}/health", trust_env=False)
+    if number is signal.SIGSTOP:  # the launcher's own patience with it is longer than ours
+        os.kill(replica.pids[1], signal.SIGKILL)
+    assert replica.ended() != 0
+
+
+def test_health_names_the_rank_that_a_trainers_server_has_lost(
+    make_model: MakeModel, tmp_path: Path, until: Until
+) -> None:
+    make_model("qwen2").save_pretrained(tmp_path / "model")
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+
+    def rank(rank: int) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+        service = RolloutService(Engine(tmp_path / "model", EngineConfig.from_dict(SETTINGS | {"pp": 2})))
+        if rank == 1:
+            service.engine.follow()
+            os._exit(0)
+        server = serve_in_background(service, HttpConfig(port=0))
+        ask(httpx.Client(base_url=server.url, timeout=PATIENCE))
+        theirs.send(server.url)
+        theirs.recv()
+        os._exit(0)
+
+    processes = [fork.Process(target=rank, args=(index,), daemon=True) for index in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        assert ours.poll(PATIENCE)
+        url = ours.recv()
+        assert httpx.get(f"{url}/health").status_code == 200
+        processes[1].kill()
+        until(lambda: httpx.get(f"{url}/health").status_code == 503)
+        assert "rank 1 (stage 1, tp 0) has ended" in httpx.get(f"{url}/health").text
+        refused = httpx.post(f"{url}/generate", json={"input_ids": PROMPT}, timeout=PATIENCE)
+        assert refused.status_code == 503 and "rank 1 (stage 1, tp 0)" in refused.json()["message"]
+        said = httpx.post(f"{url}/weights_checker", json={}, timeout=PATIENCE)
+        assert said.status_code == 503 and "rank 1 (stage 1, tp 0)" in said.json()["message"]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
