@@ -11,9 +11,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -22,9 +23,11 @@ import torch.distributed as dist
 import transformers
 from transformers import PreTrainedModel
 
+from lockstep.integration.service import RolloutService
 from lockstep.rollout.batch import Batch, build_batch
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.core import EngineCore
+from lockstep.rollout.engine import Engine
 from lockstep.rollout.event_log import Event, replay
 from lockstep.rollout.hosted_attention import NO_MASK, STEP_KEYWORD, StepContext
 from lockstep.rollout.request import Request
@@ -89,6 +92,22 @@ def make_model() -> MakeModel:
         return model.eval()
 
     return make
+
+
+@pytest.fixture
+def model(make_model: MakeModel, restore_threads: None) -> PreTrainedModel:
+    """The model of most tests of a served engine; torch has one thread."""
+    torch.set_num_threads(1)
+    return make_model("qwen2")
+
+
+@pytest.fixture
+def service(model: PreTrainedModel, tmp_path: Path) -> Iterator[RolloutService]:
+    """A service whose engine has read `model` from a folder."""
+    model.save_pretrained(tmp_path / "model")
+    service = RolloutService(Engine(tmp_path / "model", EngineConfig(kv_cache="32 blocks", max_num_seqs=4)))
+    yield service
+    service.close()
 
 
 @pytest.fixture
@@ -318,3 +337,12 @@ def bpe_tokenizer() -> transformers.PreTrainedTokenizerFast:
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<eos>", additional_special_tokens=["<|im_start|>"]
     )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests recorded as their figures (`record_property("figures", ...)`), whichever process they ran in."""
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, text in getattr(report, "user_properties", ()):
+            if name == "figures" and report.when == "call":
+                terminalreporter.section(report.nodeid)
+                terminalreporter.line(str(text))

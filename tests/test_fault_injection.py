@@ -719,7 +719,7 @@ def all_faults(states: tuple[State, State]) -> list[Fault]:
 
 @pytest.mark.slow
 def test_no_fault_of_a_sender_tears_weights_or_outlives_a_deadline(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+    tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     torch.set_num_threads(1)
     states = two_states()
@@ -745,8 +745,7 @@ def test_no_fault_of_a_sender_tears_weights_or_outlives_a_deadline(
         for process in processes:
             process.end()
     rows = [row for process in processes for row in process.result]  # type: ignore[attr-defined]
-    with capsys.disabled():
-        print(f"\n{table(rows)}\n{time.monotonic() - started:.0f} s")
+    record_property("figures", f"{table(rows)}\n{time.monotonic() - started:.0f} s")
     assert sum(kind != "none" for _, kind, _ in rows) >= 200
 
 
