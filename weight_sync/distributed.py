@@ -73,14 +73,28 @@ class TransferPlan:
                 "world_size": self.world_size,
                 "bucket_bytes": self.bucket_bytes,
                 "digest": self.digest,
-                "manifest": self.manifest.to_json(),
+                "version": self.manifest.version,
+                "digests": dict(self.manifest.digests),
+                "model_digest": self.manifest.model_digest,
+                "tensors": _tensors_json(tuple(self.manifest.tensors)),
             }
         )
 
 
+# The tensors of one model are the same at every update: they are written, read and cut once.
+@lru_cache(maxsize=4)
+def _tensors_json(specs: tuple[TensorSpec, ...]) -> str:
+    return Manifest(None, specs).to_json()
+
+
+@lru_cache(maxsize=4)
+def _tensors_of(text: str) -> tuple[TensorSpec, ...]:
+    return Manifest.from_json(text).tensors
+
+
 @lru_cache(maxsize=4)
 def _cut(specs: tuple[TensorSpec, ...], bucket_bytes: int) -> tuple[tuple[BucketPlan, ...], str]:
-    """The broadcasts of these tensors, and a digest of them: the same at every update of one model."""
+    """The broadcasts of these tensors, and a digest of them."""
     broadcasts = plan_broadcasts(specs, bucket_bytes)
     pieces = [[(p.name, p.tensor_offset, p.bucket_offset, p.num_bytes) for p in b.pieces] for b in broadcasts]
     fields = [[(s.name, dtype_name(s.dtype), s.shape) for s in specs], pieces]
@@ -350,7 +364,7 @@ def _judge(group: WeightGroup, proposal: str, expected: Manifest | None) -> Tran
     for what, mine in {"protocol": PROTOCOL, "group": group.name, "world_size": group.world_size}.items():
         if sent.get(what) != mine:
             raise PlanMismatch(f"{what}: {ours} has {mine!r}, {theirs} has {sent.get(what)!r}")
-    manifest = Manifest.from_json(sent["manifest"])
+    manifest = Manifest.checked(_tensors_of(sent["tensors"]), sent)
     if expected is not None:
         if found := differences(expected.tensors, manifest.tensors, f"{ours} expects", f"{theirs} sends"):
             raise PlanMismatch(found[0])

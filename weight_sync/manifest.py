@@ -125,18 +125,26 @@ class Manifest:
         wanted = {"version", "names", "dtypes", "shapes", "digests", "model_digest"}
         if wrong := sorted(wanted ^ set(values)):
             raise ValueError(f"manifest keys that are missing or unknown: {', '.join(wrong)}")
-        is_right = {
-            **{key: isinstance(values[key], str | None) for key in ("version", "model_digest")},
-            **{key: isinstance(values[key], list) for key in ("names", "dtypes", "shapes")},
-            "digests": isinstance(values["digests"], dict)
-            and all(isinstance(digest, str) for digest in values["digests"].values()),
-        }
-        if wrong := [f"{key} = {values[key]!r}" for key, right in is_right.items() if not right]:
+        lists = {key: values[key] for key in ("names", "dtypes", "shapes")}
+        if wrong := [f"{key} = {value!r}" for key, value in lists.items() if not isinstance(value, list)]:
             raise ValueError(f"manifest fields of the wrong type: {'; '.join(wrong)}")
-        specs = specs_from_lists(values["names"], values["dtypes"], values["shapes"])
-        if unknown := sorted(set(values["digests"]) - {spec.name for spec in specs}):
+        return cls.checked(specs_from_lists(*lists.values()), values)
+
+    @classmethod
+    def checked(cls, tensors: tuple[TensorSpec, ...], values: Mapping[str, object]) -> Manifest:
+        """From specs, and the other fields as they came: `version`, `digests`, `model_digest`. Raises ValueError naming
+        what is wrong with these."""
+        version, digests, model_digest = (values.get(key) for key in ("version", "digests", "model_digest"))
+        is_right = {
+            "version": isinstance(version, str | None),
+            "model_digest": isinstance(model_digest, str | None),
+            "digests": isinstance(digests, dict) and all(isinstance(digest, str) for digest in digests.values()),
+        }
+        if wrong := [f"{key} = {values.get(key)!r}" for key, right in is_right.items() if not right]:
+            raise ValueError(f"manifest fields of the wrong type: {'; '.join(wrong)}")
+        if unknown := sorted(set(digests) - {spec.name for spec in tensors}):
             raise ValueError(f"digests of tensors that are not in the manifest: {', '.join(unknown)}")
-        return cls(values["version"], specs, values["digests"], values["model_digest"])
+        return cls(version, tensors, digests, model_digest)
 
 
 def differences(
