@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from lockstep.integration import ctl
 from lockstep.integration.cli import main
@@ -32,23 +31,9 @@ LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
-def _environment(monkeypatch, restore_threads):
-    torch.set_num_threads(1)
+def _environment(monkeypatch):
     for name in ctl.KEY_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def model(make_model):
-    return make_model("qwen2")
-
-
-@pytest.fixture
-def service(model, tmp_path) -> Iterator[RolloutService]:
-    model.save_pretrained(tmp_path / "model")
-    service = RolloutService(Engine(tmp_path / "model", EngineConfig(kv_cache="32 blocks", max_num_seqs=4)))
-    yield service
-    service.close()
 
 
 @pytest.fixture

@@ -34,24 +34,6 @@ NASTY = '<img src=x onerror="document.title=\'pwned\'"><script>document.title="p
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(restore_threads):
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def model(make_model):
-    return make_model("qwen2")
-
-
-@pytest.fixture
-def service(model, tmp_path) -> Iterator[RolloutService]:
-    model.save_pretrained(tmp_path / "model")
-    service = RolloutService(Engine(tmp_path / "model", EngineConfig(kv_cache="32 blocks", max_num_seqs=4)))
-    yield service
-    service.close()
-
-
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 

@@ -15,9 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from lockstep.integration.http.config import HttpConfig
 from lockstep.integration.http.server import BackgroundServer, serve_in_background
-from lockstep.integration.service import RolloutService
-from lockstep.rollout.config import EngineConfig
-from lockstep.rollout.engine import Engine
 from lockstep.rollout.latencies import REQUEST_BOUNDS, TOKEN_BOUNDS, Histogram
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.weight_sync.digest import tensor_roots
@@ -50,24 +47,6 @@ def wait_for(is_so: Callable[[], object]) -> None:
 
 def params(num_tokens: int) -> SamplingParams:
     return SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(restore_threads):
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def model(make_model):
-    return make_model("qwen2")
-
-
-@pytest.fixture
-def service(model, tmp_path) -> Iterator[RolloutService]:
-    model.save_pretrained(tmp_path / "model")
-    service = RolloutService(Engine(tmp_path / "model", EngineConfig(kv_cache="64 blocks", max_num_seqs=4)))
-    yield service
-    service.close()
 
 
 @pytest.fixture
@@ -121,7 +100,7 @@ def test_counters_are_those_of_the_requests_that_ran(scrape, service):
     state = service.state()
     assert got("cache_hit_rate") == pytest.approx(state["num_hit_tokens"] / state["num_looked_up_tokens"])
     assert got("num_running_reqs") == got("num_queue_reqs") == got("gen_throughput") == got("token_usage") == 0
-    assert got("lockstep:kv_blocks", state="free") + got("lockstep:kv_blocks", state="cached") == 64
+    assert got("lockstep:kv_blocks", state="free") + got("lockstep:kv_blocks", state="cached") == 32
 
 
 def test_latencies_count_each_request_and_each_token_once(scrape, service):

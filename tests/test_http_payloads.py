@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from lockstep.integration.http.config import HttpConfig
 from lockstep.integration.http.server import serve_in_background
 from lockstep.integration.service import RolloutService
-from lockstep.rollout.config import EngineConfig
-from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.weight_sync.delta import encode_delta
 from lockstep.weight_sync.delta_wire import DATA_FILE, save_delta
@@ -43,14 +41,6 @@ EMBED = "model.embed_tokens.weight"
 def model(make_model, restore_threads) -> nn.Module:
     torch.set_num_threads(1)
     return make_model("qwen2").requires_grad_(False)
-
-
-@pytest.fixture
-def service(model, tmp_path) -> Iterator[RolloutService]:
-    model.save_pretrained(tmp_path / "model")
-    service = RolloutService(Engine(tmp_path / "model", EngineConfig(kv_cache="32 blocks", max_num_seqs=4)))
-    yield service
-    service.close()
 
 
 @pytest.fixture
