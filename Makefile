@@ -22,11 +22,11 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 train: setup
 	$(BIN)/torchrun --nproc-per-node 2 -m lockstep.integration.grpo configs/arithmetic_cpu.toml $(ARGS)
 
+# Two processes share the test modules: many tests wait more than they compute.
 test: setup
-	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile $(ARGS)
 
 # pytest exits with 5 where it finds nothing to run, which is no failure here.
-# Many of these wait for a deadline most of the time: two processes share them, file by file.
 test-slow: setup
 	$(BIN)/python -m pytest -q -m slow -n 2 --dist loadfile $(ARGS) || [ $$? -eq 5 ]
 
