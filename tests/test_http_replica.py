@@ -36,7 +36,7 @@ from lockstep.weight_sync.unpickle import serialize_for_engine
 
 MakeModel = Callable[..., PreTrainedModel]
 Until = Callable[..., None]
-SETTINGS = {"k_blocks": 4, "kv_cache": "64 blocks", "max_num_seqs": 4, "rank_timeout_s": 8.0}
+SETTINGS = {"k_blocks": 4, "kv_cache": "64 blocks", "max_num_seqs": 4}
 PROMPT = list(range(3, 40))
 SAMPLING = {"max_new_tokens": 12, "temperature": 1.0, "sampling_seed": 7, "ignore_eos": True}
 ENDLESS = {"max_new_tokens": 400, "temperature": 0.0, "ignore_eos": True}
@@ -126,6 +126,7 @@ def served() -> Iterator[Callable[..., Served]]:
     yield serve
     for one in all_served:
         one.close()
+        print(one.text)  # of a test that fails
 
 
 @pytest.fixture(autouse=True)
@@ -252,7 +253,7 @@ def send_over_a_group(client: httpx.Client, model: PreTrainedModel) -> list[dict
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["tp=2", "pp=2"])
 def test_control_weights_and_memory_reach_every_rank_over_a_socket(
-    make_model: MakeModel, tmp_path: Path, served: Callable[..., Served], shape: str
+    make_model: MakeModel, tmp_path: Path, served: Callable[..., Served], capsys, shape: str
 ) -> None:
     first = make_model("qwen2")
     newer = {name: later(first, step) for step, name in enumerate(("disk", "tensor", "group"))}
@@ -290,6 +291,12 @@ def test_control_weights_and_memory_reach_every_rank_over_a_socket(
         stand = {(s["weight_version"], s["weight_digest"], s["epoch"]) for s in states}
         assert stand == {("group", digests["group"], 3)}
         assert all(s["kv_bytes"] > 0 and s["kv_used_bytes"] >= 0 for s in states)
+        assert cli.main(["ctl", "--url", replica.url, "state"]) == 0
+        told = capsys.readouterr().out
+        assert told.count(f"weight_digest   {digests['group']}") == 2 and "tp_rank" in told
+        assert cli.main(["ctl", "--url", replica.url, "checksum"]) == 0
+        told = capsys.readouterr().out
+        assert all(f"rank {r['rank']} digest  {r['rank_digest']}" in told for r in checked["rank_results"])
 
         post(client, "pause_generation")
         assert client.post("/release_memory_occupation", json={}).json() is None
@@ -320,7 +327,7 @@ def test_a_lost_rank_ends_every_open_request_naming_it(
     make_model: MakeModel, tmp_path: Path, served: Callable[..., Served], shape: str, number: signal.Signals
 ) -> None:
     make_model("qwen2").save_pretrained(tmp_path)
-    replica = served(tmp_path, 2, shape)
+    replica = served(tmp_path, 2, shape, "rank_timeout_s=15")
     coords = "rank 1 (stage 0, tp 1)" if shape == "tp=2" else "rank 1 (stage 1, tp 0)"
     streams: list[list[str]] = [[], []]
     begun = [threading.Event(), threading.Event()]
