@@ -22,13 +22,14 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 train: setup
 	$(BIN)/torchrun --nproc-per-node 2 -m lockstep.integration.grpo configs/arithmetic_cpu.toml $(ARGS)
 
-# Two processes share the test modules: many tests wait more than they compute.
+# Two processes share the test modules, since many tests wait more than they compute; with one thread each, for threads
+# that wait for each other are slow on cores that others use too. Tests of threads set their number themselves.
 test: setup
-	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile $(ARGS)
 
 # pytest exits with 5 where it finds nothing to run, which is no failure here.
 test-slow: setup
-	$(BIN)/python -m pytest -q -m slow -n 2 --dist loadfile $(ARGS) || [ $$? -eq 5 ]
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow -n 2 --dist loadfile $(ARGS) || [ $$? -eq 5 ]
 
 lint: setup
 	$(BIN)/ruff check .
