@@ -406,7 +406,7 @@ def test_what_no_tensor_payload_needs_is_refused(name):
     with pytest.raises(ValueError) as caught:
         read_framework_payload(data, None)
     assert message in str(caught.value)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 200  # of what would take hours
 
 
 def test_an_attack_in_the_second_layer_is_refused(tmp_path):
