@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import RankFailure
+from lockstep.rollout.mesh import Mesh
+from lockstep.rollout.rank_channel import RankChannel
 from lockstep.rollout.sampling_params import SamplingParams
 
 TIMEOUT_S = 8.0  # of ranks
@@ -119,6 +121,31 @@ def test_a_rank_lost_in_generation_is_named_by_all(
         return generate_until_lost(engine)
 
     check(run_ranks(shape[0] * shape[1], tmp_path, rank, victim), victim)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_stops_before_it_comes_to_a_vote_is_missed_long_before_the_votes_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int
+) -> None:
+    """As when a trainer's rank is stopped at its part of an update: it was in no call when it was last heard of."""
+    launcher = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # outlives the ranks
+    for name, value in (("TORCHELASTIC_USE_AGENT_STORE", "True"), ("MASTER_ADDR", "127.0.0.1"),
+                        ("MASTER_PORT", str(launcher.port))):  # fmt: skip
+        monkeypatch.setenv(name, value)
+
+    def rank(rank: int) -> object:
+        ranks = RankChannel(Mesh.build(1, 2, timeout_s=60.0), 3.0)
+        ranks.agree(None)
+        if rank == victim:
+            threading.Event().wait(1.0)  # until it was heard that it is away
+            os.kill(os.getpid(), signal.SIGSTOP)
+        with pytest.raises(RankFailure) as caught:
+            ranks.agree(None, timeout_s=300.0)
+        return caught.value, time.monotonic()
+
+    results = run_ranks(2, tmp_path, rank, victim, timeout_s=60.0)
+    check(results, victim)
+    assert "gives no sign of life" in str(results[1 - victim][0])
 
 
 @pytest.mark.slow
