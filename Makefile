@@ -14,9 +14,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("lockstep needs Python 3.11 or newer, %s is %d.%d: make PYTHON=..." \
 	  % (sys.executable, *sys.version_info[:2]) if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,deepspeed,events,serve,test]'
-	# Without what it would bring along and is not used here: triton, 1 GB.
-	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt xgrammar apache-tvm-ffi
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,deepspeed,events,grammar,serve,triton,test]'
 	@touch $@
 
 train: setup
