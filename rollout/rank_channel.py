@@ -93,7 +93,7 @@ class RankChannel:
             return [json.loads(json.dumps(value))]
         self._num_collectives += 1
         number, timeout_s = self._num_collectives, timeout_s or self.timeout_s
-        with self.watch.phase("waiting for ranks"), self.watch.awaiting(self._peers):
+        with self.watch.phase("waiting for ranks"):
             if not self.mesh.is_controller:
                 self.send(Kind.SAYS, number, json.dumps(value).encode())
                 return self._await_answers(number, timeout_s).json()

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -106,7 +106,6 @@ class RankWatch:
         self._others = [rank for rank in range(mesh.num_ranks) if rank != mesh.local_rank]
         self._interval_s = min(max(timeout_s / 20, 0.05), 2.0)
         self._phase: tuple[str, int] = (AWAY, -1)
-        self._awaited: frozenset[int] = frozenset()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._wake = threading.Event()
@@ -145,16 +144,6 @@ class RankWatch:
             yield
         finally:
             self._phase = (before[0], self._phase[1])
-
-    @contextmanager
-    def awaiting(self, ranks: Collection[int]) -> Iterator[None]:
-        """In here this rank waits for these local ranks, who may come from anywhere: it misses them also where they fell
-        silent between two calls."""
-        self._awaited = frozenset(ranks)
-        try:
-            yield
-        finally:
-            self._awaited = frozenset()
 
     def describe(self, rank: int) -> str:
         """A local rank by its place. Example: "rank 3 (stage 1, tp 0)"."""
@@ -269,7 +258,8 @@ class RankWatch:
     def _judge(self) -> None:
         if self.failure is None and self._proposal is None:
             silent = self._not_since("heard", self.timeout_s)
-            silent = [rank for rank in silent if self._pulses[rank].phase != AWAY or rank in self._awaited]
+            if self.is_away:  # between two calls nobody waits for a rank that is so too
+                silent = [rank for rank in silent if self._pulses[rank].phase != AWAY]
             if silent:
                 self._proposal = self.cause(silent, _SILENT)
         if self.failure is None and self._proposal is not None:

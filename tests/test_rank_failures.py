@@ -21,6 +21,7 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import RankFailure
 from lockstep.rollout.mesh import Mesh
 from lockstep.rollout.rank_channel import RankChannel
+from lockstep.rollout.rank_wire import Kind
 from lockstep.rollout.sampling_params import SamplingParams
 
 TIMEOUT_S = 8.0  # of ranks
@@ -123,11 +124,11 @@ def test_a_rank_lost_in_generation_is_named_by_all(
     check(run_ranks(shape[0] * shape[1], tmp_path, rank, victim), victim)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_stops_before_it_comes_to_a_vote_is_missed_long_before_the_votes_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int
+@pytest.mark.parametrize(("victim", "is_followed"), [(0, False), (1, False), (0, True)])
+def test_a_rank_that_stopped_between_two_calls_is_missed_by_who_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, is_followed: bool
 ) -> None:
-    """As when a trainer's rank is stopped at its part of an update: it was in no call when it was last heard of."""
+    """In a vote, long before the vote's own deadline, and by a follower, who has none."""
     launcher = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # outlives the ranks
     for name, value in (("TORCHELASTIC_USE_AGENT_STORE", "True"), ("MASTER_ADDR", "127.0.0.1"),
                         ("MASTER_PORT", str(launcher.port))):  # fmt: skip
@@ -139,8 +140,11 @@ def test_a_rank_that_stops_before_it_comes_to_a_vote_is_missed_long_before_the_v
         if rank == victim:
             threading.Event().wait(1.0)  # until it was heard that it is away
             os.kill(os.getpid(), signal.SIGSTOP)
+        if is_followed:
+            ranks.send(Kind.HERE)
+            ranks.watch.enter("waiting for a step")
         with pytest.raises(RankFailure) as caught:
-            ranks.agree(None, timeout_s=300.0)
+            ranks.next_message() if is_followed else ranks.agree(None, timeout_s=300.0)
         return caught.value, time.monotonic()
 
     results = run_ranks(2, tmp_path, rank, victim, timeout_s=60.0)
