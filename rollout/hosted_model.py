@@ -17,6 +17,7 @@ from .division import FullSpec, divide
 from .errors import MemoryReleased, PhaseError
 from .forward_numerics import ForwardNumerics
 from .hosted_attention import NO_MASK, STEP_KEYWORD, KVShape, Probe, StepContext
+from .hosted_tensors import HostedTensors
 from .mesh import Mesh
 from .phase_gate import PhaseGate
 from .sharded_model import Part, copy_part, load_part
@@ -40,6 +41,7 @@ class HostedModel:
     def __init__(self, part: Part, *, owned: bool, invariant: bool, trained: PreTrainedModel | None = None) -> None:
         """trained: the trainer's module where `part` is a copy of parts of it."""
         self.module = part.module
+        self._tensors = HostedTensors(self.module)
         self.owned = owned
         self.division = part.division
         self._stage_input = part.stage_input
@@ -159,19 +161,17 @@ class HostedModel:
         """
         if self._released_shapes:
             raise MemoryReleased("the weights are released: resume them first")
-        yield from self.module.named_parameters(remove_duplicate=True)
+        yield from self._tensors.parameters()
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors beside the parameters, rotary tables for one: derived, so an update may leave them out."""
-        yield from self.module.named_buffers(remove_duplicate=True)
+        yield from self._tensors.buffers()
 
     def tied_names(self) -> dict[str, str]:
         """Further names of tied parameters of the whole model, each with the name that `resident_tensors` gives it."""
         if self.mesh.num_ranks > 1:
             return dict(self.division.tied_names)
-        first: dict[int, str] = {}
-        pairs = self.module.named_parameters(remove_duplicate=False)
-        return {name: known for name, p in pairs if (known := first.setdefault(id(p), name)) != name}
+        return self._tensors.tied_names()
 
     @property
     def holds_weights(self) -> bool:
@@ -181,7 +181,7 @@ class HostedModel:
     @property
     def weight_bytes(self) -> int:
         """Memory of the parameters now, tied ones once."""
-        return sum(parameter.nbytes for parameter in self.module.parameters())
+        return sum(parameter.nbytes for _, parameter in self._tensors.parameters())
 
     def release_weights(self) -> int:
         """Give the parameters' memory back, values and all; returns its bytes. A trainer's are not ours to free: 0."""

@@ -151,6 +151,8 @@ def differences(
     ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec], our_name: str = "ours", their_name: str = "theirs"
 ) -> list[str]:
     """What differs between two ordered plans, in words, first difference first; empty when they are equal."""
+    if tuple(ours) == tuple(theirs):
+        return []  # the rule: nothing is put in words
     found = []
     for index in range(max(len(ours), len(theirs))):
         mine = ours[index].describe() if index < len(ours) else "nothing"

@@ -163,7 +163,7 @@ class DistributedTransport:
             self._group = None
 
     def _joined(self, targets: Sequence[Target], timeout_s: float) -> WeightGroup:
-        members = _members_of(targets, timeout_s)
+        members = _members_of(targets, timeout_s, self._members if self._group is not None else ())
         if self._group is not None and self._members == members and self._group.broken is None:
             return self._group
         if self._group is not None:
@@ -219,10 +219,13 @@ class _Member:
     engines: str = ""  # behind a router: which, so that a change is noticed
 
 
-def _members_of(targets: Sequence[Target], timeout_s: float) -> tuple[_Member, ...]:
+def _members_of(targets: Sequence[Target], timeout_s: float, known: Sequence[_Member]) -> tuple[_Member, ...]:
     """How many ranks each target takes: those that hold its model, or a router's those of its workers. Raises as
-    `raise_failures`."""
-    found: dict[str, _Member] = {}
+    `raise_failures`.
+
+    known: what the last update found. An engine's ranks stay as many; a router's workers come and go.
+    """
+    found = {member.target: member for member in known if not member.engines}
 
     def ask(target: Target) -> None:
         state = target.call("state", timeout_s=timeout_s)
@@ -231,7 +234,7 @@ def _members_of(targets: Sequence[Target], timeout_s: float) -> tuple[_Member, .
         if isinstance(engines, list):
             found[target.name] = _Member(target.name, sum(one["num_ranks"] for one in engines), repr(engines))
 
-    raise_failures(on_all(targets, ask))
+    raise_failures(on_all([target for target in targets if target.name not in found], ask))
     return tuple(found[target.name] for target in targets)
 
 
