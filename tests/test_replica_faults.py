@@ -129,7 +129,6 @@ def lines_of(folder: Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason="known fault: a case once did not end within 150 s")
 def test_a_lost_rank_is_named_and_the_job_goes_on_where_it_was(tmp_path):
     pytest.importorskip("uvicorn")
     straight, faulty = tmp_path / "straight", tmp_path / "faulty"
