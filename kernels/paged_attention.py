@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from . import native
 from .attention_step import PagedStep, RowLayout, ScoreRule
+from .gpu_kernels import triton_serves
 from .native_attention import SOURCE, native_attention
 from .padded_attention import padded_attention, padded_gradients
 
@@ -30,11 +31,13 @@ __all__ = [
     "varlen_attention",
 ]
 
-AttentionPath = Literal["native", "torch"]
+AttentionPath = Literal["native", "triton", "torch"]
 
 
 def attention_path(device: torch.device, dtype: torch.dtype) -> AttentionPath:
     """Which implementation serves tensors of this kind: the one place where that is decided."""
+    if dtype in (torch.float32, torch.bfloat16, torch.float16) and triton_serves(device):
+        return "triton"
     if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and native.load(SOURCE) is not None:
         return "native"
     return "torch"
@@ -154,7 +157,17 @@ def _mismatches(
     return wrong
 
 
-_PATHS: dict[AttentionPath, Callable[..., Tensor]] = {"native": native_attention, "torch": padded_attention}
+def _triton_attention(*arguments: Any) -> Tensor:
+    from .triton_attention import triton_attention  # imports Triton, which need not be installed
+
+    return triton_attention(*arguments)
+
+
+_PATHS: dict[AttentionPath, Callable[..., Tensor]] = {
+    "native": native_attention,
+    "triton": _triton_attention,
+    "torch": padded_attention,
+}
 
 
 class _VarlenAttention(torch.autograd.Function):

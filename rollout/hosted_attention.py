@@ -16,7 +16,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..kernels.paged_attention import AttentionPath, PagedStep, paged_attention, varlen_attention
 
-ATTENTION_NAMES: dict[AttentionPath, str] = {"native": "lockstep", "torch": "lockstep_torch"}
+ATTENTION_NAMES: dict[AttentionPath, str] = {
+    "native": "lockstep",
+    "triton": "lockstep_triton",
+    "torch": "lockstep_torch",
+}
 STEP_KEYWORD = "lockstep_step"  # carries a StepContext through the module's forward down to its attention
 
 # What transformers' modules pass on to every attention without changing its result.
