@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import linear as linear_kernel
 from . import native
+from .gpu_kernels import triton_serves
 from .linear import LinearMethod, Product, block_partials, product_of
 from .paged_attention import AttentionPath, PagedStep, attention_path, paged_attention, varlen_attention
 
@@ -26,6 +27,7 @@ BATCH_ROWS = 192  # the larger batch whose rows are the truth
 ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 17, 33)
 ODD_OFFSET = 37  # of the rows tried a second time, so that they start elsewhere in memory and in the batch
 MAX_SHAPES = 6
+TRITON_METHODS: tuple[LinearMethod, ...] = ("triton", "triton_fixed")
 MAX_WEIGHTS = 1 << 21  # elements of a tried weight: a wider layer is tried with fewer columns
 
 
@@ -110,7 +112,8 @@ def self_test(
 
 def default_candidates(device: torch.device, dtype: torch.dtype) -> list[Candidate]:
     """From the fastest to the one that cannot fail."""
-    found = [Candidate("padded", multiple, product_of("padded", multiple)) for multiple in (4, 8, 16)]
+    found = [Candidate(method, 1, product_of(method)) for method in TRITON_METHODS if triton_serves(device)]
+    found += [Candidate("padded", multiple, product_of("padded", multiple)) for multiple in (4, 8, 16)]
     on_cpu = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
     if on_cpu and native.load(linear_kernel.SOURCE) is not None:
         found.append(Candidate("native", 1, product_of("native")))
