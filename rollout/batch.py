@@ -37,6 +37,7 @@ class Batch:
     prompts: tuple[KnownRows, ...]
     jumps: tuple[KnownRows, ...] = ()  # of tokens that were not sampled
     allowed: tuple[bytes | None, ...] = ()  # per sampled row: what a grammar allows; empty: nobody has one
+    is_decode: bool = False  # one row a sequence, each sampled from, and nothing else asked of it
 
 
 def build_batch(
@@ -46,8 +47,10 @@ def build_batch(
     block_size: int,
     device: torch.device,
 ) -> Batch:
-    """Lay out the scheduled rows. Changes nothing."""
+    """Lay out the scheduled rows. Changes nothing. A decode step costs the same however long its contexts are."""
     items = output.scheduled
+    if output.num_tokens == len(items) and (rows := _decode_rows(items, workers, requests)) is not None:
+        return _decode_batch(rows, workers, block_size, device)
     num_rows = np.fromiter((item.num_tokens for item in items), np.int32, len(items))
     query_start = np.zeros(len(items) + 1, np.int32)
     np.cumsum(num_rows, out=query_start[1:])
@@ -55,7 +58,7 @@ def build_batch(
     context_lens = starts + num_rows
     owner = np.repeat(np.arange(len(items)), num_rows)
     positions = np.arange(query_start[-1], dtype=np.int64) - query_start[owner] + starts[owner]
-    tables = _block_tables(items, workers)
+    tables = workers.block_tables.gather([item.id for item in items])
     slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
     token_ids: list[int] = []
     sampled, sampled_rows, prompts, prompt_rows, jumps, jump_rows = [], [], [], [], [], []
@@ -98,13 +101,60 @@ def build_batch(
     )
 
 
-def _block_tables(items: tuple[ScheduledSequence, ...], workers: WorkerSequenceManager) -> np.ndarray:
-    """int32 [S, longest table]; entries behind a table's end are 0 and never read."""
-    tables = [workers.block_table(item.id) for item in items]
-    out = np.zeros((len(tables), max(map(len, tables))), np.int32)
-    for row, table in zip(out, tables, strict=True):
-        row[: len(table)] = table
-    return out
+@dataclass(frozen=True)
+class DecodeRows:
+    """A step of one row a sequence, before it is tensors."""
+
+    ids: list[str]
+    token_ids: list[int]
+    positions: list[int]
+    requests: tuple[Request, ...]
+    allowed: tuple[bytes | None, ...]
+
+
+def _decode_rows(
+    items: tuple[ScheduledSequence, ...], workers: WorkerSequenceManager, requests: Mapping[str, Request]
+) -> DecodeRows | None:
+    """The rows of a step that samples after one row of each sequence; None where it is another kind of step."""
+    ids, token_ids, positions, batched, allowed = [], [], [], [], []
+    for id, _, start, _, _, _, jump, _, mask in items:
+        tokens, request = workers.sequence(id).token_ids, requests[id]
+        if start != len(tokens) - 1 or jump.token_ids or request.wants_prompt_logprobs:
+            return None
+        ids.append(id)
+        token_ids.append(tokens[start])
+        positions.append(start)
+        batched.append(request)
+        allowed.append(mask)
+    has_masks = any(mask is not None for mask in allowed)
+    return DecodeRows(ids, token_ids, positions, tuple(batched), tuple(allowed) if has_masks else ())
+
+
+def _decode_batch(
+    rows: DecodeRows, workers: WorkerSequenceManager, block_size: int, device: torch.device
+) -> Batch:
+    num_rows = len(rows.ids)
+    positions = np.array(rows.positions, np.int64)
+    tables = workers.block_tables.gather(rows.ids)
+    steps = np.arange(num_rows + 1)
+    blocks, offsets = np.divmod(positions, block_size)
+    slots = tables[steps[:-1], blocks] * np.int64(block_size) + offsets
+    to = {"device": device, "non_blocking": True}
+    return Batch(
+        token_ids=torch.tensor(rows.token_ids).to(**to),
+        positions=torch.from_numpy(positions).to(**to),
+        slots=torch.from_numpy(slots).to(**to),
+        paged=PagedStep(
+            block_tables=torch.from_numpy(tables).to(**to),
+            query_start=torch.from_numpy(steps.astype(np.int32)).to(**to),
+            context_lens=torch.from_numpy((positions + 1).astype(np.int32)).to(**to),
+        ),
+        logit_rows=torch.from_numpy(steps[:-1]).to(**to),
+        sampled=rows.requests,
+        prompts=(),
+        allowed=rows.allowed,
+        is_decode=True,
+    )
 
 
 def _prompt_rows(request: Request, item: ScheduledSequence, first_row: int) -> range:

@@ -50,9 +50,9 @@ class GrammarSteps:
     def prepare(self, output: ScheduleOutput) -> ScheduleOutput:
         """The step with its masks and jumps, about to be launched. Changes the ledger, and preempts where a jump needs
         the room; the managers are told by what is returned."""
-        requests = {item.id: self._managers.engine.request(item.id) for item in output.scheduled}
-        if not any(request.grammar for request in requests.values()):
+        if not self._managers.engine.num_constrained:
             return output
+        requests = self._managers.engine.requests_of(output.scheduled)
         started = time.perf_counter()
         draft = _Draft(requests, self._limits.max_num_batched_tokens - output.num_tokens)
         for item in output.scheduled:
@@ -71,6 +71,8 @@ class GrammarSteps:
     def end(self, results: Sequence[SequenceResult]) -> None:
         """The step landed: finish those whose grammar allows no further token, not even a stop token."""
         engine = self._managers.engine
+        if not engine.num_constrained:
+            return
         for result in results:
             if result.token_id is None or result.id not in engine:
                 continue
@@ -105,7 +107,7 @@ class GrammarSteps:
         state.follow(output_ids)
         mask = state.mask()
         assert mask.any(), f"{request.id} should have ended with its grammar"
-        return replace(item, allowed=mask.tobytes())
+        return item._replace(allowed=mask.tobytes())
 
     def _plan(self, item: ScheduledSequence, request: Request, output_ids: list[int], draft: _Draft) -> Jump:
         """What the grammar forces here, as far as the step, the sequence and the model have room for it."""
@@ -164,8 +166,8 @@ class GrammarSteps:
         self._trace.instant(
             "jump_forward", id=request.id, tokens=len(jump.token_ids), rolled_back=jump.num_rolled_back
         )
-        return replace(
-            item, start=start, num_tokens=end - start, new_blocks=tuple(table[num_kept:]), jump=jump,
+        return item._replace(
+            start=start, num_tokens=end - start, new_blocks=tuple(table[num_kept:]), jump=jump,
             num_blocks_kept=num_kept,
         )  # fmt: skip
 

@@ -144,7 +144,7 @@ class KVLedger:
         Returns the blocks that were added, or None, and leaves every table as it is, when there are not enough.
         """
         account = self._accounts[request]
-        num_missing = self.num_missing(request, num_tokens)
+        num_missing = -(-num_tokens // self.block_size) - len(account.blocks)
         if num_missing <= 0:
             return []
         if num_missing > self.num_available:

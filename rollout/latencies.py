@@ -45,9 +45,8 @@ class Latencies:
             request.first_step_time = time.monotonic()
             self.queue.observe(request.first_step_time - request.arrival_time)
 
-    def on_token(self, request: Request) -> None:
-        """A token of this request is delivered."""
-        now = time.monotonic()
+    def on_token(self, request: Request, now: float) -> None:
+        """A token of this request is delivered, at `now` of time.monotonic()."""
         if request.first_token_time is None:
             request.first_token_time = now
             self.first_token.observe(now - request.arrival_time)

@@ -166,11 +166,12 @@ class Loop:
         self._decide(output)
         if not output.scheduled:
             return False
-        requests = {item.id: self._managers.engine.request(item.id) for item in output.scheduled}
+        requests = self._managers.engine.requests_of(output.scheduled)
         with self._starting_over_on_failure():
-            for item in output.scheduled:
-                requests[item.id].launched(item)
-                self._latencies.on_launch(requests[item.id])
+            for item, request in zip(output.scheduled, requests.values(), strict=True):
+                request.launched(item)
+                if request.first_step_time is None:
+                    self._latencies.on_launch(request)
             started = time.perf_counter()
             flight = Flight(output, requests, self._runner.launch(output, requests), started)
             self._flights.append(flight)
@@ -209,20 +210,17 @@ class Loop:
         for item in flight.output.scheduled:
             flight.requests[item.id].landed(item)
         with self._trace.span("commit", step=flight.output.step):
-            flight.results = [r for r in results if self._is_wanted(r, flight)]
+            takes = self._managers.engine.takes
+            flight.results = [r for r in results if takes(r, flight.requests[r.id])]
             self._managers.on_step_completed(flight.results)
             self._scheduler.on_step_completed(flight.output, flight.requests)
             self._grammars.end(flight.results)
         self._landed = flight
-        for result in results:  # the sampler took note of those that ended while they ran
-            if result.id not in self._managers.engine:
-                self._runner.forget(flight.requests[result.id])
+        if len(flight.results) < len(results):
+            for result in results:  # the sampler took note of those that ended while they ran
+                if result.id not in self._managers.engine:
+                    self._runner.forget(flight.requests[result.id])
         self._measure(flight)
-
-    def _is_wanted(self, result: SequenceResult, flight: Flight) -> bool:
-        """Whether its sequence lives, and was not preempted while the step was in the air."""
-        engine = self._managers.engine
-        return engine.is_live(result.id, result.incarnation) and engine.request(result.id) is flight.requests[result.id]
 
     def _deliver(self) -> None:
         """Text, streams and answers of the step that landed last."""
@@ -230,12 +228,13 @@ class Loop:
         if flight is None:
             return
         with self._trace.span("deliver", step=flight.output.step):
+            now = time.monotonic()
             for result in flight.results:
                 request = flight.requests[result.id]
                 has_token = result.token_id is not None and request.params.max_new_tokens > 0
                 if has_token:
                     self._managers.deliver(request)
-                    self._latencies.on_token(request)
+                    self._latencies.on_token(request, now)
                 if request.finish_reason is not None:
                     self._answer(request)
                 elif has_token:
@@ -300,6 +299,6 @@ class Loop:
         self._metrics.num_sequence_forwards += len(flight.output.scheduled)
         self._metrics.step_seconds += seconds
         self._scheduler.on_step_timed(flight.output, seconds)
-        self.last_throughput = sum(result.token_id is not None for result in flight.results) / seconds
+        self.last_throughput = sum([result.token_id is not None for result in flight.results]) / seconds
         usage = self._ledger.usage
         self._trace.counter("blocks", free=usage.num_free, cached=usage.num_cached, held=usage.num_held)

@@ -81,7 +81,7 @@ class Mailboxes:
             sequence.num_prompt_tokens,
             request.num_cached_tokens,
             request.num_retractions,
-            completion.weight_version if completion is not None else request.spans[-1].version,
+            completion.weight_version if completion is not None else request.span_starts[-1].version,
             tuple(request.top_logprobs[first:]),
             tuple(request.listed_logprobs[first:]),
             request.num_tokens_taken_back,

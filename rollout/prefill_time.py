@@ -41,7 +41,9 @@ class PrefillTimePredictor:
 
     def observe(self, output: ScheduleOutput, seconds: float) -> None:
         """Learn from a step that ran. Rows of a sequence that had more than one in it count as a prompt's."""
-        num_rows = sum(item.num_tokens for item in output.scheduled if item.num_tokens > 1)
+        num_rows = 0
+        if output.num_tokens > len(output.scheduled):
+            num_rows = sum(item.num_tokens for item in output.scheduled if item.num_tokens > 1)
         if num_rows:
             self._prefill_steps.append((num_rows, seconds))
         elif output.scheduled:

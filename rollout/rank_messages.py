@@ -20,7 +20,7 @@ import json
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -183,7 +183,7 @@ class EventReader:
             if request is not None:
                 requests.append(request)
         if preempted:  # who comes back in the same step does so in its next incarnation
-            items = [replace(item, incarnation=item.incarnation + (item.id in preempted)) for item in items]
+            items = [item._replace(incarnation=item.incarnation + (item.id in preempted)) for item in items]
         output = ScheduleOutput(step, tuple(items), tuple(preempted), exhausted=tuple(exhausted))
         return (output, requests), at
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .completion import Completion, FinishReason, ListedLogprobs, NextToken, TopLogprobs, WeightSpan
 from .detokenizer import IncrementalDetokenizer, StopRegexTimeout
@@ -33,6 +34,14 @@ class RequestOptions:
             raise ValueError("; ".join(wrong))
 
 
+class SpanStart(NamedTuple):
+    """From output token `start` on, until the next one: the weights that the tokens were sampled from."""
+
+    version: str
+    digest: str | None
+    start: int
+
+
 @dataclass(eq=False)  # a request is itself: identity, so that it can be a dict key
 class Request:
     """One sequence of a request with its settings and its record of tokens, log-probabilities and weight versions."""
@@ -56,7 +65,7 @@ class Request:
     masked_probs: list[float] = field(default_factory=list)  # with a grammar: among what it allowed
     prompt_listed_logprobs: list[ListedLogprobs | None] = field(default_factory=list)
     next_token: NextToken | None = None
-    spans: list[WeightSpan] = field(default_factory=list)
+    span_starts: list[SpanStart] = field(default_factory=list)  # of the weights' versions over the output
     num_cached_tokens: int = 0
     num_retractions: int = 0  # also the incarnation: results of an earlier one are dropped
     finish_reason: FinishReason | None = None
@@ -85,7 +94,7 @@ class Request:
     @property
     def num_tokens_ahead(self) -> int:
         """Tokens there will be when the steps in the air are done."""
-        return self.sequence.num_tokens + self.num_tokens_in_flight
+        return len(self.sequence.token_ids) + self.num_tokens_in_flight
 
     @property
     def num_processed_ahead(self) -> int:
@@ -95,13 +104,16 @@ class Request:
     @property
     def is_prefilling_ahead(self) -> bool:
         """Whether known tokens beyond the last one will still lack KV then."""
-        return self.num_processed_ahead < self.num_tokens_ahead - 1
+        sequence = self.sequence  # spelled out, as it is asked of every running request in every step
+        num_processed = sequence.num_tokens_stage_processed + self.num_rows_in_flight
+        return num_processed < len(sequence.token_ids) + self.num_tokens_in_flight - 1
 
     @property
     def is_ending(self) -> bool:
         """Whether the step in the air will reach the length that was asked for."""
-        num_output = self.sequence.num_output_tokens + self.num_tokens_in_flight
-        return self.num_tokens_in_flight > 0 and num_output >= self.params.max_new_tokens
+        if not self.num_tokens_in_flight:
+            return False
+        return self.sequence.num_output_tokens + self.num_tokens_in_flight >= self.params.max_new_tokens
 
     def launched(self, item: ScheduledSequence) -> None:
         """A step with these rows was launched. Comes after the managers took it."""
@@ -162,10 +174,8 @@ class Request:
         assert num_kept >= 0, self
         for record in (self.logprobs, self.top_logprobs, self.listed_logprobs, self.forced, self.masked_probs):
             del record[num_kept:]
-        while self.spans and self.spans[-1].end > num_kept:
-            last = self.spans.pop()
-            if last.start < num_kept:
-                self.spans.append(replace(last, end=num_kept))
+        while self.span_starts and self.span_starts[-1].start >= num_kept:
+            self.span_starts.pop()
         taken_back = max(self.num_tokens_streamed - num_kept, 0)
         self.num_tokens_taken_back += taken_back
         self.num_tokens_streamed -= taken_back
@@ -178,10 +188,15 @@ class Request:
 
     def tag_token(self, version: str, digest: str | None) -> None:
         """Record that the newest output token was sampled from this version of the weights."""
-        end, start = len(self.logprobs), len(self.logprobs) - 1
-        if self.spans and (self.spans[-1].version, self.spans[-1].digest) == (version, digest):
-            start = self.spans.pop().start
-        self.spans.append(WeightSpan(version, digest, start, end))
+        last = self.span_starts[-1] if self.span_starts else None
+        if last is None or last.version != version or last.digest != digest:
+            self.span_starts.append(SpanStart(version, digest, len(self.logprobs) - 1))
+
+    @property
+    def spans(self) -> list[WeightSpan]:
+        """Which version of the weights each output token was sampled from, contiguous."""
+        ends = [*(span.start for span in self.span_starts[1:]), len(self.logprobs)]
+        return [WeightSpan(*span, end) for span, end in zip(self.span_starts, ends, strict=False)]
 
     def text(self, *, final: bool) -> str:
         """Text so far: all of it when `final`, otherwise what can no longer change."""

@@ -104,12 +104,16 @@ class Scheduler:
 
     def on_step_completed(self, output: ScheduleOutput, requests: dict[str, Request]) -> None:
         """The step ran: publish the KV that is complete now. `requests` holds the live ones by id."""
+        block_size, running = self._ledger.block_size, self._running
         for item in output.scheduled:
+            start, end = item.start, item.start + item.num_tokens
+            if start // block_size == end // block_size:
+                continue  # no block is full that was not
             request = requests.get(item.id)
-            if request in self._running and item.incarnation == request.num_retractions:
+            if request in running and item.incarnation == request.num_retractions:
                 # A step may bring more tokens than are wanted: those behind the end have KV, and no name.
-                self._ledger.publish(request, min(item.start + item.num_tokens, request.sequence.num_tokens))
-                self._look_again(self._under_way.end(request, item.start + item.num_tokens))
+                self._ledger.publish(request, min(end, request.sequence.num_tokens))
+                self._look_again(self._under_way.end(request, end))
 
     def on_step_timed(self, output: ScheduleOutput, seconds: float) -> None:
         """The model ran this step in so many seconds: what deadlines and slacks are predicted from."""
@@ -161,16 +165,21 @@ class Scheduler:
 
     def _continue_running(self, draft: ScheduleDraft) -> None:
         """The next rows of those that hold blocks: decodes, up to this step's share of them, then prompts under way."""
-        max_decodes = self._pipelining.max_decodes(self._running)
+        running = self._running
+        max_decodes = self._pipelining.max_decodes(running)
         num_decodes = 0
         in_step: set[Request] = set()
-        for request in sorted(self._running, key=lambda r: r.is_prefilling_ahead):
+        decodes: list[Request] = []
+        prompts: list[Request] = []
+        for request in running:
+            (prompts if request.is_prefilling_ahead else decodes).append(request)
+        for index, request in enumerate(decodes + prompts):
             if draft.budget == 0:
                 break
-            if request not in self._running:
+            if request not in running:
                 continue  # preempted by an earlier one of this loop
             num_tokens = self._num_next(request, draft.budget)
-            is_decode = not request.is_prefilling_ahead
+            is_decode = index < len(decodes)
             if num_tokens == 0 or (is_decode and num_decodes == max_decodes):
                 continue
             new_blocks = self._make_room(request, num_tokens, in_step, draft)
@@ -183,13 +192,13 @@ class Scheduler:
 
     def _num_next(self, request: Request, budget: int) -> int:
         """Rows of the request's next chunk; 0 when it has to wait for a step in the air, which may be its last."""
-        is_at_end_of_context = request.num_tokens_ahead >= self._limits.max_model_len
-        if request.is_ending or (request.num_tokens_in_flight and is_at_end_of_context):
+        num_ahead = request.num_tokens_ahead
+        if request.num_tokens_in_flight and (request.is_ending or num_ahead >= self._limits.max_model_len):
             return 0
         if not self._pipelining.may_run(request):
             return 0
-        num_left = request.num_tokens_ahead - request.num_processed_ahead
-        return min(num_left, self._limits.chunked_prefill_size, budget)
+        num_left = num_ahead - request.num_processed_ahead
+        return 1 if num_left == 1 else min(num_left, self._limits.chunked_prefill_size, budget)
 
     def _make_room(
         self, request: Request, num_tokens: int, in_step: set[Request], draft: ScheduleDraft
@@ -315,9 +324,9 @@ class Scheduler:
         self, draft: ScheduleDraft, request: Request, num_tokens: int, new_blocks: list[int], start: int | None = None
     ) -> None:
         """Its next rows are in this step. Ranks are told the tokens of those that they have not heard of."""
-        is_new = request.sequence.state is State.WAITING
-        token_ids = tuple(request.sequence.token_ids) if is_new else None
+        sequence = request.sequence
+        token_ids = tuple(sequence.token_ids) if sequence.state is State.WAITING else None
         start = request.num_processed_ahead if start is None else start
         draft.put(ScheduledSequence(
-            request.id, request.num_retractions, start, num_tokens, tuple(new_blocks), token_ids
+            sequence.id, request.num_retractions, start, num_tokens, tuple(new_blocks), token_ids
         ))  # fmt: skip

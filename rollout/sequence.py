@@ -18,6 +18,8 @@ class State(Enum):
     FINISHED = "finished"  # terminal: answered, holds no block
     IGNORED = "ignored"  # terminal: could never have run; answered with the reason
 
+    __hash__ = object.__hash__  # members are single: Enum's own takes the hash of the name, in Python, at every look-up
+
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.WAITING: frozenset({State.RUNNING, State.IGNORED, State.FINISHED}),

@@ -9,11 +9,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
+from .block_tables import BlockTables
 from .completion import FinishReason, NextToken
 from .detokenizer import StopRegexTimeout
 from .request import Request
 from .schedule import ScheduledSequence, ScheduleOutput, SequenceResult
-from .sequence import Sequence, State
+from .sequence import TERMINAL, Sequence, State
+
+_TAKES_NO_RESULT = TERMINAL | {State.WAITING_PREEMPT}
 
 
 class SequenceManager:
@@ -37,9 +40,10 @@ class SequenceManager:
 
     def sequence(self, id: str) -> Sequence:
         """The live sequence of that id. Raises ValueError for an unknown one."""
-        if id not in self._sequences:
+        sequence = self._sequences.get(id)
+        if sequence is None:
             raise ValueError(f"no live sequence {id!r}")
-        return self._sequences[id]
+        return sequence
 
     def on_schedule(self, output: ScheduleOutput) -> None:
         """Take a scheduling decision: ignored, exhausted, preempted, then scheduled sequences."""
@@ -70,15 +74,16 @@ class SequenceManager:
         Results of sequences that are gone, or were preempted since, are dropped.
         """
         finished = []
+        has_one_stage = self.num_stages == 1
         for result in results:
             sequence = self._live(result.id, result.incarnation)
             if sequence is None:
                 continue
-            if self.num_stages == 1:
+            if has_one_stage:
                 sequence.stage_processed(result.num_tokens)
             sequence.step_processed(result.num_tokens)
             # In a pipeline a chunk inside the prompt was paused when it left this stage, and RUNNING is the next one.
-            was_last = self.num_stages == 1 or result.token_id is not None
+            was_last = has_one_stage or result.token_id is not None
             if was_last and sequence.state is State.RUNNING:
                 sequence.move(State.PAUSED)
             if result.token_id is not None:
@@ -135,19 +140,20 @@ class SequenceManager:
 
     def _live(self, id: str, incarnation: int) -> Sequence | None:
         sequence = self._sequences.get(id)
-        if sequence is None or self._incarnations[id] != incarnation or sequence.is_terminal:
+        if sequence is None or self._incarnations[id] != incarnation or sequence.state in _TAKES_NO_RESULT:
             return None
-        return sequence if sequence.state is not State.WAITING_PREEMPT else None
+        return sequence
 
     def _on_scheduled(self, item: ScheduledSequence) -> None:
         sequence = self.sequence(item.id)
         sequence.move(State.RUNNING)
-        if item.jump:
+        has_jump = bool(item.jump.token_ids)
+        if has_jump:
             sequence.give_up_progress(item.start)
         if (num_cached := item.start - sequence.num_tokens_stage_processed) > 0:  # their KV was there already
             sequence.stage_processed(num_cached)
             sequence.step_processed(num_cached)
-        if item.jump:
+        if has_jump:
             sequence.begin_jump(item.jump.num_rolled_back, item.jump.token_ids)
 
     def _on_result(self, sequence: Sequence, result: SequenceResult) -> bool:
@@ -172,16 +178,31 @@ class EngineSequenceManager(SequenceManager):
         self.weight_version = "default"
         self.weight_digest: str | None = None
         self._requests: dict[str, Request] = {}
+        self.num_constrained = 0  # live requests that follow a grammar
 
     def add(self, request: Request) -> None:
         """Register a new request. Raises ValueError when a live one has its id."""
         self._register(request.sequence)
         self._requests[request.id] = request
+        self.num_constrained += request.grammar is not None
 
     def request(self, id: str) -> Request:
         """The live request of that id. Raises ValueError for an unknown one."""
-        self.sequence(id)
-        return self._requests[id]
+        request = self._requests.get(id)
+        if request is None:
+            raise ValueError(f"no live sequence {id!r}")
+        return request
+
+    def requests_of(self, items: Iterable[ScheduledSequence]) -> dict[str, Request]:
+        """The live requests of these shares of a step, by id, in order."""
+        requests = self._requests
+        return {item.id: requests[item.id] for item in items}
+
+    def takes(self, result: SequenceResult, request: Request) -> bool:
+        """Whether this result, of a step that was launched for `request`, would be taken: the request lives, and was
+        not preempted since."""
+        is_same = self._requests.get(result.id) is request and request.num_retractions == result.incarnation
+        return is_same and request.sequence.state not in _TAKES_NO_RESULT
 
     def requests(self) -> list[Request]:
         """Live requests in order of arrival."""
@@ -199,7 +220,7 @@ class EngineSequenceManager(SequenceManager):
 
     def free(self, id: str) -> None:
         super().free(id)
-        del self._requests[id]
+        self.num_constrained -= self._requests.pop(id).grammar is not None
 
     def _ignore(self, id: str, why: str) -> None:
         super()._ignore(id, why)
@@ -211,9 +232,10 @@ class EngineSequenceManager(SequenceManager):
 
     def _on_result(self, sequence: Sequence, result: SequenceResult) -> bool:
         request = self._requests[sequence.id]
-        request.prompt_logprobs += result.prompt_logprobs
-        request.prompt_top_logprobs += result.prompt_top_logprobs
-        request.prompt_listed_logprobs += result.prompt_listed_logprobs
+        if result.prompt_logprobs:
+            request.prompt_logprobs += result.prompt_logprobs
+            request.prompt_top_logprobs += result.prompt_top_logprobs
+            request.prompt_listed_logprobs += result.prompt_listed_logprobs
         if result.token_id is None:
             return False
         if request.params.max_new_tokens == 0:  # rescoring: the prompt is done, the sampled token is not wanted
@@ -239,11 +261,11 @@ class EngineSequenceManager(SequenceManager):
     def _why_finished(self, request: Request, token_id: int) -> FinishReason | None:
         """Stop conditions that need no text, at the newest recorded token: a stop token ends with "stop" also at the
         last allowed length."""
-        num_output = len(request.logprobs)
-        if self._is_stop(request, token_id):
+        num_output, params = len(request.logprobs), request.params
+        if token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos):
             return FinishReason("stop", matched=token_id)
         num_tokens = request.sequence.num_prompt_tokens + num_output
-        if num_output >= request.params.max_new_tokens or num_tokens >= self.max_model_len:
+        if num_output >= params.max_new_tokens or num_tokens >= self.max_model_len:
             return FinishReason("length", length=num_output)
         return None
 
@@ -258,11 +280,13 @@ class EngineSequenceManager(SequenceManager):
         Comes after `on_step_completed`, while the next step may be running already: then that step's result is dropped.
         """
         num_new, request.num_undelivered = request.num_undelivered, 0
+        if request.detokenizer is None:
+            return request.finish_reason is not None
         first = len(request.logprobs) - num_new
         token_ids = request.sequence.settled_output(first)[:num_new]
         if token_ids and not request.params.no_stop_trim and self._is_stop(request, token_ids[-1]):
             del token_ids[-1]
-        if request.detokenizer is not None and token_ids:
+        if token_ids:
             reason = None
             try:
                 num_replaced = request.newest_jump.num_rolled_back
@@ -283,25 +307,26 @@ class WorkerSequenceManager(SequenceManager):
 
     def __init__(self, num_stages: int = 1) -> None:
         super().__init__(num_stages)
-        self._block_tables: dict[str, list[int]] = {}
+        self.block_tables = BlockTables()
 
     def block_table(self, id: str) -> list[int]:
-        return self._block_tables[id]
+        return self.block_tables.blocks(id)
 
     def preempt(self, id: str) -> None:
         super().preempt(id)
-        self._block_tables[id].clear()
+        self.block_tables.cut(id, 0)
 
     def free(self, id: str) -> None:
         super().free(id)
-        del self._block_tables[id]
+        self.block_tables.drop(id)
 
     def _on_scheduled(self, item: ScheduledSequence) -> None:
-        if item.id not in self:
+        if item.id not in self._sequences:
             assert item.token_ids is not None, f"first sight of {item.id} without its tokens"
             self._register(Sequence(item.id, item.token_ids), item.incarnation)
-            self._block_tables[item.id] = []
+            self.block_tables.add(item.id)
         super()._on_scheduled(item)
         if item.num_blocks_kept is not None:
-            del self._block_tables[item.id][item.num_blocks_kept :]
-        self._block_tables[item.id] += item.new_blocks
+            self.block_tables.cut(item.id, item.num_blocks_kept)
+        if item.new_blocks:
+            self.block_tables.append(item.id, item.new_blocks)

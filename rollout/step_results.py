@@ -4,7 +4,7 @@ tokens that a jump put there."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,6 +26,15 @@ class Scores:
 
 def results_of(output: ScheduleOutput, batch: Batch, logits: Tensor, sampler: Sampler) -> list[SequenceResult]:
     """One result per scheduled sequence, in order; logits [rows, V] of `batch.logit_rows`. Raises BrokenLogits."""
+    if batch.is_decode:
+        choices = sampler.sample(logits, batch.sampled, batch.allowed)
+        return [
+            SequenceResult(
+                item.id, item.incarnation, 1, sampled.token_id, sampled.logprob, sampled.top_logprobs, (), (),
+                sampled.listed_logprobs, (), sampled.masked_prob, sampled.was_only_choice,
+            )
+            for item, sampled in zip(output.scheduled, choices, strict=True)
+        ]  # fmt: skip
     sampled = _sample(batch, logits, sampler)
     if not batch.prompts and not batch.jumps:
         return [_result(item, sampled.get(item.id), None, None) for item in output.scheduled]
@@ -70,8 +79,7 @@ def _result(
     )
     if sampled is None:
         return result
-    result = replace(
-        result,
+    result = result._replace(
         token_id=sampled.token_id,
         logprob=sampled.logprob,
         top_logprobs=sampled.top_logprobs,
@@ -81,7 +89,7 @@ def _result(
     )
     if jump is None:
         return result
-    return replace(
-        result, jump=item.jump, jump_logprobs=jump.logprobs, jump_top_logprobs=jump.top_logprobs,
+    return result._replace(
+        jump=item.jump, jump_logprobs=jump.logprobs, jump_top_logprobs=jump.top_logprobs,
         jump_listed_logprobs=jump.listed_logprobs,
     )  # fmt: skip

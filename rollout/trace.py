@@ -10,10 +10,11 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 _FLUSH_EVERY = 512  # events between writes
+_NO_SPAN: AbstractContextManager[None] = nullcontext()  # reusable: it holds nothing
 
 
 class Trace:
@@ -40,12 +41,12 @@ class Trace:
             self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - until `close`
             self._file.write("[\n")
 
-    @contextmanager
-    def span(self, name: str, *, since: float | None = None, **args: object) -> Iterator[None]:
+    def span(self, name: str, *, since: float | None = None, **args: object) -> AbstractContextManager[None]:
         """Something that takes time, on the lane of this thread; `since` it was handed to the thread, if before now."""
-        if self._file is None:
-            yield
-            return
+        return _NO_SPAN if self._file is None else self._span(name, since, args)
+
+    @contextmanager
+    def _span(self, name: str, since: float | None, args: dict[str, object]) -> Iterator[None]:
         started = time.perf_counter() if since is None else since
         try:
             yield

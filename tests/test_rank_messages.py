@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 from lockstep.rollout.completion import Completion, FinishReason, NextToken, WeightSpan
 from lockstep.rollout.errors import BrokenLogits
@@ -113,10 +112,10 @@ def test_one_that_is_preempted_and_comes_back_in_one_schedule_is_in_its_next_lif
 def test_masks_and_jumps_cross_with_their_step_and_are_undone_by_a_preemption() -> None:
     pair = Pair()
     request = make_request("a", [1, 2, 3], SamplingParams(regex="x+", jump_forward="exact"))
-    first = replace(item("a", 0, 3, 4, tokens=[1, 2, 3]), allowed=bytes(range(8)))
+    first = item("a", 0, 3, 4, tokens=[1, 2, 3])._replace(allowed=bytes(range(8)))
     pair.schedule(ScheduleOutput(1, (first,)), a=request)
     pair.results([SequenceResult("a", 0, 3, 9, -0.5)])
-    jumping = replace(item("a", 2, 4, 7, 8), jump=Jump(1, (5, 6, 7)), num_blocks_kept=0, allowed=b"\xff" * 8)
+    jumping = item("a", 2, 4, 7, 8)._replace(jump=Jump(1, (5, 6, 7)), num_blocks_kept=0, allowed=b"\xff" * 8)
     pair.schedule(ScheduleOutput(2, (jumping,)))
     pair.send()
     assert not pair.requests["a"].params.is_constrained  # the masks say it all
@@ -125,7 +124,7 @@ def test_masks_and_jumps_cross_with_their_step_and_are_undone_by_a_preemption() 
     pair.preempt("a")
     pair.send()
     assert follower.sequence("a").token_ids == [1, 2, 3, 9] == pair.controller.sequence("a").token_ids
-    again = replace(item("a", 0, 6, 3, life=1), jump=Jump(1, (5, 6, 7)), allowed=b"\1" * 8)
+    again = item("a", 0, 6, 3, life=1)._replace(jump=Jump(1, (5, 6, 7)), allowed=b"\1" * 8)
     pair.schedule(ScheduleOutput(3, (again,)))
     scores = {"jump": again.jump, "jump_logprobs": (-1.0, -2.0, -3.0), "masked_prob": 0.25}
     [result] = results_of_bytes(results_bytes([SequenceResult("a", 1, 6, 8, -0.25, **scores)]), [again])

@@ -1,0 +1,68 @@
+"""Block tables of the sequences that hold blocks, as rows of one array that a step's tables are taken from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+_FIRST_ROWS, _FIRST_WIDTH = 16, 16
+
+
+class BlockTables:
+    """One row a sequence, which keeps it until it is dropped. A step writes the blocks that it appends, and no more.
+
+    The array doubles where it is too small, so that in the long run nothing is allocated.
+    """
+
+    def __init__(self) -> None:
+        self._table = np.zeros((_FIRST_ROWS, _FIRST_WIDTH), np.int32)
+        self._lengths = np.zeros(_FIRST_ROWS, np.int32)
+        self._rows: dict[str, int] = {}
+        self._free = list(range(_FIRST_ROWS - 1, -1, -1))
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._rows
+
+    def add(self, id: str) -> None:
+        """A sequence without blocks."""
+        assert id not in self._rows, id
+        if not self._free:
+            num_rows = len(self._lengths)
+            self._table = np.concatenate([self._table, np.zeros_like(self._table)])
+            self._lengths = np.concatenate([self._lengths, np.zeros_like(self._lengths)])
+            self._free = list(range(2 * num_rows - 1, num_rows - 1, -1))
+        self._rows[id] = row = self._free.pop()
+        self._lengths[row] = 0
+
+    def append(self, id: str, blocks: Sequence[int]) -> None:
+        """These follow the sequence's blocks."""
+        row = self._rows[id]
+        start = int(self._lengths[row])
+        end = start + len(blocks)
+        if end > self._table.shape[1]:
+            width = max(end, 2 * self._table.shape[1])
+            wider = np.zeros((len(self._table), width), np.int32)
+            wider[:, : self._table.shape[1]] = self._table
+            self._table = wider
+        self._table[row, start:end] = blocks
+        self._lengths[row] = end
+
+    def cut(self, id: str, num_blocks: int) -> None:
+        """Only the first `num_blocks` stay the sequence's, if it has more."""
+        row = self._rows[id]
+        self._lengths[row] = min(num_blocks, int(self._lengths[row]))
+
+    def drop(self, id: str) -> None:
+        """The sequence is gone."""
+        self._free.append(self._rows.pop(id))
+
+    def blocks(self, id: str) -> list[int]:
+        """The blocks of one sequence."""
+        row = self._rows[id]
+        return self._table[row, : self._lengths[row]].tolist()
+
+    def gather(self, ids: Iterable[str]) -> np.ndarray:
+        """int32 [S, longest of these tables], a copy; what stands behind a table's end is not to be read."""
+        rows = list(map(self._rows.__getitem__, ids))
+        return self._table[rows, : self._lengths[rows].max(initial=0)]
