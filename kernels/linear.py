@@ -1,4 +1,4 @@
-"""Linear layers whose rows do not depend on their neighbours: four ways to compute x @ weight^T + bias.
+"""Linear layers whose rows do not depend on their neighbours: several ways to compute x @ weight^T + bias.
 
 Which of them keeps that promise on this processor is for `invariant.self_test` to find out.
 
@@ -6,7 +6,7 @@ Dimension letters: M rows, N out_features, K in_features.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from . import native
 
-LinearMethod = Literal["padded", "native", "rows", "library"]
+LinearMethod = Literal["triton", "triton_fixed", "padded", "native", "rows", "library"]
 Product = Callable[
     [Tensor, Tensor, Tensor | None], Tensor
 ]  # x [M,K], weight [N,K], bias [N] or None -> [M,N]
@@ -39,6 +39,8 @@ def invariant_linear(
 
     With `num_blocks` > 1 the sum over K is that of a row-parallel layer: see `blocked_product`.
 
+    - "triton": our Triton product in tiles of two shapes, and "triton_fixed" in tiles of one, invariant by construction
+      (CUDA, float16 to float64; see `triton_linear.py`);
     - "padded": the library's product over rows padded to `row_multiple`; no copy when there are that many
       already;
     - "native": our C++ product, invariant by construction (CPU, float32 and bfloat16, fp32 sums);
@@ -50,12 +52,15 @@ def invariant_linear(
         return F.linear(x, weight, bias)
     if method not in (*PRODUCTS, "library"):
         raise ValueError(f"method is {method!r}, not one of {', '.join([*PRODUCTS, 'library'])}")
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    if method == "native" and num_blocks == 1 and not needs_grad:
+        return native_products(x, ((weight, bias),))[0]  # a decode step has no time for the rest
     _check(x, weight, bias)
     product = product_of(method, row_multiple)
     if num_blocks > 1:
         product = partial(blocked_product, product=product, num_blocks=num_blocks)
     rows = x.reshape(-1, x.shape[-1])
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+    if needs_grad:
         out = _Linear.apply(rows, weight, bias, product)
     else:
         out = product(rows, weight, bias)
@@ -119,41 +124,99 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def native_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(
-            f"the native product serves float32 and bfloat16 on a CPU, not {x.dtype} on {x.device}"
-        )
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    if not out.numel():
-        return out
-    x = x.float()
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    if weight.stride(1) != 1:
-        weight = weight.contiguous()
-    if bias is not None:
-        bias = bias.contiguous()
-    _entry_point()(
-        *(x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
-        *(x.shape[0], weight.shape[0], x.shape[1], x.stride(0), weight.stride(0)),
-        *(out.dtype == torch.bfloat16, torch.get_num_threads()),
+    return native_products(x, ((weight, bias),))[0]
+
+
+def native_products(
+    x: Tensor, layers: Iterable[tuple[Tensor, Tensor | None]], entry: Callable[..., None] | None = None
+) -> list[Tensor]:
+    """x [...,K] times each weight [N,K]^T, plus its bias [N] -> [...,N] each: the bits of as many `native_product`
+    calls at the cost of one, for layers that read the same x. Without autograd.
+
+    entry: `entry_point` of a library other than the one of this process. Raises ValueError where there is no such
+    product (another device or dtype, or no compiler), and for what does not fit.
+    """
+    dtype, lead, width = x.dtype, x.shape[:-1], x.shape[-1]
+    if not (dtype is torch.bfloat16 or dtype is torch.float32) or not x.is_cpu:
+        raise ValueError(f"the native product serves float32 and bfloat16 on a CPU, not {x.dtype} on {x.device}")
+    x_stride = width
+    if not x.is_contiguous():
+        if x.dim() == 2 and x.stride(1) == 1:
+            x_stride = x.stride(0)
+        else:
+            x = x.contiguous()
+    outs: list[Tensor] = []
+    table: list[int] = []
+    kept = []  # copies, alive until the call is over
+    for weight, bias in layers:
+        if weight.dtype is not dtype or weight.shape[-1] != width or weight.dim() != 2 or not weight.is_cpu:
+            _check(x, weight, bias)
+        stride, step = weight.stride()
+        if step != 1:
+            kept.append(weight := weight.contiguous())
+            stride = width
+        if bias is not None:
+            _check(x, weight, bias)
+            kept.append(bias := bias.contiguous())
+        outs.append(out := x.new_empty((*lead, weight.shape[0])))
+        table += (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), weight.shape[0], stride)
+    call = entry or (_entry_points[0] if _entry_points else _entry_point())
+    call(
+        *(x.data_ptr(), lead.numel(), width, x_stride, (ctypes.c_int64 * len(table))(*table), len(outs)),
+        *(dtype is torch.bfloat16, torch.get_num_threads()),
     )
-    return out
+    return outs
 
 
-PRODUCTS: dict[str, Product] = {"padded": padded_product, "native": native_product, "rows": row_product}
+def native_path(dtype: torch.dtype) -> str:
+    """The ISA level, of `native.ISA_LEVELS`, whose instructions compute the native product of this dtype."""
+    return path_of(_library(), dtype)
+
+
+def triton_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    from . import triton_linear  # Triton is imported only where it is used
+
+    return triton_linear.product(x, weight, bias)
+
+
+def triton_fixed_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    from . import triton_linear
+
+    return triton_linear.fixed_product(x, weight, bias)
+
+
+PRODUCTS: dict[str, Product] = {
+    "triton": triton_product,
+    "triton_fixed": triton_fixed_product,
+    "padded": padded_product,
+    "native": native_product,
+    "rows": row_product,
+}
 
 _entry_points: list[Callable[..., None]] = []
 
 
+def entry_point(library: native.NativeLibrary) -> Callable[..., None]:
+    """The product of a library built from SOURCE, as `native_products` calls it."""
+    arguments: list[Any] = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p, *[ctypes.c_int64] * 3]
+    return library.function("lockstep_linear", arguments, None)
+
+
+def path_of(library: native.NativeLibrary, dtype: torch.dtype) -> str:
+    function = library.function("lockstep_linear_path", [ctypes.c_int64], ctypes.c_char_p)
+    return function(dtype is torch.bfloat16).decode()  # type: ignore[attr-defined]
+
+
 def _entry_point() -> Callable[..., None]:
-    if not _entry_points:
-        library = native.load(SOURCE)
-        if library is None:
-            raise ValueError(f"the native product was asked for, but {native.why_unavailable(SOURCE)}")
-        arguments: list[type] = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 7
-        _entry_points.append(library.function("lockstep_linear", arguments, None))
+    _entry_points.append(entry_point(_library()))
     return _entry_points[0]
+
+
+def _library() -> native.NativeLibrary:
+    library = native.load(SOURCE)
+    if library is None:
+        raise ValueError(f"the native product was asked for, but {native.why_unavailable(SOURCE)}")
+    return library
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

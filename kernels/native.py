@@ -2,7 +2,8 @@
 
 A library is kept in `$LOCKSTEP_CACHE_DIR`, or `$XDG_CACHE_HOME/lockstep`, or `~/.cache/lockstep`, under a
 name that is a digest of everything that shaped it: sources, flags, compiler and processor.
-`LOCKSTEP_NATIVE=0` switches native code off.
+`LOCKSTEP_NATIVE=0` switches native code off. `LOCKSTEP_MAX_ISA`, one of `ISA_LEVELS`, keeps every kernel from
+instructions above that level, for tests and to have one machine compute as a lesser one would.
 """
 
 import ctypes
@@ -15,7 +16,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,11 @@ import torch
 logger = logging.getLogger(__name__)
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fopenmp")
+
+
+# From the least to the most; what takes each level's own instructions away again. "plain" is the compiler's baseline.
+ISA_LEVELS = ("plain", "avx2", "avx512", "avx512_bf16", "amx")
+_WITHOUT = {"avx2": "-mno-avx512f", "avx512": "-mno-avx512bf16", "avx512_bf16": "-mno-amx-bf16"}
 
 
 class NativeUnavailable(Exception):
@@ -80,26 +86,40 @@ def _look_up(source_name: str) -> NativeLibrary | NativeUnavailable:
         return _loaded[source_name]
 
 
-def build(source: Path, environ: Mapping[str, str]) -> NativeLibrary:
+def build(source: Path, environ: Mapping[str, str], more_flags: Sequence[str] = ()) -> NativeLibrary:
     """Compiles `source` unless the cache has it, and loads it. Many processes may do so at once.
 
-    Raises NativeUnavailable, naming the cause.
+    more_flags: behind FLAGS, so that they prevail. Raises NativeUnavailable, naming the cause.
     """
     if environ.get("LOCKSTEP_NATIVE") == "0":
         raise NativeUnavailable("switched off by LOCKSTEP_NATIVE=0")
     compiler = find_compiler(environ)
     version = _run([compiler, "--version"])
+    flags = [*compile_flags(environ), *more_flags]
     openmp = _openmp_link_flags(is_clang="clang" in version)
-    path = _cache_dir(environ) / f"{source.stem}-{_digest(source, version, openmp)}.so"
+    path = _cache_dir(environ) / f"{source.stem}-{_digest(source, version, [*flags, *openmp])}.so"
     started = time.perf_counter()
     compiled = not path.exists()
     if compiled:
-        _compile(compiler, source, openmp, path)
+        _compile(compiler, source, flags, openmp, path)
     seconds = time.perf_counter() - started if compiled else 0.0
     try:
         return NativeLibrary(path, seconds, ctypes.CDLL(str(path)))
     except OSError as error:
         raise NativeUnavailable(f"{path} does not load: {error}") from error
+
+
+def compile_flags(environ: Mapping[str, str]) -> list[str]:
+    """FLAGS, less the instructions that `LOCKSTEP_MAX_ISA` forbids. Raises ValueError for an unknown level."""
+    level = environ.get("LOCKSTEP_MAX_ISA") or ISA_LEVELS[-1]
+    if level not in ISA_LEVELS:
+        raise ValueError(f"LOCKSTEP_MAX_ISA is {level!r}, not one of {', '.join(ISA_LEVELS)}")
+    if level == "plain":
+        return [flag for flag in FLAGS if flag != "-march=native"]
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return list(FLAGS)  # it has none of the instructions that the levels are named for
+    above = ISA_LEVELS[ISA_LEVELS.index(level) : -1]
+    return [*FLAGS, *(_WITHOUT[name] for name in above)]
 
 
 def find_compiler(environ: Mapping[str, str]) -> str:
@@ -130,8 +150,8 @@ def _openmp_link_flags(is_clang: bool) -> list[str]:
     return ["-fopenmp"]
 
 
-def _digest(source: Path, compiler_version: str, link_flags: list[str]) -> str:
-    parts = [*FLAGS, *link_flags, compiler_version, _processor()]
+def _digest(source: Path, compiler_version: str, flags: list[str]) -> str:
+    parts = [*flags, compiler_version, _processor()]
     parts += [file.read_text() for file in [source, *sorted(source.parent.glob("*.h"))]]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
@@ -148,12 +168,12 @@ def _processor() -> str:
     )
 
 
-def _compile(compiler: str, source: Path, link_flags: list[str], path: Path) -> None:
+def _compile(compiler: str, source: Path, flags: list[str], link_flags: list[str], path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.stem}-") as work:
             compiled, linked = f"{work}/kernel.o", f"{work}/kernel.so"
-            _run([compiler, *FLAGS, "-c", str(source), "-o", compiled])
+            _run([compiler, *flags, "-c", str(source), "-o", compiled])
             _run([compiler, "-shared", compiled, "-o", linked, *link_flags])
             os.replace(linked, path)  # atomic: another rank sees the whole library or none
     except OSError as error:

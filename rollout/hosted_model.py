@@ -310,8 +310,7 @@ class HostedModel:
         guarantee = self.numerics.guarantee
         if self.mesh.replica_group is None or guarantee is None:
             return
-        text = f"{guarantee.linear}, rows padded to {guarantee.row_multiple}, {guarantee.attention} attention"
-        own = torch.tensor(list(text.ljust(80).encode()), dtype=torch.uint8)
+        own = torch.tensor(list(guarantee.choices.ljust(80).encode()), dtype=torch.uint8)
         everybodys = [torch.empty_like(own) for _ in range(self.mesh.num_ranks)]
         dist.all_gather(everybodys, own, group=self.mesh.replica_group)
         texts = [bytes(t.tolist()).decode().strip() for t in everybodys]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.kernels import native
 from lockstep.kernels.invariant import (
     MAX_SHAPES,
     MAX_WEIGHTS,
@@ -16,7 +17,7 @@ from lockstep.kernels.invariant import (
     representative_shapes,
     self_test,
 )
-from lockstep.kernels.linear import row_product
+from lockstep.kernels.linear import SOURCE, native_path, row_product
 
 CPU = torch.device("cpu")
 SHAPES = [(96, 64), (160, 64), (64, 96), (77, 50)]
@@ -75,12 +76,25 @@ def test_a_difference_that_only_the_bias_brings_is_found() -> None:
 
 
 def test_the_candidates_run_from_fast_to_certain() -> None:
-    methods = [(c.method, c.row_multiple) for c in default_candidates(CPU, torch.float32)]
-    assert methods[:3] == [("padded", 4), ("padded", 8), ("padded", 16)]
-    assert methods[-1] == ("rows", 1)
+    padded = [("padded", 4), ("padded", 8), ("padded", 16)]
+    for dtype in (torch.float32, torch.bfloat16):
+        methods = [(c.method, c.row_multiple) for c in default_candidates(CPU, dtype)]
+        assert [method for method in methods if method[0] == "padded"] == padded
+        assert methods[-1] == ("rows", 1)
+        if native.load(SOURCE) is not None:
+            leads = native_path(dtype) != "plain"
+            assert methods.index(("native", 1)) == (0 if leads else len(padded))
     assert ("native", 1) not in [
         (c.method, c.row_multiple) for c in default_candidates(torch.device("cuda"), torch.float32)
     ]
+
+
+def test_a_guarantee_names_all_that_ranks_must_choose_alike() -> None:
+    guarantee = self_test(SHAPES, torch.bfloat16, CPU)
+    path = f" ({native_path(torch.bfloat16)})" if guarantee.linear == "native" else ""
+    assert guarantee.choices == (
+        f"{guarantee.linear}{path}, rows padded to {guarantee.row_multiple}, {guarantee.attention} attention"
+    )
 
 
 def test_the_shapes_tried_are_few_small_and_hold_both_ends() -> None:

@@ -1,25 +1,40 @@
 """Linear layers: equal bits whatever the neighbours, right values, right gradients."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep.kernels import native
+from lockstep.kernels import linear, native
+from lockstep.kernels.invariant import Cut, first_cut_difference, first_difference
 from lockstep.kernels.linear import (
     SOURCE,
     LinearMethod,
+    Product,
+    entry_point,
     invariant_linear,
+    native_path,
     native_product,
+    native_products,
     padded_product,
+    path_of,
     product_of,
 )
 
 HAS_NATIVE = native.load(SOURCE) is not None
 METHODS: list[LinearMethod] = ["padded", "rows", "library", *(["native"] if HAS_NATIVE else [])]
 needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="no compiler here")
+# Every ISA level of bfloat16 products that this processor and compiler have.
+LEVELS = (
+    native.ISA_LEVELS[: native.ISA_LEVELS.index(native_path(torch.bfloat16)) + 1] if HAS_NATIVE else native.ISA_LEVELS
+)
 SHAPES = [(48, 64), (77, 250), (1, 1), (16, 15), (130, 17), (33, 1024)]
 
 
@@ -31,6 +46,21 @@ def num_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@cache
+def library_at(level: str, *more_flags: str) -> native.NativeLibrary:
+    source = Path(linear.__file__).with_name(SOURCE)
+    return native.build(source, {**os.environ, "LOCKSTEP_MAX_ISA": level}, more_flags)
+
+
+def product_at(level: str, *more_flags: str) -> Product:
+    entry = entry_point(library_at(level, *more_flags))
+    return lambda x, weight, bias: native_products(x, [(weight, bias)], entry)[0]
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @needs_native
@@ -68,6 +98,145 @@ def test_native_product_reads_strided_operands() -> None:
     assert torch.equal(
         native_product(x, weight, None), native_product(x.contiguous(), weight.contiguous(), None)
     )
+
+
+@needs_native
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_isa_level_gives_a_row_the_same_bits_in_every_batch(level: str) -> None:
+    """Sizes with a rest in every direction: of rows, of columns, of K, of a pair of values."""
+    product = product_at(level)
+    assert path_of(library_at(level), torch.bfloat16) == level
+    for dtype, tolerance in ((torch.bfloat16, 4e-3), (torch.float32, 2e-6)):
+        for out_features, in_features in ((51, 97), (16, 32), (35, 7)):
+            x = random(90, in_features, dtype=dtype)
+            weight, bias = random(out_features, in_features, dtype=dtype, seed=1), random(out_features, dtype=dtype)
+            whole = product(x, weight, bias)
+            exact = F.linear(x.double(), weight.double(), bias.double())
+            torch.testing.assert_close(whole.double(), exact, rtol=0, atol=tolerance * float(exact.abs().max()))
+            for count in range(1, 41):
+                for offset in (0, 1, 50):
+                    rows = slice(offset, offset + count)
+                    assert torch.equal(product(x[rows], weight, bias), whole[rows]), (dtype, count, offset)
+
+
+@needs_native
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_isa_level_gives_the_same_bits_at_every_number_of_threads(level: str) -> None:
+    product = product_at(level)
+    for dtype in (torch.bfloat16, torch.float32):
+        x, weight = random(700, 260, dtype=dtype), random(330, 260, dtype=dtype, seed=1)
+        with num_threads(1):
+            whole = product(x, weight, None)
+        for threads in (2, 4):
+            with num_threads(threads):
+                for count in (700, 47, 12):
+                    assert torch.equal(product(x[-count:], weight, None), whole[-count:]), (dtype, threads, count)
+
+
+@needs_native
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_isa_level_gives_a_rank_the_bits_of_the_whole_layer(level: str) -> None:
+    cuts = [Cut(96, 64, "columns", 4), Cut(60, 50, "columns", 2), Cut(64, 192, "blocks", 4), Cut(40, 84, "blocks", 2)]
+    for dtype in (torch.bfloat16, torch.float32):
+        assert first_cut_difference(product_at(level), cuts, dtype, torch.device("cpu"), batch_rows=40) is None
+
+
+@needs_native
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_not_finite_stays_in_its_row_and_column(level: str, dtype: torch.dtype) -> None:
+    product, nan = product_at(level), float("nan")
+    # Views into larger tensors full of NaN: what lies beyond an operand must not be read into it.
+    x, weight = torch.full((9, 80), nan).to(dtype), torch.full((21, 80), nan).to(dtype)
+    x[1:8, :37], weight[1:20, :37] = random(7, 37, dtype=dtype), random(19, 37, dtype=dtype, seed=1)
+    x, weight = x[1:8, :37], weight[1:20, :37]
+    clean = product(x, weight, None)
+    assert torch.equal(clean, product(x.contiguous(), weight.contiguous(), None)) and clean.isfinite().all()
+    x[2, 36], weight[4, 0], weight[18, 36] = nan, float("inf"), nan
+    out = product(x, weight, None)
+    rows, columns = [0, 1, 3, 4, 5, 6], [n for n in range(19) if n not in (4, 18)]
+    assert out[2].isnan().all() and out[:, 18].isnan().all()
+    assert torch.equal(out[rows, 4], torch.where(x[rows, 0] > 0, float("inf"), float("-inf")).to(dtype))
+    assert torch.equal(out[rows][:, columns], clean[rows][:, columns])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layers_that_share_an_input_have_the_bits_they_have_alone(dtype: torch.dtype) -> None:
+    x = random(2, 21, 70, dtype=dtype)
+    layers = [(random(n, 70, dtype=dtype, seed=n), random(n, dtype=dtype) if n % 2 else None) for n in (90, 33, 1, 64)]
+    for threads in (1, 2, 4):
+        with num_threads(threads):
+            outs = native_products(x, layers)
+        for out, (weight, bias) in zip(outs, layers, strict=True):
+            assert torch.equal(out, native_product(x.view(42, 70), weight, bias).view(2, 21, -1))
+
+
+@needs_native
+def test_a_weight_changed_in_place_is_used_at_once() -> None:
+    x, weight = random(5, 64, dtype=torch.bfloat16), random(48, 64, dtype=torch.bfloat16)
+    native_product(x, weight, None)
+    weight.neg_()
+    assert torch.equal(native_product(x, weight, None), native_product(x, weight.clone(), None))
+
+
+@needs_native
+def test_the_native_product_names_what_does_not_fit() -> None:
+    x = torch.zeros(2, 8, dtype=torch.bfloat16)
+    layers = [
+        (torch.zeros(3, 8), None),
+        (torch.zeros(3, 9).bfloat16(), None),
+        (torch.zeros(8).bfloat16(), None),
+        (torch.zeros(3, 8).bfloat16(), torch.zeros(4).bfloat16()),
+    ]
+    for weight, bias in layers:
+        with pytest.raises(ValueError, match=r"weight is|and weight"):
+            invariant_linear(x, weight, bias, method="native")
+
+
+@needs_native
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_compilers_optimisation_changes_no_bit(level: str) -> None:
+    """What the engine's build and another build of the same kernel compute is the same."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows, out_features, in_features in ((1, 70, 300), (3, 51, 97), (70, 130, 768)):
+            x, weight = random(rows, in_features, dtype=dtype), random(out_features, in_features, dtype=dtype, seed=1)
+            bias = random(out_features, dtype=dtype, seed=2)
+            expected = product_at(level)(x, weight, bias)
+            for flags in (("-O1",), ("-O2", "-fno-tree-vectorize")):
+                assert torch.equal(product_at(level, *flags)(x, weight, bias), expected), (dtype, flags)
+
+
+@needs_native
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_isa_level_keeps_its_bits_for_a_models_shapes(level: str) -> None:
+    shapes = [(768, 768), (256, 768), (2304, 768), (768, 2304), (100, 1000)]
+    for threads in (1, 2, 4):
+        with num_threads(threads):
+            for dtype in (torch.bfloat16, torch.float32):
+                found = first_difference(
+                    product_at(level), shapes, dtype, torch.device("cpu"), row_counts=(*range(1, 41), 64, 100, 155)
+                )
+                assert found is None, (dtype, threads, found)
+
+
+@needs_native
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS[:-1])
+def test_kernels_and_guarantees_hold_below_the_processors_level(level: str) -> None:
+    """The tests of every kernel that LOCKSTEP_MAX_ISA rules, in a process under it."""
+    names = ("test_linear.py", "test_invariant.py", "test_paged_attention.py")
+    files = [str(Path(__file__).with_name(name)) for name in names]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *files],
+        env={**os.environ, "LOCKSTEP_MAX_ISA": level},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
 @pytest.mark.parametrize("method", ["rows", "padded"])
@@ -130,7 +299,7 @@ def test_what_does_not_fit_is_named() -> None:
         invariant_linear(x, torch.zeros(3, 9), torch.zeros(4), method="padded")
     with pytest.raises(ValueError, match=r"weight is torch\.bfloat16"):
         invariant_linear(x, weight.bfloat16(), method="padded")
-    with pytest.raises(ValueError, match="'fastest', not one of padded, native, rows, library"):
+    with pytest.raises(ValueError, match=r"'fastest', not one of .*padded, native, rows, library"):
         invariant_linear(x, weight, method="fastest")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"not torch\.float64"):
         invariant_linear(x.double(), weight.double(), method="native")

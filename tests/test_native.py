@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -142,6 +143,24 @@ def test_our_kernels_compile_without_a_warning_and_share_torchs_openmp(name: str
     if maps.exists() and list((Path(torch.__file__).parent / "lib").glob("libgomp*")):
         loaded = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
         assert len(loaded) == 1, f"two OpenMP runtimes: {loaded}"
+
+
+def test_a_level_takes_the_instructions_above_it_away_and_an_unknown_one_is_refused() -> None:
+    assert native.compile_flags({}) == native.compile_flags({"LOCKSTEP_MAX_ISA": "amx"}) == list(native.FLAGS)
+    assert "-march=native" not in native.compile_flags({"LOCKSTEP_MAX_ISA": "plain"})
+    if platform.machine() == "x86_64":
+        avx2 = native.compile_flags({"LOCKSTEP_MAX_ISA": "avx2"})
+        assert {"-mno-avx512f", "-mno-avx512bf16", "-mno-amx-bf16"} < set(avx2)
+        assert "-mno-avx512f" not in native.compile_flags({"LOCKSTEP_MAX_ISA": "avx512"})
+    with pytest.raises(ValueError, match="LOCKSTEP_MAX_ISA is 'avx10', not one of plain, avx2"):
+        native.compile_flags({"LOCKSTEP_MAX_ISA": "avx10"})
+
+
+@needs_compiler
+def test_flags_of_the_callers_own_prevail_and_have_a_library_of_their_own(source: Path, tmp_path: Path) -> None:
+    source.write_text('extern "C" long answer(long x) { return x + MORE; }\n')
+    libraries = [native.build(source, environment(tmp_path), [f"-DMORE={more}"]) for more in (5, 6)]
+    assert [answer(library) for library in libraries] == [5, 6] and libraries[0].path != libraries[1].path
 
 
 @needs_compiler

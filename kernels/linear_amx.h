@@ -1,0 +1,268 @@
+// The bf16 product by AMX tiles. One element of y is one chain: the tile unit adds 32 products along K at a time
+// to an fp32 sum, left to right, then the bias is added. Every element of a tile has a chain of its own, so its
+// bits do not depend on what else is in the tile. Subnormal sums are flushed to zero, as the instruction does.
+//
+// y^T = weight x^T: a tile of weights is read from memory as it lies (16 rows, 32 values each), only x is
+// rearranged, once a call, and the tile of results [16 columns, 16 rows] is transposed as it is stored.
+#pragma once
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && \
+    defined(__AVX512VL__) && defined(__linux__)
+#define LOCKSTEP_AMX 1
+#include <omp.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <vector>
+
+#include "linear_call.h"
+
+namespace amx {
+
+using simd::bf16;
+
+constexpr int64_t STEP = 32;           // values of K in a tile
+constexpr int64_t X_BYTES = 1 << 20;   // of x, rearranged, that stay in the second cache while the weights go by
+constexpr int64_t SERIAL_TILES = 64;   // of x, rearranged by one thread before the others are called
+constexpr int64_t PAIR = 2 * TILE;     // rows or columns that are computed together at most: 2 x 2 tiles of sums
+
+struct alignas(64) Tile {
+  bf16 values[TILE * STEP];
+};
+
+// Linux lets a process use tiles once it has asked to.
+inline bool is_permitted() {
+  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
+  static const bool answer = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+  return answer;
+}
+
+// Tile registers: 0..3 sums (weights 0 and 1 by x 0, then by x 1), 4 and 5 weights, 6 and 7 x.
+inline void configure(int64_t first_rows, int64_t second_rows) {
+  struct alignas(64) {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {};
+  } config;
+  for (int tile : {0, 2, 4}) config.rows[tile] = (uint8_t)first_rows;
+  for (int tile : {1, 3, 5}) config.rows[tile] = (uint8_t)second_rows;
+  for (int tile : {6, 7}) config.rows[tile] = TILE;
+  asm volatile("" ::"r"(&config) : "memory");
+  _tile_loadconfig(&config);
+}
+
+// In place: word j of vector i becomes word i of vector j.
+inline void transpose(__m512i v[16]) {
+  __m512i t[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xdd);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    v[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    v[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    v[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    v[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+
+inline __mmask32 first_lanes(int64_t count) { return count >= 32 ? ~0u : (1u << count) - 1; }
+
+// Up to 16 rows of x as tiles: row p of tile s holds values 32 s + 2 p and the next of each row; zeros beyond.
+inline void arrange(const bf16* x, int64_t stride, int64_t rows, int64_t K, Tile* to) {
+  for (int64_t k = 0; k < K; k += STEP, to++) {
+    const __mmask32 mask = first_lanes(K - k);
+    __m512i v[16];
+    for (int64_t r = 0; r < 16; r++)
+      v[r] = r < rows ? _mm512_maskz_loadu_epi16(mask, x + r * stride + k) : _mm512_setzero_si512();
+    transpose(v);
+    for (int64_t r = 0; r < 16; r++) _mm512_store_si512(to->values + r * STEP, v[r]);
+  }
+}
+
+// The weights of up to 32 columns.
+struct Columns {
+  const bf16* weight;
+  int64_t stride, count;
+  const Tile* tail;  // [2] the last K % 32 values of each, zeros beyond
+
+  void copy_tail(int64_t K, Tile* to) const {
+    const int64_t k = K / STEP * STEP;
+    for (int64_t c = 0; c < count; c++)
+      _mm512_store_si512(to[c / TILE].values + c % TILE * STEP,
+                         _mm512_maskz_loadu_epi16(first_lanes(K - k), weight + c * stride + k));
+  }
+};
+
+// Fetches the weights that come next, line by line in the order of memory, while others are computed with.
+class Prefetch {
+ public:
+  Prefetch() = default;
+  Prefetch(const Columns& next, int64_t K)
+      : row_((const char*)next.weight), stride_(next.stride * 2), rows_(next.count), bytes_(K * 2) {
+    if (next.stride == K) bytes_ *= rows_, rows_ = 1;  // one stretch
+  }
+  void lines(int count) {
+    if (!rows_) return;
+    for (int i = 0; i < count; i++) {
+      _mm_prefetch(row_ + at_, _MM_HINT_T1);
+      if ((at_ += 64) >= bytes_) {
+        at_ = 0, row_ += stride_;
+        if (!--rows_) return;
+      }
+    }
+  }
+
+ private:
+  const char* row_ = nullptr;
+  int64_t stride_ = 0, rows_ = 0, bytes_ = 0, at_ = 0;
+};
+
+// Sums of NT tiles of columns by MT tiles of rows, [MT * NT][16 columns][16 rows].
+template <int NT, int MT>
+void multiply_tiles(const Columns& columns, const Tile* x, int64_t x_tiles, int64_t K, Prefetch& next,
+                    float* sums) {
+  const int64_t full_steps = K / STEP, stride = columns.stride * 2;
+  const bf16 *first = columns.weight, *second = columns.weight + TILE * columns.stride;
+  _tile_zero(0);
+  if (NT == 2) _tile_zero(1);
+  if (MT == 2) _tile_zero(2);
+  if (NT == 2 && MT == 2) _tile_zero(3);
+  auto add = [&](const bf16* w0, const bf16* w1, int64_t w_stride, int64_t s) {
+    _tile_loadd(6, x[s].values, 64);
+    _tile_loadd(4, w0, w_stride);
+    _tile_dpbf16ps(0, 4, 6);
+    if (NT == 2) {
+      _tile_loadd(5, w1, w_stride);
+      _tile_dpbf16ps(1, 5, 6);
+    }
+    if (MT == 2) {
+      _tile_loadd(7, x[x_tiles + s].values, 64);
+      _tile_dpbf16ps(2, 4, 7);
+      if (NT == 2) _tile_dpbf16ps(3, 5, 7);
+    }
+  };
+  for (int64_t s = 0; s < full_steps; s++) {
+    add(first + s * STEP, second + s * STEP, stride, s);
+    next.lines(NT * (int)TILE);
+  }
+  if (K % STEP) add(columns.tail[0].values, columns.tail[1].values, 64, full_steps);
+  _tile_stored(0, sums, 64);
+  if (NT == 2) _tile_stored(1, sums + 256, 64);
+  if (MT == 2) _tile_stored(2, sums + NT * 256, 64);
+  if (NT == 2 && MT == 2) _tile_stored(3, sums + 768, 64);
+  asm volatile("" ::: "memory");
+}
+
+// One tile of sums to y: `columns` and `rows` of it.
+inline void store_tile(const float* sums, __m512 bias, int64_t columns, int64_t rows, bf16* y, int64_t y_stride) {
+  __m512i v[16];
+  for (int i = 0; i < 16; i++) v[i] = _mm512_load_si512(sums + i * 16);
+  transpose(v);
+  const __mmask16 mask = (__mmask16)first_lanes(columns);
+#pragma GCC unroll 16
+  for (int r = 0; r < 16; r++) {
+    if (r >= rows) break;
+    const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_add_ps((__m512)v[r], bias));
+    _mm256_mask_storeu_epi16(y + r * y_stride, mask, (__m256i)rounded);
+  }
+}
+
+// Rows [row, row + rows) of y, whose x is given as tiles, by up to 32 columns of a part from column n.
+inline void multiply_columns(const Part& part, const Columns& columns, int64_t n, const Tile* x, int64_t row,
+                             int64_t rows, int64_t K, Prefetch next) {
+  alignas(64) static thread_local float sums[4 * 256];
+  const int64_t x_tiles = (K + STEP - 1) / STEP, num_n = tiles_of(columns.count);
+  __m512 bias[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  for (int64_t i = 0; part.bias && i < num_n; i++) {
+    const __mmask16 mask = (__mmask16)first_lanes(columns.count - i * TILE);
+    const __m256i values = _mm256_maskz_loadu_epi16(mask, (const bf16*)part.bias + n + i * TILE);
+    bias[i] = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16);
+  }
+  for (int64_t m = 0; m < rows; m += PAIR, x += 2 * x_tiles) {
+    const int64_t num_m = tiles_of(std::min(rows - m, PAIR));
+    for (int64_t r = m; r < std::min(rows, m + PAIR); r++)  // ask for the lines to be written while sums grow
+      __builtin_prefetch((bf16*)part.y + (row + r) * part.N + n, 1, 2);
+    if (num_n == 2)
+      (num_m == 2 ? multiply_tiles<2, 2> : multiply_tiles<2, 1>)(columns, x, x_tiles, K, next, sums);
+    else
+      (num_m == 2 ? multiply_tiles<1, 2> : multiply_tiles<1, 1>)(columns, x, x_tiles, K, next, sums);
+    next = Prefetch();
+    for (int64_t j = 0; j < num_m; j++)
+      for (int64_t i = 0; i < num_n; i++)
+        store_tile(sums + (j * num_n + i) * 256, bias[i], columns.count - i * TILE, rows - m - j * TILE,
+                   (bf16*)part.y + (row + m + j * TILE) * part.N + n + i * TILE, part.N);
+  }
+}
+
+// The columns [first, last) of a part.
+inline void multiply_part(const Part& part, int64_t first, int64_t last, const Tile* x, int64_t row, int64_t rows,
+                          int64_t K) {
+  Tile tail[2];
+  const auto columns_at = [&](int64_t n) {
+    return Columns{(const bf16*)part.weight + n * part.weight_stride, part.weight_stride, std::min(last - n, PAIR),
+                   tail};
+  };
+  int64_t configured = 0;
+  for (int64_t n = first; n < last; n += PAIR) {
+    const Columns columns = columns_at(n);
+    if (columns.count != configured) {
+      configured = columns.count;
+      configure(std::min(configured, TILE), std::max<int64_t>(configured - TILE, 1));
+    }
+    if (K % STEP) columns.copy_tail(K, tail);
+    asm volatile("" ::"r"(tail) : "memory");  // the tile instructions read it unseen by the compiler
+    multiply_columns(part, columns, n, x, row, rows, K,
+                     n + PAIR < last ? Prefetch(columns_at(n + PAIR), K) : Prefetch());
+  }
+}
+
+inline void multiply(const Call& call, int threads) {
+  static thread_local std::vector<Tile> arranged;
+  const int64_t x_tiles = (call.K + STEP - 1) / STEP;
+  const int64_t row_bytes = std::max<int64_t>(x_tiles, 1) * STEP * 2;
+  const int64_t block_rows = std::min(std::max(X_BYTES / row_bytes / PAIR * PAIR, PAIR), tiles_of(call.M) * TILE);
+  if ((int64_t)arranged.size() < block_rows / TILE * x_tiles) arranged.resize(block_rows / TILE * x_tiles);
+  Tile* x = arranged.data();
+  const auto arrange_rows = [&](int64_t row, int64_t tile) {
+    row += tile * TILE;
+    arrange((const bf16*)call.x + row * call.x_stride, call.x_stride, call.M - row, call.K, x + tile * x_tiles);
+  };
+  // A few rows are sooner arranged than threads have met.
+  const bool is_small = block_rows >= call.M && tiles_of(call.M) * x_tiles <= SERIAL_TILES;
+  for (int64_t tile = 0; is_small && tile < tiles_of(call.M); tile++) arrange_rows(0, tile);
+#pragma omp parallel num_threads(threads) if (threads > 1 && is_worth_threads(call))
+  {
+    for (int64_t row = 0; row < call.M; row += block_rows) {
+      const int64_t rows = std::min(block_rows, call.M - row);
+      if (!is_small) {
+#pragma omp barrier
+#pragma omp for schedule(static)
+        for (int64_t tile = 0; tile < tiles_of(rows); tile++) arrange_rows(row, tile);
+      }
+      visit_columns(call, omp_get_thread_num(), omp_get_num_threads(),
+                    [&](const Part& part, int64_t first, int64_t last) {
+                      multiply_part(part, first, last, x, row, rows, call.K);
+                    });
+    }
+    _tile_release();
+  }
+}
+
+}  // namespace amx
+#endif
