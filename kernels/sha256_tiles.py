@@ -4,19 +4,22 @@ Letters used in shapes: a block has k bands of r rows by m cells of c columns, [
 cut into strips of whole rows, or, where a strip is one row, that row into pieces: these are the tiles.
 
 The native path hashes two tiles at a time on each thread and reads a cell where it lies, so it is faster than hashlib
-over the same bytes; hashlib pays a copy of the block and a switch of threads per tile.
+over the same bytes; hashlib pays a copy of the block and a switch of threads per tile. What lies on a GPU that Triton
+serves is hashed there, all tiles at once, and only digests are copied.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from . import native
+from .gpu_kernels import triton_serves
 
 DIGEST_BYTES = 32
 SOURCE = "sha256_tiles.cpp"
@@ -25,9 +28,12 @@ SOURCE = "sha256_tiles.cpp"
 def tile_hashes(block: Tensor, strip_rows: int, piece_cols: int) -> bytes:
     """The digests of all tiles of a block, 32 bytes each, in the order band, cell, strip, piece.
 
-    block: [k, r, m, c] of any dtype, device and strides; it is not changed, and copied once where it is not on the CPU
-    or its columns are not contiguous. Either strip_rows is 1 or piece_cols is c. Releases the GIL while it hashes.
+    block: [k, r, m, c] of any dtype, device and strides; it is not changed, and copied once where its columns are not
+    contiguous, or it is neither on the CPU nor on a GPU that Triton serves. Either strip_rows is 1 or piece_cols is c.
+    Releases the GIL while it hashes.
     """
+    if triton_serves(block.device):
+        return _triton_hashes([(block, strip_rows, piece_cols)])[0]
     native_hashes = _native()
     if native_hashes is None or block.numel() == 0:
         return tile_hashes_reference(block, strip_rows, piece_cols)
@@ -46,6 +52,24 @@ def tile_hashes(block: Tensor, strip_rows: int, piece_cols: int) -> bytes:
         out,
     )
     return out.raw
+
+
+def tile_hashes_of_all(blocks: Sequence[tuple[Tensor, int, int]]) -> list[bytes]:
+    """`tile_hashes` of each (block, strip_rows, piece_cols): a GPU hashes its blocks together, and is fast only so."""
+    hashes = [b""] * len(blocks)
+    for device in {block.device for block, _, _ in blocks}:
+        indices = [i for i, (block, _, _) in enumerate(blocks) if block.device == device]
+        its_blocks = [blocks[i] for i in indices]
+        found = _triton_hashes(its_blocks) if triton_serves(device) else [tile_hashes(*fields) for fields in its_blocks]
+        for i, digests in zip(indices, found, strict=True):
+            hashes[i] = digests
+    return hashes
+
+
+def _triton_hashes(blocks: Sequence[tuple[Tensor, int, int]]) -> list[bytes]:
+    from .triton_sha256 import triton_tile_hashes  # imports Triton, which need not be installed
+
+    return triton_tile_hashes(blocks)
 
 
 def tile_hashes_reference(block: Tensor, strip_rows: int, piece_cols: int) -> bytes:

@@ -28,12 +28,13 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ..kernels.sha256_tiles import DIGEST_BYTES, tile_hashes
+from ..kernels.sha256_tiles import DIGEST_BYTES, tile_hashes_of_all
 from .manifest import NamedTensors, dtype_name
 
 MAX_WAYS = 16
 MAX_TILE_ELEMENTS = 16_384
 CHUNK_BYTES = 2 << 20  # one block, except that a cell is never split; where it is copied it stays in a cache
+GPU_CHUNK_BYTES = 4 << 30  # a GPU hashes one tile no faster than some 100,000 at once
 MIN_BYTES_FOR_THREADS = 32 << 20  # below this, starting threads costs more than they save
 
 
@@ -192,7 +193,7 @@ def tensor_roots(named_tensors: NamedTensors, num_threads: int | None = None) ->
     leaves: list[list[bytes]] = [[] for _ in tensors]
 
     def hash_blocks(blocks: list[tuple[int, Tensor]]) -> list[tuple[int, bytes]]:
-        return [(k, _block_hashes(block, grids[k])) for k, block in blocks]
+        return list(zip((k for k, _ in blocks), _hashes([(block, grids[k]) for k, block in blocks]), strict=True))
 
     with ExitStack() as stack:
         if num_threads == 1:
@@ -216,7 +217,7 @@ def _work(tensors: Sequence[tuple[str, Tensor]], grids: Sequence[TileGrid]) -> I
         for block in _blocks(tensor.detach(), grids[k]):
             batch.append((k, block))
             num_bytes += block.numel() * block.element_size()
-            if num_bytes >= CHUNK_BYTES // 2:
+            if num_bytes >= _chunk_bytes(block) // 2:
                 yield batch
                 batch, num_bytes = [], 0
     if batch:
@@ -234,21 +235,25 @@ def _blocks(tensor: Tensor, grid: TileGrid) -> Iterator[Tensor]:
             yield from _blocks(entry, entry_grid)
         return
     rows = tensor.view(grid.leading * grid.cell_rows, grid.rows, grid.cell_cols, grid.cols)
-    row_bytes = rows[0].numel() * rows.element_size()
-    if row_bytes <= CHUNK_BYTES:
-        yield from rows.split(CHUNK_BYTES // row_bytes)
+    row_bytes, chunk_bytes = rows[0].numel() * rows.element_size(), _chunk_bytes(tensor)
+    if row_bytes <= chunk_bytes:
+        yield from rows.split(chunk_bytes // row_bytes)
     else:
         for row in rows:
-            yield from row.unsqueeze(0).split(max(1, CHUNK_BYTES * grid.cell_cols // row_bytes), dim=2)
+            yield from row.unsqueeze(0).split(max(1, chunk_bytes * grid.cell_cols // row_bytes), dim=2)
 
 
-def _block_hashes(block: Tensor, grid: TileGrid) -> bytes:
-    """The leaves of one block [k, r, m, c], 32 bytes each."""
-    return tile_hashes(block, grid.strip_rows, grid.piece_cols)
+def _chunk_bytes(tensor: Tensor) -> int:
+    return GPU_CHUNK_BYTES if tensor.is_cuda else CHUNK_BYTES
+
+
+def _hashes(blocks: Iterable[tuple[Tensor, TileGrid]]) -> list[bytes]:
+    """The leaves of each block [k, r, m, c], 32 bytes each."""
+    return tile_hashes_of_all([(block, grid.strip_rows, grid.piece_cols) for block, grid in blocks])
 
 
 def _leaves(tensor: Tensor, grid: TileGrid) -> list[bytes]:
-    hashes = b"".join(_block_hashes(block, grid) for block in _blocks(tensor.detach(), grid))
+    hashes = b"".join(_hashes((block, grid) for block in _blocks(tensor.detach(), grid)))
     return [hashes[i : i + DIGEST_BYTES] for i in range(0, len(hashes), DIGEST_BYTES)]
 
 
