@@ -120,19 +120,20 @@ def triton_attention(
     numbers |= {"num_slots": sharing.num_slots, "window": rule.window or 0}
     fixed = {"ROWS": tiling.rows, "SPLIT": tiling.split, "E_PAD": value_pad, "HAS_WINDOW": rule.window is not None}
     launch = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-    _attend_kernel[(num_tiles, num_kv_heads, sharing.num_programs)](
-        *(query, key, value, sums, scales, tables, layout.query_start, contexts),
-        *(tables.stride(0), block_size),
-        *(*_strides(query, units[0]), *_strides(key, units[0]), *_strides(value, units[1])),
-        scale=rule.scale, softcap=rule.softcap or 0.0, HAS_SOFTCAP=rule.softcap is not None, KEYS=tiling.keys,
-        D=width, E=value_width, D_PAD=max(16, triton.next_power_of_2(width)), D_UNIT=units[0], E_UNIT=units[1],
-        **numbers, **fixed, **launch,
-    )  # fmt: skip
     sinks = None if sinks is None else sinks.detach().float().contiguous()
-    _merge_kernel[(num_tiles, num_kv_heads)](
-        *(sums, scales, out, query if sinks is None else sinks, layout.query_start, contexts),
-        HAS_SINKS=sinks is not None, E=value_width, **numbers, **fixed, num_warps=tiling.num_warps,
-    )  # fmt: skip
+    with torch.cuda.device_of(query):
+        _attend_kernel[(num_tiles, num_kv_heads, sharing.num_programs)](
+            *(query, key, value, sums, scales, tables, layout.query_start, contexts),
+            *(tables.stride(0), block_size),
+            *(*_strides(query, units[0]), *_strides(key, units[0]), *_strides(value, units[1])),
+            scale=rule.scale, softcap=rule.softcap or 0.0, HAS_SOFTCAP=rule.softcap is not None, KEYS=tiling.keys,
+            D=width, E=value_width, D_PAD=max(16, triton.next_power_of_2(width)), D_UNIT=units[0], E_UNIT=units[1],
+            **numbers, **fixed, **launch,
+        )  # fmt: skip
+        _merge_kernel[(num_tiles, num_kv_heads)](
+            *(sums, scales, out, query if sinks is None else sinks, layout.query_start, contexts),
+            HAS_SINKS=sinks is not None, E=value_width, **numbers, **fixed, num_warps=tiling.num_warps,
+        )  # fmt: skip
     return out
 
 
