@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.sampling import selected_logprobs
+from ..kernels.logprobs import selected_logprobs
 from ..rollout.hosted_model import HostedModel
 from .deepspeed_backend import DeepSpeedBackend
 from .grpo_loss import PolicyLoss, policy_loss

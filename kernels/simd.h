@@ -90,6 +90,17 @@ static inline void store_scalar(bf16* p, float x) {
 }
 
 static inline Floats select(Ints mask, Floats yes, Floats no) { return mask ? yes : no; }
+static inline uint32_t bits(Ints mask) {  // lane i's truth in bit i
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (uint32_t)_mm256_movemask_ps((__m256)mask);
+#else
+  uint32_t found = 0;
+  for (int i = 0; i < W; i++) found |= (uint32_t)(mask[i] != 0) << i;
+  return found;
+#endif
+}
 static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 #if defined(__clang__)

@@ -7,24 +7,27 @@ that the trainer, which knows nothing of them, computes the same number. Letters
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.sampling import sample_from, scaled_logprobs, selected_logprobs, uniform_noise
+from ..kernels.logprobs import scaled_logprobs, selected_logprobs
+from ..kernels.sampling import KEEP_ALL, RowSettings, draw_tokens
 from .completion import ListedLogprobs, TopLogprobs
 from .errors import BrokenLogits
 from .request import Request
+from .sampling_params import SamplingParams
 
 # Beyond every logit, and still finite after division by the lowest temperature: a row never loses all its tokens.
 _FAR = 1e30
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """The choice made for one row."""
 
     token_id: int
@@ -35,12 +38,48 @@ class Sampled:
     was_only_choice: bool = False  # it allowed no other
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What is asked for these requests, row by row: it stays while the batch does."""
+
+    requests: list[Request]
+    settings: RowSettings
+    reshaped: list[int]  # rows whose logits are changed at every step
+    reshaped_at_first: list[int]  # others that are until they have min_new_tokens
+    with_top: list[int]  # rows of which alternatives are wanted
+    with_listed: list[int]
+
+    @classmethod
+    def of(cls, requests: list[Request], device: torch.device) -> _Plan:
+        params = [r.params for r in requests]
+        top_k = [1 if p.is_greedy else p.top_k if p.top_k > 0 else KEEP_ALL for p in params]
+        filtered = [i for i, p in enumerate(params) if not p.is_greedy and _filters(p)]
+        always = [i for i, p in enumerate(params) if p.needs_penalties or p.logit_bias]
+        return cls(
+            requests,
+            RowSettings(
+                temperatures=torch.tensor([_temperature(r) for r in requests], dtype=torch.float32, device=device),
+                seeds=torch.tensor([r.seed for r in requests], dtype=torch.int64, device=device),
+                top_k=torch.tensor([min(k, KEEP_ALL) for k in top_k], dtype=torch.int64, device=device),
+                top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
+                min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
+                filtered=torch.tensor(filtered, dtype=torch.int64, device=device),
+            ),
+            reshaped=always,
+            reshaped_at_first=[i for i, p in enumerate(params) if p.min_new_tokens > 0 and i not in set(always)],
+            with_top=[i for i, r in enumerate(requests) if r.options.top_logprobs_num],
+            with_listed=[i for i, r in enumerate(requests) if r.options.token_ids_logprob],
+        )
+
+
 class Sampler:
     """Samples batches; keeps token counts for the requests whose penalties need them."""
 
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
         self._eos_token_ids = eos_token_ids
         self._counts: dict[Request, _Counts] = {}
+        self._plan: _Plan | None = None  # of the newest batch
+        self._host_plan: _Plan | None = None  # likewise, of the newest that is drawn from without the host
 
     def sample(
         self, logits: Tensor, requests: Sequence[Request], allowed: Sequence[bytes | None] = ()
@@ -50,76 +89,66 @@ class Sampler:
         allowed: per row the tokens that may be chosen, one bit each; None: all. Empty: all in every row.
         """
         device = logits.device
-        temperatures = torch.tensor([_temperature(r) for r in requests], dtype=torch.float32, device=device)
-        logprobs = scaled_logprobs(logits, temperatures)
-        shaped = [i for i, r in enumerate(requests) if self._reshapes(r)]
-        wanted = logprobs  # the log of what is sampled from
+        plan = self._plan_of(requests, device)
+        positions = torch.tensor([r.sequence.num_tokens for r in requests], dtype=torch.int64, device=device)
         masked = [row for row, mask in enumerate(allowed) if mask is not None]
-        if shaped or masked:
-            wanted = logprobs.clone()
-            for row in shaped:
-                if allowed and allowed[row] is not None:
-                    self._counts.pop(requests[row], None)  # a jump may have replaced tokens that were counted
-                reshaped = self._reshape(logits[row].float(), requests[row])
-                wanted[row] = torch.log_softmax(reshaped / temperatures[row], -1)
-        num_choices = self._mask(wanted, masked, [allowed[row] for row in masked]) if masked else []
-        token_ids = self._choose(wanted, requests)
-        chosen = logprobs.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
-        if bool(chosen.isnan().any()):
-            broken = [r.id for r, is_nan in zip(requests, chosen.isnan().tolist(), strict=True) if is_nan]
-            count = f"{len(broken)} sequences, {broken[0]!r} first"
-            raise BrokenLogits(f"the model's logits are NaN or infinite for {count}")
-        tops = top_logprobs(logprobs, [r.options.top_logprobs_num for r in requests])
-        listed = [listed_logprobs(logprobs[i : i + 1], r)[0] for i, r in enumerate(requests)]
-        ids = token_ids.tolist()
-        choices = [Sampled(*row) for row in zip(ids, chosen.tolist(), tops, listed, strict=True)]
-        if masked:
-            rows = torch.tensor(masked, device=device)
-            probs = wanted[rows, token_ids[rows]].exp().tolist()
-            for row, prob, num in zip(masked, probs, num_choices, strict=True):
-                choices[row] = replace(choices[row], masked_prob=prob, was_only_choice=num == 1)
+        packed = np.stack([np.frombuffer(allowed[row], np.uint8) for row in masked]) if masked else None
+        masks = None if packed is None else (_on(device, masked), torch.from_numpy(packed).to(device))
+        drawn = draw_tokens(logits, plan.settings, positions, self._reshaped(logits, plan, allowed), masks)
+        logprobs = drawn.logprobs.tolist()
+        refuse_broken(requests, logprobs)
+        tops, listed = _alternatives(logits, plan)
+        rows = zip(drawn.token_ids.tolist(), logprobs, tops, listed)  # noqa: B905 the last two may be endless
+        choices = [Sampled(*row) for row in rows]
+        if packed is not None:
+            chances, num_choices = drawn.chances.tolist(), np.bitwise_count(packed).sum(-1).tolist()
+            for row, num in zip(masked, num_choices, strict=True):
+                choices[row] = choices[row]._replace(masked_prob=chances[row], was_only_choice=num == 1)
         return choices
 
     def forget(self, request: Request) -> None:
         """The request is answered."""
         self._counts.pop(request, None)
+        plan, host_plan = self._plan, self._host_plan
+        if plan is not None and request in plan.requests:
+            self._plan = None
+        if host_plan is not None and request in host_plan.requests:
+            self._host_plan = None
 
-    @staticmethod
-    def _mask(wanted: Tensor, rows: Sequence[int], allowed: Sequence[bytes | None]) -> list[int]:
-        """Take what a grammar does not allow out of these rows of wanted [R, V]; returns how many tokens are left."""
-        packed = np.stack([np.frombuffer(mask, np.uint8) for mask in allowed if mask is not None])
-        unpacked = np.unpackbits(~packed, axis=-1, bitorder="little", count=wanted.shape[-1])
-        banned = torch.from_numpy(unpacked.view(np.bool_)).to(wanted.device)
-        for row, its_banned in zip(rows, banned, strict=True):
-            wanted[row] = torch.log_softmax(wanted[row].masked_fill_(its_banned, -torch.inf), -1)
-        return np.bitwise_count(packed).sum(-1).tolist()
+    def settings_of(self, requests: Sequence[Request]) -> RowSettings | None:
+        """How these rows are drawn where `draw_tokens` is all there is to it: tensors of the host, the same object
+        while the batch is the same. None where logits are reshaped, or more is reported than the token. Grammars are
+        the caller's to know of."""
+        plan, wanted = self._host_plan, list(requests)
+        if plan is None or plan.requests != wanted:
+            plan = self._host_plan = _Plan.of(wanted, torch.device("cpu"))
+        if plan.reshaped or plan.with_top or plan.with_listed:
+            return None
+        waiting = (plan.requests[row] for row in plan.reshaped_at_first)
+        if any(r.sequence.num_output_tokens < r.params.min_new_tokens for r in waiting):
+            return None
+        return plan.settings
 
-    def _choose(self, wanted: Tensor, requests: Sequence[Request]) -> Tensor:
-        device = wanted.device
-        greedy = [r.params.is_greedy for r in requests]
-        if all(greedy):
-            return wanted.argmax(-1)
-        seeds = torch.tensor([r.seed for r in requests], device=device)
-        positions = torch.tensor([r.sequence.num_tokens for r in requests], device=device)
-        noise = uniform_noise(seeds, positions)
-        probabilities = wanted.exp()
-        plain = [i for i, r in enumerate(requests) if not greedy[i] and not _filters(r)]
-        filtered = [i for i, r in enumerate(requests) if not greedy[i] and _filters(r)]
-        token_ids = wanted.argmax(-1) if any(greedy) else torch.empty(len(requests), dtype=torch.int64, device=device)
-        if len(plain) == len(requests):
-            return sample_from(probabilities, noise)
-        if plain:
-            rows = torch.tensor(plain, device=device)
-            token_ids[rows] = sample_from(probabilities[rows], noise[rows])
-        if filtered:
-            rows = torch.tensor(filtered, device=device)
-            token_ids[rows] = _sample_filtered(probabilities[rows], noise[rows], [requests[i] for i in filtered])
-        return token_ids
+    def _plan_of(self, requests: Sequence[Request], device: torch.device) -> _Plan:
+        plan, wanted = self._plan, list(requests)
+        if plan is None or plan.requests != wanted:
+            plan = self._plan = _Plan.of(wanted, device)
+        return plan
 
-    def _reshapes(self, request: Request) -> bool:
-        params = request.params
-        below_min = request.sequence.num_output_tokens < params.min_new_tokens
-        return bool(params.needs_penalties or params.logit_bias or below_min)
+    def _reshaped(self, logits: Tensor, plan: _Plan, allowed: Sequence[bytes | None]) -> tuple[Tensor, Tensor] | None:
+        """The rows whose logits are not to be drawn from as they are, and what to draw from there."""
+        rows = list(plan.reshaped)
+        for row in plan.reshaped_at_first:
+            request = plan.requests[row]
+            if request.sequence.num_output_tokens < request.params.min_new_tokens:
+                rows.append(row)
+        if not rows:
+            return None
+        for row in rows:
+            if allowed and allowed[row] is not None:
+                self._counts.pop(plan.requests[row], None)  # a jump may have replaced tokens that were counted
+        values = torch.stack([self._reshape(logits[row].float(), plan.requests[row]) for row in rows])
+        return _on(logits.device, rows), values
 
     def _reshape(self, logits: Tensor, request: Request) -> Tensor:
         """Penalties, logit_bias and the ban on stopping early, on one row [V]."""
@@ -166,33 +195,42 @@ class _Counts:
         return logits - (self._in_output > 0).float() * params.presence_penalty
 
 
+def refuse_broken(requests: Sequence[Request], logprobs: Sequence[float]) -> None:
+    """Raises BrokenLogits where the log-probability of a row's token is NaN."""
+    if any(value != value for value in logprobs):
+        broken = [r.id for r, value in zip(requests, logprobs, strict=True) if value != value]
+        count = f"{len(broken)} sequences, {broken[0]!r} first"
+        raise BrokenLogits(f"the model's logits are NaN or infinite for {count}")
+
+
 def _temperature(request: Request) -> float:
     """What logits are divided by: greedy rows report the plain log_softmax."""
     return 1.0 if request.params.is_greedy else float(request.params.temperature)
 
 
-def _filters(request: Request) -> bool:
-    params = request.params
+def _filters(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
-def _sample_filtered(probabilities: Tensor, noise: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Sample among the tokens that top-k, top-p and min-p all keep, each judged on the unfiltered probabilities."""
-    device, vocab_size = probabilities.device, probabilities.shape[-1]
-    top_k = [min(r.params.top_k, vocab_size) if r.params.top_k > 0 else vocab_size for r in requests]
-    column = {
-        "k": torch.tensor(top_k, device=device),
-        "p": torch.tensor([r.params.top_p for r in requests], dtype=torch.float64, device=device),
-        "m": torch.tensor([r.params.min_p for r in requests], dtype=torch.float32, device=device),
-    }
-    limits = {name: values.unsqueeze(-1) for name, values in column.items()}
-    ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    mass_before = ranked.double().cumsum(-1) - ranked
-    keep = torch.arange(vocab_size, device=device) < limits["k"]
-    keep &= (mass_before <= limits["p"]) | (limits["p"] >= 1.0)
-    keep &= ranked >= ranked[:, :1] * limits["m"]
-    choice = sample_from(ranked * keep, noise)
-    return order.gather(-1, choice.unsqueeze(-1)).squeeze(-1)
+def _on(device: torch.device, rows: Sequence[int]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def _alternatives(logits: Tensor, plan: _Plan) -> tuple[Iterable[TopLogprobs], Iterable[ListedLogprobs]]:
+    """Of each row the most likely tokens and those it names, where a request asks for them."""
+    wanted = sorted({*plan.with_top, *plan.with_listed})
+    if not wanted:
+        return repeat(()), repeat(())
+    rows = _on(logits.device, wanted)
+    logprobs = scaled_logprobs(logits[rows], plan.settings.temperatures[rows])
+    requests = [plan.requests[row] for row in wanted]
+    tops: list[TopLogprobs] = [()] * len(logits)
+    listed: list[ListedLogprobs] = [()] * len(logits)
+    for row, top in zip(wanted, top_logprobs(logprobs, [r.options.top_logprobs_num for r in requests]), strict=True):
+        tops[row] = top
+    for place, (row, request) in enumerate(zip(wanted, requests, strict=True)):
+        listed[row] = listed_logprobs(logprobs[place : place + 1], request)[0]
+    return tops, listed
 
 
 def top_logprobs(logprobs: Tensor, num_wanted: Sequence[int]) -> list[TopLogprobs]:

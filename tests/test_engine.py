@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from lockstep.kernels.logprobs import selected_logprobs
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import MemoryReleased, NotIdle, PhaseError, SamplingRefused
@@ -61,8 +62,7 @@ def trainer_logprobs(engine: Engine, token_ids: list[int], temperature: float = 
     ids = torch.tensor([token_ids])
     with engine.model.training_numerics():
         logits = engine.model.module(ids, use_cache=False).logits[0, :-1]
-    logprobs = torch.log_softmax(logits.float() / torch.tensor([temperature]), -1)
-    return logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+    return selected_logprobs(logits, ids[0, 1:], temperature).tolist()
 
 
 def assert_idle(engine: Engine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lockstep.kernels.logprobs import selected_logprobs
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
@@ -39,6 +40,5 @@ def test_sampled_logprobs_are_the_trainers_bit_for_bit(make_model, family, dtype
         with engine.model.training_numerics():
             logits = model(ids, use_cache=False).logits[0, completion.num_prompt_tokens - 1 : -1]
         assert logits.requires_grad
-        logprobs = torch.log_softmax(logits.float() / torch.tensor([0.7]), -1)
-        chosen = logprobs.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        chosen = selected_logprobs(logits, torch.tensor(completion.token_ids), 0.7)
         assert list(completion.logprobs) == chosen.tolist()

@@ -15,7 +15,7 @@ import sys
 import pytest
 import torch
 
-from lockstep.kernels.sampling import scaled_logprobs
+from lockstep.kernels.logprobs import scaled_logprobs
 from lockstep.rollout.completion import Completion
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine

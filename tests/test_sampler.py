@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
 
+from lockstep.kernels.logprobs import scaled_logprobs, selected_logprobs
 from lockstep.rollout.errors import BrokenLogits
 from lockstep.rollout.request import Request, RequestOptions
 from lockstep.rollout.sampler import Sampler, prompt_logprobs
@@ -124,7 +126,7 @@ def test_greedy_takes_the_largest_logit_and_reports_the_plain_log_softmax():
     logits = some_logits(5)
     sampled = Sampler(frozenset()).sample(logits, [a_request(temperature=0.0, top_p=0.5, top_k=2) for _ in range(5)])
     assert [s.token_id for s in sampled] == logits.argmax(-1).tolist()
-    assert [s.logprob for s in sampled] == torch.log_softmax(logits, -1).amax(-1).tolist()
+    assert [s.logprob for s in sampled] == scaled_logprobs(logits, 1.0).amax(-1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -138,8 +140,10 @@ def test_reported_logprob_is_that_of_the_models_logits_at_the_temperature(settin
     logits = some_logits(20).to(dtype)
     requests = [a_request(s, output=[1, 4], temperature=0.7, **settings) for s in range(20)]
     for row, sampled in enumerate(Sampler(frozenset({EOS})).sample(logits, requests)):
-        expected = torch.log_softmax(logits[row : row + 1].float() / torch.tensor([0.7]), -1)[0, sampled.token_id]
-        assert sampled.logprob == expected.item()
+        token_id = torch.tensor([sampled.token_id])
+        assert sampled.logprob == selected_logprobs(logits[row : row + 1], token_id, 0.7).item()
+        exact = torch.log_softmax(logits[row].double() / 0.7, -1)[token_id].item()
+        assert sampled.logprob == pytest.approx(exact, abs=1e-5)
 
 
 def naive_reshaped(logits: list[float], prompt, output, params: SamplingParams, eos=(EOS,)) -> list[float]:
@@ -231,6 +235,67 @@ def test_broken_logits_are_refused_and_never_leave_the_vocabulary(settings, brok
         choose(logits, [a_request(s, **settings) for s in range(3)])
 
 
+def test_alternatives_and_named_tokens_have_the_bits_of_the_reported_logprob():
+    logits = some_logits(6)
+    for dtype in (torch.float32, torch.bfloat16):
+        requests = [a_request(s, top=VOCAB * (s % 2), temperature=0.7) for s in range(6)]
+        for request in requests[::3]:
+            request.options = RequestOptions(top_logprobs_num=VOCAB, token_ids_logprob=tuple(range(VOCAB)))
+        for sampled, request in zip(Sampler(frozenset()).sample(logits.to(dtype), requests), requests, strict=True):
+            top = {id: value for value, id in sampled.top_logprobs}
+            named = {id: value for value, id in sampled.listed_logprobs}
+            assert len(top) == request.options.top_logprobs_num and len(named) in (0, VOCAB)
+            assert all(found[sampled.token_id] == sampled.logprob for found in (top, named) if found)
+
+
+def test_settings_follow_the_batch_as_requests_come_go_and_change_places():
+    sampler, logits = Sampler(frozenset({EOS})), some_logits(4)
+    first = [a_request(s, temperature=0.5 + s, top_k=[-1, 3][s % 2]) for s in range(4)]
+    second = [first[3], a_request(9, temperature=0.0), first[0]]
+    for requests in (first, first, second, first[:1], first):
+        for request in requests:
+            request.sequence.token_ids.append(1)
+        together = sampler.sample(logits[: len(requests)], requests)
+        alone = [Sampler(frozenset({EOS})).sample(logits[i : i + 1], [r])[0] for i, r in enumerate(requests)]
+        assert together == alone
+        sampler.forget(requests[-1])
+
+
+def packed(ids: list[int], vocab: int = VOCAB) -> bytes:
+    bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
+    bits[ids] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.0}, {"top_p": 0.5}, {"logit_bias": {4: 100.0}}], ids=str)
+def test_a_grammars_mask_shapes_the_choice_and_not_what_is_reported(settings):
+    logits = some_logits(40)
+    ids = [1, 7, 11, 23]
+    requests = [a_request(s, **settings) for s in range(40)]
+    allowed = [packed(ids) if s % 2 else packed([9]) if s % 4 else None for s in range(40)]
+    chosen = Sampler(frozenset()).sample(logits, requests, allowed)
+    plain = Sampler(frozenset()).sample(logits, requests)
+    for row, (sampled, mask, free) in enumerate(zip(chosen, allowed, plain, strict=True)):
+        temperature = settings.get("temperature", 1.0) or 1.0
+        id = torch.tensor([sampled.token_id])
+        assert sampled.logprob == selected_logprobs(logits[row : row + 1], id, temperature).item()
+        if mask is None:
+            assert sampled == free and sampled.masked_prob is None
+            continue
+        kept = ids if row % 2 else [9]
+        exact = torch.softmax(logits[row, kept].double(), -1)
+        assert sampled.token_id in kept and sampled.was_only_choice == (len(kept) == 1)
+        assert sampled.masked_prob == pytest.approx(exact[kept.index(sampled.token_id)].item(), rel=1e-5)
+
+
+def test_tokens_that_a_mask_does_not_reach_are_not_chosen():
+    logits = torch.zeros(50, 100)
+    logits[:, 64:] = 20.0
+    requests = [a_request(s) for s in range(50)]
+    sampled = Sampler(frozenset()).sample(logits, requests, [packed(list(range(30)), 32)] * 50)
+    assert max(s.token_id for s in sampled) < 30
+
+
 def test_alternatives_are_the_most_likely_tokens_with_the_reported_logprobs():
     logits = some_logits(3)
     logprobs = torch.log_softmax(logits / 0.7, -1)
@@ -246,7 +311,7 @@ def test_alternatives_are_the_most_likely_tokens_with_the_reported_logprobs():
 
 def test_prompt_logprobs_are_those_of_the_trainers_formula():
     logits, ids = some_logits(4), torch.tensor([3, 0, 23, 7])
-    expected = torch.log_softmax(logits / torch.tensor([[0.7]]), -1)[torch.arange(4), ids].tolist()
+    expected = selected_logprobs(logits, ids, 0.7).tolist()
     plain, no_top = prompt_logprobs(logits, ids, a_request(temperature=0.7))
     with_top, top = prompt_logprobs(logits, ids, a_request(temperature=0.7, top=2))
     assert list(plain) == list(with_top) == expected

@@ -8,7 +8,8 @@ import pytest
 import torch
 from scipy import stats
 
-from lockstep.kernels.sampling import derive_seed, sample_from, scaled_logprobs, selected_logprobs, uniform_noise
+from lockstep.kernels.logprobs import scaled_logprobs, selected_logprobs
+from lockstep.kernels.sampling import derive_seed, sample_from, uniform_noise
 
 MASK = 2**64 - 1
 GAMMA = 0x9E3779B97F4A7C15
