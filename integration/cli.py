@@ -450,7 +450,7 @@ def _doctor(arguments: Sequence[str]) -> int:
     parser.parse_args(arguments)
     import torch
 
-    from ..kernels import native
+    from ..kernels import linear, native
     from ..kernels.invariant import self_test
     from ..kernels.paged_attention import attention_path
 
@@ -462,9 +462,16 @@ def _doctor(arguments: Sequence[str]) -> int:
     for source in sorted(Path(native.__file__).parent.glob("*.cpp")):
         library = native.load(source.name)
         _say(source.name, library.path if library else f"not used: {native.why_unavailable(source.name)}")
+    dtypes = (torch.float32, torch.bfloat16)
+    if native.load(linear.SOURCE):
+        levels = ", ".join(f"{str(dtype).removeprefix('torch.')} {linear.native_path(dtype)}" for dtype in dtypes)
+        limit = os.environ.get("LOCKSTEP_MAX_ISA")
+        _say("products", levels + (f" (LOCKSTEP_MAX_ISA={limit})" if limit else ""))
+    else:
+        _say("products", "the library's")
     is_invariant = True
     for device in devices:
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in dtypes:
             guarantee = self_test(_DOCTOR_SHAPES, dtype, device)
             is_invariant &= guarantee.invariant
             kind = f"{device.type} {str(dtype).removeprefix('torch.')}"

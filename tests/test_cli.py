@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.integration import cli
+from lockstep.kernels import native
 
 CONFIG = str(Path(cli.__file__).parent.parent / "configs" / "arithmetic_cpu.toml")
 
@@ -133,7 +134,10 @@ def test_doctor_reports_kernels_and_the_guarantee():
     done = lockstep("doctor")
     assert done.returncode == 0, done.stderr
     report = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if not line.startswith("cpu "))
-    assert {"torch", "processor", "features", "linear.cpp", "paged_attention.cpp"} <= set(report)
+    assert {"torch", "processor", "features", "linear.cpp", "paged_attention.cpp", "products"} <= set(report)
+    if not report["linear.cpp"].startswith("not used"):
+        _, in_float32, _, in_bfloat16 = report["products"].replace(",", "").split()[:4]
+        assert {in_float32, in_bfloat16} <= set(native.ISA_LEVELS)
     guarantees = [line for line in done.stdout.splitlines() if line.startswith("cpu ")]
     assert [line.split()[1] for line in guarantees] == ["float32", "bfloat16"]
     assert all("; invariant: " in line for line in guarantees)
