@@ -57,7 +57,9 @@ def tiling_of(dtype: torch.dtype, width: int) -> Tiling:
     """width: the larger of D and E."""
     if dtype == torch.float32:  # no tensor cores
         return Tiling(rows=16, keys=32, split=256)
-    return Tiling(rows=32, keys=64 if width <= 128 else 32, split=256)
+    # 16 rows are the fewest that tensor cores take: decode is bound by reading, and has no more than G of a sequence. A
+    # third stage lets block ids be read ahead of the keys they lead to.
+    return Tiling(rows=16, keys=64 if width <= 128 else 32, split=256, num_stages=3)
 
 
 def share_splits(num_rows: int, num_sequences: int, num_tiles: int, num_splits: int, row_bytes: int) -> Sharing:

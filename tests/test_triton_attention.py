@@ -273,18 +273,42 @@ def test_contexts_beyond_a_split_keep_their_bits(dtype: torch.dtype, kind: str) 
         assert torch.equal(found, whole[rows])
 
 
+def triton_engine(model: Any, **config: Any) -> Engine:
+    settings = {"kv_cache": "32 blocks", "max_num_seqs": 4, "chunked_prefill_size": 17, **config}
+    engine = Engine(model.train(), EngineConfig(**settings))
+    numerics = engine.model.numerics
+    numerics.guarantee = dataclasses.replace(numerics.guarantee, attention="triton")
+    return engine
+
+
+def settings_of(num_requests: int, num_new: int) -> list[SamplingParams]:
+    return [SamplingParams(max_new_tokens=num_new, temperature=0.7, sampling_seed=i) for i in range(num_requests)]
+
+
+@pytest.mark.slow
+def test_company_chunks_and_preemption_change_no_bit_of_an_engine_on_this_path(make_model) -> None:
+    model = make_model("qwen3", num_hidden_layers=1)
+    prompts, settings = [[7] * 20, [(3 * i + 1) % 250 for i in range(33)], [5]], settings_of(3, 18)
+    together = triton_engine(model, prefix_cache=False).generate(prompts, settings)
+    alone = triton_engine(model, prefix_cache=False, chunked_prefill_size=64)
+    scarce = triton_engine(model, kv_cache="6 blocks", admission_ratio=0, chunked_prefill_size=9)
+    squeezed = scarce.generate(prompts, settings)
+    assert sum(completion.num_retractions for completion in squeezed) >= 1
+    for i, completion in enumerate(together):
+        [single] = alone.generate(prompts[i], settings[i])
+        assert completion.token_ids == single.token_ids == squeezed[i].token_ids
+        assert completion.logprobs == single.logprobs == squeezed[i].logprobs
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype"), [("qwen3", torch.float32), ("qwen3", torch.bfloat16), ("gpt_oss", torch.float32)]
 )
 def test_an_engine_on_this_path_reports_the_trainers_bits(make_model, family: str, dtype: torch.dtype) -> None:
     model = make_model(family, dtype, num_hidden_layers=1)
-    engine = Engine(model.train(), EngineConfig(kv_cache="32 blocks", max_num_seqs=4, chunked_prefill_size=17))
-    numerics = engine.model.numerics
-    numerics.guarantee = dataclasses.replace(numerics.guarantee, attention="triton")
+    engine = triton_engine(model)
     prompts = [[5], [(3 * i + 1) % 250 for i in range(41)], [(3 * i + 1) % 250 for i in range(35)]]
-    params = [SamplingParams(max_new_tokens=4, temperature=0.7, sampling_seed=i) for i in range(3)]
-    asked = functools.partial(engine.generate, prompts, params, options=RequestOptions(logprob_start_len=0))
+    asked = functools.partial(engine.generate, prompts, settings_of(3, 4), options=RequestOptions(logprob_start_len=0))
     for completion in [*asked(), *asked()]:  # a miss, then a hit
         ids = torch.tensor([completion.prompt_ids + completion.token_ids])
         with engine.model.training_numerics():
