@@ -9,7 +9,7 @@ or a piece of one row.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import torch
 import triton
@@ -23,6 +23,17 @@ DIGEST_WORDS = 8
 UNITS = (64, 4, 1)  # bytes that surely lie side by side in a tile, the first of these that fits a block
 MAX_TILE_BYTES = 1 << 28  # bits of a tile are counted in 32 bits
 _NUM_FIELDS = tl.constexpr(14)  # of a row of the table
+_NUM_CONSTANTS = tl.constexpr(64)  # that stand before its rows
+_ROUND_CONSTANTS = (
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
+)  # fmt: skip
 
 
 def triton_tile_hashes(blocks: Sequence[tuple[Tensor, int, int]]) -> list[bytes]:
@@ -84,22 +95,11 @@ def _launch(blocks: list[tuple[Tensor, int, int]], unit: int) -> tuple[Tensor, l
     ]
     owners = torch.arange(len(blocks), dtype=torch.int32).repeat_interleave(torch.tensor(num_programs))
     digests = torch.empty(first_tiles[-1], DIGEST_WORDS, dtype=torch.int32, device=device)
-    entries = torch.tensor(table, dtype=torch.int64).to(device)
+    numbers = [*_ROUND_CONSTANTS, *chain.from_iterable(table)]
+    entries = torch.tensor(numbers, dtype=torch.int64).to(device)
     with torch.cuda.device_of(digests):
         _hash_kernel[(first_programs[-1],)](entries, owners.to(device), digests, TILES=LANES, UNIT=unit, num_warps=4)
     return digests, first_tiles
-
-
-_K = tl.constexpr((
-    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
-    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
-    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
-    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
-    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
-    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
-    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
-    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
-))  # fmt: skip
 
 
 @triton.jit
@@ -153,7 +153,7 @@ def _word(data, base, row_stride, width, size, num_blocks, start, offset: tl.con
 def _hash_kernel(table, owners, digests, TILES: tl.constexpr, UNIT: tl.constexpr):
     """TILES tiles of one block of the table, with the fields that `_launch` writes; sizes and strides in bytes."""
     program = tl.program_id(0)
-    entry = table + tl.load(owners + program) * _NUM_FIELDS
+    entry = table + _NUM_CONSTANTS + tl.load(owners + program) * _NUM_FIELDS
     data = tl.load(entry).to(tl.pointer_type(tl.uint8))
     tile = (program - tl.load(entry + 1).to(tl.int32)) * TILES + tl.arange(0, TILES)
     is_real = tile < tl.load(entry + 3).to(tl.int32)
@@ -194,7 +194,7 @@ def _hash_kernel(table, owners, digests, TILES: tl.constexpr, UNIT: tl.constexpr
         w14 = _word(data, base, row_stride, width, size, num_blocks, start, 56, UNIT)
         w15 = _word(data, base, row_stride, width, size, num_blocks, start, 60, UNIT)
         a, b, c, d, e, f, g, h = s0, s1, s2, s3, s4, s5, s6, s7
-        for first in tl.static_range(0, 64, 16):
+        for first in range(0, 64, 16):  # not unrolled: that compiles many times longer
             if first > 0:
                 w0, w1 = _next_word(w0, w1, w9, w14), _next_word(w1, w2, w10, w15)
                 w2, w3 = _next_word(w2, w3, w11, w0), _next_word(w3, w4, w12, w1)
@@ -205,22 +205,22 @@ def _hash_kernel(table, owners, digests, TILES: tl.constexpr, UNIT: tl.constexpr
                 w12, w13 = _next_word(w12, w13, w5, w10), _next_word(w13, w14, w6, w11)
                 w14 = _next_word(w14, w15, w7, w12)
                 w15 = _next_word(w15, w0, w8, w13)
-            d, h = _round(a, b, c, d, e, f, g, h, w0 + _K[first])
-            c, g = _round(h, a, b, c, d, e, f, g, w1 + _K[first + 1])
-            b, f = _round(g, h, a, b, c, d, e, f, w2 + _K[first + 2])
-            a, e = _round(f, g, h, a, b, c, d, e, w3 + _K[first + 3])
-            h, d = _round(e, f, g, h, a, b, c, d, w4 + _K[first + 4])
-            g, c = _round(d, e, f, g, h, a, b, c, w5 + _K[first + 5])
-            f, b = _round(c, d, e, f, g, h, a, b, w6 + _K[first + 6])
-            e, a = _round(b, c, d, e, f, g, h, a, w7 + _K[first + 7])
-            d, h = _round(a, b, c, d, e, f, g, h, w8 + _K[first + 8])
-            c, g = _round(h, a, b, c, d, e, f, g, w9 + _K[first + 9])
-            b, f = _round(g, h, a, b, c, d, e, f, w10 + _K[first + 10])
-            a, e = _round(f, g, h, a, b, c, d, e, w11 + _K[first + 11])
-            h, d = _round(e, f, g, h, a, b, c, d, w12 + _K[first + 12])
-            g, c = _round(d, e, f, g, h, a, b, c, w13 + _K[first + 13])
-            f, b = _round(c, d, e, f, g, h, a, b, w14 + _K[first + 14])
-            e, a = _round(b, c, d, e, f, g, h, a, w15 + _K[first + 15])
+            d, h = _round(a, b, c, d, e, f, g, h, w0 + tl.load(table + first).to(tl.uint32))
+            c, g = _round(h, a, b, c, d, e, f, g, w1 + tl.load(table + first + 1).to(tl.uint32))
+            b, f = _round(g, h, a, b, c, d, e, f, w2 + tl.load(table + first + 2).to(tl.uint32))
+            a, e = _round(f, g, h, a, b, c, d, e, w3 + tl.load(table + first + 3).to(tl.uint32))
+            h, d = _round(e, f, g, h, a, b, c, d, w4 + tl.load(table + first + 4).to(tl.uint32))
+            g, c = _round(d, e, f, g, h, a, b, c, w5 + tl.load(table + first + 5).to(tl.uint32))
+            f, b = _round(c, d, e, f, g, h, a, b, w6 + tl.load(table + first + 6).to(tl.uint32))
+            e, a = _round(b, c, d, e, f, g, h, a, w7 + tl.load(table + first + 7).to(tl.uint32))
+            d, h = _round(a, b, c, d, e, f, g, h, w8 + tl.load(table + first + 8).to(tl.uint32))
+            c, g = _round(h, a, b, c, d, e, f, g, w9 + tl.load(table + first + 9).to(tl.uint32))
+            b, f = _round(g, h, a, b, c, d, e, f, w10 + tl.load(table + first + 10).to(tl.uint32))
+            a, e = _round(f, g, h, a, b, c, d, e, w11 + tl.load(table + first + 11).to(tl.uint32))
+            h, d = _round(e, f, g, h, a, b, c, d, w12 + tl.load(table + first + 12).to(tl.uint32))
+            g, c = _round(d, e, f, g, h, a, b, c, w13 + tl.load(table + first + 13).to(tl.uint32))
+            f, b = _round(c, d, e, f, g, h, a, b, w14 + tl.load(table + first + 14).to(tl.uint32))
+            e, a = _round(b, c, d, e, f, g, h, a, w15 + tl.load(table + first + 15).to(tl.uint32))
         goes_on = block < num_blocks  # shorter tiles than others of the program are done
         s0, s1 = tl.where(goes_on, s0 + a, s0), tl.where(goes_on, s1 + b, s1)
         s2, s3 = tl.where(goes_on, s2 + c, s2), tl.where(goes_on, s3 + d, s3)
