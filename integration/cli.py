@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import importlib.metadata
 import json
 import logging
@@ -16,39 +15,19 @@ import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
+from .bench.command import BENCHMARKS, bench
+from .command_parser import CommandParser
 from .version import version
 
 T = TypeVar("T")
 PACKAGE = __package__.split(".")[0]
 
-# name of a module in bench/: what it measures
-BENCHMARKS = {
-    "rollout": "tokens per second of a batch of prompts, alone or against transformers' generate",
-    "overlap": "what work at delivery costs a step with overlap and without, and what the trace costs",
-    "pause": "latency of each kind of pause, and the cost of going on after it",
-    "pin": "time to first token after a flood, with a conversation pinned and without, by depth",
-    "cache": "what the prefix cache costs: insert and match, by prompt length and by size of the cache",
-    "sync": "weight pushes over every path against raw copies of the same bytes, and random group schedules",
-    "pipeline": "one long prompt in two stages with sequence pipelining and without; what a replica's controller costs",
-    "grammar": "what jump-forward saves on a load with much forced text, and what masks cost a free neighbour",
-    "serve": "what HTTP costs: streams over a socket against the same load by the Python API",
-    "schedule": "scheduler time per step, by policy and by how many requests wait",
-}
-
-
-class _Parser(argparse.ArgumentParser):
-    """Answers a mistake in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"lockstep: error: {' '.join(message.split())} (see {self.prog} --help)\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 2, after one line on stderr, for what the user got wrong."""
     commands = "\n".join(f"  {name:10} {what}" for name, (_, what) in COMMANDS.items())
-    parser = _Parser(
+    parser = CommandParser(
         prog="lockstep",
         description="A rollout engine inside the trainer's torchrun ranks.",
         epilog=f"commands:\n{commands}\n\n`lockstep COMMAND --help` tells more.",
@@ -77,7 +56,7 @@ def _generate(arguments: Sequence[str]) -> int:
     from ..rollout.sampling_params import SamplingParams
     from . import offline
 
-    parser = _Parser(
+    parser = CommandParser(
         prog="lockstep generate",
         description="Answer every prompt of a file. Answers are appended as they finish; `index` is the number of the "
         "input line, from 0. Run the same command again after an interruption: it goes on where it stopped.",
@@ -168,7 +147,7 @@ def _named(flag: str, make: Callable):
 
 
 def _serve(arguments: Sequence[str]) -> int:
-    parser = _Parser(
+    parser = CommandParser(
         prog="lockstep serve",
         description="Serve a model over HTTP: generation, OpenAI's API, and the control and weight verbs that RL "
         "frameworks use. SIGTERM and Ctrl-C end it. A model that is divided among ranks (--engine tp=2 pp=2) is served "
@@ -271,7 +250,7 @@ def _built(kind: type[T], settings: dict[str, object]) -> T:
 
 
 def _route(arguments: Sequence[str]) -> int:
-    parser = _Parser(
+    parser = CommandParser(
         prog="lockstep route",
         description="One address for many engines: generation goes to the least loaded one that knows the prompt, "
         "administration to all of them. SIGTERM and Ctrl-C end it.",
@@ -326,7 +305,7 @@ def _route(arguments: Sequence[str]) -> int:
 def _ctl(arguments: Sequence[str]) -> int:
     from . import ctl
 
-    parser = _Parser(
+    parser = CommandParser(
         prog="lockstep ctl",
         description="The verbs of a served engine, or of all engines of a router, from a shell.",
         epilog=ctl.exit_codes(),
@@ -335,60 +314,11 @@ def _ctl(arguments: Sequence[str]) -> int:
     return ctl.run(parser.parse_args(arguments))
 
 
-# -- bench -----------------------------------------------------------------------------------------------
-
-
-def _bench(arguments: Sequence[str]) -> int:
-    names = "\n".join(f"  {name:10} {what}" for name, what in BENCHMARKS.items())
-    parser = _Parser(
-        prog="lockstep bench",
-        description="Measure something on this machine.",
-        epilog=f"benchmarks:\n{names}\n\n`lockstep bench NAME --help` tells more.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("name", choices=tuple(BENCHMARKS), metavar="NAME")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="see below")
-    chosen = parser.parse_args(arguments)
-    module = importlib.import_module(f".bench.{chosen.name}", __package__)
-    parser = _Parser(
-        prog=f"lockstep bench {chosen.name}",
-        description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, on the last line")
-    module.add_arguments(parser)
-    options = parser.parse_args(chosen.arguments)
-    report = module.run(options)
-    if options.json:
-        print(json.dumps(report))
-    else:
-        for name, value in report.items():
-            print(f"{name:16} {_in_words(value)}")
-    return 0
-
-
-def _in_words(value: object, depth: int = 0) -> str:
-    """A value of a report as people read it: a list is a range, an object has a line for each of its members, a list of
-    objects is a table."""
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        columns = [[name, *(_in_words(item[name], depth + 1) for item in value)] for name in value[0]]
-        widths = [max(map(len, column)) for column in columns]
-        rows = ("  ".join(map(str.rjust, cells, widths)) for cells in zip(*columns, strict=True))
-        return "".join(f"\n  {row}" for row in rows)
-    if isinstance(value, list):
-        return " .. ".join(map(str, value))
-    if not isinstance(value, dict):
-        return str(value)
-    if depth:
-        return "".join(f"{name:>8}: {_in_words(item, depth + 1):8}" for name, item in value.items())
-    return "".join(f"\n  {name:14} {_in_words(item, depth + 1)}" for name, item in value.items())
-
-
 # -- train -----------------------------------------------------------------------------------------------
 
 
 def _train(arguments: Sequence[str]) -> int:
-    parser = _Parser(
+    parser = CommandParser(
         prog="lockstep train",
         description="Check a config, then run the GRPO job under torchrun on this machine. For more machines call "
         "torchrun -m lockstep.integration.grpo yourself.",
@@ -442,7 +372,7 @@ _PROCESSOR_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "b
 
 
 def _doctor(arguments: Sequence[str]) -> int:
-    parser = _Parser(
+    parser = CommandParser(
         prog="lockstep doctor",
         description="Which kernels run here and why, and whether results are independent of the batch. Exits with 1 "
         "where they are not.",
@@ -515,7 +445,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "route": (_route, "one address for many engines"),
     "ctl": (_ctl, "pause, continue, flush, pin, look into a served engine: its verbs from a shell"),
     "train": (_train, "the GRPO job, checked and then run under torchrun"),
-    "bench": (_bench, f"benchmarks: {', '.join(BENCHMARKS)}"),
+    "bench": (bench, f"benchmarks: {', '.join(BENCHMARKS)}"),
     "doctor": (_doctor, "which kernels run here and why"),
 }
 

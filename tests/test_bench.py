@@ -10,8 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from lockstep.integration import cli
-from lockstep.integration.bench import overlap, pause, presets, rollout, schedule
-from lockstep.integration.bench.rollout import Load, Run
+from lockstep.integration.bench import overlap, pause, presets, rollout, runs, schedule
+from lockstep.integration.bench.load import Load
+from lockstep.integration.bench.runs import Run
 
 LOAD = Load(batch=3, prompt_tokens=20, new_tokens=5)
 
@@ -57,9 +58,9 @@ def test_repeats_have_prompts_of_their_own():
 
 
 def test_our_run_separates_prefill_from_decode_and_hits_no_prefix(tiny):
-    engine = rollout.make_engine(tiny, LOAD, invariant=True)
+    engine = runs.make_engine(tiny, LOAD, invariant=True)
     for repeat in range(2):
-        run = rollout.run_engine(engine, LOAD, LOAD.prompts(16384, repeat))
+        run = runs.run_engine(engine, LOAD, LOAD.prompts(16384, repeat), repeat)
         assert len(run.decode_step_seconds) == LOAD.new_tokens - 1
         assert run.prefill_seconds + sum(run.decode_step_seconds) <= run.seconds
     assert engine.metrics.num_cached_tokens == 0
@@ -69,13 +70,13 @@ def test_our_run_separates_prefill_from_decode_and_hits_no_prefix(tiny):
 def test_transformers_runs_the_same_load_and_its_logprobs_are_those_of_its_tokens(tiny, monkeypatch):
     taken = {}
 
-    class Spy(rollout.LogprobRecorder):
+    class Spy(runs.LogprobRecorder):
         def finish(self, sequences):
             taken["sequences"], taken["logprobs"] = sequences, super().finish(sequences)
             return taken["logprobs"]
 
-    monkeypatch.setattr(rollout, "LogprobRecorder", Spy)
-    rollout.run_transformers(tiny, LOAD, LOAD.prompts(16384, 0))
+    monkeypatch.setattr(runs, "LogprobRecorder", Spy)
+    runs.run_transformers(tiny, LOAD, LOAD.prompts(16384, 0), 0)
     sequences = taken["sequences"]
     assert sequences.shape == (LOAD.batch, LOAD.prompt_tokens + LOAD.new_tokens)
     with torch.no_grad():
@@ -88,27 +89,51 @@ def test_the_report_takes_medians_and_pairs():
     load = Load(batch=2, prompt_tokens=10, new_tokens=50)  # 100 new tokens a repeat
     ours = [Run(1.0, 0.5, (0.01, 0.03)), Run(2.0, 0.4, (0.02,)), Run(0.5, 0.2, ())]
     theirs = [Run(4.0, 4.0, ()), Run(2.0, 2.0, ()), Run(1.0, 1.0, ())]
-    assert rollout.report(load, ours, theirs) == {
-        "tok_s": 100.0,
-        "tok_s_range": [50.0, 200.0],
+    assert rollout.report(load, {"ours": ours, "vllm": theirs}) == {
+        "ours_tok_s": 100.0,
+        "vllm_tok_s": 50.0,
+        "ratio_vllm": 2.0,
         "prefill_tok_s": 50.0,
         "step_ms": 20.0,
-        "hf_tok_s": 50.0,
-        "hf_tok_s_range": [25.0, 100.0],
-        "ratio": 2.0,
-        "ratio_range": [1.0, 4.0],
+        "spread": {"ours_tok_s": [50.0, 200.0], "ratio_vllm": [1.0, 4.0], "vllm_tok_s": [25.0, 100.0]},
     }
+
+
+def test_a_group_shares_its_prompt_and_groups_do_not():
+    prompts = Load(6, 20, 5, group=3).prompts(16384, 0)
+    assert prompts[0] == prompts[1] == prompts[2] != prompts[3] == prompts[4] == prompts[5]
+    with pytest.raises(ValueError, match="--batch 6 is not a multiple of --group 4"):
+        Load(6, 20, 5, group=4)
+
+
+def test_drawn_lengths_have_a_long_tail_about_the_mean_that_was_asked_for():
+    load = Load(4000, 1, 100, lengths="lognormal")
+    counts = sorted(load.counts(0))
+    assert counts == sorted(load.counts(0)) != sorted(load.counts(1))
+    assert 90 < load.num_new_tokens(0) / 4000 < 105  # the longest are cut
+    assert counts[2000] < 80 and counts[0] >= 1 and counts[-1] == load.max_new_tokens == 400
+
+
+def test_engines_end_each_sequence_at_its_drawn_length_and_groups_hit_the_prefix_cache(tiny):
+    load = Load(4, 40, 6, group=2, lengths="lognormal")
+    engine = runs.make_engine(tiny, load, invariant=True)
+    prompts = load.prompts(16384, 0)
+    assert runs.run_engine(engine, load, prompts, 0).seconds > 0
+    assert engine.metrics.num_output_tokens == load.num_new_tokens(0)
+    assert engine.metrics.num_cached_tokens == 2 * 32  # one member of each group finds the whole blocks of the other
+    assert runs.run_transformers(tiny, load, prompts, 0).seconds > 0
 
 
 def test_a_load_beyond_the_context_is_refused(tiny):
     with pytest.raises(ValueError, match=r"5000 tokens .* exceed the context of 4096"):
-        rollout.make_engine(tiny, Load(1, 4000, 1000), invariant=True)
+        runs.make_engine(tiny, Load(1, 4000, 1000), invariant=True)
 
 
 def test_the_command_prints_one_json_object_on_the_last_line():
     done = subprocess.run(
         [sys.executable, "-m", "lockstep.integration.cli", "bench", "rollout", "--model", "tiny", "--batch", "2",
-         "--prompt-tokens", "16", "--new-tokens", "4", "--repeats", "1", "--against", "hf", "--json", "--threads", "1"],
+         "--prompt-tokens", "16", "--new-tokens", "4", "--repeats", "1", "--against", "hf", "other", "--json",
+         "--threads", "1"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -121,7 +146,9 @@ def test_the_command_prints_one_json_object_on_the_last_line():
         "threads": 1,
     }.items() <= report.items()
     assert report["invariant"] is True
-    assert min(report[key] for key in ("tok_s", "prefill_tok_s", "step_ms", "hf_tok_s", "ratio")) > 0
+    rates = ("ours_tok_s", "hf_tok_s", "other_tok_s", "ratio_hf", "ratio_other")
+    assert min(report[key] for key in (*rates, "prefill_tok_s", "step_ms")) > 0
+    assert set(report["spread"]) == set(rates)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "edf", "lrs"])
@@ -218,9 +245,9 @@ def test_the_pause_command_prints_the_agreed_keys():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_load_runs_on_a_gpu():
     model = presets.load_model("tiny", device="cuda")
-    engine = rollout.make_engine(model, LOAD, invariant=True)
-    assert rollout.run_engine(engine, LOAD, LOAD.prompts(16384, 0)).seconds > 0
-    assert rollout.run_transformers(model, LOAD, LOAD.prompts(16384, 0)).seconds > 0
+    engine = runs.make_engine(model, LOAD, invariant=True)
+    assert runs.run_engine(engine, LOAD, LOAD.prompts(16384, 0), 0).seconds > 0
+    assert runs.run_transformers(model, LOAD, LOAD.prompts(16384, 0), 0).seconds > 0
 
 
 def test_overlap_bench_reports_every_variant():

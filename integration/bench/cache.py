@@ -22,7 +22,7 @@ from ...rollout.kv_ledger import KVLedger
 from ...rollout.request import Request, RequestOptions
 from ...rollout.sampling_params import SamplingParams
 from ...rollout.sequence import Sequence
-from .rollout import _positive
+from .load import positive
 
 _BLOCK_SIZE = 16
 _VOCAB_SIZE = 16384
@@ -32,9 +32,9 @@ _FILL_TOKENS = 2048
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--blocks", type=_positive, default=100_000, help="blocks in the cache")
-    parser.add_argument("--prompt-tokens", type=_positive, default=16384, help="the longest prompt")
-    parser.add_argument("--repeats", type=_positive, default=15)
+    parser.add_argument("--blocks", type=positive, default=100_000, help="blocks in the cache")
+    parser.add_argument("--prompt-tokens", type=positive, default=16384, help="the longest prompt")
+    parser.add_argument("--repeats", type=positive, default=15)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:

@@ -23,8 +23,8 @@ from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
 from ...rollout.grammar import Constraint
 from ...rollout.sampling_params import SamplingParams
+from .load import positive
 from .presets import load_model
-from .rollout import _positive
 from .vocabularies import byte_level_bpe
 
 MODES = ("off", "text", "exact")
@@ -80,10 +80,10 @@ class Load:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="small", help="a preset, or a folder")
-    parser.add_argument("--batch", type=_positive, default=8)
-    parser.add_argument("--free-tokens", type=_positive, default=60, help="tokens a sequence, for the slowdown")
-    parser.add_argument("--repeats", type=_positive, default=3)
-    parser.add_argument("--threads", type=_positive, default=2)
+    parser.add_argument("--batch", type=positive, default=8)
+    parser.add_argument("--free-tokens", type=positive, default=60, help="tokens a sequence, for the slowdown")
+    parser.add_argument("--repeats", type=positive, default=3)
+    parser.add_argument("--threads", type=positive, default=2)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:

@@ -19,8 +19,8 @@ import torch
 from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
 from ...rollout.sampling_params import SamplingParams
+from .load import positive
 from .presets import load_model
-from .rollout import _positive
 
 _PROMPT_TOKENS = 64
 _NUM_SKIPPED = 10  # first steps, which prefill, and last ones, which may hold fewer sequences
@@ -42,11 +42,11 @@ class SlowTokenizer:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="tiny", help="a preset, or a folder")
-    parser.add_argument("--batch", type=_positive, default=32)
-    parser.add_argument("--new-tokens", type=_positive, default=80)
+    parser.add_argument("--batch", type=positive, default=32)
+    parser.add_argument("--new-tokens", type=positive, default=80)
     parser.add_argument("--work-ms", type=float, default=5.0, help="of all deliveries of a step")
-    parser.add_argument("--repeats", type=_positive, default=3)
-    parser.add_argument("--threads", type=_positive, default=1)
+    parser.add_argument("--repeats", type=positive, default=3)
+    parser.add_argument("--threads", type=positive, default=1)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:

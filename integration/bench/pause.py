@@ -29,8 +29,9 @@ from ...rollout.commands import PauseReport
 from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
 from ...rollout.sampling_params import SamplingParams
+from .load import Load, positive
 from .presets import DTYPES, PRESETS, load_model
-from .rollout import Load, _clock, _device, _positive
+from .runs import clock, find_device
 
 MODES = ("in_place", "retract", "abort")
 _NUM_DECODE_STEPS = 16  # before a retraction
@@ -59,13 +60,13 @@ class _Count:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="small", help=f"{', '.join(PRESETS)} (random weights) or a model folder")
-    parser.add_argument("--batch", type=_positive, default=32, help="sequences that decode")
-    parser.add_argument("--prompt-tokens", type=_positive, default=128)
-    parser.add_argument("--new-tokens", type=_positive, default=512, help="room for decoding between two abortions")
-    parser.add_argument("--pauses", type=_positive, default=40, help="of each mode")
-    parser.add_argument("--repeats", type=_positive, default=3, help="of resuming; the median counts")
+    parser.add_argument("--batch", type=positive, default=32, help="sequences that decode")
+    parser.add_argument("--prompt-tokens", type=positive, default=128)
+    parser.add_argument("--new-tokens", type=positive, default=512, help="room for decoding between two abortions")
+    parser.add_argument("--pauses", type=positive, default=40, help="of each mode")
+    parser.add_argument("--repeats", type=positive, default=3, help="of resuming; the median counts")
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=EngineConfig.overlap)
-    parser.add_argument("--threads", type=_positive, help="default: torch's own choice")
+    parser.add_argument("--threads", type=positive, help="default: torch's own choice")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
@@ -75,7 +76,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure, and return the report. Raises ValueError for an option that does not fit the machine or the model."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    device = _device(options.device)
+    device = find_device(options.device)
     model = load_model(options.model, dtype=options.dtype, device=str(device))
     load = Load(options.batch, options.prompt_tokens, options.new_tokens)
     bench = Bench(make_engine(model, load, overlap=options.overlap), load, options.seed)
@@ -196,11 +197,11 @@ class Bench:
     def _until_decoding(self) -> float:
         """Run steps until one has decoded the whole batch; returns the seconds of those before it."""
         engine = self.engine
-        started = before = _clock(engine.model.device)
+        started = before = clock(engine.model.device)
         seen = self._count()
         while True:
             engine.step()
-            now, last = _clock(engine.model.device), self._count()
+            now, last = clock(engine.model.device), self._count()
             if _has_decoded(seen, last):
                 return before - started
             before, seen = now, last

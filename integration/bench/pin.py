@@ -34,8 +34,8 @@ from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
 from ...rollout.kv_events import BlockStored, EventBatch
 from ...rollout.sampling_params import SamplingParams
+from .load import positive
 from .presets import DTYPES, PRESETS, load_model
-from .rollout import _positive
 
 # depth: prompt tokens of the seed's conversation, and those of them that its pinned arm had to compute
 _SEED = {0: (3158, 221), 2: (4810, 1683), 6: (7347, 1396), 10: (10826, 1191), 16: (15002, 1050)}
@@ -79,10 +79,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", default="small", help=f"{', '.join(PRESETS)} (random weights) or a model folder"
     )
     parser.add_argument("--depths", type=int, nargs="+", choices=tuple(_SEED), default=list(_SEED))
-    parser.add_argument("--capacity", type=_positive, default=6400, help="tokens of the KV pool")
+    parser.add_argument("--capacity", type=positive, default=6400, help="tokens of the KV pool")
     parser.add_argument("--scale", type=float, default=_SCALE, help="of the seed's prompt lengths")
-    parser.add_argument("--repetitions", type=_positive, default=5, help="the median counts")
-    parser.add_argument("--threads", type=_positive, help="default: torch's own choice")
+    parser.add_argument("--repetitions", type=positive, default=5, help="the median counts")
+    parser.add_argument("--threads", type=positive, help="default: torch's own choice")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--plot", metavar="FILE", help="write a chart (needs matplotlib)")
 

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
 from ...rollout.sampling_params import SamplingParams
+from .load import positive
 from .presets import DTYPES, PRESETS, load_model
-from .rollout import _positive
 
 _MODES = ("sequential", "pipelined")
 _TIMEOUT_S = 120.0
@@ -62,11 +62,11 @@ class Load:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="small", metavar="NAME", help=f"{', '.join(PRESETS)}, or a model folder")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
-    parser.add_argument("--chunks", type=_positive, default=4)
-    parser.add_argument("--chunk-tokens", type=_positive, default=256, metavar="N")
-    parser.add_argument("--batch", type=_positive, default=8, help="sequences that decode")
-    parser.add_argument("--new-tokens", type=_positive, default=16, metavar="N", help="of each of them")
-    parser.add_argument("--repeats", type=_positive, default=5)
+    parser.add_argument("--chunks", type=positive, default=4)
+    parser.add_argument("--chunk-tokens", type=positive, default=256, metavar="N")
+    parser.add_argument("--batch", type=positive, default=8, help="sequences that decode")
+    parser.add_argument("--new-tokens", type=positive, default=16, metavar="N", help="of each of them")
+    parser.add_argument("--repeats", type=positive, default=5)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:

@@ -48,7 +48,7 @@ def load_model(name: str, *, dtype: str = "bfloat16", device: str = "cpu") -> Pr
     Raises ValueError for what is neither.
     """
     if name in PRESETS:
-        model: PreTrainedModel = _random_model(PRESETS[name]).to(DTYPES[dtype])
+        model: PreTrainedModel = random_model(PRESETS[name], tie_word_embeddings=True).to(DTYPES[dtype])
     elif (Path(name) / "config.json").is_file():
         model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype])
     else:
@@ -58,8 +58,10 @@ def load_model(name: str, *, dtype: str = "bfloat16", device: str = "cpu") -> Pr
     return model.to(device).eval().requires_grad_(False)
 
 
-def _random_model(widths: dict[str, int]) -> Qwen3ForCausalLM:
-    """float32, on the CPU, so that every device and dtype starts from the same numbers.
+def random_model(
+    widths: dict[str, int], *, tie_word_embeddings: bool, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> Qwen3ForCausalLM:
+    """Drawn as float32 on the CPU, every device and dtype starts from the same numbers.
 
     Matrices are drawn with a standard deviation of in_features ** -0.5, which keeps the size of what they
     multiply; the embedding, being the head too, with hidden_size ** -0.5: after the last norm a logit has a
@@ -68,7 +70,7 @@ def _random_model(widths: dict[str, int]) -> Qwen3ForCausalLM:
     """
     config = Qwen3Config(
         **widths,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tie_word_embeddings,
         max_position_embeddings=4096,
         bos_token_id=None,
         eos_token_id=None,
@@ -76,11 +78,11 @@ def _random_model(widths: dict[str, int]) -> Qwen3ForCausalLM:
     )
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config)
-    model.to_empty(device="cpu")
+    model.to(dtype).to_empty(device=device)
     # Rotary tables are buffers that the constructor computes: on the meta device they were not.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     model.tie_weights()
-    generator = torch.Generator().manual_seed(_SEED)
+    generator = torch.Generator(device).manual_seed(_SEED)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

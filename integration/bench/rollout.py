@@ -1,12 +1,20 @@
-"""Rollout throughput: prompts sampled to a fixed length, by our engine and, interleaved, by transformers.
+"""Rollout throughput: prompts sampled to given lengths, by our engine and, by turns, by others.
 
-A repeat is one batch of random prompts of equal length, each continued by exactly --new-tokens tokens sampled
-at temperature 1 from the whole vocabulary, with the log-probability of every token. tok_s is new tokens over
-the wall seconds of the whole load, prefill included. prefill_tok_s is prompt tokens over the seconds of the
-steps that ran prompt rows (decode rows in them included), step_ms the median step that ran one decode row of
-every sequence. Prompts differ between repeats, so that no prefix is cached. Rates are medians over the repeats;
-ratio is the median of each repeat's own ratio to the run of transformers beside it, since what else the machine
-does changes between repeats more than within one.
+A repeat is one batch of random prompts of equal length, each continued by --new-tokens tokens (--lengths lognormal:
+by as many as were drawn for it, the same for every engine) sampled at temperature 1 from the whole vocabulary, with the
+log-probability of every token. With --group N each prompt is that of N sequences. Prompts differ between repeats, so
+that no prefix is cached but within a group.
+
+--against takes one or more of: hf, transformers' generate; vllm, in an environment of its own, whose Python
+--vllm-python names, as a process of its own with as many threads and its prefix cache on as ours; other, our own engine
+with the other choice of --invariant. Every model is loaded and has run a load before anything is measured, and who is
+not measured does nothing: vLLM's processes are stopped.
+
+ours_tok_s and its like are new tokens over the wall seconds of the whole load, prefill included. prefill_tok_s is
+prompt tokens over the seconds of the steps that ran prompt rows (decode rows in them included), step_ms the median step
+that ran one decode row of every sequence. All are medians over the repeats; ratio_hf and its like are medians of each
+repeat's own ratio to the run beside it, since what else the machine does changes between repeats more than within one.
+spread has the lowest and the highest of each. invariant says whether our engine's self-test holds.
 """
 
 from __future__ import annotations
@@ -14,235 +22,139 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 
 import torch
-from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
-from ...rollout.sampling_params import SamplingParams
+from .load import Load, add_load_arguments, load_of, positive
 from .presets import DTYPES, PRESETS, load_model
+from .runs import Run, find_device, make_engine, num_kv_blocks, run_engine, run_transformers
+from .vllm_process import VllmWorker
 
-_WARM_UP_TOKENS = 8
+RIVALS = ("hf", "vllm", "other")
+_WARM_UP_TOKENS = 8  # of transformers, which has nothing to compile
 
-
-@dataclass(frozen=True)
-class Load:
-    """What one repeat generates."""
-
-    batch: int
-    prompt_tokens: int
-    new_tokens: int
-
-    def prompts(self, vocab_size: int, repeat: int) -> list[list[int]]:
-        """Random token ids, a pure function of the load and the repeat."""
-        generator = torch.Generator().manual_seed(1000 + repeat)
-        return torch.randint(vocab_size, (self.batch, self.prompt_tokens), generator=generator).tolist()
-
-
-@dataclass(frozen=True)
-class Run:
-    """One repeat, measured."""
-
-    seconds: float
-    prefill_seconds: float
-    decode_step_seconds: tuple[float, ...]
+RunOne = Callable[[Load, int], Run]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default="small", help=f"{', '.join(PRESETS)} (random weights) or a model folder"
     )
-    parser.add_argument("--batch", type=_positive, default=32, help="prompts at a time")
-    parser.add_argument("--prompt-tokens", type=_positive, default=128)
-    parser.add_argument("--new-tokens", type=_positive, default=128)
-    parser.add_argument(
-        "--against", choices=("hf",), help="run the same load through transformers' generate too"
-    )
-    parser.add_argument("--repeats", type=_positive, default=3, help="the median counts")
-    parser.add_argument("--threads", type=_positive, help="default: torch's own choice")
+    add_load_arguments(parser)
+    parser.add_argument("--against", choices=RIVALS, nargs="+", default=[], help="run the same load there too")
+    parser.add_argument("--vllm-python", metavar="FILE", help="the Python of an environment that has vLLM")
+    parser.add_argument("--repeats", type=positive, default=3, help="the median counts")
+    parser.add_argument("--threads", type=positive, help="default: torch's own choice")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
-    parser.add_argument(
-        "--no-invariant", dest="invariant", action="store_false", help="give up batch invariance"
-    )
+    parser.add_argument("--invariant", action=argparse.BooleanOptionalAction, default=True,
+                        help="results do not depend on the batch")  # fmt: skip
+    parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True,
+                        help="ours and vLLM's")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure, and return the report. Raises ValueError for an option that does not fit the machine or the model."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    device = _device(options.device)
+    device = find_device(options.device)
+    if "vllm" in options.against and (not options.vllm_python or device.type != "cpu"):
+        raise ValueError("--against vllm needs --vllm-python, and runs on the CPU")
+    load = load_of(options)
     model = load_model(options.model, dtype=options.dtype, device=str(device))
-    load = Load(options.batch, options.prompt_tokens, options.new_tokens)
-    engine = make_engine(model, load, invariant=options.invariant)
+    with ExitStack() as stack:
+        engine, rivals = _rivals(options, load, model, stack)
+        runs: dict[str, list[Run]] = {name: [] for name in rivals}
+        for repeat in range(options.repeats):
+            for name, one in rivals.items():  # A B A B: whatever else the machine does hits both
+                runs[name].append(one(load, repeat))
+                rate = load.num_new_tokens(repeat) / runs[name][-1].seconds
+                print(f"repeat {repeat + 1}/{options.repeats} {name}: {rate:.0f} tok/s", file=sys.stderr, flush=True)
+        guarantee = engine.model.numerics.guarantee
+        settings = {
+            "model": options.model,
+            "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "dtype": options.dtype,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "threads": torch.get_num_threads(),
+            "batch": load.batch,
+            "prompt_tokens": load.prompt_tokens,
+            "new_tokens": load.new_tokens,
+            "group": load.group,
+            "lengths": load.lengths,
+            "prefix_cache": options.prefix_cache,
+            "repeats": options.repeats,
+            "invariant": bool(guarantee and guarantee.invariant),
+        }
+    return {**settings, **report(load, runs)}
+
+
+def _rivals(
+    options: argparse.Namespace, load: Load, model: PreTrainedModel, stack: ExitStack
+) -> tuple[Engine, dict[str, RunOne]]:
+    """Our engine, and everybody that runs by turns, ours first, warmed up."""
+    engine = make_engine(model, load, invariant=options.invariant, prefix_cache=options.prefix_cache)
     vocab_size = engine.model.vocab_size
-    rivals = {"ours": lambda load, repeat: run_engine(engine, load, load.prompts(vocab_size, repeat))}
-    if options.against == "hf":
-        rivals["hf"] = lambda load, repeat: run_transformers(model, load, load.prompts(vocab_size, repeat))
-    warm_up = Load(load.batch, load.prompt_tokens, min(load.new_tokens, _WARM_UP_TOKENS))
-    for one in rivals.values():
-        one(warm_up, -1)
-    runs: dict[str, list[Run]] = {name: [] for name in rivals}
-    for repeat in range(options.repeats):
-        for name, one in rivals.items():  # A B A B: whatever else the machine does hits both
-            runs[name].append(one(load, repeat))
-            print(f"repeat {repeat + 1}/{options.repeats} {name}: {_tok_s(load, runs[name][-1]):.0f} tok/s",
-                  file=sys.stderr, flush=True)  # fmt: skip
-    settings = {
-        "model": options.model,
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "dtype": options.dtype,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "threads": torch.get_num_threads(),
-        "batch": load.batch,
-        "prompt_tokens": load.prompt_tokens,
-        "new_tokens": load.new_tokens,
-        "repeats": options.repeats,
-        "invariant": bool(engine.model.numerics.guarantee and engine.model.numerics.guarantee.invariant),
-    }
-    return {**settings, **report(load, **runs)}
 
+    def ours(which: Engine) -> RunOne:
+        return lambda load, repeat: run_engine(which, load, load.prompts(vocab_size, repeat), repeat)
 
-def report(load: Load, ours: list[Run], hf: list[Run] | None = None) -> dict[str, object]:
-    """Medians over the repeats, and beside each rate its lowest and highest repeat."""
-    rates = [_tok_s(load, run) for run in ours]
-    prompt_tokens = load.batch * load.prompt_tokens
-    steps = [seconds for run in ours for seconds in run.decode_step_seconds]
-    numbers: dict[str, object] = {
-        "tok_s": round(statistics.median(rates), 1),
-        "tok_s_range": _range(rates, 1),
-        "prefill_tok_s": round(statistics.median(prompt_tokens / run.prefill_seconds for run in ours), 1),
-        "step_ms": round(statistics.median(steps) * 1e3, 3) if steps else None,
-    }
-    if hf is not None:
-        hf_rates = [_tok_s(load, run) for run in hf]
-        pairs = [mine / theirs for mine, theirs in zip(rates, hf_rates, strict=True)]
-        numbers["hf_tok_s"] = round(statistics.median(hf_rates), 1)
-        numbers["hf_tok_s_range"] = _range(hf_rates, 1)
-        numbers["ratio"] = round(statistics.median(pairs), 3)
-        numbers["ratio_range"] = _range(pairs, 3)
-    return numbers
-
-
-def make_engine(model: PreTrainedModel, load: Load, *, invariant: bool) -> Engine:
-    """An engine that holds the whole load at once. Raises ValueError when the model's context does not."""
-    length = load.prompt_tokens + load.new_tokens
-    blocks_each = -(-(length + 1) // EngineConfig.block_size)
-    config = EngineConfig(
-        kv_cache=2 * load.batch * blocks_each,
-        max_num_seqs=load.batch,
-        max_num_batched_tokens=max(EngineConfig.max_num_batched_tokens, load.batch),
-        invariant=invariant,
-    )
-    engine = Engine(model, config)
-    if length > engine.max_model_len:
-        raise ValueError(f"{length} tokens (prompt and new) exceed the context of {engine.max_model_len}")
-    return engine
-
-
-def run_engine(engine: Engine, load: Load, prompts: list[list[int]]) -> Run:
-    """Run the load through our engine, step by step."""
-    params = SamplingParams(max_new_tokens=load.new_tokens, ignore_eos=True)
-    completions, prefill_seconds, decode_steps = [], 0.0, []
-    device, metrics = engine.model.device, engine.metrics
-    with engine.model.rollout_phase():
-        started = now = _clock(device)
-        for prompt in prompts:
-            engine.add(prompt, params)
-        while engine.has_work:
-            before, num_rows, num_open = now, metrics.num_rows, load.batch - len(completions)
-            completions += engine.step()
-            now = _clock(device)
-            if metrics.num_rows - num_rows > num_open:
-                prefill_seconds += now - before
-            elif num_open == load.batch:
-                decode_steps.append(now - before)
-    assert sum(len(completion.logprobs) for completion in completions) == load.batch * load.new_tokens
-    # A prompt of one token per sequence is indistinguishable from a decode step, and is its own prefill.
-    return Run(now - started, prefill_seconds or decode_steps.pop(0), tuple(decode_steps))
-
-
-def run_transformers(model: PreTrainedModel, load: Load, prompts: list[list[int]]) -> Run:
-    """Run the load through transformers' generate: sdpa attention, one batch, log-probabilities as ours."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    input_ids = torch.tensor(prompts, device=model.device)
-    recorder = LogprobRecorder()
-    torch.manual_seed(0)
-    started = _clock(model.device)
-    with torch.inference_mode():
-        sequences = model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=load.new_tokens,
-            eos_token_id=None,
-            pad_token_id=0,
-            logits_processor=LogitsProcessorList([recorder]),
+    rivals = {"ours": ours(engine)}
+    if "other" in options.against:
+        rivals["other"] = ours(
+            make_engine(model, load, invariant=not options.invariant, prefix_cache=options.prefix_cache)
         )
-        logprobs = recorder.finish(sequences)
-    seconds = _clock(model.device) - started
-    model.set_attn_implementation(before)
-    assert tuple(logprobs.shape) == (load.batch, load.new_tokens)
-    return Run(seconds, seconds, ())
+    if "hf" in options.against:
+        rivals["hf"] = lambda load, repeat: run_transformers(model, load, load.prompts(vocab_size, repeat), repeat)
+    if "vllm" in options.against:
+        worker = VllmWorker(
+            options.vllm_python, _folder(options.model, model, stack), load, dtype=options.dtype,
+            threads=torch.get_num_threads(), kv_bytes=num_kv_blocks(load) * engine.kv_plan.bytes_per_block,
+            prefix_cache=options.prefix_cache,
+        )  # fmt: skip
+        stack.callback(worker.close)
+        rivals["vllm"] = lambda load, repeat: worker.run(load, load.prompts(vocab_size, repeat), repeat)
+    short = Load(load.batch, load.prompt_tokens, min(load.new_tokens, _WARM_UP_TOKENS), load.group)
+    for name, one in rivals.items():
+        one(short if name == "hf" else load, -1)
+    return engine, rivals
 
 
-class LogprobRecorder(LogitsProcessor):
-    """Keeps the log-probability of each token that generate samples: what it costs is one log_softmax a step."""
-
-    def __init__(self) -> None:
-        self._last: Tensor | None = None
-        self._chosen: list[Tensor] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """input_ids [B, T] so far, scores [B, V] of the next token: returned as they are."""
-        if self._last is not None:
-            self._take(input_ids[:, -1:])
-        self._last = torch.log_softmax(scores.float(), dim=-1)
-        return scores
-
-    def finish(self, sequences: Tensor) -> Tensor:
-        """Log-probabilities [B, new tokens] of what generate returned."""
-        self._take(sequences[:, -1:])
-        return torch.cat(self._chosen, dim=-1).cpu()
-
-    def _take(self, token_ids: Tensor) -> None:
-        assert self._last is not None
-        self._chosen.append(self._last.gather(-1, token_ids))
+def _folder(name: str, model: PreTrainedModel, stack: ExitStack) -> Path:
+    """Where the model lies on disk: a preset is written for the time of the benchmark."""
+    if name not in PRESETS:
+        return Path(name).resolve()
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    model.save_pretrained(folder)
+    return folder
 
 
-def _tok_s(load: Load, run: Run) -> float:
-    return load.batch * load.new_tokens / run.seconds
-
-
-def _range(values: list[float], digits: int) -> list[float]:
-    return [round(min(values), digits), round(max(values), digits)]
-
-
-def _clock(device: torch.device) -> float:
-    """Seconds, when everything that was asked of the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def _device(name: str) -> torch.device:
-    if name.split(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be cpu or cuda, not {name!r}")
-    if name != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: torch sees no CUDA device here")
-    return torch.device(name)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
+def report(load: Load, runs: dict[str, list[Run]]) -> dict[str, object]:
+    """Medians over the repeats, and the lowest and highest of each under `spread`. "ours" must be among the runs."""
+    ours = runs["ours"]
+    rates = {
+        name: [load.num_new_tokens(repeat) / run.seconds for repeat, run in enumerate(of_name)]
+        for name, of_name in runs.items()
+    }
+    values = {f"{name}_tok_s": (of_name, 1) for name, of_name in rates.items()}
+    for name in rates.keys() - {"ours"}:
+        pairs = [mine / theirs for mine, theirs in zip(rates["ours"], rates[name], strict=True)]
+        values[f"ratio_{name}"] = (pairs, 3)
+    steps = [seconds for run in ours for seconds in run.decode_step_seconds]
+    return {
+        **{key: round(statistics.median(of_key), digits) for key, (of_key, digits) in sorted(values.items())},
+        "prefill_tok_s": round(
+            statistics.median(load.batch * load.prompt_tokens / run.prefill_seconds for run in ours), 1
+        ),
+        "step_ms": round(statistics.median(steps) * 1e3, 3) if steps else None,
+        "spread": {
+            key: [round(min(of_key), digits), round(max(of_key), digits)]
+            for key, (of_key, digits) in sorted(values.items())
+        },
+    }

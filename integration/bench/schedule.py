@@ -22,7 +22,7 @@ from ...rollout.schedule import ScheduleOutput, SequenceResult
 from ...rollout.scheduler import Scheduler, StepLimits
 from ...rollout.sequence import Sequence
 from ...rollout.sequence_manager import EngineSequenceManager, WorkerSequenceManager
-from .rollout import _positive
+from .load import positive
 
 _BLOCK_SIZE = 16
 _PROMPT_TOKENS = tuple(range(32, 513, 32))
@@ -36,11 +36,11 @@ _CLOCK_STEP = 1e-5  # so slow that nobody's deadline passes: then lrs would have
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policies", nargs="+", choices=tuple(POLICIES), default=list(POLICIES))
     parser.add_argument(
-        "--waiting", nargs="+", type=_positive, default=[10, 100, 1000, 10000], help="requests that wait"
+        "--waiting", nargs="+", type=positive, default=[10, 100, 1000, 10000], help="requests that wait"
     )
-    parser.add_argument("--batch", type=_positive, default=64, help="sequences that decode")
-    parser.add_argument("--steps", type=_positive, default=200, help="measured steps of a repeat")
-    parser.add_argument("--repeats", type=_positive, default=3)
+    parser.add_argument("--batch", type=positive, default=64, help="sequences that decode")
+    parser.add_argument("--steps", type=positive, default=200, help="measured steps of a repeat")
+    parser.add_argument("--repeats", type=positive, default=3)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:

@@ -30,8 +30,8 @@ from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
 from ...rollout.errors import EngineStopped
 from ...rollout.sampling_params import SamplingParams
+from .load import positive
 from .presets import DTYPES, PRESETS, load_model
-from .rollout import _positive
 
 _WARM_UP_TOKENS = 4
 
@@ -66,12 +66,12 @@ class Run:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="small", help=f"{', '.join(PRESETS)} (random weights) or a model folder")
-    parser.add_argument("--concurrency", type=_positive, default=32, help="requests at a time")
-    parser.add_argument("--requests", type=_positive, default=64)
-    parser.add_argument("--prompt-tokens", type=_positive, default=64)
-    parser.add_argument("--new-tokens", type=_positive, default=64)
-    parser.add_argument("--repeats", type=_positive, default=3, help="the median counts")
-    parser.add_argument("--threads", type=_positive, help="default: torch's own choice")
+    parser.add_argument("--concurrency", type=positive, default=32, help="requests at a time")
+    parser.add_argument("--requests", type=positive, default=64)
+    parser.add_argument("--prompt-tokens", type=positive, default=64)
+    parser.add_argument("--new-tokens", type=positive, default=64)
+    parser.add_argument("--repeats", type=positive, default=3, help="the median counts")
+    parser.add_argument("--threads", type=positive, help="default: torch's own choice")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--overlap", action="store_true", help="deliver while the model runs")
 

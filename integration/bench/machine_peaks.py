@@ -1,0 +1,51 @@
+"""What a machine can do at best, measured: the floors of a decode step are computed from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+_BUFFER_BYTES = 512 * 2**20  # beyond every cache
+_PRODUCT_SIZE = 2048
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Of one device, at the threads that torch has now."""
+
+    bytes_per_s: float  # read from memory
+    operations_per_s: float  # multiplications and additions of a large matrix product
+
+    def floor_seconds(self, num_bytes: float, num_operations: float) -> float:
+        """No program that reads so much and computes so much takes less, if memory and units work side by side."""
+        return max(num_bytes / self.bytes_per_s, num_operations / self.operations_per_s)
+
+
+def measure_peaks(dtype: torch.dtype, device: torch.device, repeats: int = 5) -> Peaks:
+    """Read a large buffer, multiply large matrices of that dtype; the best of the repeats counts."""
+    buffer = torch.ones(_BUFFER_BYTES // 8, dtype=torch.int64, device=device)
+    reading = _best(lambda: buffer.sum(), device, repeats)
+    matrix = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=dtype, device=device)
+    product = _best(lambda: matrix @ matrix, device, repeats)
+    return Peaks(buffer.nbytes / reading, 2 * _PRODUCT_SIZE**3 / product)
+
+
+def _best(act: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of the fastest of so many, after one more."""
+    act()
+    seconds = []
+    for _ in range(repeats):
+        _settle(device)
+        started = time.perf_counter()
+        act()
+        _settle(device)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
