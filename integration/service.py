@@ -12,13 +12,13 @@ from ..rollout.errors import NotIdle
 from ..weight_sync.errors import Poisoned, SessionError
 from ..weight_sync.in_place import sync_in_place
 from ..weight_sync.manifest import NamedTensors
-from ..weight_sync.packed import BufferSink
 from ..weight_sync.peers import PeerFailed
 from ..weight_sync.process_group import GroupRegistry
 from ..weight_sync.shard_sync import ShardSync, plan_shard_sync
 from ..weight_sync.tensors import TensorReceiver
 from .replica import Replica, on_all_ranks, plain, serve_verbs
 from .service_config import ServiceConfig
+from .update_sources import SharedMemory
 from .weight_checks import WeightChecks
 from .weight_sessions import Commit, DigestTime, WeightSessions
 from .weight_verbs import WeightVerbs
@@ -58,7 +58,7 @@ class RolloutService(WeightVerbs):
             engine, self.config.weight_timeout_s, self.replica, self.commit_implicit_update
         )  # fmt: skip
         self._receiver = TensorReceiver(self.config.shared_memory_folder)
-        self._packed = BufferSink()
+        self._shared_memory = SharedMemory(self._receiver)
         self._checks = WeightChecks(engine, self.sessions, self.replica)
         self._torn: str | None = None  # why the weights that the trainer writes are not to be published
         self.sessions.on_lease_over = self._give_up_session

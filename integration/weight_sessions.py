@@ -16,27 +16,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from typing import Literal
-
-import torch
-from torch import Tensor
 
 from ..rollout.commands import HoldReport
 from ..rollout.engine import Engine
 from ..rollout.errors import SamplingRefused
-from ..weight_sync.digest import model_root, tensor_roots
+from ..weight_sync.digest import model_root
 from ..weight_sync.errors import DigestMismatch, Poisoned, SessionError
 from ..weight_sync.manifest import TensorSpec
 from ..weight_sync.peers import PeerFailed
 from ..weight_sync.session import SessionManager
 from ..weight_sync.session_records import SessionRecord, UpdateRecord
-from ..weight_sync.shard_bytes import Shard
-from ..weight_sync.shard_digest import local_digests, merged_roots, require_whole_cells
 from ..weight_sync.sink import Sink
 from ..weight_sync.transaction import Coverage, Undo, WeightTransaction
 from .published_parts import PublishedParts
 from .replica import Replica
+from .replica_weights import ReplicaWeights
 from .weight_metrics import WeightMetrics, path_of
 
 DigestTime = Literal["now", "later"]
@@ -84,8 +79,7 @@ class WeightSessions:
         """timeout_s: how long a call waits for another one that is under way. commit_before_sampling: `commit_implicit`
         on all ranks. Raises ValueError where ranks share the model in a way that its digest cannot be computed."""
         self._engine, self._replica = engine, replica
-        if not replica.is_alone:
-            require_whole_cells(engine.model.shards)
+        self.weights = ReplicaWeights(engine, replica)
         self._commit_everywhere = commit_before_sampling
         self.metrics = WeightMetrics()
         self._manager = SessionManager(
@@ -110,7 +104,6 @@ class WeightSessions:
         self._undefined: frozenset[str] = frozenset()  # what holds nothing of worth, since it was released or reset
         self._digest_time: DigestTime = "now"
         self._before = _Standing(engine.weight_version, engine.weight_digest, frozenset(), {})
-        self._tied = engine.model.tied_names()
         self._commit: Commit | None = None  # the last one
         self.owes_digest = False
 
@@ -205,7 +198,7 @@ class WeightSessions:
         def receive_noted(sink: Sink) -> Sequence[TensorSpec]:
             specs = receive(sink)
             for spec in specs:
-                self._fresh_roots.pop(self._resident_name(spec.name), None)
+                self._fresh_roots.pop(self.weights.resident_name(spec.name), None)
                 received.append(spec.name)
             return specs
 
@@ -277,8 +270,8 @@ class WeightSessions:
         """Of the weights as they are now: the model digest, None where ranks that hold the same bytes do not agree; and
         the names of what is not as it was published on this rank, as far as its digest was computed. Changes nothing.
         """
-        names = self._parameters()
-        own, roots = self._digests_now(names)
+        names = self.weights.names()
+        own, roots = self.weights.digests(names)
         digest = model_root(roots.items()) if len(roots) == len(names) else None
         return digest, self._parts.differing(own, roots, self._roots)
 
@@ -288,7 +281,7 @@ class WeightSessions:
 
     def _missing_roots(self, known: Collection[str]) -> dict[str, bytes]:
         """The roots of the parameters that are not known. Raises DigestMismatch where ranks differ about some."""
-        names = [name for name in self._parameters() if name not in known]
+        names = [name for name in self.weights.names() if name not in known]
         found = self._roots_now(names)
         if differing := [name for name in names if name not in found]:
             raise DigestMismatch(differing, "the ranks that hold the same bytes of them do not agree")
@@ -296,54 +289,14 @@ class WeightSessions:
 
     def _digest_roots(self, names: Sequence[str]) -> dict[str, bytes]:
         roots = self._roots_now(names)
-        parameters = set(self._parameters())
+        parameters = set(self.weights.names())
         self._fresh_roots |= {name: root for name, root in roots.items() if name in parameters}
         return roots
 
     def _roots_now(self, names: Sequence[str]) -> dict[str, bytes]:
-        own, roots = self._digests_now(names)
+        own, roots = self.weights.digests(names)
         self._parts.saw(own, roots)
         return roots
-
-    def _digests_now(self, names: Sequence[str]) -> tuple[Mapping[str, object], dict[str, bytes]]:
-        """This rank's digests of what is resident, and the tensor roots, of all ranks; a root covers the name under
-        which it is asked for."""
-        resident = dict(self._all_tensors())
-        here = {name: resident[r] for name in names if (r := self._resident_name(name)) in resident}
-        if self._replica.is_alone:
-            roots = tensor_roots(here.items())
-            return {name: root.hex() for name, root in roots.items()}, roots
-        model = self._engine.model
-        shards = {name: model.shards[self._resident_name(name)] for name in here}
-        known = {name: model.full_specs.get(self._resident_name(name)) for name in names}
-        specs = [TensorSpec(name, *spec) if spec else TensorSpec.of(name, here[name]) for name, spec in known.items()]
-        own = local_digests(here, shards)
-        return own, merged_roots(specs, self._replica.gather(own))
-
-    def _parameters(self) -> list[str]:
-        """Resident names of the whole model."""
-        if self._replica.is_alone:
-            return [name for name, _ in self._engine.resident_tensors()]
-        return list(self._engine.model.full_specs)
-
-    def full_value(self, name: str, limit: int) -> Tensor:
-        """The first `limit` entries along each dimension of a whole parameter, on the CPU. Raises ValueError for an
-        unknown name."""
-        model, resident = self._engine.model, self._resident_name(name)
-        tensor = dict(self._engine.resident_tensors()).get(resident)
-        if self._replica.is_alone:
-            if tensor is None:
-                raise ValueError(f"no parameter is named {name!r}")
-            return tensor.detach()[tuple(slice(limit) for _ in tensor.shape)].cpu()
-        if resident not in model.full_specs:
-            raise ValueError(f"no parameter is named {name!r}")
-        dtype, shape = model.full_specs[resident]
-        pieces = [] if tensor is None else _first_entries(tensor.detach(), model.shards[resident], limit)
-        value = torch.zeros([min(limit, size) for size in shape], dtype=dtype)
-        for dim, start, stop, values in chain(*self._replica.gather(pieces)):
-            part = value.narrow(dim, start, stop - start) if shape else value
-            part.copy_(torch.tensor(values, dtype=dtype).view(part.shape))
-        return value
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
@@ -362,14 +315,14 @@ class WeightSessions:
         """Allocate them again; returns the bytes. What they hold is undefined, so all have to be written first."""
         num_bytes = self._engine.resume_weights()
         if num_bytes:
-            self.weights_were_lost(set(self._parameters()))
+            self.weights_were_lost(set(self.weights.names()))
         return num_bytes
 
     def weights_were_lost(self, names: set[str]) -> None:
         """These hold nothing of worth, here or on another rank: nothing is sampled before all of them were written."""
         self._roots = {}
         names = {name for own in self._replica.gather(sorted(names)) for name in own}
-        self._undefined |= names & set(self._parameters())
+        self._undefined |= names & set(self.weights.names())
         for key, why in _refusal_of(self._undefined).items():
             self._engine.refuse_sampling(why, key)
 
@@ -388,17 +341,7 @@ class WeightSessions:
     def _make_transaction(self, coverage: Coverage, undo: Undo) -> WeightTransaction:
         self.finish_digest()  # one that is owed is computed before the next write, or never
         self._fresh_roots, self._digest_time = {}, "now"
-        model = self._engine.model
-        resident = list(model.resident_tensors())
-        shards, elsewhere = {}, []
-        if not self._replica.is_alone:
-            here = {name for name, _ in resident}
-            shards = model.shards
-            elsewhere = [TensorSpec(name, *spec) for name, spec in model.full_specs.items() if name not in here]
-        self._transaction = WeightTransaction(
-            resident, optional=model.buffers(), aliases=self._tied, coverage=coverage, undo=undo, shards=shards,
-            elsewhere=elsewhere,
-        )  # fmt: skip
+        self._transaction = self.weights.transaction(coverage, undo)
         return self._transaction
 
     def _prepare_commit(self, record: SessionRecord) -> None:
@@ -453,28 +396,6 @@ class WeightSessions:
         self._engine.before_sampling = None
         if not self._replica.is_alone:  # it was held here, and could not be elsewhere
             self._engine.allow_sampling(_SESSION)
-
-    def _resident_name(self, name: str) -> str:
-        return self._tied.get(name, name)
-
-    def _all_tensors(self) -> list[tuple[str, Tensor]]:
-        model = self._engine.model
-        return [*model.resident_tensors(), *model.buffers()]
-
-
-def _first_entries(part: Tensor, shard: Shard, limit: int) -> list[list[object]]:
-    """Of the first `limit` entries along each dimension of the whole: what is here, as dimension, range and values."""
-    if not shard.full_shape:
-        return [[0, 0, 1, part.tolist()]]
-    found, done = [], 0
-    for start, stop in shard.ranges:
-        end = min(stop, limit)
-        if start < end:
-            piece = part.narrow(shard.dim, done, end - start)
-            piece = piece[tuple(slice(limit) for _ in piece.shape)]
-            found.append([shard.dim, start, end, piece.cpu().tolist()])
-        done += stop - start
-    return found
 
 
 def _refusal_of(undefined: Collection[str]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -10,25 +10,17 @@ import torch
 from ..rollout.commands import ContinueReport, HoldReport
 from ..rollout.engine import Engine
 from ..rollout.errors import MemoryReleased, SamplingRefused
-from ..weight_sync.bucket import byte_view
-from ..weight_sync.delta import Check, apply_delta
-from ..weight_sync.delta_wire import DELTA_MANIFEST_FILE, load_delta
-from ..weight_sync.disk import load_folder
-from ..weight_sync.distributed import receive_update
+from ..weight_sync.delta import Check
 from ..weight_sync.errors import SessionError
-from ..weight_sync.foreign import receive_flattened_bucket, receive_tensors
-from ..weight_sync.manifest import Manifest, NamedTensors, TensorSpec, specs_from_lists, specs_of
-from ..weight_sync.packed import BufferSink, apply_stream
+from ..weight_sync.manifest import NamedTensors
 from ..weight_sync.process_group import GroupRegistry
 from ..weight_sync.pull import PullRecord, pull_weights
 from ..weight_sync.rendezvous import Rendezvous
 from ..weight_sync.session_records import UpdateRecord
-from ..weight_sync.sink import Sink
-from ..weight_sync.tensors import TensorReceiver
 from ..weight_sync.transaction import Coverage, Undo
-from ..weight_sync.unpickle import read_framework_payload
 from .replica import Replica, on_all_ranks
 from .service_config import ServiceConfig
+from .update_sources import Receive, SharedMemory, from_folder, from_group, from_named_tensors, from_payload
 from .weight_sessions import Commit, DigestTime, WeightSessions
 
 GROUP_NAME = "weight_update_group"
@@ -48,8 +40,7 @@ class WeightVerbs:
     sessions: WeightSessions
     groups: GroupRegistry
     replica: Replica
-    _receiver: TensorReceiver
-    _packed: BufferSink  # buckets of a delta whose last one has not come yet
+    _shared_memory: SharedMemory
 
     # -- sessions ---------------------------------------------------------------------------------------------------
 
@@ -192,29 +183,8 @@ class WeightVerbs:
         "delta": the same with changes against the weights that are here.
         """
         group, deadline = self.groups.get(group_name), self._deadline(timeout_s)
-        expected = None if manifest is None else Manifest.from_json(manifest)
-        if load_format == "lockstep":
-
-            def receive(sink: Sink) -> Sequence[TensorSpec]:
-                return receive_update(group, sink, deadline, expected).tensors
-
-        elif load_format == "delta":
-
-            def receive(sink: Sink) -> Sequence[TensorSpec]:
-                packed = BufferSink()
-                receive_update(group, packed, deadline, expected)
-                return apply_stream(packed.buffers(), sink, check=delta_check, timeout_s=deadline)[0]
-
-        else:
-            specs = specs_from_lists(names or (), dtypes or (), shapes or ())
-            take_foreign = _FOREIGN.get(load_format)
-            if take_foreign is None:
-                raise ValueError(f"unknown load_format {load_format!r} of a distributed update")
-
-            def receive(sink: Sink) -> Sequence[TensorSpec]:
-                take_foreign(group, specs, sink, deadline)
-                return specs
-
+        specs = (names or (), dtypes or (), shapes or ())
+        receive = from_group(group, load_format, specs, manifest, delta_check, deadline)
         return self._update(
             f"group {group_name}", receive, weight_version, verify, abort_all_requests, keep_running, deadline
         )
@@ -246,27 +216,10 @@ class WeightVerbs:
         deadline = self._deadline(timeout_s)
         if descriptions is not None:
             description = self._own(descriptions, "descriptions")
-
-            def receive(sink: Sink) -> Sequence[TensorSpec]:
-                if load_format != "delta":
-                    return self._receiver.receive(description, sink)
-                if description.get("manifest") is not None:  # the first bucket of an update
-                    self._packed = BufferSink()
-                self._receiver.receive(description, self._packed)
-                if not self._packed.is_complete:
-                    return ()
-                packed, self._packed = self._packed, BufferSink()
-                return apply_stream(packed.buffers(), sink, check=delta_check, timeout_s=deadline)[0]
+            receive = self._shared_memory.source(description, load_format, delta_check, deadline)
         else:
             payload = self._own(serialized_named_tensors or (), "serialized_named_tensors")
-
-            def receive(sink: Sink) -> Sequence[TensorSpec]:
-                config = self.config
-                tensors = read_framework_payload(
-                    payload, load_format, max_bytes=config.max_pickle_bytes, allow=config.allow_pickle
-                )
-                return _write_all(tensors, sink)
-
+            receive = from_payload(payload, load_format, self.config)
         return self._update(
             "tensor", receive, weight_version, verify, abort_all_requests, keep_running, deadline
         )
@@ -289,15 +242,7 @@ class WeightVerbs:
         """
         if self.replica.asks_followers:
             raise ValueError("the other ranks follow this one: call update_weights_from_named_tensors on all of them")
-        tensors = named_tensors if isinstance(named_tensors, Sequence) else iter(named_tensors)
-
-        def receive(sink: Sink) -> Sequence[TensorSpec]:
-            try:
-                return _write_all(tensors, sink)
-            finally:
-                for _ in tensors if not self.replica.is_alone else ():
-                    pass
-
+        receive = from_named_tensors(named_tensors, to_the_end=not self.replica.is_alone)
         return self._update(
             "this process", receive, weight_version, verify, abort_all_requests, keep_running,
             self._deadline(timeout_s),
@@ -326,19 +271,7 @@ class WeightVerbs:
         path = Path(model_path)
         deadline = self._deadline(timeout_s)
         digests: dict[str, str] = {}  # filled while reading: the session compares when the tensors are there
-
-        def receive(sink: Sink) -> Sequence[TensorSpec]:
-            if (path / DELTA_MANIFEST_FILE).is_file():
-                delta = load_delta(path)
-                apply_delta(delta.specs, delta.chunks(), sink, check=delta_check, timeout_s=deadline)
-                manifest, specs = delta.manifest.manifest, delta.specs
-            else:
-                plan = load_folder(path, sink, timeout_s=deadline)
-                manifest, specs = plan.manifest, plan.specs
-            if verify is True and manifest is not None:
-                digests.update(manifest.digests)
-            return specs
-
+        receive = from_folder(path, digests if verify is True else None, delta_check, deadline)
         given = digests if isinstance(verify, bool) else verify
         record = self._update(
             f"folder {path}", receive, weight_version, given, abort_all_requests, keep_running, deadline
@@ -380,14 +313,14 @@ class WeightVerbs:
         self._check_resident()
         if truncate_size < 1:
             raise ValueError(f"truncate_size must be at least 1, not {truncate_size}")
-        return self.sessions.full_value(name, truncate_size).to(torch.float32).tolist()
+        return self.sessions.weights.first_entries(name, truncate_size).to(torch.float32).tolist()
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
     def _update(
         self,
         source: str,
-        receive: Callable[[Sink], Sequence[TensorSpec]],
+        receive: Receive,
         weight_version: str | None,
         verify: Mapping[str, str] | None,
         abort_all_requests: bool,
@@ -414,21 +347,3 @@ class WeightVerbs:
     def _check_resident(self) -> None:
         if not self.engine.model.holds_weights:
             raise MemoryReleased('the weights are released: resume_memory_occupation(["weights"]) first')
-
-
-_FOREIGN = {None: receive_tensors, "flattened_bucket": receive_flattened_bucket}
-
-
-def _write_all(named_tensors: NamedTensors, sink: Sink) -> Sequence[TensorSpec]:
-    """Write whole tensors as they come; a list of them is checked as a whole before the first byte."""
-    is_whole = isinstance(named_tensors, Sequence)
-    if is_whole:
-        sink.expect(specs_of(named_tensors))
-    specs = []
-    for name, tensor in named_tensors:
-        spec = TensorSpec.of(name, tensor)
-        if not is_whole:
-            sink.expect([spec])
-        sink.write(name, 0, byte_view(tensor))
-        specs.append(spec)
-    return specs
