@@ -5,7 +5,7 @@ ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup train test test-slow lint clean
+.PHONY: setup train test test-slow test-exhaustive lint clean
 
 setup: $(STAMP)
 
@@ -23,11 +23,15 @@ train: setup
 # Two processes share the test modules, since many tests wait more than they compute; with one thread each, for threads
 # that wait for each other are slow on cores that others use too. Tests of threads set their number themselves.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not exhaustive" -n 2 --dist loadfile $(ARGS)
 
 # pytest exits with 5 where it finds nothing to run, which is no failure here.
 test-slow: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow -n 2 --dist loadfile $(ARGS) || [ $$? -eq 5 ]
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow and not exhaustive" -n 2 --dist loadfile $(ARGS) || [ $$? -eq 5 ]
+
+# Every case of what test-slow has only one of each kind of. Not for every change: it takes half an hour and more.
+test-exhaustive: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m exhaustive -n 2 --dist loadfile $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

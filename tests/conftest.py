@@ -1,4 +1,4 @@
-"""Small random models of the families that Lockstep promises to host, and the engines around them."""
+"""What many tests stand on: models, served engines, ranks, and waiting for things to happen."""
 
 from __future__ import annotations
 
@@ -39,41 +39,8 @@ from lockstep.rollout.sampler import Sampler
 from lockstep.rollout.schedule import ScheduleOutput, SequenceResult
 from lockstep.rollout.sequence_manager import WorkerSequenceManager
 from lockstep.rollout.step_results import results_of
-
-_COMMON = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,  # not hidden_size / num_attention_heads
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-
-# family -> (config class, what its config has beyond the common part)
-FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
-    "llama": ("LlamaConfig", {"rope_parameters": _LLAMA3_ROPE}),
-    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),  # has bias on q, k and v
-    "qwen3": ("Qwen3Config", {}),
-    "mistral": ("MistralConfig", {"sliding_window": 20}),
-    "gemma2": ("Gemma2Config", {"sliding_window": 20, "query_pre_attn_scalar": 32}),
-    "gemma3": ("Gemma3TextConfig", {"sliding_window": 20, "query_pre_attn_scalar": 32}),
-    "gpt_oss": ("GptOssConfig", {"sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen3_moe": ("Qwen3MoeConfig", _EXPERTS),
-}
+from lockstep.tests.callers import wait_until
+from lockstep.tests.random_models import random_model
 
 MakeModel = Callable[..., PreTrainedModel]
 
@@ -81,21 +48,7 @@ MakeModel = Callable[..., PreTrainedModel]
 @pytest.fixture
 def make_model() -> MakeModel:
     """make_model("gemma2", dtype=torch.bfloat16): a random model whose logits are far from uniform."""
-
-    def make(family: str, dtype: torch.dtype = torch.float32, **overrides: object) -> PreTrainedModel:
-        config_name, extra = FAMILIES[family]
-        config = getattr(transformers, config_name)(**{**_COMMON, **extra, **overrides})
-        torch.manual_seed(1)
-        model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(0.0, 1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
-                elif "sinks" in name or "bias" in name:
-                    parameter.normal_(0.0, 0.5)
-        return model.eval()
-
-    return make
+    return random_model
 
 
 @pytest.fixture
@@ -115,6 +68,32 @@ def service(model: PreTrainedModel, tmp_path: Path) -> Iterator[RolloutService]:
 
 
 @pytest.fixture
+def server(service):
+    """The test's service behind HTTP, without keys."""
+    from lockstep.integration.http.config import HttpConfig
+    from lockstep.integration.http.server import serve_in_background
+
+    with serve_in_background(service, HttpConfig(port=0)) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    import httpx
+
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """A folder for segments and checkpoints; what is left in it at the end was forgotten."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+        yield Path(path)
+        assert list(Path(path).iterdir()) == []
+
+
+@pytest.fixture
 def restore_threads():
     """Put torch's thread count back after a test that changes it."""
     num_threads = torch.get_num_threads()
@@ -124,18 +103,8 @@ def restore_threads():
 
 @pytest.fixture
 def until() -> Callable[..., None]:
-    """until(condition): return once `condition()` is true, looking again and again; fails after `timeout_s`.
-
-    For what nobody announces; wait for an event or an answer where there is one.
-    """
-
-    def wait(condition: Callable[[], object], timeout_s: float = 60.0, what: str = "") -> None:
-        end, pause = time.monotonic() + timeout_s, threading.Event()
-        while not condition():
-            assert time.monotonic() < end, f"it never came about in {timeout_s:g} s: {what or condition}"
-            pause.wait(0.005)
-
-    return wait
+    """until(condition): see `wait_until`."""
+    return wait_until
 
 
 @pytest.fixture

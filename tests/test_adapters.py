@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import weakref
@@ -25,6 +24,7 @@ from lockstep.integration.adapters.ddp import ddp_tensors
 from lockstep.integration.adapters.deepspeed import _groups, prepare_deepspeed, zero_tensors
 from lockstep.integration.adapters.fsdp2 import fsdp2_tensors
 from lockstep.integration.adapters.trainer_tensors import trainer_tensors
+from lockstep.tests.forked_ranks import free_port
 from lockstep.weight_sync.digest import model_digest
 
 NUM_RANKS = 2
@@ -231,9 +231,7 @@ def num_alive_at_most(tensors: Iterable[tuple[str, Tensor]]) -> int:
 
 def launch(kind: str, folder: Path, timeout_s: float) -> list[dict[str, dict[str, object]]]:
     """The results of both ranks. Kills what is left of them when one fails or the deadline passes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     common = {
         **os.environ,
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(NUM_RANKS)},

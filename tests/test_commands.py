@@ -7,7 +7,6 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 
@@ -18,6 +17,7 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import DeadlineExceeded, EngineStopped
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.callers import soon, submit, wait_until
 
 PATIENCE = 30.0  # seconds that nothing here comes near
 LONG = 480  # tokens: a request that is still there when a test looks again
@@ -52,41 +52,8 @@ def background(make_engine, request) -> Engine:
     return engine
 
 
-class Callers:
-    """Threads for callers; their answers are awaited with `soon`, never for ever, and none outlives a failed test."""
-
-    @staticmethod
-    def submit(call: Callable, *args: object, **options: object) -> Future:
-        future: Future = Future()
-
-        def answer() -> None:
-            try:
-                future.set_result(call(*args, **options))
-            except BaseException as error:  # noqa: BLE001 - whoever waits for the answer gets it
-                future.set_exception(error)
-
-        threading.Thread(target=answer, daemon=True).start()
-        return future
-
-
-@pytest.fixture
-def pool() -> Callers:
-    return Callers()
-
-
 def params(num_new: int = 8, seed: int = 0, **others: object) -> SamplingParams:
     return SamplingParams(max_new_tokens=num_new, sampling_seed=seed, **others)
-
-
-def soon(future: Future):
-    return future.result(timeout=PATIENCE)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline, pulse = time.monotonic() + PATIENCE, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, "it never came about"
-        pulse.wait(0.001)
 
 
 def assert_empty(engine: Engine) -> None:
@@ -183,11 +150,11 @@ def test_same_op_id_runs_once_and_gets_the_same_answer(make_engine):
     assert engine.abort_request(abort_all=True, op_id="b").aborted == ("first",)
 
 
-def test_same_op_id_of_an_abort_at_the_same_time_gets_one_answer(background, pool):
+def test_same_op_id_of_an_abort_at_the_same_time_gets_one_answer(background):
     gate = Gate(background)
     ids = [background.add([i], params(LONG))[0] for i in range(6)]
     assert gate.entered.wait(PATIENCE)
-    calls = [pool.submit(background.abort_request, abort_all=True, op_id="once") for _ in range(8)]
+    calls = [submit(background.abort_request, abort_all=True, op_id="once") for _ in range(8)]
     gate.open()
     assert {soon(call).aborted for call in calls} == {tuple(ids)}
     assert background.metrics.num_aborted == 6
@@ -223,13 +190,13 @@ def every_command(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("load", ["idle", "loaded", "paused"])
-def test_commands_are_answered_to_several_threads_at_once(background, pool, load):
+def test_commands_are_answered_to_several_threads_at_once(background, load):
     callers: list[Future] = []
     if load != "idle":
-        callers = [pool.submit(background.generate, [[i, i + 1]] * 2, params(40, i)) for i in range(4)]
+        callers = [submit(background.generate, [[i, i + 1]] * 2, params(40, i)) for i in range(4)]
     if load == "paused":
         background.pause_generation("in_place", timeout_s=PATIENCE)
-    for call in [pool.submit(every_command, background) for _ in range(4)]:
+    for call in [submit(every_command, background) for _ in range(4)]:
         soon(call)
     background.continue_generation(timeout_s=PATIENCE)
     for caller in callers:
@@ -240,24 +207,24 @@ def test_commands_are_answered_to_several_threads_at_once(background, pool, load
     assert_empty(background)
 
 
-def test_commands_of_other_threads_are_answered_without_a_background_loop(make_engine, pool):
+def test_commands_of_other_threads_are_answered_without_a_background_loop(make_engine):
     """Whoever drives takes them; with nobody driving, the caller does."""
     engine = make_engine()
-    soon(pool.submit(every_command, engine))
-    drives = pool.submit(engine.generate, [[1, 2], [3, 4]], params(200))
+    soon(submit(every_command, engine))
+    drives = submit(engine.generate, [[1, 2], [3, 4]], params(200))
     wait_until(lambda: engine.state()["num_running"] == 2)
-    report = soon(pool.submit(engine.pause_generation, "in_place"))
+    report = soon(submit(engine.pause_generation, "in_place"))
     assert report.num_running == 2 and not drives.done()
     forwards = engine.state()["num_forwards"]
-    assert soon(pool.submit(engine.continue_generation)).num_running == 2
+    assert soon(submit(engine.continue_generation)).num_running == 2
     answers = soon(drives)
     assert [c.num_completion_tokens for c in answers] == [200, 200]
     assert engine.state()["num_forwards"] > forwards
 
 
-def test_paused_background_engine_answers_reads_and_takes_requests(background, pool):
+def test_paused_background_engine_answers_reads_and_takes_requests(background):
     background.pause_generation("retract", timeout_s=PATIENCE)
-    call = pool.submit(background.generate, [1, 2, 3], params(5))
+    call = submit(background.generate, [1, 2, 3], params(5))
     wait_until(lambda: background.state()["num_waiting"] == 1)
     assert not call.done() and background.is_paused
     background.continue_generation(timeout_s=PATIENCE)
@@ -265,16 +232,16 @@ def test_paused_background_engine_answers_reads_and_takes_requests(background, p
     assert completion.num_completion_tokens == 5
 
 
-def test_callers_of_every_kind_get_from_the_background_loop_what_a_driver_gets(make_engine, background, pool):
+def test_callers_of_every_kind_get_from_the_background_loop_what_a_driver_gets(make_engine, background):
     prompts = [[i, 2 * i + 1, 7] for i in range(6)]
     expected = [make_engine().generate(p, params(12, i))[0] for i, p in enumerate(prompts)]
-    calls = [pool.submit(background.generate, p, params(12, i)) for i, p in enumerate(prompts)]
-    streams = [pool.submit(lambda p=p, i=i: list(background.stream(p, params(12, i)))) for i, p in enumerate(prompts)]
+    calls = [submit(background.generate, p, params(12, i)) for i, p in enumerate(prompts)]
+    streams = [submit(lambda p=p, i=i: list(background.stream(p, params(12, i)))) for i, p in enumerate(prompts)]
 
     async def all_at_once() -> list:
         return await asyncio.gather(*(background.agenerate(p, params(12, i)) for i, p in enumerate(prompts)))
 
-    twins = soon(pool.submit(asyncio.run, all_at_once()))
+    twins = soon(submit(asyncio.run, all_at_once()))
     for call, chunks, [twin], whole in zip(calls, map(soon, streams), twins, expected, strict=True):
         [answer] = soon(call)
         assert answer.token_ids == twin.token_ids == chunks[-1].completion.token_ids == whole.token_ids
@@ -300,12 +267,12 @@ def test_start_twice_and_stop_twice_are_once(make_engine):
     assert_empty(engine)
 
 
-def test_broken_forward_reaches_whoever_waits_and_nobody_hangs(make_engine, pool):
+def test_broken_forward_reaches_whoever_waits_and_nobody_hangs(make_engine):
     engine = make_engine()
     engine.start()
     gate = Gate(engine)
-    call = pool.submit(engine.generate, [1, 2], params(LONG))
-    stream = pool.submit(lambda: list(engine.stream([3, 4], params(LONG))))
+    call = submit(engine.generate, [1, 2], params(LONG))
+    stream = submit(lambda: list(engine.stream([3, 4], params(LONG))))
     assert gate.entered.wait(PATIENCE)
 
     def fail(*_: object) -> None:
@@ -328,7 +295,7 @@ def test_broken_forward_reaches_whoever_waits_and_nobody_hangs(make_engine, pool
 
 
 @pytest.mark.parametrize("is_paused", [False, True], ids=["running", "paused"])
-def test_client_that_goes_away_aborts_its_request(background, pool, is_paused):
+def test_client_that_goes_away_aborts_its_request(background, is_paused):
     stream = background.stream([1, 2], params(LONG))
     first = next(stream)
 
@@ -342,22 +309,22 @@ def test_client_that_goes_away_aborts_its_request(background, pool, is_paused):
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    soon(pool.submit(asyncio.run, come_and_go()))
+    soon(submit(asyncio.run, come_and_go()))
     state = background.state()
     assert [*state["running_ids"], *state["waiting_ids"]] == [first.id]
-    soon(pool.submit(stream.close))
+    soon(submit(stream.close))
     assert background.is_paused is is_paused
     assert background.metrics.num_aborted == 2
     background.continue_generation()
     assert_empty(background)
 
 
-def test_async_stream_that_is_left_aborts_its_request(background, pool):
+def test_async_stream_that_is_left_aborts_its_request(background):
     async def leave() -> None:
         async for _ in background.astream([1, 2], params(LONG)):
             break
 
-    soon(pool.submit(asyncio.run, leave()))
+    soon(submit(asyncio.run, leave()))
     wait_until(lambda: background.metrics.num_aborted == 1)
     assert_empty(background)
 
@@ -377,14 +344,14 @@ def test_idle_engine_uses_no_processor(background):
     assert cpu_share() < 0.02
 
 
-def test_paused_engine_uses_no_processor_though_many_wait_for_it(background, pool):
-    calls = [pool.submit(background.generate, [i], params(LONG)) for i in range(6)]
-    stream = pool.submit(lambda: list(background.stream([9], params(LONG))))
+def test_paused_engine_uses_no_processor_though_many_wait_for_it(background):
+    calls = [submit(background.generate, [i], params(LONG)) for i in range(6)]
+    stream = submit(lambda: list(background.stream([9], params(LONG))))
 
     async def waits() -> list:
         return await background.agenerate([8], params(LONG))
 
-    twin = pool.submit(asyncio.run, waits())
+    twin = submit(asyncio.run, waits())
     wait_until(lambda: background.state()["num_running"] + background.state()["num_waiting"] == 8)
     background.pause_generation("in_place", timeout_s=PATIENCE)
     assert cpu_share() < 0.02
@@ -394,9 +361,9 @@ def test_paused_engine_uses_no_processor_though_many_wait_for_it(background, poo
     assert soon(stream)[-1].completion.finish_reason.type == "abort"
 
 
-def test_caller_that_drives_a_paused_engine_uses_no_processor(make_engine, pool):
+def test_caller_that_drives_a_paused_engine_uses_no_processor(make_engine):
     engine = make_engine()
-    call = pool.submit(engine.generate, [[1], [2]], params(LONG))
+    call = submit(engine.generate, [[1], [2]], params(LONG))
     wait_until(lambda: engine.state()["num_running"] == 2)
     engine.pause_generation("in_place")
     assert cpu_share() < 0.02
@@ -407,9 +374,12 @@ def test_caller_that_drives_a_paused_engine_uses_no_processor(make_engine, pool)
 # -- two threads of commands against a loaded engine ---------------------------------------------------
 
 
-@pytest.mark.parametrize("seconds", [1, pytest.param(30, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
-def test_commands_of_two_threads_lose_no_reply_and_hang_nobody(make_engine, pool, seconds, overlap):
+@pytest.mark.parametrize(("overlap", "seconds"), [
+    pytest.param(False, 1, id="plain"), pytest.param(True, 1, id="overlap"),
+    pytest.param(True, 30, id="overlap-long", marks=pytest.mark.slow),
+    pytest.param(False, 30, id="plain-long", marks=pytest.mark.exhaustive),
+])
+def test_commands_of_two_threads_lose_no_reply_and_hang_nobody(make_engine, seconds, overlap):
     engine = make_engine(kv_cache="24 blocks", overlap=overlap)  # 4 places, each for 5 blocks: some pressure, too
     alone = [engine.generate([i, i + 1], params(60, i))[0] for i in range(8)]
     engine.start()
@@ -451,8 +421,8 @@ def test_commands_of_two_threads_lose_no_reply_and_hang_nobody(make_engine, pool
             threading.Event().wait(dice.random() * 0.01)
         return replies
 
-    loads = [pool.submit(load, index) for index in range(8)]
-    commands = [pool.submit(command, seed) for seed in (1, 2)]
+    loads = [submit(load, index) for index in range(8)]
+    commands = [submit(command, seed) for seed in (1, 2)]
     try:
         replies = [call.result(timeout=seconds + PATIENCE) for call in commands]
     finally:

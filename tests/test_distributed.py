@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 import weakref
@@ -17,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.tests.forked_ranks import HOST, free_port, run_ranks
 from lockstep.weight_sync import distributed
 from lockstep.weight_sync.distributed import plan_broadcasts, receive_update, send_update
 from lockstep.weight_sync.errors import PlanMismatch, TransferFailed
@@ -25,52 +24,8 @@ from lockstep.weight_sync.manifest import Manifest, TensorSpec, specs_of
 from lockstep.weight_sync.process_group import join_group
 from lockstep.weight_sync.weight_group import WeightGroup
 
-HOST = "127.0.0.1"
-_FORK = multiprocessing.get_context("fork")
 BUCKET = 4096
 Named = list[tuple[str, Tensor]]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
-
-
-def run_ranks(*ranks: Callable[[], object], num_endless: int = 0, timeout_s: float = 20.0) -> list[object]:
-    """What each callable returned, or the text of what it raised, or None where its process was killed or hangs.
-
-    The last `num_endless` are not waited for: they are killed when the others are done.
-    """
-
-    def child(rank: Callable[[], object], out) -> None:
-        torch.set_num_threads(1)
-        try:
-            out.send(rank())
-        except (RuntimeError, ValueError) as error:
-            out.send(f"{type(error).__name__}: {error}")
-        out.close()
-        os._exit(0)
-
-    processes, pipes = [], []
-    for rank in ranks:
-        ours, theirs = _FORK.Pipe(duplex=False)
-        process = _FORK.Process(target=child, args=(rank, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes.append(ours)
-    end, results = time.monotonic() + timeout_s, []
-    for index, pipe in enumerate(pipes):
-        left_s = max(0.0, end - time.monotonic()) if index < len(ranks) - num_endless else 0.0
-        try:
-            results.append(pipe.recv() if pipe.poll(left_s) else None)
-        except EOFError:
-            results.append(None)
-    for process in processes:
-        process.kill()
-        process.join()
-    return results
 
 
 def bits(tensor: Tensor) -> bytes:

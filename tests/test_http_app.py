@@ -24,6 +24,7 @@ from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import DeadlineExceeded, LedgerError
+from lockstep.tests.forked_ranks import free_port
 
 pytestmark = pytest.mark.slow  # many small calls over real sockets
 
@@ -33,12 +34,6 @@ def service(make_model):
     service = RolloutService(Engine(make_model("qwen2"), EngineConfig(kv_cache="32 blocks", max_num_seqs=4)))
     yield service
     service.close()
-
-
-@pytest.fixture
-def client(service):
-    with serve_in_background(service, HttpConfig(port=0)) as server, httpx.Client(base_url=server.url) as client:
-        yield client
 
 
 # -- starting and ending ----------------------------------------------------------------------------------------------
@@ -94,7 +89,7 @@ def test_every_wrong_setting_is_named_and_no_key_is_quoted():
 def test_a_request_that_never_ends_does_not_keep_the_server_from_closing(service, until):
     server = serve_in_background(service, HttpConfig(port=0, shutdown_timeout_s=1))
     # Nobody comes: it would wait for the rendezvous' own deadline.
-    group = {"master_address": "127.0.0.1", "master_port": _free_port(), "rank_offset": 1, "world_size": 2}
+    group = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
     group |= {"backend": "gloo"}
     answers = []
     thread = threading.Thread(
@@ -334,9 +329,3 @@ def test_stages_select(client):
     assert not client.get("/state").json()["paused"]
     assert "skipped" not in client.post("/pause_generation", json={"stages": ["talker", "rollout"]}).json()
     assert client.get("/state").json()["paused"]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from lockstep.integration.http.config import HttpConfig
-from lockstep.integration.http.server import serve_in_background
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
@@ -23,12 +21,6 @@ def service(make_model, tmp_path):
     yield service
     service.engine.check_integrity()
     service.close()
-
-
-@pytest.fixture
-def client(service):
-    with serve_in_background(service, HttpConfig(port=0)) as server, httpx.Client(base_url=server.url) as client:
-        yield client
 
 
 def _hashes(client: httpx.Client) -> list[int]:

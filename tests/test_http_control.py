@@ -29,15 +29,6 @@ def service(make_model, tmp_path):
     service.close()
 
 
-@pytest.fixture
-def client(service):
-    with (
-        serve_in_background(service, HttpConfig(port=0)) as server,
-        httpx.Client(base_url=server.url, timeout=20) as client,
-    ):
-        yield client
-
-
 class Asked:
     """A completion that is asked for in a thread, and how many of its chunks have come."""
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from lockstep.integration.arithmetic import build_tokenizer
 from lockstep.integration.http.config import HttpConfig
@@ -21,6 +21,7 @@ from lockstep.integration.http.sse import GrowingList, GrowingText
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.tests.random_models import random_model
 
 PATIENCE = 30.0  # seconds that nothing here comes near
 CONTEXT = 512
@@ -30,20 +31,9 @@ PROMPT = "What is 347 + 285?\n"
 LONG = {"temperature": 0, "max_new_tokens": 340, "ignore_eos": True}
 
 
-def small_model() -> Qwen3ForCausalLM:
-    """Random, its logits far from uniform, with a token for each of the tokenizer's."""
-    config = Qwen3Config(
-        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=CONTEXT, bos_token_id=None, eos_token_id=None,
-        pad_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
-    return model.eval()
+def small_model() -> PreTrainedModel:
+    """With a token for each of the tokenizer's."""
+    return random_model("qwen3", vocab_size=128, max_position_embeddings=CONTEXT)
 
 
 class Server:
@@ -72,7 +62,7 @@ class Server:
 
 
 @contextmanager
-def serving(model: Qwen3ForCausalLM) -> Iterator[Server]:
+def serving(model: PreTrainedModel) -> Iterator[Server]:
     torch.set_num_threads(1)
     engine = Engine(model, EngineConfig(kv_cache=NUM_BLOCKS), tokenizer=build_tokenizer())
     service = RolloutService(engine)

@@ -26,18 +26,6 @@ def service(make_model):
     service.close()
 
 
-@pytest.fixture
-def server(service):
-    with serve_in_background(service, HttpConfig(port=0)) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server):
-    with httpx.Client(base_url=server.url, timeout=10) as client:
-        yield client
-
-
 def _healthy(client: httpx.Client) -> bool:
     answers = [client.get(path) for path in HEALTH]
     assert all(answer.content == b"" for answer in answers)

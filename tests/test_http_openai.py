@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from lockstep.integration.arithmetic import build_tokenizer
 from lockstep.integration.http.config import HttpConfig
@@ -20,6 +20,7 @@ from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.random_models import random_model
 
 PATIENCE = 30.0
 CONTEXT = 256
@@ -33,19 +34,9 @@ TEMPLATE = (
 AS_ONE = "system: Add.\nuser: 1 + 2?\nassistant: "
 
 
-def small_model() -> Qwen3ForCausalLM:
-    config = Qwen3Config(
-        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=CONTEXT, bos_token_id=None, eos_token_id=None,
-        pad_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
-    return model.eval()
+def small_model() -> PreTrainedModel:
+    """With a token for each of the tokenizer's."""
+    return random_model("qwen3", vocab_size=128, max_position_embeddings=CONTEXT)
 
 
 @pytest.fixture(scope="module")

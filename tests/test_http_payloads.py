@@ -19,8 +19,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.integration.http.config import HttpConfig
-from lockstep.integration.http.server import serve_in_background
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.weight_sync.delta import encode_delta
@@ -38,18 +36,8 @@ EMBED = "model.embed_tokens.weight"
 
 
 @pytest.fixture
-def model(make_model, restore_threads) -> nn.Module:
-    torch.set_num_threads(1)
-    return make_model("qwen2").requires_grad_(False)
-
-
-@pytest.fixture
-def client(service) -> Iterator[httpx.Client]:
-    with (
-        serve_in_background(service, HttpConfig(port=0)) as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
-    ):
-        yield client
+def model(model) -> nn.Module:
+    return model.requires_grad_(False)
 
 
 def later(model: nn.Module, seed: int) -> nn.Module:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import copy
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.integration.http.config import HttpConfig
-from lockstep.integration.http.server import BackgroundServer, serve_in_background
 from lockstep.integration.http_target import HttpTarget
 from lockstep.integration.service import RolloutService
 from lockstep.integration.weight_pusher import WeightPusher
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.forked_ranks import free_port
 from lockstep.weight_sync.delta import encode_delta
 from lockstep.weight_sync.delta_wire import save_delta
 from lockstep.weight_sync.digest import model_digest
@@ -40,10 +37,9 @@ HOST = "127.0.0.1"
 
 
 @pytest.fixture
-def model(make_model, restore_threads) -> nn.Module:
+def model(model) -> nn.Module:
     """The module that the engine is colocated with."""
-    torch.set_num_threads(1)
-    return make_model("qwen2").requires_grad_(False)
+    return model.requires_grad_(False)
 
 
 @pytest.fixture
@@ -60,18 +56,6 @@ def service(model) -> Iterator[RolloutService]:
     service = RolloutService(Engine(model, EngineConfig(kv_cache="32 blocks", max_num_seqs=4)))
     yield service
     service.close()
-
-
-@pytest.fixture
-def server(service) -> Iterator[BackgroundServer]:
-    with serve_in_background(service, HttpConfig(port=0)) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
-        yield client
 
 
 @pytest.fixture
@@ -143,9 +127,7 @@ def test_an_update_that_comes_while_the_trainer_trains_lands_as_the_phase_opens(
 
 
 def test_a_broadcast_waits_for_the_phase_too(client, server, service, newer, threads, until):
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     joining = {"master_address": HOST, "master_port": port, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
     joined = threads.submit(client.post, "/init_weights_update_group", json=joining)
     # A group is joined at once: nothing is written by that.

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ from lockstep.integration.service import RolloutService
 from lockstep.integration.weight_verbs import GROUP_NAME
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.tests.forked_ranks import free_port
 from lockstep.weight_sync.digest import model_digest
 from lockstep.weight_sync.distributed import send_update
 from lockstep.weight_sync.manifest import Manifest, specs_of
@@ -231,9 +231,7 @@ def ranks_of(reply: dict) -> list[tuple[int, bool]]:
 
 def send_over_a_group(client: httpx.Client, model: PreTrainedModel) -> list[dict]:
     """The trainer is rank 0 of a group whose others are the ranks of the replica; the replies to its three calls."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     named = list(model.named_parameters())
     manifest = Manifest("group", specs_of(named))
     address = {"master_address": "127.0.0.1", "master_port": port, "world_size": 3, "backend": "gloo"}

@@ -7,7 +7,6 @@ calls is that of the frameworks (August 2026); each test's docstring names its p
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from lockstep.tests.forked_ranks import free_port
 from lockstep.weight_sync.unpickle import serialize_for_engine
 
 pytestmark = pytest.mark.slow
@@ -157,7 +157,7 @@ class Group:
     def __init__(self, workers: list[Worker], name: str) -> None:
         self._workers, self.name = workers, name
         self._pool = ThreadPoolExecutor(len(workers))
-        port = _free_port()
+        port = free_port()
         body = {"master_address": "127.0.0.1", "master_port": port, "world_size": 1 + len(workers),
                 "group_name": name, "backend": "gloo"}  # fmt: skip
         waiting = self.call_all("/init_weights_update_group", lambda i: body | {"rank_offset": 1 + i})
@@ -416,9 +416,3 @@ def _foreign_group(port: int, world_size: int, name: str) -> dist.ProcessGroup:
     )  # fmt: skip
     _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -83,7 +83,7 @@ async def play(client: httpx.AsyncClient, ask: Ask, delay: float) -> dict | None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_a_third_of_256_streams_is_left_and_every_other_answer_is_as_if_alone(overlap):
     torch.set_num_threads(1)
     rng = random.Random(7)

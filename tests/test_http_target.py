@@ -5,12 +5,10 @@ from __future__ import annotations
 import http.server
 import json
 import socket
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
@@ -30,58 +28,24 @@ from lockstep.integration.weight_pusher import PushFailed, WeightPusher
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.pushes import TRANSPORTS
 from lockstep.weight_sync.digest import model_digest
 from lockstep.weight_sync.target import TargetError
-from lockstep.weight_sync.transports import (
-    DeltaTransport,
-    DiskTransport,
-    DistributedTransport,
-    TensorTransport,
-    Transport,
-)
 
 pytestmark = pytest.mark.slow  # many small calls over real sockets
 
 PATIENCE = 20.0  # seconds that nothing here comes near
-BUCKET = 1 << 16  # several buckets for a small model
 KEY = "an-admin-key"
 PARAMS = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
-TRANSPORTS: dict[str, Callable[[Path], Transport]] = {
-    "distributed": lambda folder: DistributedTransport(bucket_bytes=BUCKET),
-    "tensor": lambda folder: TensorTransport(bucket_bytes=BUCKET, folder=folder),
-    "disk": DiskTransport,
-    "delta over distributed": lambda folder: DeltaTransport(DistributedTransport(bucket_bytes=BUCKET)),
-    "delta over tensor": lambda folder: DeltaTransport(TensorTransport(bucket_bytes=1 << 14, folder=folder)),
-    "delta over disk": lambda folder: DeltaTransport(DiskTransport(folder)),
-}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(restore_threads):
-    torch.set_num_threads(1)
 
 
 @pytest.fixture
-def model(make_model) -> nn.Module:
-    """The trainer's."""
-    return make_model("qwen2")
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """For segments and checkpoints; what is left in it at the end was forgotten."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
-        yield Path(path)
-        assert list(Path(path).iterdir()) == []
-
-
-@pytest.fixture
-def services(model, folder, tmp_path) -> Iterator[list[RolloutService]]:
+def services(model, shm, tmp_path) -> Iterator[list[RolloutService]]:
     """Two engines with weights of their own."""
     model.save_pretrained(tmp_path / "model")
     config = EngineConfig(kv_cache="16 blocks", max_num_seqs=4)
     services = [
-        RolloutService(Engine(tmp_path / "model", config), ServiceConfig(shared_memory_folder=folder)) for _ in range(2)
+        RolloutService(Engine(tmp_path / "model", config), ServiceConfig(shared_memory_folder=shm)) for _ in range(2)
     ]
     yield services
     for service in services:
@@ -106,11 +70,11 @@ def targets(servers) -> Iterator[list[HttpTarget]]:
 
 
 @pytest.fixture
-def make_pusher(targets, folder):
+def make_pusher(targets, shm):
     made: list[WeightPusher] = []
 
     def make(transport: str, to: list | None = None, **options: object) -> WeightPusher:
-        made.append(WeightPusher(to or targets, TRANSPORTS[transport](folder), **{"timeout_s": PATIENCE, **options}))
+        made.append(WeightPusher(to or targets, TRANSPORTS[transport](shm), **{"timeout_s": PATIENCE, **options}))
         return made[-1]
 
     yield make

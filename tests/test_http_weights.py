@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 
 import httpx
 import pytest
 import torch
 
-from lockstep.integration.http.config import HttpConfig
-from lockstep.integration.http.server import serve_in_background
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.forked_ranks import free_port
 from lockstep.weight_sync.digest import model_digest, tensor_roots
 from lockstep.weight_sync.unpickle import serialize_for_engine
 
@@ -46,18 +44,6 @@ def service(folder):
     service = RolloutService(Engine(folder, EngineConfig(kv_cache="32 blocks", max_num_seqs=4)))
     yield service
     service.close()
-
-
-@pytest.fixture
-def server(service):
-    with serve_in_background(service, HttpConfig(port=0)) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server):
-    with httpx.Client(base_url=server.url, timeout=30) as client:
-        yield client
 
 
 def _post(client: httpx.Client, path: str, **body: object) -> dict:
@@ -426,7 +412,7 @@ def test_quantisation_hooks_are_accepted_and_do_nothing(client, service):
 
 
 def test_a_rendezvous_nobody_comes_to_fails_at_its_deadline_and_holds_nothing_up(client, service, until):
-    group = {"master_address": "127.0.0.1", "master_port": str(_free_port()), "rank_offset": 1, "world_size": 2,
+    group = {"master_address": "127.0.0.1", "master_port": str(free_port()), "rank_offset": 1, "world_size": 2,
              "group_name": "slime-pp_0", "backend": "gloo"}  # fmt: skip
     answers = []
     thread = threading.Thread(
@@ -442,7 +428,7 @@ def test_a_rendezvous_nobody_comes_to_fails_at_its_deadline_and_holds_nothing_up
 
 
 def test_a_rendezvous_is_ended_by_destroy(client, service, until):
-    group = {"master_address": "127.0.0.1", "master_port": _free_port(), "rank_offset": 1, "world_size": 2}
+    group = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
     answers = []
     thread = threading.Thread(
         target=lambda: answers.append(client.post("/init_weights_update_group", json=group | {"backend": "gloo"}))
@@ -452,9 +438,3 @@ def test_a_rendezvous_is_ended_by_destroy(client, service, until):
     _post(client, "destroy_weights_update_group")
     thread.join(10)
     assert answers[0].status_code == 400
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -2,87 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from lockstep.integration.job_config import load_config
-from lockstep.integration.run_log import read_metrics
+from lockstep.tests.forked_ranks import HOST, free_port
+from lockstep.tests.job_launcher import CONFIG, finish, jobs, log_of, run_jobs, start_agent
 
-ROOT = Path(__file__).parent.parent
-CONFIG = ROOT / "configs" / "arithmetic_cpu.toml"
-SHRUNK = [
-    "run.num_steps=3", "run.eval_every=3", "run.checkpoint_every=3", "run.timeout_s=120", "warm_start.num_steps=12",
-    "warm_start.batch_size=16", "data.num_heldout=9", "rollout.prompts_per_step=4", "rollout.group_size=4",
-    "rollout.max_new_tokens=8", "model.num_layers=2", "model.hidden_size=64", "engine.kv_cache=4MiB",
-    "engine.k_blocks=2", "reward=rewards_of_test:by_text",
-]  # fmt: skip
-# A reward that tells samples of an untrained model apart, so that every step changes the weights.
-REWARD = """
-def by_text(prompt, completion, answer):
-    return float(sum(map(ord, completion)) % 3)
-"""
-# One process group for several jobs: what costs is the start of the interpreters.
-JOBS = """
-import os, sys
-from contextlib import closing
-from lockstep.integration.grpo import prepare_folder
-from lockstep.integration.grpo_job import GrpoJob
-from lockstep.integration.job_config import load_config
-from lockstep.integration.ranks import process_group, this_rank
-
-config_path, common, runs = sys.argv[1], sys.argv[2].split(), sys.argv[3:]
-ranks = this_rank("")
-with process_group(ranks, 120):
-    for run in runs:
-        config = load_config(config_path, [*common, *run.split()])
-        if ranks.is_first:
-            prepare_folder(config.folder, resume=False)
-        with closing(GrpoJob(config, ranks, resume=False)) as job:
-            job.run()
-sys.stdout.flush()
-os._exit(0)
-"""
 LAYOUTS = {"dp2": "", "tp2": "parallel.tp=2", "pp2": "parallel.pp=2"}
 SAME = ("reward_mean", "loss", "kl", "grad_norm", "heldout_accuracy", "weight_version", "weight_digest", "logprob_gap")
 
 
-def start_agent(folder: Path, *arguments: str, log: str = "log") -> subprocess.Popen:
-    """Start torchrun in `folder`, its output in `folder`/`log`."""
-    (folder / "rewards_of_test.py").write_text(REWARD)
-    (folder / "jobs.py").write_text(JOBS)
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))),
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    with open(folder / log, "w") as output:
-        return subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, env=environment)
-
-
-def finish(agents: Sequence[subprocess.Popen], folder: Path, timeout_s: float = 280) -> None:
-    try:
-        codes = [agent.wait(timeout_s) for agent in agents]
-    finally:
-        for agent in agents:
-            agent.terminate()  # a launcher ends its ranks
-    logs = "\n".join(path.read_text()[-4000:] for path in sorted(folder.glob("log*")))
-    assert codes == [0] * len(agents), logs
-
-
 def lines_of(folder: Path, name: str) -> list[dict[str, object]]:
-    lines = read_metrics(folder / f"runs/{name}/metrics.jsonl")
-    return [{key: line.get(key) for key in SAME} for line in lines]
-
-
-def jobs(runs: dict[str, str]) -> list[str]:
-    """Arguments of a launcher that runs these jobs, by name, one after the other."""
-    return ["jobs.py", str(CONFIG), " ".join(SHRUNK), *(f"{run} run.name={name}" for name, run in runs.items())]
+    return [{key: line.get(key) for key in SAME} for line in log_of(folder, name)]
 
 
 def check_same(lines: dict[str, list[dict[str, object]]]) -> None:
@@ -93,48 +26,55 @@ def check_same(lines: dict[str, list[dict[str, object]]]) -> None:
         assert lines[other] == lines[first], other
 
 
-@pytest.mark.slow
-def test_the_job_gives_the_same_numbers_however_its_ranks_share_engines(tmp_path):
-    trainers = ("ddp", "fsdp2")
-    runs = {f"{trainer}-{name}": f"trainer={trainer} {layout}" for trainer in trainers
-            for name, layout in LAYOUTS.items()}  # fmt: skip
-    finish([start_agent(tmp_path, "--nproc-per-node", "2", *jobs(runs))], tmp_path)
-    for trainer in trainers:
-        check_same({name: lines_of(tmp_path, name) for name in runs if name.startswith(trainer)})
+@pytest.fixture(scope="module")
+def lines_of_ddp(tmp_path_factory) -> dict[str, list[dict[str, object]]]:
+    """What the job tells with each layout, on two ranks of one agent."""
+    folder = tmp_path_factory.mktemp("ddp")
+    run_jobs(folder, 2, {name: f"trainer=ddp {layout}" for name, layout in LAYOUTS.items()})
+    return {name: lines_of(folder, name) for name in LAYOUTS}
 
 
 @pytest.mark.slow
-def test_two_replicas_of_two_ranks_each_give_the_numbers_of_four_engines(tmp_path):
+def test_the_job_gives_the_same_numbers_however_its_ranks_share_engines(lines_of_ddp):
+    check_same(lines_of_ddp)
+
+
+@pytest.mark.exhaustive
+def test_the_job_gives_the_same_numbers_with_fsdp2_however_its_ranks_share_engines(tmp_path):
+    run_jobs(tmp_path, 2, {name: f"trainer=fsdp2 {layout}" for name, layout in LAYOUTS.items()})
+    check_same({name: lines_of(tmp_path, name) for name in LAYOUTS})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(("parallel.tp=2 parallel.pp=2",), id="tp2-pp2"),
+        pytest.param(("parallel.tp=2", "parallel.pp=2"), id="tp2,pp2", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_replicas_of_several_of_four_ranks_give_the_numbers_of_four_engines(tmp_path, layouts):
     pytest.importorskip("deepspeed")
-    runs = {
-        "zero-dp4": "trainer=deepspeed deepspeed.zero_stage=3",
-        "zero-tp2": "trainer=deepspeed deepspeed.zero_stage=3 parallel.tp=2",
-        "zero-pp2": "trainer=deepspeed deepspeed.zero_stage=3 parallel.pp=2",
-        "zero-tp2-pp2": "trainer=deepspeed deepspeed.zero_stage=3 parallel.tp=2 parallel.pp=2",
-    }
-    finish([start_agent(tmp_path, "--nproc-per-node", "4", *jobs(runs))], tmp_path)
-    check_same({name: lines_of(tmp_path, name) for name in runs})
+    names = {f"zero-{index}": f"trainer=deepspeed deepspeed.zero_stage=3 {layout}"
+             for index, layout in enumerate(("", *layouts))}  # fmt: skip
+    run_jobs(tmp_path, 4, names)
+    check_same({name: lines_of(tmp_path, name) for name in names})
 
 
 @pytest.mark.slow
-def test_two_agents_give_the_numbers_of_one(tmp_path):
+def test_two_agents_give_the_numbers_of_one(lines_of_ddp, tmp_path):
     """Two nodes as torchrun sees them, on one host."""
-    layouts = {name: LAYOUTS[name] for name in ("dp2", "tp2")}
-    one = {f"one-{name}": run for name, run in layouts.items()}
-    two = {f"two-{name}": run for name, run in layouts.items()}
-    finish([start_agent(tmp_path, "--nproc-per-node", "2", *jobs(one))], tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    runs = {name: f"trainer=ddp {LAYOUTS[name]}" for name in ("dp2", "tp2")}
+    port = free_port()
     nodes = [
         start_agent(
             tmp_path, "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "two",
-            "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", *jobs(two), log=f"log-of-node-{node}",
+            "--rdzv-endpoint", f"{HOST}:{port}", "--local-addr", HOST, *jobs(runs), log=f"log-of-node-{node}",
         )
         for node in range(2)
     ]  # fmt: skip
     finish(nodes, tmp_path)
-    check_same({name: lines_of(tmp_path, name) for name in (*one, *two)})
+    check_same({"one agent": lines_of_ddp["dp2"], **{name: lines_of(tmp_path, name) for name in runs}})
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
@@ -23,48 +20,12 @@ from lockstep.rollout.mesh import Mesh
 from lockstep.rollout.rank_channel import RankChannel
 from lockstep.rollout.rank_wire import Kind
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.forked_ranks import run_survivors
 
 TIMEOUT_S = 8.0  # of ranks
 MakeModel = Callable[..., PreTrainedModel]
 Until = Callable[..., None]
-_FORK = multiprocessing.get_context("fork")
 ENDLESS = SamplingParams(max_new_tokens=100_000, ignore_eos=True)
-
-
-def run_ranks(
-    num_ranks: int, folder: Path, rank_function: Callable[[int], object], victim: int, timeout_s: float = 120.0
-) -> dict[int, object]:
-    """What each rank but the victim returned, or the error it ended with; they end as soon as they have it."""
-
-    def child(rank: int, out) -> None:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks,
-                                timeout=timedelta(seconds=60))  # fmt: skip
-        try:
-            out.send(rank_function(rank))
-        except (RuntimeError, ValueError) as error:
-            out.send(error)
-        os._exit(0)
-
-    processes, pipes = [], []
-    for rank in range(num_ranks):
-        ours, theirs = _FORK.Pipe(duplex=False)
-        process = _FORK.Process(target=child, args=(rank, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes.append(ours)
-    end, results = time.monotonic() + timeout_s, {}
-    try:
-        for rank, pipe in enumerate(pipes):
-            if rank != victim:
-                assert pipe.poll(max(end - time.monotonic(), 0.0)), f"rank {rank} was not done in {timeout_s} s"
-                results[rank] = pipe.recv()
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    return results
 
 
 def make_engine(model: PreTrainedModel, shape: tuple[int, int]) -> Engine:
@@ -121,7 +82,7 @@ def test_a_rank_lost_in_generation_is_named_by_all(
             threading.Thread(target=die, daemon=True).start()
         return generate_until_lost(engine)
 
-    check(run_ranks(shape[0] * shape[1], tmp_path, rank, victim), victim)
+    check(run_survivors(shape[0] * shape[1], tmp_path, rank, victim), victim)
 
 
 @pytest.mark.parametrize(("victim", "is_followed"), [(0, False), (1, False), (0, True)])
@@ -147,7 +108,7 @@ def test_a_rank_that_stopped_between_two_calls_is_missed_by_who_waits_for_it(
             ranks.next_message() if is_followed else ranks.agree(None, timeout_s=300.0)
         return caught.value, time.monotonic()
 
-    results = run_ranks(2, tmp_path, rank, victim, timeout_s=60.0)
+    results = run_survivors(2, tmp_path, rank, victim, timeout_s=60.0)
     check(results, victim)
     assert "gives no sign of life" in str(results[1 - victim][0])
 
@@ -180,7 +141,7 @@ def test_a_rank_lost_while_paused_is_named_by_all(
             threading.Thread(target=die, daemon=True).start()
         return generate_until_lost(engine)
 
-    check(run_ranks(shape[0] * shape[1], tmp_path, rank, victim), victim)
+    check(run_survivors(shape[0] * shape[1], tmp_path, rank, victim), victim)
 
 
 @pytest.mark.slow
@@ -201,7 +162,7 @@ def test_a_rank_that_hangs_in_its_forward_is_named_by_the_others(
             engine.model.module.base_model.register_forward_pre_hook(hang)
         return generate_until_lost(engine)
 
-    check(run_ranks(shape[0] * shape[1], tmp_path, rank, victim), victim)
+    check(run_survivors(shape[0] * shape[1], tmp_path, rank, victim), victim)
 
 
 @pytest.mark.slow
@@ -222,7 +183,7 @@ def test_an_error_of_one_rank_of_a_stage_ends_the_replica_and_is_told(
             engine.model.module.base_model.register_forward_pre_hook(fail)
         return generate_until_lost(engine)
 
-    results = run_ranks(shape[0] * shape[1], tmp_path, rank, victim=-1)
+    results = run_survivors(shape[0] * shape[1], tmp_path, rank, victim=-1)
     check(results, victim)
     assert all("ArithmeticError: boom" in str(failure) for failure, _ in results.values()), results
 
@@ -251,7 +212,7 @@ def test_an_error_in_a_stage_of_one_rank_reaches_every_caller_and_the_replica_go
         engine.close()
         return str(caught.value), after
 
-    results = run_ranks(2, tmp_path, rank, victim=-1)
+    results = run_survivors(2, tmp_path, rank, victim=-1)
     alone = [c.token_ids for c in Engine(model, EngineConfig(k_blocks=2)).generate([[5, 6, 7], [8, 9]], params)]
     for text, after in results.values():
         assert after == alone
@@ -278,6 +239,6 @@ def test_a_rank_whose_state_differs_from_the_controllers_is_named(
             engine.model.module.base_model.register_forward_pre_hook(tamper)
         return generate_until_lost(engine)
 
-    results = run_ranks(shape[0] * shape[1], tmp_path, rank, victim=-1)
+    results = run_survivors(shape[0] * shape[1], tmp_path, rank, victim=-1)
     check(results, victim)
     assert all("has come apart from the controller" in str(failure) for failure, _ in results.values())

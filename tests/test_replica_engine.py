@@ -20,6 +20,7 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import BrokenLogits
 from lockstep.rollout.request import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.callers import soon, submit
 
 COMMON = {"k_blocks": 4, "kv_cache": 64, "max_num_batched_tokens": 256, "chunked_prefill_size": 32,
           "rank_timeout_s": 60.0, "state_check_steps": 3}  # fmt: skip
@@ -31,9 +32,9 @@ PARAMS = [
     SamplingParams(max_new_tokens=12, temperature=1.2, sampling_seed=-3, top_p=0.9),
 ]
 OPTIONS = RequestOptions(logprob_start_len=0, top_logprobs_num=2, token_ids_logprob=(3, 4))
-SHAPES = [(1, 2), (2, 1), (2, 2)]
 MakeModel = Callable[..., PreTrainedModel]
 RunWorld = Callable[..., list[object]]
+RunReplica = Callable[..., list[object]]
 
 
 def outcome(completions: list[Completion]) -> list[tuple[object, ...]]:
@@ -49,22 +50,33 @@ def alone(model: PreTrainedModel) -> list[tuple[object, ...]]:
     return outcome(Engine(model, EngineConfig(**COMMON)).generate(PROMPTS, PARAMS, options=OPTIONS))
 
 
+@pytest.fixture(params=[(1, 2), (2, 1), (2, 2)], ids=["pp2", "tp2", "tp2-pp2"])
+def run_replica(run_world: RunWorld, request: pytest.FixtureRequest) -> RunReplica:
+    """run_replica(model, call): what `call(engine)` returned on each rank of a replica, the controller's first."""
+    tp, pp = request.param
+
+    def run(model: PreTrainedModel, call: Callable[[Engine], object], **config: object) -> list[object]:
+        def rank(rank: int) -> object:
+            engine = Engine(model, EngineConfig(tp=tp, pp=pp, **{**COMMON, **config}))
+            found = call(engine)
+            engine.close()
+            return found
+
+        return run_world(tp * pp, rank)
+
+    return run
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_replica_gives_every_rank_the_bits_of_one_rank(
-    make_model: MakeModel, run_world: RunWorld, shape: tuple[int, int]
-) -> None:
-    model, (tp, pp) = make_model("llama", num_hidden_layers=4), shape
+def test_a_replica_gives_every_rank_the_bits_of_one_rank(make_model: MakeModel, run_replica: RunReplica) -> None:
+    model = make_model("llama", num_hidden_layers=4)
     expected = alone(model)
 
-    def rank(rank: int) -> object:
-        engine = Engine(model, EngineConfig(tp=tp, pp=pp, **COMMON))
+    def call(engine: Engine) -> object:
         prompts = PROMPTS if engine.is_controller else None
-        calls = [outcome(engine.generate(prompts, PARAMS, options=OPTIONS)) for _ in range(2)]
-        engine.close()
-        return calls
+        return [outcome(engine.generate(prompts, PARAMS, options=OPTIONS)) for _ in range(2)]
 
-    for calls in run_world(tp * pp, rank):
+    for calls in run_replica(model, call):
         assert calls == [expected, expected]
 
 
@@ -111,34 +123,25 @@ def _stream(engine: Engine, begun: threading.Event, streamed: list[tuple[int, ..
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
 def test_an_error_of_the_controllers_caller_ends_the_call_everywhere(
-    make_model: MakeModel, run_world: RunWorld, shape: tuple[int, int]
+    make_model: MakeModel, run_replica: RunReplica
 ) -> None:
-    model, (tp, pp) = make_model("llama"), shape
-
-    def rank(rank: int) -> object:
-        engine = Engine(model, EngineConfig(tp=tp, pp=pp, **COMMON))
+    def call(engine: Engine) -> object:
         with pytest.raises(ValueError, match="the prompt is empty"):
             engine.generate([[]] if engine.is_controller else None)
-        out = outcome(engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, temperature=0.0)))
-        engine.close()
-        return out
+        return outcome(engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, temperature=0.0)))
 
-    first, *others = run_world(tp * pp, rank)
+    first, *others = run_replica(make_model("llama"), call)
     assert len(first[0][2]) == 4 and all(other == first for other in others)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
 def test_broken_logits_reach_every_caller_and_the_replica_goes_on(
-    make_model: MakeModel, run_world: RunWorld, shape: tuple[int, int]
+    make_model: MakeModel, run_replica: RunReplica
 ) -> None:
-    model, (tp, pp) = make_model("llama"), shape
     params = SamplingParams(max_new_tokens=4, temperature=0.0)
 
-    def rank(rank: int) -> object:
-        engine = Engine(model, EngineConfig(tp=tp, pp=pp, **COMMON))
+    def call(engine: Engine) -> object:
         before = outcome(engine.generate([[5, 6, 7]], params))
         norms = [t for name, t in engine.resident_tensors() if name == "model.norm.weight"]
         kept = [t.clone() for t in norms]
@@ -150,93 +153,73 @@ def test_broken_logits_reach_every_caller_and_the_replica_goes_on(
         with torch.no_grad():
             for t, old in zip(norms, kept, strict=True):
                 t.copy_(old)
-        after = outcome(engine.generate([[5, 6, 7]], params))
-        engine.close()
-        return before, after
+        return before, outcome(engine.generate([[5, 6, 7]], params))
 
-    for before, after in run_world(tp * pp, rank):
+    for before, after in run_replica(make_model("llama"), call):
         assert before == after
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
 def test_a_started_controller_serves_threads_verbs_and_a_dismissal(
-    make_model: MakeModel, run_world: RunWorld, shape: tuple[int, int]
+    make_model: MakeModel, run_replica: RunReplica
 ) -> None:
-    model, (tp, pp) = make_model("llama", num_hidden_layers=4), shape
+    model = make_model("llama", num_hidden_layers=4)
     expected = alone(model)
 
-    def rank(rank: int) -> object:
-        engine = Engine(model, EngineConfig(tp=tp, pp=pp, **COMMON))
+    def call(engine: Engine) -> object:
         engine.ranks.handlers["version"] = lambda version: (engine.commit_weights(version, None), engine.epoch)[1]
         if not engine.is_controller:
-            ends = [engine.follow(), engine.follow()]
-            engine.close()
-            return ends, engine.weight_version
+            return [engine.follow(), engine.follow()], engine.weight_version
         engine.start()
-        answers: list[object] = [None] * 3
-
-        def ask(index: int) -> None:
-            answers[index] = outcome(engine.generate(PROMPTS, PARAMS, options=OPTIONS))
-
-        callers = [threading.Thread(target=ask, args=(index,)) for index in range(3)]
-        for caller in callers:
-            caller.start()
-        for caller in callers:
-            caller.join(100)
+        callers = [submit(engine.generate, PROMPTS, PARAMS, options=OPTIONS) for _ in range(3)]
+        answers = [outcome(soon(caller)) for caller in callers]
         run = engine.ranks.run_everywhere
         results = engine.between_steps("version", lambda: run("version", {"version": "v2"}))
         engine.dismiss()
         after = engine.generate(PROMPTS, PARAMS, options=OPTIONS)  # waits until they follow again
-        engine.close()
         return answers, [(r.success, r.data) for r in results], {c.weight_version for c in after}
 
-    (answers, results, versions), *followers = run_world(tp * pp, rank)
+    (answers, results, versions), *followers = run_replica(model, call)
+    num_ranks = 1 + len(followers)
     assert answers == [expected] * 3
-    assert results == [(True, 1)] * (tp * pp) and versions == {"v2"}
-    assert followers == [(["call over", "closed"], "v2")] * (tp * pp - 1)
+    assert results == [(True, 1)] * num_ranks and versions == {"v2"}
+    assert followers == [(["call over", "closed"], "v2")] * len(followers)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
 def test_random_commands_and_a_small_pool_change_no_token_of_a_replica(
-    make_model: MakeModel, run_world: RunWorld, shape: tuple[int, int]
+    make_model: MakeModel, run_replica: RunReplica
 ) -> None:
-    model, (tp, pp) = make_model("llama", num_hidden_layers=4), shape
-    config = {**COMMON, "kv_cache": 14, "state_check_steps": 1}  # of 16 tokens each: sequences must be preempted
+    model = make_model("llama", num_hidden_layers=4)
     prompts = [[i + 1] * (9 + 7 * i) for i in range(6)]
     params = [SamplingParams(max_new_tokens=24, sampling_seed=i, presence_penalty=0.3) for i in range(6)]
     expected = [c.token_ids for c in Engine(model, EngineConfig(**COMMON)).generate(prompts, params)]
 
-    def rank(rank: int) -> object:
-        engine = Engine(model, EngineConfig(tp=tp, pp=pp, **config))
+    def call(engine: Engine) -> object:
         if not engine.is_controller:
-            end = engine.follow()
-            engine.close()
-            return end
-        random_numbers = random.Random(tp * 10 + pp)
+            return engine.follow()
+        dice = random.Random(10 * engine.config.tp + engine.config.pp)
         for _ in range(4):
             ids = [engine.add(prompt, its)[0] for prompt, its in zip(prompts, params, strict=True)]
-            aborted, done = random_numbers.choice(ids), {}
+            aborted, done = dice.choice(ids), {}
             while engine.has_work:
                 done.update((completion.id, completion) for completion in engine.step())
-                if random_numbers.random() < 0.2:
-                    engine.pause_generation(random_numbers.choice(["retract", "in_place"]))
+                if dice.random() < 0.2:
+                    engine.pause_generation(dice.choice(["retract", "in_place"]))
                     engine.flush_cache()
                     engine.check_integrity()
                     engine.continue_generation()
-                if random_numbers.random() < 0.02:
+                if dice.random() < 0.02:
                     engine.abort_request(aborted)
             done.update((completion.id, completion) for completion in engine.step())
             for id, tokens in zip(ids, expected, strict=True):
                 found = done[id].token_ids
                 assert found == (tokens[: len(found)] if id == aborted else tokens)
-        retractions = engine.metrics.num_retractions
-        engine.close()
-        return retractions
+        return engine.metrics.num_retractions
 
-    retractions, *ends = run_world(tp * pp, rank)
-    assert retractions > 10 and ends == ["closed"] * (tp * pp - 1)
+    # Blocks of 16 tokens: sequences must be preempted.
+    retractions, *ends = run_replica(model, call, kv_cache=14, state_check_steps=1)
+    assert retractions > 10 and ends == ["closed"] * len(ends)
 
 
 _JOB = """
@@ -244,6 +227,7 @@ import sys, torch, torch.distributed as dist, transformers
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.callers import soon, submit
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")

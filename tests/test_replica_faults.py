@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.integration.run_log import read_metrics
+from lockstep.tests.forked_ranks import free_port
+from lockstep.tests.job_launcher import CONFIG
 
-CONFIG = Path(__file__).parent.parent / "configs" / "arithmetic_cpu.toml"
 RANK_TIMEOUT_S = 6
 SETTINGS = [
     "run.eval_every=4", "run.checkpoint_every=1", "run.timeout_s=60", "warm_start.num_steps=4",
@@ -92,8 +92,8 @@ RolloutService.update_weights_from_named_tensors = update_or_strike
 NO_FAULT = ("none", "SIGTERM", -1)
 FAULTS = [(phase, kind, rank) for phase in ("generation", "update", "paused") for rank in (0, 1)
           for kind in ("SIGKILL", "SIGSTOP")]  # fmt: skip
-# Each phase meets either layout, which makes no difference to the numbers.
-LAYOUTS = ["parallel.tp=2" if (rank == 1) == (kind == "SIGSTOP") else "parallel.pp=2" for _, kind, rank in FAULTS]
+# Of each phase one of each kind, on one rank and the other; both layouts among them.
+EACH_ONCE = [fault for fault in FAULTS if ((fault[2] == 1) == (fault[1] == "SIGSTOP")) == (fault[0] != "update")]
 SAME = ("step", "reward_mean", "logprob_gap", "loss", "weight_version", "weight_digest", "heldout_accuracy")
 LAST_LINE = re.compile(
     r"lockstep: error: rank (?P<speaker>\d) stops in training step (?P<training_step>\d+): rank (?P<culprit>\d) "
@@ -101,12 +101,16 @@ LAST_LINE = re.compile(
 )
 
 
+def layout_of(fault: tuple[str, str, int]) -> str:
+    """Each phase meets either layout, which makes no difference to the numbers."""
+    _, kind, rank = fault
+    return "parallel.tp=2" if (rank == 1) == (kind == "SIGSTOP") else "parallel.pp=2"
+
+
 def run_job(folder: Path, layout: str, num_steps: int, fault: tuple[str, str, int], num_steps_before: int) -> int:
     """Run the job to its end or until it meets the fault, its output in `folder`/log; returns the exit code."""
     (folder / "faults_of_test.py").write_text(REWARD)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     fault_text = " ".join(map(str, (*fault, num_steps_before)))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "FAULT": fault_text, "PORT": str(port)}
     command = [
@@ -129,17 +133,20 @@ def lines_of(folder: Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.slow
-def test_a_lost_rank_is_named_and_the_job_goes_on_where_it_was(tmp_path):
+@pytest.mark.parametrize("faults", [
+    pytest.param(EACH_ONCE, id="each-once"), pytest.param(FAULTS, id="all", marks=pytest.mark.exhaustive),
+])
+def test_a_lost_rank_is_named_and_the_job_goes_on_where_it_was(tmp_path, faults):
     pytest.importorskip("uvicorn")
     straight, faulty = tmp_path / "straight", tmp_path / "faulty"
-    num_steps = len(FAULTS) + 2
+    num_steps = len(faults) + 2
     for folder in (straight, faulty):
         folder.mkdir()
     assert run_job(straight, "parallel.tp=2", num_steps, NO_FAULT, 0) == 0, (straight / "log").read_text()[-4000:]
     (faulty / ".cache").symlink_to(straight / ".cache")  # the warm start is shared
 
-    for number, (fault, layout) in enumerate(zip(FAULTS, LAYOUTS, strict=True)):
-        assert run_job(faulty, layout, num_steps, fault, number + 1) != 0, fault
+    for number, fault in enumerate(faults):
+        assert run_job(faulty, layout_of(fault), num_steps, fault, number + 1) != 0, fault
         check_last_lines((faulty / "log").read_text(), fault, training_step=number + 2)
         assert len(lines_of(faulty)) == number + 1, fault
     assert run_job(faulty, "parallel.pp=2", num_steps, NO_FAULT, 0) == 0, (faulty / "log").read_text()[-4000:]

@@ -40,6 +40,18 @@ class _Server(ThreadingHTTPServer):
         """A connection that ended is what is being tested; a wrong answer shows at the client."""
 
 
+class SlowAnswer:
+    """What a FakeWorker says to a verb once a test lets it."""
+
+    def __init__(self) -> None:
+        self.entered, self.leave = threading.Event(), threading.Event()
+
+    def __call__(self, body: dict) -> tuple[int, object]:
+        self.entered.set()
+        self.leave.wait(WAIT_S)
+        return 200, {"success": True}
+
+
 class FakeWorker:
     """Answers from a table of path: (status, object) or function(body) -> either; notes every call."""
 
@@ -403,23 +415,16 @@ def test_targets_get_nothing_during_an_update_and_a_disabled_one_stays_disabled(
     fleet = make_fleet(2)
     disabled, other = fleet.workers
     fleet.http.put(f"/workers/{fleet.report(disabled)['id']}", json={"disabled": True})
-    entered, leave = threading.Event(), threading.Event()
-
-    def slow(body: dict) -> tuple[int, object]:
-        entered.set()
-        leave.wait(WAIT_S)
-        return 200, {"success": True}
-
-    disabled.answers["/pause_generation"] = slow
+    disabled.answers["/pause_generation"] = slow = SlowAnswer()
     with ThreadPoolExecutor(4) as pool:
         pausing = pool.submit(fleet.post, "/pause_generation", {"mode": "retract"})
-        assert entered.wait(WAIT_S)
+        assert slow.entered.wait(WAIT_S)
         assert "broadcast" in fleet.report(other)["held"] and fleet.report(disabled)["disabled"]
         generating = pool.submit(fleet.post, "/generate", {"text": "a"})
         busy = fleet.post("/workers", {"url": "http://127.0.0.1:1"})
         assert busy.status_code == 409 and busy.json()["age_s"] >= 0
         assert not other.asked("/generate")
-        leave.set()
+        slow.leave.set()
         assert pausing.result(WAIT_S).status_code == 200
         assert generating.result(WAIT_S).json()["text"] == other.url
     assert fleet.report(disabled)["disabled"] and not fleet.report(disabled)["held"]
@@ -428,36 +433,22 @@ def test_targets_get_nothing_during_an_update_and_a_disabled_one_stays_disabled(
 
 def test_a_request_does_not_wait_for_an_update_for_ever(make_fleet):
     fleet = make_fleet(1, queue_timeout_s=0.2)
-    entered, leave = threading.Event(), threading.Event()
-
-    def slow(body: dict) -> tuple[int, object]:
-        entered.set()
-        leave.wait(WAIT_S)
-        return 200, {"success": True}
-
-    fleet.workers[0].answers["/pause_generation"] = slow
+    fleet.workers[0].answers["/pause_generation"] = slow = SlowAnswer()
     with ThreadPoolExecutor(1) as pool:
         pausing = pool.submit(fleet.post, "/pause_generation")
-        assert entered.wait(WAIT_S)
+        assert slow.entered.wait(WAIT_S)
         answer = fleet.post("/generate", {"text": "a"})
         assert answer.status_code == 503 and "pause_generation is under way" in answer.json()["message"]
-        leave.set()
+        slow.leave.set()
         assert pausing.result(WAIT_S).status_code == 200
 
 
 def test_changes_run_one_at_a_time_and_the_wait_has_a_limit(make_fleet):
     fleet = make_fleet(2, lock_limit_s=0.3)
-    entered, leave = threading.Event(), threading.Event()
-
-    def slow(body: dict) -> tuple[int, object]:
-        entered.set()
-        leave.wait(WAIT_S)
-        return 200, {"success": True}
-
-    fleet.workers[0].answers["/update_weights_from_disk"] = slow
+    fleet.workers[0].answers["/update_weights_from_disk"] = slow = SlowAnswer()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(fleet.post, "/update_weights_from_disk", {"model_path": "m"})
-        assert entered.wait(WAIT_S)
+        assert slow.entered.wait(WAIT_S)
         for path in ("/continue_generation", "/update_weights_from_disk", "/init_weights_update_group"):
             answer = fleet.post(path)
             assert answer.status_code == 503, path
@@ -465,29 +456,22 @@ def test_changes_run_one_at_a_time_and_the_wait_has_a_limit(make_fleet):
             assert "update_weights_from_disk has been under way" in answer.json()["message"]
         assert fleet.post("/model_info").status_code == 200  # reads do not wait
         assert fleet.post("/abort_request", {"abort_all": True}).status_code == 200
-        leave.set()
+        slow.leave.set()
         assert first.result(WAIT_S).status_code == 200
     assert len(fleet.workers[1].asked("/update_weights_from_disk")) == 1
     assert fleet.post("/continue_generation").status_code == 200
 
 
 def test_a_change_whose_client_left_or_whose_time_is_over_never_runs(fleet):
-    entered, leave = threading.Event(), threading.Event()
-
-    def slow(body: dict) -> tuple[int, object]:
-        entered.set()
-        leave.wait(WAIT_S)
-        return 200, {"success": True}
-
-    fleet.workers[0].answers["/pause_generation"] = slow
+    fleet.workers[0].answers["/pause_generation"] = slow = SlowAnswer()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(fleet.post, "/pause_generation")
-        assert entered.wait(WAIT_S)
+        assert slow.entered.wait(WAIT_S)
         with pytest.raises(httpx.ReadTimeout):
             fleet.http.post("/continue_generation", json={}, timeout=0.3)
         answer = fleet.post("/update_weights_from_disk", {"timeout_s": 0.2})
         assert answer.status_code == 503
-        leave.set()
+        slow.leave.set()
         assert first.result(WAIT_S).status_code == 200
     assert fleet.post("/release_weight_undo").status_code == 200  # behind all of them
     for worker in fleet.workers:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from lockstep.integration.http_target import HttpTarget
 from lockstep.integration.router.config import RouterConfig
 from lockstep.integration.router.server import BackgroundRouter, route_in_background
 from lockstep.integration.weight_pusher import PushFailed, WeightPusher
+from lockstep.tests.forked_ranks import free_port
 from lockstep.weight_sync.manifest import TensorSpec
 from lockstep.weight_sync.rendezvous import Rendezvous
 from lockstep.weight_sync.shared_keys import Deadline
@@ -40,12 +40,6 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline, f"not within {WAIT_S} s: {what}"
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 class Process:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from lockstep.integration.local_target import LocalTarget
@@ -23,44 +20,13 @@ from lockstep.integration.weight_pusher import PushFailed, WeightPusher
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import RankFailure
+from lockstep.tests.forked_ranks import run_survivors
 from lockstep.weight_sync.shard_digest import local_digests
 from lockstep.weight_sync.transports import TensorTransport
 
 MakeModel = Callable[..., PreTrainedModel]
 TIMEOUT_S = 8.0  # of a wait for a rank
 PATIENCE = 120.0
-_FORK = multiprocessing.get_context("fork")
-
-
-def run_ranks(num_ranks: int, folder: Path, rank_function: Callable[[int], object], victim: int) -> dict[int, object]:
-    """What each rank but the victim returned."""
-
-    def child(rank: int, out) -> None:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks,
-                                timeout=timedelta(seconds=PATIENCE))  # fmt: skip
-        out.send(rank_function(rank))
-        os._exit(0)
-
-    processes, pipes = [], []
-    for rank in range(num_ranks):
-        ours, theirs = _FORK.Pipe(duplex=False)
-        process = _FORK.Process(target=child, args=(rank, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes.append(ours)
-    end, results = time.monotonic() + PATIENCE, {}
-    try:
-        for rank, pipe in enumerate(pipes):
-            if rank != victim:
-                assert pipe.poll(max(end - time.monotonic(), 0.0)), f"rank {rank} was not done in {PATIENCE} s"
-                results[rank] = pipe.recv()
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    return results
 
 
 def make_service(model: PreTrainedModel, tp: int, pp: int) -> RolloutService:
@@ -113,7 +79,7 @@ def test_survivors_of_an_update_have_the_old_weights_and_name_the_rank(
             sampled = f"refused: {failure}"
         return said, ranks, bits(service) == before, sampled, seconds
 
-    for said, ranks, is_old, sampled, seconds in run_ranks(tp * pp, tmp_path, rank, victim).values():
+    for said, ranks, is_old, sampled, seconds in run_survivors(tp * pp, tmp_path, rank, victim).values():
         assert ranks == (victim,) and f"rank {victim} (stage" in said
         assert is_old and sampled.startswith("refused")
         assert seconds < 60 + 3 * TIMEOUT_S  # the deadline, on a machine that is busy
@@ -148,6 +114,6 @@ def test_a_follower_killed_in_a_push_is_named_and_the_controller_has_the_old_wei
             transport.close()
         return said, bits(service) == before, service.engine.weight_version == version
 
-    [(said, is_old, keeps_version)] = run_ranks(2, tmp_path, rank, 1).values()
+    [(said, is_old, keeps_version)] = run_survivors(2, tmp_path, rank, 1).values()
     assert "rank 1 (stage 0, tp 1)" in said
     assert is_old and keeps_version

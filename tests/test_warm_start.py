@@ -1,5 +1,4 @@
 import json
-import socket
 from dataclasses import replace
 
 import pytest
@@ -22,6 +21,7 @@ from lockstep.integration.warm_start import (
     warm_start,
     warm_start_key,
 )
+from lockstep.tests.forked_ranks import free_port
 
 TINY = WarmStartSpec(
     model=ModelSpec(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1),
@@ -147,9 +147,7 @@ def _rank(rank, port, cache, queue):
 
 @pytest.mark.slow
 def test_two_ranks_train_what_one_process_trains(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     queue = mp.get_context("spawn").SimpleQueue()
     mp.spawn(_rank, args=(port, tmp_path / "two", queue), nprocs=2)
     results = [queue.get() for _ in range(2)]

@@ -26,17 +26,6 @@ PARAMS = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
 NORM, EMBED = "model.norm.weight", "model.embed_tokens.weight"
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(restore_threads):
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def model(make_model) -> nn.Module:
-    """The trainer's, with tied embeddings; the engine has a copy."""
-    return make_model("qwen2")
-
-
 @pytest.fixture
 def service(model) -> RolloutService:
     return RolloutService(Engine(copy.deepcopy(model), EngineConfig(kv_cache="16 blocks", max_num_seqs=4)))

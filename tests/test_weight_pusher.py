@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,65 +16,34 @@ from lockstep.integration.weight_pusher import PushFailed, WeightPusher
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.pushes import TRANSPORTS
 from lockstep.weight_sync.digest import model_digest
 from lockstep.weight_sync.manifest import specs_of
 from lockstep.weight_sync.target import TargetError
 from lockstep.weight_sync.transports import (
-    DeltaTransport,
     DiskTransport,
-    DistributedTransport,
-    TensorTransport,
-    Transport,
 )
 
 PATIENCE = 20.0  # seconds that nothing here comes near
-BUCKET = 1 << 16  # several buckets for a small model
 PARAMS = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
-TRANSPORTS: dict[str, Callable[[Path], Transport]] = {
-    "distributed": lambda folder: DistributedTransport(bucket_bytes=BUCKET),
-    "tensor": lambda folder: TensorTransport(bucket_bytes=BUCKET, folder=folder),
-    "disk": DiskTransport,
-    "delta over distributed": lambda folder: DeltaTransport(DistributedTransport(bucket_bytes=BUCKET)),
-    "delta over tensor": lambda folder: DeltaTransport(TensorTransport(bucket_bytes=1 << 12, folder=folder)),
-    "delta over disk": lambda folder: DeltaTransport(DiskTransport(folder)),
-}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(restore_threads):
-    torch.set_num_threads(1)
 
 
 @pytest.fixture
-def model(make_model) -> nn.Module:
-    """The trainer's."""
-    return make_model("qwen2")
-
-
-@pytest.fixture
-def services(model, folder) -> Iterator[list[RolloutService]]:
+def services(model, shm) -> Iterator[list[RolloutService]]:
     engines = [Engine(copy.deepcopy(model), EngineConfig(kv_cache="16 blocks", max_num_seqs=4)) for _ in range(2)]
-    services = [RolloutService(engine, ServiceConfig(shared_memory_folder=folder)) for engine in engines]
+    services = [RolloutService(engine, ServiceConfig(shared_memory_folder=shm)) for engine in engines]
     yield services
     for service in services:
         service.close()
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    """For segments and checkpoints; what is left in it at the end was forgotten."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
-        yield Path(path)
-        assert list(Path(path).iterdir()) == []
-
-
-@pytest.fixture
-def make_pusher(services, folder):
+def make_pusher(services, shm):
     made: list[WeightPusher] = []
 
     def make(transport: str, targets: list | None = None, **options: object) -> WeightPusher:
         targets = targets or [LocalTarget(service, f"e{index}") for index, service in enumerate(services)]
-        made.append(WeightPusher(targets, TRANSPORTS[transport](folder), **{"timeout_s": PATIENCE, **options}))
+        made.append(WeightPusher(targets, TRANSPORTS[transport](shm), **{"timeout_s": PATIENCE, **options}))
         return made[-1]
 
     yield make
@@ -164,12 +131,12 @@ def test_running_requests_go_on_with_the_new_version(make_pusher, services, mode
     assert spans == [("default", 0, 4), ("1", 4, 9)]
 
 
-def test_a_dtype_is_cast_on_the_way(make_model, folder):
+def test_a_dtype_is_cast_on_the_way(make_model, shm):
     model = make_model("qwen2")
     engine = Engine(copy.deepcopy(model).to(torch.bfloat16), EngineConfig(kv_cache="16 blocks", max_num_seqs=4))
     service = RolloutService(engine)
     train(model)
-    pusher = WeightPusher([LocalTarget(service)], DiskTransport(folder), dtype=torch.bfloat16, timeout_s=PATIENCE)
+    pusher = WeightPusher([LocalTarget(service)], DiskTransport(shm), dtype=torch.bfloat16, timeout_s=PATIENCE)
     pushed = pusher.push(model, "1")
     cast = [(name, parameter.to(torch.bfloat16)) for name, parameter in model.named_parameters()]
     assert pushed.digest == model_digest(cast) == service.model_digest()
@@ -307,7 +274,7 @@ def test_a_wrong_byte_on_the_way_fails_the_push_everywhere(make_pusher, services
     assert [standing(service) for service in services] == before
 
 
-def test_a_model_that_does_not_fit_one_target_reaches_none(make_model, services, folder, make_pusher):
+def test_a_model_that_does_not_fit_one_target_reaches_none(make_model, services, shm, make_pusher):
     before = [standing(service) for service in services]
     other = make_model("qwen2", num_hidden_layers=1)
     for transport in ("disk", "tensor", "distributed"):

@@ -6,8 +6,7 @@ import asyncio
 import copy
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -19,6 +18,7 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import NotIdle, SamplingRefused
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.callers import soon, submit, wait_until
 from lockstep.weight_sync.digest import model_digest, tensor_roots
 from lockstep.weight_sync.errors import DigestMismatch, Poisoned, SessionError, TransferFailed
 from lockstep.weight_sync.manifest import TensorSpec
@@ -29,17 +29,6 @@ PROMPT = list(range(1, 40))
 PARAMS = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True)
 NORM, EMBED, HEAD = "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(restore_threads):
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def model(make_model):
-    """The trainer's, with tied embeddings; the engine has a copy."""
-    return make_model("qwen2")
 
 
 @pytest.fixture
@@ -106,30 +95,6 @@ def last_commit(service: RolloutService) -> dict:
 def failing(pairs: list[tuple[str, Tensor]], after: int) -> Iterator[tuple[str, Tensor]]:
     yield from pairs[:after]
     raise TransferFailed("the wire broke")
-
-
-def submit(call: Callable, *args: object, **options: object) -> Future:
-    future: Future = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call(*args, **options))
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the answer gets it
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
-def soon(future: Future):
-    return future.result(timeout=PATIENCE)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline, pulse = time.monotonic() + PATIENCE, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, "it never came about"
-        pulse.wait(0.001)
 
 
 class Slow:

@@ -7,10 +7,8 @@ import gc
 import multiprocessing
 import os
 import signal
-import socket
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +24,8 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import MemoryReleased, NotIdle, SamplingRefused
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.callers import wait_until
+from lockstep.tests.forked_ranks import HOST, free_port
 from lockstep.weight_sync.delta import encode_delta
 from lockstep.weight_sync.delta_wire import save_delta
 from lockstep.weight_sync.digest import model_digest, tensor_roots
@@ -35,24 +35,12 @@ from lockstep.weight_sync.manifest import Manifest, specs_of
 from lockstep.weight_sync.tensors import SharedMemorySender
 from lockstep.weight_sync.unpickle import serialize_for_engine
 
-HOST = "127.0.0.1"
 PATIENCE = 20.0  # seconds that nothing here comes near
 PROMPT = list(range(1, 40))
 PARAMS = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
 CONFIG = EngineConfig(kv_cache="16 blocks", max_num_seqs=4)
 NORM, EMBED = "model.norm.weight", "model.embed_tokens.weight"
 Named = list[tuple[str, Tensor]]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(restore_threads):
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def model(make_model) -> nn.Module:
-    """The trainer's, with tied embeddings; the engine has a copy."""
-    return make_model("qwen2")
 
 
 @pytest.fixture
@@ -161,12 +149,6 @@ def test_payloads_that_nobody_should_load_are_refused(model, newer):
 # -- the frameworks' groups --------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
-
-
 def send_as_a_framework_does(port: int, broadcasts: list[Tensor]) -> None:
     """A trainer's rank 0: the steps of SGLang's init_custom_process_group, private names and all."""
     from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world, rendezvous
@@ -244,13 +226,6 @@ def test_a_sender_that_dies_half_way_leaves_the_old_weights(service, model, newe
     assert standing(service) == before
     assert answer(service) == greedy(model)
     assert "slime" in service.state()["weight_groups"] and service.state()["weight_groups"]["slime"] != "ready"
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline, pulse = time.monotonic() + PATIENCE, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, "it never came about"
-        pulse.wait(0.001)
 
 
 def test_what_is_wrong_with_a_request_is_said_before_anything_is_joined(service, newer):

@@ -1,0 +1,100 @@
+"""Ranks of a test that die, hang or refuse: forked processes with one thread. For others there is `run_world`."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+HOST = "127.0.0.1"
+_FORK = multiprocessing.get_context("fork")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(*ranks: Callable[[], object], num_endless: int = 0, timeout_s: float = 20.0) -> list[object]:
+    """What each callable returned, or the text of what it raised, or None where its process was killed or hangs.
+
+    The last `num_endless` are not waited for: they are killed when the others are done.
+    """
+
+    def answer(rank: Callable[[], object]) -> object:
+        try:
+            return rank()
+        except (RuntimeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    end, results = time.monotonic() + timeout_s, []
+    with _forked([partial(answer, rank) for rank in ranks]) as pipes:
+        for index, pipe in enumerate(pipes):
+            left_s = max(0.0, end - time.monotonic()) if index < len(ranks) - num_endless else 0.0
+            try:
+                results.append(pipe.recv() if pipe.poll(left_s) else None)
+            except EOFError:
+                results.append(None)
+    return results
+
+
+def run_survivors(
+    num_ranks: int, folder: Path, rank_function: Callable[[int], object], victim: int, timeout_s: float = 120.0
+) -> dict[int, object]:
+    """What each rank of a default group (gloo) but the victim returned, or the error it ended with.
+
+    They end as soon as they have it. Fails where one is not done in `timeout_s`.
+    """
+
+    def answer(rank: int) -> object:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks,
+                                timeout=timedelta(seconds=60))  # fmt: skip
+        try:
+            return rank_function(rank)
+        except (RuntimeError, ValueError) as error:
+            return error
+
+    end, results = time.monotonic() + timeout_s, {}
+    with _forked([partial(answer, rank) for rank in range(num_ranks)]) as pipes:
+        for rank, pipe in enumerate(pipes):
+            if rank != victim:
+                assert pipe.poll(max(end - time.monotonic(), 0.0)), f"rank {rank} was not done in {timeout_s} s"
+                results[rank] = pipe.recv()
+    return results
+
+
+@contextmanager
+def _forked(answers: Sequence[Callable[[], object]]) -> Iterator[list[Connection]]:
+    """A process for each, which sends its answer and exits at once; all are killed at the end."""
+
+    def child(answer: Callable[[], object], out: Connection) -> None:
+        torch.set_num_threads(1)
+        out.send(answer())
+        out.close()
+        os._exit(0)
+
+    processes, pipes = [], []
+    try:
+        for answer in answers:
+            ours, theirs = _FORK.Pipe(duplex=False)
+            process = _FORK.Process(target=child, args=(answer, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+        yield pipes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()

@@ -1,0 +1,57 @@
+"""Small random models of the families that Lockstep promises to host."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+_COMMON = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # not hidden_size / num_attention_heads
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+
+# family -> (config class, what its config has beyond the common part)
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("LlamaConfig", {"rope_parameters": _LLAMA3_ROPE}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),  # has bias on q, k and v
+    "qwen3": ("Qwen3Config", {}),
+    "mistral": ("MistralConfig", {"sliding_window": 20}),
+    "gemma2": ("Gemma2Config", {"sliding_window": 20, "query_pre_attn_scalar": 32}),
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": 20, "query_pre_attn_scalar": 32}),
+    "gpt_oss": ("GptOssConfig", {"sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("Qwen3MoeConfig", _EXPERTS),
+}
+
+
+def random_model(family: str, dtype: torch.dtype = torch.float32, **overrides: object) -> PreTrainedModel:
+    """random_model("gemma2", vocab_size=128): the same every time; its logits are far from uniform."""
+    config_name, extra = FAMILIES[family]
+    config = getattr(transformers, config_name)(**{**_COMMON, **extra, **overrides})
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
+            elif "sinks" in name or "bias" in name:
+                parameter.normal_(0.0, 0.5)
+    return model.eval()
