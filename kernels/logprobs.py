@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import native_sampling
+from .gpu_kernels import triton_serves
 
 _MAX_WIDENED = 1 << 20  # logits that the PyTorch path holds in float32 at a time
 
@@ -59,6 +60,10 @@ def _per_row(temperature: Tensor | float, logits: Tensor) -> Tensor:
 def _scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
     if native_sampling.serves(logits):
         return native_sampling.scaled(logits, temperatures)
+    if triton_serves(logits.device):
+        from . import triton_logprobs  # Triton is imported only where it is used
+
+        return triton_logprobs.scaled(logits, temperatures)
     return torch.log_softmax(logits.float() / temperatures.unsqueeze(-1), dim=-1)
 
 
@@ -66,6 +71,10 @@ def _selected(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> tuple[
     """And what the native gradient wants to know again."""
     if native_sampling.serves(logits):
         return native_sampling.selected(logits, token_ids, temperatures)
+    if triton_serves(logits.device):
+        from . import triton_logprobs
+
+        return triton_logprobs.selected(logits, token_ids, temperatures)
     out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     for rows, its_temperatures in _blocks(logits, temperatures):
         chosen = _scaled(logits[rows], its_temperatures).gather(-1, token_ids[rows].unsqueeze(-1))
@@ -77,6 +86,10 @@ def _selected_gradient(
     logits: Tensor, token_ids: Tensor, temperatures: Tensor, stats: Tensor | None, grad: Tensor
 ) -> Tensor:
     """(onehot - softmax) * grad / temperature, [R, V] in the logits' dtype."""
+    if stats is not None and logits.device.type != "cpu":
+        from . import triton_logprobs
+
+        return triton_logprobs.selected_gradient(logits, token_ids, temperatures, stats, grad)
     if stats is not None:
         return native_sampling.selected_gradient(logits, token_ids, temperatures, stats, grad)
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import native_sampling
+from .gpu_kernels import triton_serves
 from .logprobs import scaled_logprobs
 
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: the golden-ratio increment of SplitMix64
@@ -61,6 +62,11 @@ def draw_tokens(
     if native_sampling.serves(logits):
         keys, filters = (settings.seeds, positions), (settings.top_k, settings.top_p, settings.min_p)
         return Drawn(*native_sampling.draw(logits, settings.temperatures, keys, filters, reshaped, allowed))
+    if triton_serves(logits.device):
+        from . import triton_sampling  # Triton is imported only where it is used
+
+        keys, filters = (settings.seeds, positions), (settings.top_k, settings.top_p, settings.min_p)
+        return Drawn(*triton_sampling.draw(logits, settings.temperatures, keys, filters, reshaped, allowed))
     return _draw(logits, settings, positions, reshaped, allowed)
 
 

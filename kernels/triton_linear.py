@@ -63,12 +63,13 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tens
     if not out.numel():
         return out
     grid = (triton.cdiv(num_rows, tile.m) * triton.cdiv(num_columns, tile.n),)
-    _linear_kernel[grid](
-        *(x, weight, bias, out, num_rows, num_columns, x.shape[1]),
-        *(*x.stride(), *weight.stride(), 0 if bias is None else bias.stride(0), out.stride(0)),
-        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP_M=GROUP, HAS_BIAS=bias is not None,
-        IS_DOUBLE=x.dtype == torch.float64, num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        _linear_kernel[grid](
+            *(x, weight, bias, out, num_rows, num_columns, x.shape[1]),
+            *(*x.stride(), *weight.stride(), 0 if bias is None else bias.stride(0), out.stride(0)),
+            BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP_M=GROUP, HAS_BIAS=bias is not None,
+            IS_DOUBLE=x.dtype == torch.float64, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
     return out
 
 

@@ -41,7 +41,8 @@ def statistics(logits: Tensor, temperatures: Tensor) -> Tensor:
     stats = torch.empty(len(logits), 2, dtype=torch.float32, device=logits.device)
     if len(logits):
         rows = (logits, temperatures, logits.shape[1], logits.stride(0), _step(temperatures))
-        _statistics_kernel[(len(logits),)](*rows, stats, BLOCK=BLOCK_V, num_warps=NUM_WARPS)
+        with torch.cuda.device_of(logits):
+            _statistics_kernel[(len(logits),)](*rows, stats, BLOCK=BLOCK_V, num_warps=NUM_WARPS)
     return stats
 
 
@@ -51,11 +52,12 @@ def selected_gradient(logits: Tensor, token_ids: Tensor, temperatures: Tensor, s
     num_rows, vocab_size = logits.shape
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     if num_rows:
-        _gradient_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK_V))](
-            *(logits, temperatures, vocab_size, logits.stride(0), _step(temperatures), stats),
-            *(token_ids.contiguous(), grad.float().contiguous(), out),
-            BLOCK=BLOCK_V, num_warps=NUM_WARPS,
-        )  # fmt: skip
+        with torch.cuda.device_of(logits):
+            _gradient_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK_V))](
+                *(logits, temperatures, vocab_size, logits.stride(0), _step(temperatures), stats),
+                *(token_ids.contiguous(), grad.float().contiguous(), out),
+                BLOCK=BLOCK_V, num_warps=NUM_WARPS,
+            )  # fmt: skip
     return out
 
 
@@ -77,11 +79,12 @@ def _logprobs(logits: Tensor, temperatures: Tensor, stats: Tensor, columns: Tens
     out = torch.empty(num_rows, width, dtype=torch.float32, device=logits.device)
     if out.numel():
         block = min(BLOCK_V, triton.next_power_of_2(width))
-        _logprobs_kernel[(num_rows, triton.cdiv(width, block))](
-            *(logits, temperatures, vocab_size, logits.stride(0), _step(temperatures), stats),
-            *(None if columns is None else columns.contiguous(), width, out),
-            HAS_COLUMNS=columns is not None, BLOCK=block, num_warps=NUM_WARPS if block == BLOCK_V else 1,
-        )  # fmt: skip
+        with torch.cuda.device_of(logits):
+            _logprobs_kernel[(num_rows, triton.cdiv(width, block))](
+                *(logits, temperatures, vocab_size, logits.stride(0), _step(temperatures), stats),
+                *(None if columns is None else columns.contiguous(), width, out),
+                HAS_COLUMNS=columns is not None, BLOCK=block, num_warps=NUM_WARPS if block == BLOCK_V else 1,
+            )  # fmt: skip
     return out
 
 

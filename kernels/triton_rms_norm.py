@@ -33,11 +33,12 @@ def forward(x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_f
     rows, out = _rows(x), torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.numel():
         width = x.shape[-1]
-        _forward_kernel[(len(rows),)](
-            *(rows, weight.contiguous(), out, width, rows.stride(0), eps, weight_offset),
-            ROUND_FIRST=round_first, HAS_OFFSET=bool(weight_offset), IS_DOUBLE=x.dtype == torch.float64,
-            **_shape(width),
-        )  # fmt: skip
+        with torch.cuda.device_of(x):
+            _forward_kernel[(len(rows),)](
+                *(rows, weight.contiguous(), out, width, rows.stride(0), eps, weight_offset),
+                ROUND_FIRST=round_first, HAS_OFFSET=bool(weight_offset), IS_DOUBLE=x.dtype == torch.float64,
+                **_shape(width),
+            )  # fmt: skip
     return out
 
 
@@ -49,11 +50,12 @@ def backward(x: Tensor, weight: Tensor, eps: float, weight_offset: float, grad: 
     num_parts = triton.cdiv(len(rows), ROWS_EACH)
     partials = torch.zeros(num_parts, width, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     if grad_x.numel():
-        _backward_kernel[(num_parts,)](
-            *(rows, weight.contiguous(), grads, grad_x, partials),
-            *(len(rows), width, rows.stride(0), grads.stride(0), eps, weight_offset),
-            ROWS=ROWS_EACH, IS_DOUBLE=x.dtype == torch.float64, **_shape(width),
-        )  # fmt: skip
+        with torch.cuda.device_of(x):
+            _backward_kernel[(num_parts,)](
+                *(rows, weight.contiguous(), grads, grad_x, partials),
+                *(len(rows), width, rows.stride(0), grads.stride(0), eps, weight_offset),
+                ROWS=ROWS_EACH, IS_DOUBLE=x.dtype == torch.float64, **_shape(width),
+            )  # fmt: skip
     return grad_x, partials.sum(0).to(weight.dtype)
 
 

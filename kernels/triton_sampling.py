@@ -44,12 +44,13 @@ def draw(
     chances = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     top_k, top_p, min_p = (limit.contiguous() for limit in filters)
     if num_rows:
-        _draw_kernel[(num_rows,)](
-            *(wanted, temperatures.contiguous(), vocab_size, wanted.stride(0), int(len(temperatures) > 1)),
-            *(key.contiguous() for key in noise_keys),
-            *(top_k, top_p.double(), min_p, token_ids, chances),
-            BLOCK=BLOCK_V, num_warps=NUM_WARPS,
-        )  # fmt: skip
+        with torch.cuda.device_of(logits):
+            _draw_kernel[(num_rows,)](
+                *(wanted, temperatures.contiguous(), vocab_size, wanted.stride(0), int(len(temperatures) > 1)),
+                *(key.contiguous() for key in noise_keys),
+                *(top_k, top_p.double(), min_p, token_ids, chances),
+                BLOCK=BLOCK_V, num_warps=NUM_WARPS,
+            )  # fmt: skip
     return token_ids, selected(logits, token_ids, temperatures)[0], chances
 
 
@@ -57,7 +58,8 @@ def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
     """The noise that `draw` uses, float64 [R]; bit for bit that of `sampling.uniform_noise`."""
     out = torch.empty(len(seeds), dtype=torch.float64, device=seeds.device)
     if len(seeds):
-        _noise_kernel[(len(seeds),)](seeds.contiguous(), positions.contiguous(), out, num_warps=1)
+        with torch.cuda.device_of(seeds):
+            _noise_kernel[(len(seeds),)](seeds.contiguous(), positions.contiguous(), out, num_warps=1)
     return out
 
 
@@ -86,7 +88,7 @@ def _draw_kernel(
     maximum, log_sum = row_statistics(row, vocab_size, temperature, BLOCK)
     top_k, top_p, min_p = tl.load(top_k_ptr + r), tl.load(top_p_ptr + r), tl.load(min_p_ptr + r)
     if top_k == 1:
-        token = _first_of_rank(row, vocab_size, temperature, _rank(maximum), 1, BLOCK)
+        token = _first_of_rank(row, vocab_size, temperature, _rank(maximum), top_k, BLOCK)
     else:
         lowest, last_tie = top_k * 0 - (1 << 40), vocab_size  # below every rank: all are kept
         if (top_k < vocab_size) | (top_p < 1.0):
