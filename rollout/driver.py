@@ -49,7 +49,7 @@ class Driver:
     def drive(self, core: EngineCore) -> None:
         """Take charge of a core; once, before anything else."""
         self._core = core
-        core.model.before_phase_ends = self._drain
+        core.model.before_phase_ends = self.drain
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -188,10 +188,11 @@ class Driver:
         finally:
             self._step_began = None
 
-    def _drain(self) -> None:
-        """The rollout phase ends: the step that runs is finished first."""
-        with self.lock:
+    def drain(self) -> None:
+        """Finish what is in the air, whoever's it is, and tell those who wait for it."""
+        with self._wake:
             self._core.loop.drain()
+            self._wake.notify_all()
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 

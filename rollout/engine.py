@@ -261,8 +261,7 @@ class Engine(EngineVerbs):
 
     def _quiet(self) -> None:
         """Nothing is in the air afterwards."""
-        with self._driver.lock:
-            self._core.loop.drain()
+        self._driver.drain()
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import BrokenLogits
 from lockstep.rollout.request import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.callers import soon, submit, wait_until
 
 STAGES = pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 PATIENCE = 60.0  # seconds that nothing here comes near
@@ -281,3 +282,14 @@ def test_a_step_that_fails_in_a_stage_drops_all_in_the_air_and_the_answers_stay_
 def test_overlap_and_stages_do_not_go_together_and_the_error_says_why(make_engine):
     with pytest.raises(ValueError, match=r"overlap plans .* there are 2, which"):
         make_engine(2, overlap=True)
+
+
+def test_a_caller_hears_of_its_answer_also_where_another_finished_the_step(make_engine):
+    engine = make_engine(2, max_num_batched_tokens=64)
+    engine.start()
+    with engine._driver.lock:  # both are queued before the first step, which has room for one prompt
+        calls = [submit(engine.generate, [i] * 64, params(i, 1)) for i in (1, 2)]
+        wait_until(lambda: len(engine._driver._inbox) == 2)
+    engine._quiet()  # as the end of a call of several ranks does; the loop's thread has nothing to run afterwards
+    assert [len(soon(call)[0].token_ids) for call in calls] == [1, 1]
+    engine.stop()
