@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,8 +20,7 @@ class KnownRows:
     """Rows whose logits give log-probabilities of tokens that one sequence has already."""
 
     request: Request
-    first_token: int  # position of the first token that they are about
-    num_rows: int
+    token_ids: list[int]  # one a row: the token after it, as it was then; a preemption may undo a jump meanwhile
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,21 @@ class Batch:
     jumps: tuple[KnownRows, ...] = ()  # of tokens that were not sampled
     allowed: tuple[bytes | None, ...] = ()  # per sampled row: what a grammar allows; empty: nobody has one
     is_decode: bool = False  # one row a sequence, each sampled from, and nothing else asked of it
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on a device; itself where it is there."""
+        if self.slots.device == device:
+            return self
+        to = {"device": device, "non_blocking": True}
+        paged = self.paged
+        return replace(
+            self,
+            token_ids=self.token_ids.to(**to), positions=self.positions.to(**to), slots=self.slots.to(**to),
+            paged=PagedStep(
+                paged.block_tables.to(**to), paged.query_start.to(**to), paged.context_lens.to(**to)
+            ),
+            logit_rows=self.logit_rows.to(**to),
+        )  # fmt: skip
 
 
 def build_batch(
@@ -77,11 +91,12 @@ def build_batch(
         if request.wants_prompt_logprobs and item.start < request.sequence.num_prompt_tokens:
             rows = _prompt_rows(request, item, query_start[index])
             if len(rows):
-                prompts.append(KnownRows(request, int(positions[rows[0]]) + 1, len(rows)))
+                first_token = int(positions[rows[0]]) + 1
+                prompts.append(KnownRows(request, sequence.token_ids[first_token : first_token + len(rows)]))
                 prompt_rows += rows
         if item.jump:
             num_jumped, end_row = len(item.jump.token_ids), int(query_start[index + 1]) - 1
-            jumps.append(KnownRows(request, sequence.num_tokens - num_jumped, num_jumped))
+            jumps.append(KnownRows(request, sequence.token_ids[-num_jumped:]))
             jump_rows += range(end_row - num_jumped, end_row)
     to = {"device": device, "non_blocking": True}
     return Batch(

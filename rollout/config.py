@@ -73,6 +73,8 @@ class EngineConfig:
     admission_ratio: float = ADMISSION_RATIO  # share of what running sequences may still generate that admission keeps
     # room for, at first; it adapts
     overlap: bool = False  # plan the next step and deliver the last one while the model runs
+    cuda_graph_batch_sizes: tuple[int, ...] | None = None  # decode batches that are recorded, and others padded to; ():
+    # none; None: on a GPU 1, 2, 4, 8, 16, 24 … up to max_num_seqs or 256, on a CPU none (there they are plain calls)
     jump_forward: str = "text"  # of requests with a grammar that do not say: "text", "exact" or "off"
     jump_forward_max_rollback: int = 10  # tokens that a jump may replace ("text" only)
     jump_forward_max_blocks: int = 10  # KV blocks that one jump may take
@@ -100,6 +102,12 @@ class EngineConfig:
         for name in ("prefix_cache", "invariant", "overlap", "sequence_pipelining", "grammar_any_whitespace"):
             if not isinstance(getattr(self, name), bool):
                 wrong.append(f"{name} must be true or false, not {getattr(self, name)!r}")
+        sizes = self.cuda_graph_batch_sizes
+        if isinstance(sizes, list):  # as it comes from a file
+            object.__setattr__(self, "cuda_graph_batch_sizes", sizes := tuple(sizes))
+        is_tuple = isinstance(sizes, tuple)
+        if sizes is not None and not (is_tuple and all(type(size) is int and size > 0 for size in sizes)):
+            wrong.append(f"cuda_graph_batch_sizes must be a list of positive integers, not {sizes!r}")
         if self.jump_forward not in JUMP_MODES:
             wrong.append(f"jump_forward must be one of {', '.join(JUMP_MODES)}, not {self.jump_forward!r}")
         if isinstance(self.jump_forward_max_rollback, int) and self.jump_forward_max_rollback > MAX_ROLLBACK:

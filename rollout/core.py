@@ -27,6 +27,7 @@ from .errors import MemoryReleased, NotIdle, SamplingRefused
 from .event_log import ManagerPair
 from .grammar_steps import GrammarSteps
 from .grammars import Grammars
+from .graphs import DecodeGraphs, decode_ladder, why_not_recorded
 from .hosted_model import HostedModel
 from .intake import find_eos_token_ids, load_tokenizer
 from .kv_cache import KVCache, KVPlan, plan_kv_pool
@@ -125,8 +126,23 @@ class EngineCore:
             self.stage = Stage(self.ranks, self.model, self._kv_cache, sampler, config.block_size, self.trace)
             return ReplicaRunner(self.ranks, self.stage, self.metrics, config.state_check_steps)
         return ModelRunner(
-            self.model, self._kv_cache, sampler, config.block_size, self.trace, overlap=config.overlap
+            self.model, self._kv_cache, sampler, config.block_size, self.trace, overlap=config.overlap,
+            graphs=self._make_graphs(config),
         )  # fmt: skip
+
+    def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
+        """What replays decode steps, where that is asked for or of use."""
+        asked = config.cuda_graph_batch_sizes
+        sizes = decode_ladder(asked, config.max_num_seqs, self.model.device)
+        if sizes and (why := why_not_recorded(self.model)) is not None:
+            if asked is not None:
+                raise ValueError(f"cuda_graph_batch_sizes={list(asked)}, but no decode step can be recorded: {why}")
+            logger.info("decode steps are not recorded: %s", why)
+            return None
+        if not sizes:
+            return None
+        width = -(-self.max_model_len // config.block_size)
+        return DecodeGraphs(self.model, self._kv_cache, sizes, width)
 
     def _agreed(self, plan: KVPlan, config: EngineConfig) -> KVPlan:
         """The same pool on every rank of the replica: as many blocks as the rank with the least memory has room for.
@@ -314,6 +330,8 @@ class EngineCore:
         if not report.success:
             raise NotIdle(f"cannot release the KV pool: {report.error_msg}")
         num_bytes = self._kv_cache.num_bytes
+        if isinstance(self._runner, ModelRunner):
+            self._runner.release_memory()
         self._kv_cache.release()
         return num_bytes
 

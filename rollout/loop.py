@@ -124,14 +124,18 @@ class Loop:
             return
         self._deliver()  # before the schedule, which then knows who ended
         ahead = self._schedule()
+        if not self._is_interrupted():
+            with self._starting_over_on_failure():
+                self._runner.anticipate(ahead, self._managers.engine.requests_of(ahead.scheduled))
         self._land()
         if ahead.exhausted:
             self._deliver()  # they end with the token that has just landed
         wanted = self._still_wanted(ahead)
         if self._is_interrupted():
             self._shelve(wanted)  # a command waits: it would have to wait for this step too
-        else:
-            self._launch(wanted)
+            self._runner.settle()
+        elif not self._launch(wanted):
+            self._runner.settle()
 
     def drain(self) -> None:
         """Wait for what is in the air and deliver it; afterwards nothing is in flight."""
@@ -275,6 +279,8 @@ class Loop:
             undo.pop_all()
 
     def _start_over(self) -> None:
+        if self._overlap:
+            self._runner.settle()
         self._deliver()
         while self._flights:
             self._flights.popleft().handle.abandon()

@@ -81,6 +81,12 @@ class ReplicaRunner:
             self._writer.check(self.workers.state_hash())
             self._send(0)
 
+    def anticipate(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> None:
+        """Followers run what was launched."""
+
+    def settle(self) -> None:
+        """Nothing was begun."""
+
     def forget(self, request: Request) -> None:
         self._stage.forget(request)
 

@@ -9,7 +9,7 @@ from .completion import Completion, FinishReason, ListedLogprobs, NextToken, Top
 from .detokenizer import IncrementalDetokenizer, StopRegexTimeout
 from .grammar_state import GrammarState
 from .sampling_params import SamplingParams
-from .schedule import NO_JUMP, Jump, NewToken, ScheduledSequence
+from .schedule import NO_JUMP, Jump, NewToken, ScheduledSequence, SequenceResult
 from .sequence import Sequence
 
 
@@ -154,6 +154,19 @@ class Request:
         self.num_jump_forward_tokens -= min(jump.num_rolled_back, len(jump.token_ids))
         if jump.num_rolled_back:
             self.roll_back(jump.num_rolled_back)
+
+    def record_sampled(self, result: SequenceResult) -> None:
+        """A step's only token; the sequence has it already. As `begin_tokens` and `record`, which jumps need."""
+        assert result.logprob is not None
+        self.newest_jump, self.num_undelivered = NO_JUMP, 1
+        self.logprobs.append(result.logprob)
+        if self.options.top_logprobs_num:
+            self.top_logprobs.append(result.top_logprobs)
+        if self.options.token_ids_logprob:
+            self.listed_logprobs.append(result.listed_logprobs)
+        if result.masked_prob is not None:
+            self.masked_probs.append(result.masked_prob)
+            self.forced.append(result.was_only_choice)
 
     def record(self, token: NewToken) -> None:
         """One more output token; the sequence has it already."""

@@ -59,6 +59,15 @@ class Runner(Protocol):
         """
         ...
 
+    def anticipate(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> None:
+        """With one stage, and a step in the air: this one will probably be launched next, less those that end. It may
+        be begun; the managers do not know it yet."""
+        ...
+
+    def settle(self) -> None:
+        """What was anticipated and not launched is not wanted: drop it, and return once it touches nothing."""
+        ...
+
     def forget(self, request: Request) -> None:
         """The request was answered: drop what is kept for it. Comes after its last results, or beside those that
         nobody will take."""

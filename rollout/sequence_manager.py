@@ -247,6 +247,13 @@ class EngineSequenceManager(SequenceManager):
             self.finish(sequence.id, FinishReason("length", length=0))
             return True
         assert result.logprob is not None
+        if not result.jump.token_ids:
+            request.record_sampled(result)
+            request.tag_token(self.weight_version, self.weight_digest)
+            reason = self._why_finished(request, result.token_id)
+            if reason is not None:
+                self.finish(sequence.id, reason)
+            return reason is not None
         request.begin_tokens(result.jump)
         for token in result.tokens():
             request.record(token)

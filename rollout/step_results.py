@@ -3,7 +3,7 @@ tokens that a jump put there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .batch import Batch, KnownRows
 from .completion import ListedLogprobs, TopLogprobs
-from .sampler import Sampled, Sampler, prompt_listed_logprobs, prompt_logprobs
+from .request import Request
+from .sampler import Sampled, Sampler, prompt_listed_logprobs, prompt_logprobs, refuse_broken
 from .schedule import ScheduledSequence, ScheduleOutput, SequenceResult
 
 
@@ -38,10 +39,21 @@ def results_of(output: ScheduleOutput, batch: Batch, logits: Tensor, sampler: Sa
     sampled = _sample(batch, logits, sampler)
     if not batch.prompts and not batch.jumps:
         return [_result(item, sampled.get(item.id), None, None) for item in output.scheduled]
-    first_jump = len(batch.sampled) + sum(rows.num_rows for rows in batch.prompts)
+    first_jump = len(batch.sampled) + sum(len(rows.token_ids) for rows in batch.prompts)
     prompts = _score(batch.prompts, logits[len(batch.sampled) :])
     jumps = _score(batch.jumps, logits[first_jump:])
     return [_result(i, sampled.get(i.id), prompts.get(i.id), jumps.get(i.id)) for i in output.scheduled]
+
+
+def drawn_results(
+    items: Sequence[ScheduledSequence], requests: Mapping[str, Request], token_ids: list[int], logprobs: list[float]
+) -> list[SequenceResult]:
+    """One result per row of a decode step that drew all tokens itself. Raises BrokenLogits."""
+    refuse_broken([requests[item.id] for item in items], logprobs)
+    return [
+        SequenceResult(item.id, item.incarnation, 1, token_id, logprob)
+        for item, token_id, logprob in zip(items, token_ids, logprobs, strict=True)
+    ]
 
 
 def _sample(batch: Batch, logits: Tensor, sampler: Sampler) -> dict[str, Sampled]:
@@ -55,13 +67,12 @@ def _score(known: Iterable[KnownRows], logits: Tensor) -> dict[str, Scores]:
     """By sequence; logits [rows, V] of these rows, one after another."""
     scored, first = {}, 0
     for rows in known:
-        token_ids = rows.request.sequence.token_ids[rows.first_token : rows.first_token + rows.num_rows]
-        ids = torch.tensor(token_ids, device=logits.device)
-        its_logits = logits[first : first + rows.num_rows]
+        ids = torch.tensor(rows.token_ids, device=logits.device)
+        its_logits = logits[first : first + len(rows.token_ids)]
         scored[rows.request.id] = Scores(
             *prompt_logprobs(its_logits, ids, rows.request), prompt_listed_logprobs(its_logits, rows.request)
         )
-        first += rows.num_rows
+        first += len(rows.token_ids)
     return scored
 
 

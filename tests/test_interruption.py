@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lockstep.kernels.sampling import scaled_logprobs
+from lockstep.kernels.logprobs import scaled_logprobs
 from lockstep.rollout.commands import PauseReport
 from lockstep.rollout.completion import Completion
 from lockstep.rollout.config import EngineConfig
@@ -24,8 +24,9 @@ PATIENCE = 30.0  # seconds that nothing here comes near
 # How an engine runs its steps: one after another, one planned while another runs, or several in the air.
 WAYS: dict[str, dict[str, object]] = {
     "plain": {}, "overlap": {"overlap": True}, "2 stages": {"stages": 2}, "4 stages": {"stages": 4},
+    "ahead": {"overlap": True, "cuda_graph_batch_sizes": (2, 3)},  # a decode step begins before the last has landed
 }  # fmt: skip
-WAY = pytest.mark.parametrize("way", ["plain", "overlap", "2 stages"])
+WAY = pytest.mark.parametrize("way", ["plain", "overlap", "ahead", "2 stages"])
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +203,7 @@ def pause_and_continue(mode: str, reports: list[PauseReport]) -> Callable[[ByHan
 # Any two values of two settings meet in one of these; the rest of the product, and a few rows of stages, are slow.
 QUICK = {
     (16, 7, "plain", 0.0), (16, 16, "plain", 1.0), (16, 128, "overlap", 0.0),
-    (64, 7, "overlap", 1.0), (64, 16, "overlap", 0.0), (64, 128, "plain", 1.0),
+    (64, 7, "overlap", 1.0), (64, 16, "overlap", 0.0), (64, 128, "plain", 1.0), (16, 7, "ahead", 1.0),
 }  # fmt: skip
 TABLE = [
     pytest.param(
@@ -212,6 +213,7 @@ TABLE = [
     )
     for row in (
         *itertools.product((16, 64), (7, 16, 128), ("plain", "overlap"), (0.0, 1.0)),
+        (16, 7, "ahead", 1.0), (64, 16, "ahead", 0.0),
         (16, 7, "2 stages", 1.0), (64, 16, "2 stages", 0.0), (16, 128, "2 stages", 1.0), (16, 7, "4 stages", 0.0),
     )
 ]
