@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,23 @@ def test_a_worker_that_does_not_come_up_is_told_with_the_end_of_its_log(python):
         start(python, Load(1, 900, 200))
     with pytest.raises(ValueError, match=r"--vllm-python: .*No such file"):
         start(python.with_name("missing"))
+
+
+def test_a_benchmark_that_is_terminated_leaves_no_stopped_worker_behind(python):
+    workers = []
+
+    def benchmark():
+        with ExitStack() as stack:
+            stack.enter_context(vllm_process.unwinding_on_sigterm())
+            workers.append(start(python))
+            stack.callback(workers[0].close)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        benchmark()
+    assert workers[0]._process.returncode is not None
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_benchmark_reports_both_engines_and_their_ratio(python, capsys):

@@ -34,7 +34,7 @@ from ...rollout.engine import Engine
 from .load import Load, add_load_arguments, load_of, positive
 from .presets import DTYPES, PRESETS, load_model
 from .runs import Run, find_device, make_engine, num_kv_blocks, run_engine, run_transformers
-from .vllm_process import VllmWorker
+from .vllm_process import VllmWorker, unwinding_on_sigterm
 
 RIVALS = ("hf", "vllm", "other")
 _WARM_UP_TOKENS = 8  # of transformers, which has nothing to compile
@@ -113,6 +113,7 @@ def _rivals(
     if "hf" in options.against:
         rivals["hf"] = lambda load, repeat: run_transformers(model, load, load.prompts(vocab_size, repeat), repeat)
     if "vllm" in options.against:
+        stack.enter_context(unwinding_on_sigterm())
         worker = VllmWorker(
             options.vllm_python, _folder(options.model, model, stack), load, dtype=options.dtype,
             threads=torch.get_num_threads(), kv_bytes=num_kv_blocks(load) * engine.kv_plan.bytes_per_block,

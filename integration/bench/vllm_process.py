@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .load import Load
@@ -87,6 +88,16 @@ class VllmWorker:
         log = self._log.read().decode(errors="replace")
         print(log, file=sys.stderr, flush=True)
         raise ValueError(f"vLLM's worker ended: {' | '.join(log.splitlines()[-3:]) or 'it wrote nothing'}")
+
+
+@contextmanager
+def unwinding_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit in here: processes that are stopped would outlive us. For the main thread."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _environment(python: str, threads: int, kv_bytes: int) -> dict[str, str]:
