@@ -1,6 +1,7 @@
 """What an attention call is about: where its rows and keys lie, and how a dot product becomes a score."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class PagedStep:
         Tensor  # [S + 1] int32, row offsets: sequence s owns rows [query_start[s], query_start[s + 1])
     )
     context_lens: Tensor  # [S] int32, tokens in the KV cache, this step's rows included
+    layout: "RowLayout" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         tensors = {
@@ -55,6 +57,16 @@ class PagedStep:
             wrong.append(f"devices differ: { ({name: str(t.device) for name, t in tensors.items()}) }")
         if wrong:
             raise ValueError("PagedStep: " + "; ".join(wrong))
+        object.__setattr__(self, "layout", RowLayout(self.query_start, self.context_lens, self.block_tables))
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """KV of a step's rows, to be written into the caches before anything is attended to."""
+
+    key: Tensor  # [N, K, D]
+    value: Tensor  # [N, K, E]
+    slots: Tensor  # [N] int64, contiguous: block * block_size + offset
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,9 @@ class RowLayout:
     query_start: Tensor
     context_lens: Tensor | None
     block_tables: Tensor | None
+    # What was found out about tensors of some shapes, so that a step's layers ask once: what fits, what a path made.
+    fitting: set[tuple[Any, ...]] = field(default_factory=set, repr=False, compare=False)
+    prepared: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 def refuse_layout(sequence: int, layout: RowLayout, num_rows: int) -> None:

@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import native
-from .attention_step import PagedStep, RowLayout, ScoreRule
+from .attention_step import NewRows, PagedStep, RowLayout, ScoreRule
 from .gpu_kernels import triton_serves
 from .native_attention import SOURCE, native_attention
 from .padded_attention import padded_attention, padded_gradients
 
 __all__ = [
     "AttentionPath",
+    "NewRows",
     "PagedStep",
     "attention_path",
     "paged_attention",
@@ -54,16 +55,60 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     path: AttentionPath | None = None,
+    new: NewRows | None = None,
 ) -> Tensor:
     """Causal attention of a step's rows over the blocks of their sequences; not differentiable.
 
     query [N,H,D], key_cache [num_blocks,block_size,K,D], value_cache [num_blocks,block_size,K,E] -> [N,H,E].
     Row i of sequence s stands at position context_lens[s] - num_rows(s) + i; its key and value are in the
-    cache already. It sees positions up to its own, the last `window` of them if given. `softcap` bounds
-    scores as Gemma-2 does (cap * tanh(score / cap)); `sinks` [H] are logits that join the softmax's
-    denominator only, as in gpt-oss. `path` overrides `attention_path`. Raises ValueError naming every
-    argument that does not fit.
+    cache already, or are in `new` and written there first. It sees positions up to its own, the last
+    `window` of them if given. `softcap` bounds scores as Gemma-2 does (cap * tanh(score / cap)); `sinks` [H]
+    are logits that join the softmax's denominator only, as in gpt-oss. `path` overrides `attention_path`.
+    Raises ValueError naming every argument that does not fit.
     """
+    kind = _kind(query, key_cache, value_cache, window, softcap, sinks, new)
+    if kind not in step.layout.fitting:
+        _refuse_unfitting_step(query, key_cache, value_cache, step, window, softcap, sinks, new)
+        step.layout.fitting.add(kind)
+    path = path or attention_path(query.device, query.dtype)
+    rule = ScoreRule(scale, window, softcap)
+    if path == "native":
+        return native_attention(query, key_cache, value_cache, step.layout, rule, sinks, new)
+    if new is not None:
+        key_cache.flatten(0, 1).index_copy_(0, new.slots, new.key)
+        value_cache.flatten(0, 1).index_copy_(0, new.slots, new.value)
+    return _PATHS[path](query, key_cache, value_cache, step.layout, rule, sinks)
+
+
+def _kind(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    new: NewRows | None,
+) -> tuple[Any, ...]:
+    """All that `_refuse_unfitting_step` looks at."""
+    tensors = [query, key_cache, value_cache]
+    if sinks is not None:
+        tensors.append(sinks)
+    if new is not None:
+        tensors += (new.key, new.value, new.slots)
+    described = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+    return (window, softcap, sinks is None, *described)
+
+
+def _refuse_unfitting_step(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    step: PagedStep,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    new: NewRows | None,
+) -> None:
     wrong = _mismatches(query, key_cache, value_cache, 4, window, softcap, sinks)
     if step.context_lens.device != query.device:
         wrong.append(f"step is on {step.context_lens.device}, query on {query.device}")
@@ -71,11 +116,15 @@ def paged_attention(
         wrong.append(
             f"key_cache {list(key_cache.shape)} and value_cache {list(value_cache.shape)} differ in blocks"
         )
+    if not wrong and new is not None:
+        rows = query.shape[0]
+        for name, tensor, cache in (("key", new.key, key_cache), ("value", new.value, value_cache)):
+            if tensor.shape != (rows, *cache.shape[2:]) or tensor.dtype != cache.dtype or tensor.stride(-1) != 1:
+                wrong.append(f"new {name} {list(tensor.shape)} {tensor.dtype} does not fit {rows} rows of its cache")
+        if new.slots.shape != (rows,) or new.slots.dtype != torch.int64 or not new.slots.is_contiguous():
+            wrong.append(f"slots are {new.slots.dtype} {list(new.slots.shape)}, not int64 [{rows}], contiguous")
     if wrong:
         raise ValueError("paged_attention: " + "; ".join(wrong))
-    forward = _PATHS[path or attention_path(query.device, query.dtype)]
-    layout = RowLayout(step.query_start, step.context_lens, step.block_tables)
-    return forward(query, key_cache, value_cache, layout, ScoreRule(scale, window, softcap), sinks)
 
 
 def varlen_attention(

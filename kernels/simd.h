@@ -82,6 +82,12 @@ static inline void store(
   Halves h = __builtin_convertvector(rounded, Halves);
   memcpy(p, &h, sizeof h);
 }
+static inline Floats to_bf16(Floats v) {  // the value that `store` would write, still in fp32 lanes
+  Words u = (Words)v;
+  Words rounded = (u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000u;
+  Ints is_nan = v != v;
+  return (Floats)((rounded & ~(Words)is_nan) | ((Words)is_nan & 0x7fc00000u));
+}
 static inline void store_scalar(float* p, float x) { *p = x; }
 static inline void store_scalar(bf16* p, float x) {
   bf16 lanes[W];

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..kernels.paged_attention import AttentionPath, PagedStep, paged_attention, varlen_attention
+from ..kernels.paged_attention import AttentionPath, NewRows, PagedStep, paged_attention, varlen_attention
 
 ATTENTION_NAMES: dict[AttentionPath, str] = {
     "native": "lockstep",
@@ -106,9 +106,10 @@ def hosted_attention(
     }
     if isinstance(step, StepContext):
         layer = module.layer_idx - step.first_layer
-        step.key_caches[layer].flatten(0, 1).index_copy_(0, step.slots, rows[1])
-        step.value_caches[layer].flatten(0, 1).index_copy_(0, step.slots, rows[2])
-        out = paged_attention(rows[0], step.key_caches[layer], step.value_caches[layer], step.paged, **options)
+        new = NewRows(rows[1], rows[2], step.slots)
+        out = paged_attention(
+            rows[0], step.key_caches[layer], step.value_caches[layer], step.paged, new=new, **options
+        )
     else:
         if isinstance(step, Probe):
             step.layers[module.layer_idx] = KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)

@@ -21,6 +21,7 @@ from ..kernels.activation import gelu, gelu_tanh, sigmoid, silu
 from ..kernels.invariant import Guarantee, self_test
 from ..kernels.linear import Product, invariant_linear, product_of
 from .division import Division
+from .fused_layers import fused_forward
 from .hosted_experts import REDUCTION
 from .row_reduction import RowReduction, VocabularyLookup, gather_columns
 from .tp_plan import SUMS
@@ -141,6 +142,8 @@ class Numerics:
                 forward = _linear_forward(module, self._linear())
             elif type(module) in _ACTIVATIONS:
                 forward = _ACTIVATIONS[type(module)]
+            elif (fused := fused_forward(module)) is not None:
+                forward = fused
             elif _is_activation(module) or (_owns_matrix(module) and not isinstance(module, _OWN_ROWS)):
                 forward = _under(functions, module)
             if forward is not None:

@@ -15,7 +15,10 @@ import sys
 import pytest
 import torch
 
+from lockstep.kernels import native
 from lockstep.kernels.logprobs import scaled_logprobs
+from lockstep.kernels.native import ISA_LEVELS
+from lockstep.kernels.native_attention import SOURCE
 from lockstep.rollout.completion import Completion
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
@@ -193,7 +196,7 @@ def test_without_our_numerics_the_trainer_differs_so_the_table_is_not_trivial(ma
     torch.testing.assert_close(plain, torch.tensor(completion.logprobs), atol=1e-4, rtol=1e-4)
 
 
-TORCH_PATH = """
+ON_ANOTHER_PATH = """
 import json, sys
 import torch
 torch.set_num_threads(1)
@@ -215,12 +218,17 @@ print(json.dumps(report))
 """
 
 
+CPU_PATHS = [({"LOCKSTEP_NATIVE": "0"}, "torch")]
+CPU_PATHS += [({"LOCKSTEP_MAX_ISA": level}, "native") for level in ISA_LEVELS if native.load(SOURCE) is not None]
+
+
 @pytest.mark.slow
-def test_pytorch_attention_path_keeps_the_trainers_bits_too():
-    environment = {**os.environ, "LOCKSTEP_NATIVE": "0"}
+@pytest.mark.parametrize(("path", "attention"), CPU_PATHS, ids=lambda value: str(value))
+def test_every_path_of_this_processor_keeps_the_trainers_bits_too(path, attention):
+    environment = {**os.environ, **path}
     done = subprocess.run(
-        [sys.executable, "-c", TORCH_PATH, os.path.dirname(__file__)], env=environment, capture_output=True, text=True,
-        check=False, timeout=300,
+        [sys.executable, "-c", ON_ANOTHER_PATH, os.path.dirname(__file__)], env=environment, capture_output=True,
+        text=True, check=False, timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {"qwen3": "torch", "gpt_oss": "torch"}
+    assert json.loads(done.stdout.splitlines()[-1]) == {"qwen3": attention, "gpt_oss": attention}

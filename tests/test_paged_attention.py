@@ -19,6 +19,7 @@ from lockstep.kernels.native_attention import SOURCE
 from lockstep.kernels.padded_attention import plan_pieces
 from lockstep.kernels.paged_attention import (
     AttentionPath,
+    NewRows,
     PagedStep,
     attention_path,
     paged_attention,
@@ -177,6 +178,24 @@ def test_long_contexts_keep_their_bits(path: AttentionPath, dtype: torch.dtype, 
     assert torch.equal(
         paged_attention(query[rows], cache.key, cache.value, cache.step(decoded), **keywords), whole[rows]
     )
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_new_rows_are_written_before_they_are_attended_to(path: AttentionPath, dtype: torch.dtype) -> None:
+    query, key, value = random_rows([20], (4, 2), (32, 24), dtype)
+    caches = [torch.full((4, 16, 2, width), torch.nan).to(dtype) for width in (32, 24)]
+    step = PagedStep(torch.tensor([[3, 1]], dtype=torch.int32), starts_of([20]), torch.tensor([20], dtype=torch.int32))
+    slots = torch.tensor([*range(48, 64), *range(16, 20)])
+    found = paged_attention(query, *caches, step, scale=0.2, path=path, new=NewRows(key, value, slots))
+    assert torch.equal(found, varlen_attention(query, key, value, starts_of([20]), scale=0.2, path=path))
+    for cache, rows in zip(caches, (key, value), strict=True):
+        assert torch.equal(cache.flatten(0, 1)[slots], rows)
+        assert int(cache.isnan().any(-1).any(-1).sum()) == 64 - 20
+    unfitting = [(NewRows(key[:3], value, slots), "new key"), (NewRows(key, value, slots.int()), "slots are")]
+    for wrong, message in unfitting:
+        with pytest.raises(ValueError, match=message):
+            paged_attention(query, *caches, step, scale=0.2, path=path, new=wrong)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -1,0 +1,71 @@
+// Root-mean-square norm, every row a function of itself and the weight alone: the squares of a row are added in W
+// lanes from left to right, then the lanes in a fixed tree.
+#include <cmath>
+
+#include "simd.h"
+
+using namespace simd;
+
+namespace {
+
+struct Norm {
+  const void *x, *weight;  // [rows, width], [width]
+  void* y;                 // [rows, width]
+  int64_t rows, width;
+  float eps, weight_offset;
+  int64_t round_first;
+};
+
+template <typename T>
+Floats load_some(const T* p, int64_t count) {  // the first `count` < W lanes, zeros behind them
+  T lanes[W] = {};
+  memcpy(lanes, p, count * sizeof(T));
+  return load(lanes);
+}
+
+static inline Floats rounded(Floats v, float) { return v; }
+static inline Floats rounded(Floats v, bf16) { return to_bf16(v); }
+
+template <typename T>
+void normalize(const Norm& p, int64_t row) {
+  const T *x = (const T*)p.x + row * p.width, *weight = (const T*)p.weight;
+  T* y = (T*)p.y + row * p.width;
+  const int64_t whole = p.width / W * W, rest = p.width - whole;
+  Floats squares = splat(0.0f);
+  for (int64_t d = 0; d < whole; d += W) {
+    Floats v = load(x + d);
+    squares = fused(v, v, squares);
+  }
+  if (rest) {
+    Floats v = load_some(x + whole, rest);
+    squares = fused(v, v, squares);
+  }
+  const Floats scale = splat(1.0f / std::sqrt(sum(squares) / (float)p.width + p.eps)), offset = splat(p.weight_offset);
+  auto scaled = [&](Floats v, Floats w) {
+    v = v * scale;
+    return (w + offset) * (p.round_first ? rounded(v, T()) : v);
+  };
+  for (int64_t d = 0; d < whole; d += W) store(y + d, scaled(load(x + d), load(weight + d)));
+  if (rest) {
+    T lanes[W];
+    store(lanes, scaled(load_some(x + whole, rest), load_some(weight + whole, rest)));
+    memcpy(y + whole, lanes, rest * sizeof(T));
+  }
+}
+
+template <typename T>
+void normalize_all(const Norm& p, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t row = 0; row < p.rows; row++) normalize<T>(p, row);
+}
+
+}  // namespace
+
+extern "C" void lockstep_rms_norm(const void* x, const void* weight, void* y, int64_t rows, int64_t width, float eps,
+                                  float weight_offset, int64_t round_first, int64_t is_bf16, int64_t threads) {
+  Norm p{x, weight, y, rows, width, eps, weight_offset, round_first};
+  if (is_bf16)
+    normalize_all<bf16>(p, (int)threads);
+  else
+    normalize_all<float>(p, (int)threads);
+}
