@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.kernels.gpu_kernels import why_not_triton
 from lockstep.kernels import native
 from lockstep.kernels.native_attention import SOURCE
 from lockstep.kernels.padded_attention import plan_pieces
@@ -349,7 +350,8 @@ def test_a_step_of_unfitting_tensors_is_refused() -> None:
 def test_the_path_is_chosen_by_device_and_dtype() -> None:
     assert attention_path(torch.device("cpu"), torch.float32) == PATHS[0]
     assert attention_path(torch.device("cpu"), torch.float64) == "torch"
-    assert attention_path(torch.device("cuda"), torch.bfloat16) == "torch"
+    on_a_gpu = "triton" if why_not_triton("cuda") is None else "torch"
+    assert attention_path(torch.device("cuda"), torch.bfloat16) == on_a_gpu
     if "native" in PATHS:
         rows = torch.zeros(1, 1, 16, dtype=torch.float64)
         with pytest.raises(ValueError, match=r"not torch\.float64"):
