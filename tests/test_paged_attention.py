@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.kernels.gpu_kernels import why_not_triton
 from lockstep.kernels import native
+from lockstep.kernels.gpu_kernels import why_not_triton
 from lockstep.kernels.native_attention import SOURCE
 from lockstep.kernels.padded_attention import plan_pieces
 from lockstep.kernels.paged_attention import (
