@@ -9,9 +9,12 @@ import torch
 pytest.importorskip("triton")
 
 from lockstep.kernels import sampling, triton_logprobs, triton_rms_norm, triton_sampling
-from lockstep.kernels.rms_norm import NormRule, reference_rms_norm
+from lockstep.kernels.logprobs import selected_logprobs
+from lockstep.kernels.rms_norm import NormRule, reference_rms_norm, rms_norm
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+gpu = pytest.mark.skipif(not HAS_GPU, reason="no CUDA device")
 RULES = [NormRule(1e-6), NormRule(1e-5, 1.0, False), NormRule(1e-5, 1.0, True)]
 EVERY = 2**62
 
@@ -105,6 +108,35 @@ def test_a_row_is_drawn_alike_in_any_batch() -> None:
         assert all(torch.equal(a, b[rows]) for a, b in zip(alone, whole, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+def test_rows_with_other_logits_or_a_grammar_are_drawn_from_those_and_reported_by_the_models(
+    dtype: torch.dtype,
+) -> None:
+    logits, count = noise(5, 21, dtype=dtype), 5
+    before = logits.clone()
+    # Row 3 has both. Masks are longer than the vocabulary, or shorter: what is beyond the last is not allowed.
+    reshaped = torch.tensor([1, 3], device=DEVICE), noise(2, 21, seed=4)
+    masks = torch.tensor([[0xF0, 0x0F, 0xFF], [0x01, 0x00, 0x00], [0x5A, 0xA5, 0x1F]], dtype=torch.uint8, device=DEVICE)
+    filters = (
+        torch.tensor([EVERY, 4, EVERY, EVERY, 1], device=DEVICE),
+        torch.tensor([1.0, 1.0, 1.0, 0.9, 1.0], dtype=torch.float64, device=DEVICE),
+        torch.tensor([0.0, 0.0, 0.1, 0.0, 0.0], device=DEVICE),
+    )
+    heat, seeds, positions = temperatures(count), *(torch.arange(count, device=DEVICE) * n for n in (1, 7))
+    for width in (3, 2):
+        allowed = torch.tensor([3, 0, 4], device=DEVICE), masks[:, :width].contiguous()
+        ids, logprobs, chances = triton_sampling.draw(logits, heat, (seeds, positions), filters, reshaped, allowed)
+        settings = sampling.RowSettings(heat, seeds, *filters, filtered=torch.arange(count, device=DEVICE))
+        expected = sampling._draw(logits, settings, positions, reshaped, allowed)
+        assert ids.tolist() == expected.token_ids.tolist()
+        torch.testing.assert_close(logprobs, expected.logprobs)
+        torch.testing.assert_close(chances, expected.chances)
+        for row, mask in zip(allowed[0].tolist(), allowed[1].tolist(), strict=True):
+            assert int(ids[row]) < 8 * width and mask[int(ids[row]) // 8] >> int(ids[row]) % 8 & 1
+    assert int(ids[0]) == 0 and float(chances[0]) == 1.0  # the one token that its mask allows
+    assert torch.equal(logits, before)
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_norms_are_those_of_the_reference_and_rows_keep_their_bits(dtype: torch.dtype, rule: NormRule) -> None:
@@ -125,3 +157,99 @@ def test_gradients_of_norms_are_the_references_in_double(rule: NormRule) -> None
     mine = triton_rms_norm.backward(x, weight, rule.eps, rule.weight_offset, grad)
     for gradient, leaf in zip(mine, leaves, strict=True):
         torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-7)
+
+
+VOCAB_SIZE = 151_936
+COMPANIES = [slice(0, 1), slice(17, 18), slice(3, 40)]  # of which a row of 64 may be one
+
+
+def at_an_odd_address(rows: torch.Tensor) -> torch.Tensor:
+    """The same values in rows of an odd stride."""
+    return torch.cat([rows[:, :1], rows], dim=-1)[:, 1:]
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [128, 1000, 4096, 8192])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_norms_are_those_of_the_reference(dtype: torch.dtype, rule: NormRule, width: int) -> None:
+    x, weight, grad = noise(2000, width, dtype=dtype), noise(width, dtype=dtype, seed=1), noise(2000, width, seed=2)
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    out = rms_norm(*leaves, rule)
+    close = {"rtol": 2e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(out, reference_rms_norm(x, weight, rule), **close)
+    for rows in (slice(0, 1), slice(999, 1000), slice(3, 130)):
+        assert torch.equal(rms_norm(x[rows], weight, rule), out[rows])
+        assert torch.equal(rms_norm(at_an_odd_address(x)[rows], weight, rule), out[rows])
+    out.backward(grad.to(dtype))
+    wide = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    normed = wide[0] * torch.rsqrt(wide[0].pow(2).mean(-1, keepdim=True) + rule.eps)
+    (normed * (wide[1] + rule.weight_offset)).backward(grad.to(dtype).double())
+    for mine, exact in zip(leaves, wide, strict=True):
+        error = (mine.grad.double() - exact.grad).abs().max() / exact.grad.abs().max()
+        assert float(error) < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_logprobs_are_those_of_the_reference(dtype: torch.dtype) -> None:
+    logits, heat, grad = noise(64, VOCAB_SIZE, dtype=dtype), temperatures(64), noise(64, seed=1)
+    ids = torch.arange(64, device=DEVICE) * 2300
+    leaf, wide = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    out = selected_logprobs(leaf, ids, heat)
+    expected = torch.log_softmax(wide / heat.double().unsqueeze(-1), -1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-5)
+    everything = sampling.scaled_logprobs(logits, heat)
+    assert torch.equal(everything.gather(-1, ids.unsqueeze(-1)).squeeze(-1), out)
+    for rows in COMPANIES:
+        for place in (logits[rows], at_an_odd_address(logits)[rows]):
+            assert torch.equal(selected_logprobs(place, ids[rows], heat[rows]), out[rows])
+    out.backward(grad)
+    expected.backward(grad.double())
+    close = 2e-6 if dtype == torch.float32 else 8e-3
+    torch.testing.assert_close(leaf.grad.double(), wide.grad, rtol=close, atol=close)
+
+
+def real_settings() -> tuple[torch.Tensor, sampling.RowSettings, torch.Tensor]:
+    """Logits [66, V], every filter in turn, and positions."""
+    count = len(SETTINGS) * 11
+    top_k, top_p, min_p = (torch.tensor(limit, device=DEVICE) for limit in zip(*SETTINGS * 11, strict=True))
+    numbers = torch.arange(count, device=DEVICE)
+    settings = sampling.RowSettings(temperatures(count), numbers, top_k, top_p.double(), min_p, filtered=numbers)
+    return noise(count, VOCAB_SIZE), settings, numbers * 5
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_draws_are_those_of_the_reference(dtype: torch.dtype) -> None:
+    logits, settings, positions = real_settings()
+    logits = logits.to(dtype)
+    drawn = sampling.draw_tokens(logits, settings, positions)
+    expected = sampling._draw(logits, settings, positions, None, None)
+    is_other = drawn.token_ids != expected.token_ids
+    assert int(is_other.sum()) <= 1  # exponentials differ in their last bit, which may move one draw
+    torch.testing.assert_close(drawn.chances[~is_other], expected.chances[~is_other], rtol=1e-4, atol=1e-9)
+    assert torch.equal(drawn.logprobs, selected_logprobs(logits, drawn.token_ids, settings.temperatures))
+    for rows in COMPANIES:
+        fields = {name: getattr(settings, name)[rows] for name in vars(settings)}
+        for place in (logits[rows], at_an_odd_address(logits)[rows]):
+            alone = sampling.draw_tokens(place, sampling.RowSettings(**fields), positions[rows])
+            for name in ("token_ids", "logprobs", "chances"):
+                assert torch.equal(getattr(alone, name), getattr(drawn, name)[rows]), (rows, name)
+
+
+@gpu
+@pytest.mark.gpu
+def test_a_captured_graph_replays_draws_with_settings_changed_in_place() -> None:
+    logits, settings, positions = real_settings()
+    expected = sampling.draw_tokens(logits, settings, positions)
+    graph, places = torch.cuda.CUDAGraph(), torch.zeros_like(positions)
+    with torch.cuda.graph(graph):
+        drawn = sampling.draw_tokens(logits, settings, places)
+    places.copy_(positions)
+    graph.replay()
+    for name in ("token_ids", "logprobs", "chances"):
+        assert torch.equal(getattr(drawn, name), getattr(expected, name)), name

@@ -87,6 +87,7 @@ def test_every_message_length_is_padded_as_sha256_demands(unit: int) -> None:
         assert found == hashlib.sha256(block.cpu().view(torch.uint8).numpy().tobytes()).digest()
 
 
+@pytest.mark.slow
 def test_more_tiles_than_a_program_takes_keep_their_order() -> None:
     block = random_block((3, 4, 16, 3), torch.int16)
     [found] = triton_tile_hashes([(block, 1, 3)])
