@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from ..kernels.huge_pages import use_huge_pages
 from .division import FullSpec, divide
 from .errors import MemoryReleased, PhaseError
 from .forward_numerics import ForwardNumerics
@@ -59,6 +60,7 @@ class HostedModel:
         self._released_shapes: list[torch.Size] = []  # of the parameters in their order, while their memory is released
         self.before_phase_ends: Callable[[], None] = lambda: None
         self._gate = PhaseGate()
+        use_huge_pages((parameter for _, parameter in self._tensors.parameters()), now=True)
         self.kv_shapes = self._probe()  # of this rank's layers, in their order
         logger.info("hosting %s: %s", type(self.module).__name__, self.numerics.describe())
 

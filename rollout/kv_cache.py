@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels.huge_pages import use_huge_pages
 from .config import KVSize
 from .hosted_attention import KVShape
 
@@ -85,6 +86,7 @@ class KVCache:
             options = {"dtype": shape.dtype, "device": self._device}
             self.keys.append(torch.empty(*rows, shape.num_kv_heads, shape.key_dim, **options))
             self.values.append(torch.empty(*rows, shape.num_kv_heads, shape.value_dim, **options))
+        use_huge_pages([*self.keys, *self.values], now=False)
 
     def release(self) -> None:
         """Drop the tensors; whoever still reads them keeps them alive."""
