@@ -381,6 +381,7 @@ def _doctor(arguments: Sequence[str]) -> int:
     import torch
 
     from ..kernels import linear, native
+    from ..kernels.gpu_kernels import why_not_triton
     from ..kernels.invariant import self_test
     from ..kernels.paged_attention import attention_path
 
@@ -389,6 +390,7 @@ def _doctor(arguments: Sequence[str]) -> int:
         _say(name, value)
     _say("threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors")
     _say("GPU", ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))) or "none")
+    _say("Triton", why_not_triton("cuda") or "serve CUDA devices")
     for source in sorted(Path(native.__file__).parent.glob("*.cpp")):
         library = native.load(source.name)
         _say(source.name, library.path if library else f"not used: {native.why_unavailable(source.name)}")

@@ -134,7 +134,7 @@ def test_doctor_reports_kernels_and_the_guarantee():
     done = lockstep("doctor")
     assert done.returncode == 0, done.stderr
     report = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if not line.startswith("cpu "))
-    assert {"torch", "processor", "features", "linear.cpp", "paged_attention.cpp", "products"} <= set(report)
+    assert {"torch", "processor", "features", "Triton", "linear.cpp", "paged_attention.cpp", "products"} <= set(report)
     if not report["linear.cpp"].startswith("not used"):
         _, in_float32, _, in_bfloat16 = report["products"].replace(",", "").split()[:4]
         assert {in_float32, in_bfloat16} <= set(native.ISA_LEVELS)
