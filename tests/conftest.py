@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -43,6 +44,10 @@ from lockstep.tests.callers import wait_until
 from lockstep.tests.random_models import random_model
 
 MakeModel = Callable[..., PreTrainedModel]
+
+# A forked rank must not collect what this process left unreachable: a process group's end waits for its threads, which a
+# fork does not have, and aborts.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ Everything about a schedule but the machine's own timing follows from its seed.
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -108,6 +109,7 @@ class Forked:
     @staticmethod
     def _main(run: Callable[[], object], out: connection.Connection, log: int) -> None:
         os.dup2(log, 2)
+        gc.freeze()  # what this process left unreachable is its own to collect: groups, whose threads are not in here
         torch.set_num_threads(1)
         result, error = None, None
         try:
