@@ -45,8 +45,8 @@ from lockstep.tests.random_models import random_model
 
 MakeModel = Callable[..., PreTrainedModel]
 
-# A forked rank must not collect what this process left unreachable: a process group's end waits for its threads, which a
-# fork does not have, and aborts.
+# A forked rank must not collect what this process left unreachable: a process group's end waits for its threads, which
+# a fork does not have, and aborts.
 os.register_at_fork(after_in_child=gc.freeze)
 
 
