@@ -84,6 +84,7 @@ static inline void copy_row(const T* from, int64_t width, int64_t padded, float*
 template <typename T>
 class Widened {
  public:
+  static constexpr bool MULTIPLIES_ALL_ROWS = false;
   using Element = float;  // of a query row in the workspace
   static int64_t padded(int64_t width) { return round_up(width, W); }
 
@@ -96,7 +97,7 @@ class Widened {
     stage((const T*)p.value + kv_head * p.value_head, at.value, at.count, p.value_width);
   }
 
-  Floats scores(const float* query, int64_t j) const {  // with W neighbouring keys
+  Floats scores(const float* query, int64_t, int64_t j) const {  // with W neighbouring keys
     const float* keys = tile_.data() + j * width_;
     Floats acc[W];
 #pragma GCC unroll 16
@@ -158,6 +159,7 @@ class Widened {
 // two positions at a time from an even one on.
 class Paired {
  public:
+  static constexpr bool MULTIPLIES_ALL_ROWS = false;
   using Element = bf16;
   static int64_t padded(int64_t width) { return round_up(width, 32); }
 
@@ -173,7 +175,7 @@ class Paired {
     open((const bf16*)p.value + kv_head * p.value_head, at.value, p.value_width);
   }
 
-  Floats scores(const bf16* query, int64_t j) const {
+  Floats scores(const bf16* query, int64_t, int64_t j) const {
     __m512 acc[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) acc[i] = _mm512_setzero_ps();
@@ -218,13 +220,18 @@ class Paired {
     return (Floats)_mm512_permutex2var_ps(_mm512_loadu_ps(group), index, _mm512_loadu_ps(group + 16));
   }
 
- private:
+ protected:
   void open(const bf16* base, const int64_t* offsets, int64_t width) {
     width_ = width;
     last_ = width % 32 ? (1u << width % 32) - 1 : 0;
     for (int j = 0; j < TILE; j++) row_[j] = base + offsets[j];
   }
 
+  const bf16* row_[TILE];
+  int64_t width_ = 0;
+  __mmask32 last_ = 0;
+
+ private:
   template <int R, int C, bool IsPart>
   void add_columns(const uint32_t (*pairs)[TILE / 2], float* out, int64_t stride, int64_t column, int64_t begin,
                    int64_t end) const {
@@ -255,10 +262,6 @@ class Paired {
 #pragma GCC unroll 4
       for (int c = 0; c < 2 * C; c++) _mm512_storeu_ps(out + r * stride + column + c * 16, acc[r][c]);
   }
-
-  const bf16* row_[TILE];
-  int64_t width_ = 0;
-  __mmask32 last_ = 0;
 };
 #endif
 

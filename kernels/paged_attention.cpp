@@ -9,6 +9,7 @@
 //     it is visited (a longer neighbour in the same query tile needs it) or skipped is the same;
 //   - values are added in the order of their positions. Dimension letters: S sequences, H query heads, Hk KV
 //     heads, G = H / Hk, D key width, Dv value width.
+#include "attention_amx.h"
 #include "attention_tiles.h"
 
 using namespace attention;
@@ -60,7 +61,7 @@ struct Seen {
 
 // Scores of one row in the tile, then its softmax state (top, total, out) and probs[TILE] brought up to date.
 template <typename Tile>
-void update_row(const Problem& p, const Tile& tile, const Seen& seen, const typename Tile::Element* query,
+void update_row(const Problem& p, const Tile& tile, const Seen& seen, const typename Tile::Element* query, int64_t row,
                 int64_t value_width, float* probs, float* out, float* total, float* top) {
   if (!seen.any()) {
     memset(probs, 0, TILE * sizeof(float));
@@ -71,7 +72,7 @@ void update_row(const Problem& p, const Tile& tile, const Seen& seen, const type
   for (int64_t j = 0; j < TILE; j += W) {
     Floats score = minus_infinity;
     if (j < seen.end && j + W > seen.begin) {
-      score = tile.scores(query, j) * splat(p.scale);
+      score = tile.scores(query, row, j) * splat(p.scale);
       if (p.softcap != 0.0f) score = simd::tanh(score / splat(p.softcap)) * splat(p.softcap);
       Ints lane = lane_numbers() + (int32_t)j;
       if (j < seen.begin || j + W > seen.end)
@@ -139,6 +140,7 @@ class Attending {
   }
 
   void run() {
+    if constexpr (Tile::MULTIPLIES_ALL_ROWS) scratch_.tile.open(p_, sharing_, item_.kv_end - item_.kv_begin);
     for (int64_t head = item_.kv_begin; head < item_.kv_end; head++) begin(head);
     const int64_t end = position0_ + item_.count;
     int64_t t = item_.first_tile(p_);
@@ -156,6 +158,7 @@ class Attending {
       }
     }
     for (int64_t head = item_.kv_begin; head < item_.kv_end; head++) finish(head);
+    if constexpr (Tile::MULTIPLIES_ALL_ROWS) scratch_.tile.close();
   }
 
  private:
@@ -172,17 +175,37 @@ class Attending {
       if (p_.sinks) scratch_.total[i * W] = 1.0f;
       memset(scratch_.out + i * out_width_, 0, out_width_ * sizeof(float));
     }
+    if constexpr (Tile::MULTIPLIES_ALL_ROWS)
+      scratch_.tile.put_queries(scratch_.query + state(kv_head, 0) * query_width_, kv_head - item_.kv_begin);
   }
 
   void walk(int64_t kv_head, int64_t t) {
     Tile& tile = scratch_.tile;
     tile.open_keys(p_, scratch_.at, kv_head);
+    if constexpr (Tile::MULTIPLIES_ALL_ROWS) {
+      const int64_t begin = Seen(p_, position0_, t).begin;
+      tile.multiply_queries(p_, scratch_.at, kv_head - item_.kv_begin, begin);
+      tile.open_values(p_, scratch_.at, kv_head, begin);
+      tile.spread();
+      update_rows(kv_head, t);
+      tile.add_all(scratch_.probs, scratch_.out + state(kv_head, 0) * out_width_);
+    } else {
+      update_rows(kv_head, t);
+      tile.open_values(p_, scratch_.at, kv_head);
+      add_values(kv_head, t);
+    }
+  }
+
+  void update_rows(int64_t kv_head, int64_t t) {
     for (int64_t r = 0; r < sharing_; r++) {
       const int64_t i = state(kv_head, r);
-      update_row(p_, tile, Seen(p_, position0_ + r / group_, t), scratch_.query + i * query_width_, out_width_,
-                 scratch_.probs + r * TILE, scratch_.out + i * out_width_, scratch_.total + i * W, scratch_.top + i);
+      update_row(p_, scratch_.tile, Seen(p_, position0_ + r / group_, t), scratch_.query + i * query_width_, r,
+                 out_width_, scratch_.probs + r * TILE, scratch_.out + i * out_width_, scratch_.total + i * W,
+                 scratch_.top + i);
     }
-    tile.open_values(p_, scratch_.at, kv_head);
+  }
+
+  void add_values(int64_t kv_head, int64_t t) {
     for (int64_t r = 0, step; r < sharing_; r += step) {
       step = std::min<int64_t>(4, sharing_ - r);
       Seen earliest(p_, position0_ + r / group_, t), latest(p_, position0_ + (r + step - 1) / group_, t);
@@ -190,13 +213,13 @@ class Attending {
       const float* probs = scratch_.probs + r * TILE;
       float* out = scratch_.out + state(kv_head, r) * out_width_;
       if (step == 4)
-        tile.template add<4>(probs, out, earliest.begin, latest.end);
+        scratch_.tile.template add<4>(probs, out, earliest.begin, latest.end);
       else if (step == 3)
-        tile.template add<3>(probs, out, earliest.begin, latest.end);
+        scratch_.tile.template add<3>(probs, out, earliest.begin, latest.end);
       else if (step == 2)
-        tile.template add<2>(probs, out, earliest.begin, latest.end);
+        scratch_.tile.template add<2>(probs, out, earliest.begin, latest.end);
       else
-        tile.template add<1>(probs, out, earliest.begin, latest.end);
+        scratch_.tile.template add<1>(probs, out, earliest.begin, latest.end);
     }
   }
 
@@ -303,7 +326,9 @@ extern "C" int64_t lockstep_attention(const Problem* problem, int64_t num_rows, 
   if (!is_bf16)
     attend_all<float, Widened<float>>(p, (int)threads);
   else
-#if defined(ATTENTION_HAS_PAIRS)
+#if defined(ATTENTION_HAS_AMX)
+    amx::is_permitted() ? attend_all<bf16, ByMatrix>(p, (int)threads) : attend_all<bf16, Paired>(p, (int)threads);
+#elif defined(ATTENTION_HAS_PAIRS)
     attend_all<bf16, Paired>(p, (int)threads);
 #else
     attend_all<bf16, Widened<bf16>>(p, (int)threads);

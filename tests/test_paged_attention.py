@@ -164,6 +164,40 @@ def test_a_row_has_the_same_bits_in_every_chunk_block_batch_and_thread_count(
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("heads", "widths"), [((5, 1), (64, 32)), ((20, 1), (256, 40)), ((34, 2), (32, 96))])
+@pytest.mark.parametrize("window", [None, 21])
+def test_many_heads_on_one_kv_head_and_odd_blocks_keep_their_bits(
+    path: AttentionPath, heads: tuple[int, int], widths: tuple[int, int], window: int | None
+) -> None:
+    lengths = [2, 33, 70]
+    query, key, value = random_rows(lengths, heads, widths, torch.bfloat16)
+    keywords: dict[str, Any] = {"scale": 0.1, "window": window, "path": path}
+    whole = varlen_attention(query, key, value, starts_of(lengths), **keywords)
+    expected = reference_rows(lengths, query, key, value, scale=0.1, window=window)
+    torch.testing.assert_close(whole, expected, atol=2e-2, rtol=2e-2)
+    for block_size, chunk, num_mates in [(1, 11, 3), (5, 1, 2), (8, 3, 3), (32, 70, 1)]:
+        found = Cache(lengths, key, value, block_size).attend(query, chunk, num_mates, **keywords)
+        assert torch.equal(found, whole), f"blocks of {block_size}, chunks of {chunk}, {num_mates} mates"
+
+
+@pytest.mark.skipif("native" not in PATHS, reason="there is no native attention here")
+def test_natively_what_a_row_does_not_see_may_be_nan() -> None:
+    lengths = [5, 50, 97]
+    query, key, value = random_rows(lengths, (6, 2), (64, 64), torch.bfloat16)
+    whole = varlen_attention(query, key, value, starts_of(lengths), scale=0.2, path="native")
+    cache = Cache(lengths, key, value, 16)
+    ends, starts = [4, 41, 66], starts_of(lengths).tolist()
+    for table, end, length in zip(cache.tables, ends, lengths, strict=True):
+        for position in range(end, length):
+            cache.key[table[position // 16], position % 16] = torch.nan
+            cache.value[table[position // 16], position % 16] = torch.nan
+    rows = torch.tensor([start + end - 1 for start, end in zip(starts, ends, strict=False)])
+    step = cache.step([(s, end - 1, end) for s, end in enumerate(ends)])
+    found = paged_attention(query[rows], cache.key, cache.value, step, scale=0.2, path="native")
+    assert torch.equal(found, whole[rows])
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 300])
 def test_long_contexts_keep_their_bits(path: AttentionPath, dtype: torch.dtype, window: int | None) -> None:
