@@ -13,8 +13,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .job_config import JobConfig, load_config
+
+if TYPE_CHECKING:
+    from .ranks import Ranks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,31 +65,37 @@ def _set_up_logging(rank: str) -> None:
 
 def run(config: JobConfig, *, resume: bool) -> None:
     """Train to the end. Every rank of torchrun calls it together."""
-    from .grpo_job import GrpoJob
-    from .lost_ranks import leave, loss_of, outlive_sigterm
+    from .lost_ranks import outlive_sigterm
     from .ranks import process_group, this_rank
 
     if config.parallel.num_ranks > 1:
         outlive_sigterm()
     ranks = this_rank(config.engine.device)
     with process_group(ranks, config.run.timeout_s):
-        if ranks.is_first:
-            prepare_folder(config.folder, resume=resume)
-        started = time.perf_counter()
-        job = None
-        try:
-            job = GrpoJob(config, ranks, resume=resume)
-            job.run()
-        except Exception as error:  # a boundary between processes: closing would wait for ranks that know nothing yet
-            if config.parallel.num_ranks == 1 or isinstance(error, ValueError):
-                raise
-            where = f"in training step {job.step}" if job else "before training"
-            leave(loss_of(error, job.engine.ranks if job else None) or error, ranks.rank, where)
-        finally:
-            if job is not None:
-                job.close()
-        if ranks.is_first:
-            print(f"total {time.perf_counter() - started:.0f} s; results in {config.folder}", flush=True)
+        _train(config, ranks, resume=resume)
+
+
+def _train(config: JobConfig, ranks: Ranks, *, resume: bool) -> None:
+    from .grpo_job import GrpoJob
+    from .lost_ranks import leave, loss_of
+
+    if ranks.is_first:
+        prepare_folder(config.folder, resume=resume)
+    started = time.perf_counter()
+    job = None
+    try:
+        job = GrpoJob(config, ranks, resume=resume)
+        job.run()
+    except Exception as error:  # a boundary between processes: closing would wait for ranks that know nothing yet
+        if config.parallel.num_ranks == 1 or isinstance(error, ValueError):
+            raise
+        where = f"in training step {job.step}" if job else "before training"
+        leave(loss_of(error, job.engine.ranks if job else None) or error, ranks.rank, where)
+    finally:
+        if job is not None:
+            job.close()
+    if ranks.is_first:
+        print(f"total {time.perf_counter() - started:.0f} s; results in {config.folder}", flush=True)
 
 
 def prepare_folder(folder: Path, *, resume: bool) -> None:

@@ -54,7 +54,8 @@ def leave(error: Exception, rank: int, where: str) -> NoReturn:
         traceback.print_exception(error)
         what = f"{type(error).__name__}: {error}"
     line = f"lockstep: error: rank {rank} stops {where}: {' '.join(what.split())}"
-    print(line, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{line}\n")  # one write even where stderr has no buffer: other ranks write there too
+    sys.stderr.flush()
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
         Path(error_file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))

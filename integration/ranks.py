@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,7 +61,12 @@ def this_rank(device: str = "") -> Ranks:
 @contextmanager
 def process_group(ranks: Ranks, timeout_s: int) -> Iterator[None]:
     """The job's default process group: NCCL on GPUs, gloo on CPUs. A collective that waits longer than `timeout_s`
-    fails on every rank that waits."""
+    fails on every rank that waits.
+
+    What holds the group beyond this block can hang the process: gloo's threads take the GIL to drop a tensor, and a
+    group that ends with the object that holds it, a DDP module say, joins them without giving the GIL up. So locals of
+    functions that have returned are freed in here, those of an exception's frames too.
+    """
     store = None if is_launched() else dist.HashStore()
     backend = "nccl" if ranks.device.type == "cuda" else "gloo"
     if ranks.device.type == "cuda":
@@ -68,5 +75,9 @@ def process_group(ranks: Ranks, timeout_s: int) -> Iterator[None]:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **options)
     try:
         yield
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
     finally:
+        gc.collect()
         dist.destroy_process_group()

@@ -52,7 +52,8 @@ def serve_model(
 
 def _serve(model: str, config: HttpConfig, service: RolloutService) -> None:
     def announce(url: str) -> None:
-        print(f"lockstep: serving {model} at {url}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"lockstep: serving {model} at {url}\n")  # one write, for other ranks write there too
+        sys.stderr.flush()
 
     server.serve(service, config, announce)
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -197,6 +198,34 @@ def test_check_prints_the_plan_of_every_shipped_config(capsys, monkeypatch):
         for part in ("M parameters", "ranks ", "prompts x", "memory     per rank: weights", "KV pool"):
             assert part in plan, (name, plan)
     assert "ranks      8" in plan
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_job_is_freed_before_the_group_that_its_model_holds_ends(monkeypatch, tmp_path, fails):
+    class Job:
+        step = 0
+        engine = None
+
+        def __init__(self, config, ranks, *, resume):
+            self.itself, jobs[:] = self, [weakref.ref(self)]
+
+        def run(self):
+            if fails:
+                raise ValueError("no such model")
+
+        def close(self):
+            pass
+
+    def end_group():
+        assert jobs[0]() is None
+        ended.append(True)
+        end()
+
+    jobs, ended, end = [], [], torch.distributed.destroy_process_group
+    monkeypatch.setattr("lockstep.integration.grpo_job.GrpoJob", Job)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", end_group)
+    assert main([str(CONFIG), f"run.dir={tmp_path}"]) == (2 if fails else 0)
+    assert ended
 
 
 def test_bad_input_under_torchrun_names_the_key_once_and_hangs_nobody(tmp_path):
