@@ -49,6 +49,14 @@ MakeModel = Callable[..., PreTrainedModel]
 # a fork does not have, and aborts.
 os.register_at_fork(after_in_child=gc.freeze)
 
+# The modules that take longest: begun first, lest one process end with them while the others are idle.
+LONGEST = ("test_replica_faults", "test_replica_interruption", "test_interruption_random", "test_rank_failures",
+           "test_job_syncs")  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
+
 
 @pytest.fixture
 def make_model() -> MakeModel:
