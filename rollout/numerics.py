@@ -24,6 +24,7 @@ from .division import Division
 from .fused_layers import fused_forward
 from .hosted_experts import REDUCTION
 from .row_reduction import RowReduction, VocabularyLookup, gather_columns
+from .shared_input import SharedInput, siblings_of
 from .tp_plan import SUMS
 
 _ACTIVATIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {
@@ -134,6 +135,12 @@ class Numerics:
     def _plan_invariant(self, root: nn.Module, guarantee: Guarantee) -> None:
         functions = invariant_functions(self._linear())
         planned = {id(module) for module, name, _ in self._patches if name == "forward"}
+        if guarantee.linear == "native":
+            for layers in (found for parent in root.modules() for found in siblings_of(parent)):
+                if planned.isdisjoint(map(id, layers)):
+                    shared = SharedInput(layers, self._linear())
+                    self._patches += [(layer, "forward", shared.forward_of(i)) for i, layer in enumerate(layers)]
+                    planned.update(map(id, layers))
         for module in root.modules():
             if id(module) in planned:
                 continue
