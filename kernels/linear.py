@@ -161,7 +161,8 @@ def native_products(
         outs.append(out := x.new_empty((*lead, weight.shape[0])))
         table += (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), weight.shape[0], stride)
     call = entry or (_entry_points[0] if _entry_points else _entry_point())
-    call(
+    native.run(
+        call,
         *(x.data_ptr(), lead.numel(), width, x_stride, (ctypes.c_int64 * len(table))(*table), len(outs)),
         *(dtype is torch.bfloat16, torch.get_num_threads()),
     )

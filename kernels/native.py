@@ -16,9 +16,11 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -84,6 +86,31 @@ def _look_up(source_name: str) -> NativeLibrary | NativeUnavailable:
                 _loaded[source_name] = reason
                 logger.info("native %s is not available, the PyTorch path is used: %s", source_name, reason)
         return _loaded[source_name]
+
+
+def run(function: Callable[..., Any], *arguments: Any, kept: object = None) -> Any:
+    """Call a library's function, as every kernel's door does. kept: what the arguments point into, if nothing else
+    holds it. Whoever records this thread's calls (`recorded_by`) hears of it first."""
+    if _listening.to is not None:
+        _listening.to(function, arguments, kept)
+    return function(*arguments)
+
+
+@contextmanager
+def recorded_by(listener: Callable[[Callable[..., Any], tuple[Any, ...], object], None]) -> Iterator[None]:
+    """The listener is told of every `run` of this thread: function, arguments and what is kept."""
+    before, _listening.to = _listening.to, listener
+    try:
+        yield
+    finally:
+        _listening.to = before
+
+
+class _Listening(threading.local):
+    to: Callable[[Callable[..., Any], tuple[Any, ...], object], None] | None = None
+
+
+_listening = _Listening()
 
 
 def build(source: Path, environ: Mapping[str, str], more_flags: Sequence[str] = ()) -> NativeLibrary:

@@ -71,7 +71,7 @@ def native_attention(
     if new is not None:
         problem.new_key, problem.new_value = new.key.data_ptr(), new.value.data_ptr()
         problem.slots = new.slots.data_ptr()
-    bad = _entry_point()(problem, num_rows, query.dtype is torch.bfloat16, torch.get_num_threads())
+    bad = native.run(_entry_point(), problem, num_rows, query.dtype is torch.bfloat16, torch.get_num_threads())
     if bad:
         if bad < -1:
             raise ValueError(f"row {-2 - bad} is to be written at slot {int(new.slots[-2 - bad])}, beyond the cache")

@@ -46,7 +46,7 @@ def scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
     """logits [R, V], temperatures float32 [R] or [1] -> float32 [R, V]."""
     out = torch.empty(logits.shape, dtype=torch.float32)
     with_rows = _rows(logits := _dense(logits), temperatures := temperatures.contiguous())
-    _function("lockstep_logprobs", 1)(with_rows, out.data_ptr())
+    native.run(_function("lockstep_logprobs", 1), with_rows, out.data_ptr())
     return out
 
 
@@ -55,7 +55,7 @@ def selected(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> tuple[T
     out, stats = torch.empty(len(logits)), torch.empty(len(logits), 2)
     with_rows = _rows(logits := _dense(logits), temperatures := temperatures.contiguous())
     token_ids = token_ids.contiguous()
-    _function("lockstep_selected", 3)(with_rows, token_ids.data_ptr(), out.data_ptr(), stats.data_ptr())
+    native.run(_function("lockstep_selected", 3), with_rows, token_ids.data_ptr(), out.data_ptr(), stats.data_ptr())
     return out, stats
 
 
@@ -67,7 +67,7 @@ def selected_gradient(
     with_rows = _rows(logits := _dense(logits), temperatures := temperatures.contiguous())
     token_ids, grad = token_ids.contiguous(), grad.float().contiguous()
     pointers = (token_ids.data_ptr(), grad.data_ptr(), stats.data_ptr(), out.data_ptr())
-    _function("lockstep_selected_gradient", 4)(with_rows, *pointers)
+    native.run(_function("lockstep_selected_gradient", 4), with_rows, *pointers)
     return out
 
 
@@ -101,7 +101,7 @@ def draw(
         *(0 if masks is None else masks.shape[1] // 2,),
         *(token_ids.data_ptr(), logprobs.data_ptr(), chances.data_ptr()),
     )
-    _function("lockstep_draw", 1)(_rows(logits, temperatures), ctypes.addressof(draws))
+    native.run(_function("lockstep_draw", 1), _rows(logits, temperatures), ctypes.addressof(draws), kept=draws)
     return token_ids, logprobs, chances
 
 

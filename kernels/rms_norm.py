@@ -67,7 +67,8 @@ def _forward(x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
         weight = weight.contiguous()
     out, width, size = torch.empty_like(x), x.shape[-1], x.numel()
     threads = torch.get_num_threads() if size > PARALLEL_ELEMENTS else 1
-    function(
+    native.run(
+        function,
         *(x.data_ptr(), weight.data_ptr(), out.data_ptr(), size // width, width),
         *(rule.eps, rule.weight_offset, rule.round_first, dtype is torch.bfloat16, threads),
     )

@@ -60,7 +60,8 @@ def _forward(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
     for tensor, out in zip((query, key), outs, strict=True):
         by_batch, by_head, by_token, _ = tensor.stride()
         operands += [tensor.data_ptr(), out.data_ptr(), by_batch, by_token, by_head, tensor.shape[1]]
-    function(
+    native.run(
+        function,
         *operands,
         *(cos.data_ptr(), sin.data_ptr(), cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)),
         *(batch, tokens, width, dtype is torch.bfloat16, threads),

@@ -38,7 +38,7 @@ def _forward(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     out, size = torch.empty_like(gate), gate.numel()
     threads = torch.get_num_threads() if size > PARALLEL_ELEMENTS else 1
-    function(gate.data_ptr(), up.data_ptr(), out.data_ptr(), size, dtype is torch.bfloat16, threads)
+    native.run(function, gate.data_ptr(), up.data_ptr(), out.data_ptr(), size, dtype is torch.bfloat16, threads)
     return out
 
 

@@ -74,7 +74,7 @@ class EngineConfig:
     # room for, at first; it adapts
     overlap: bool = False  # plan the next step and deliver the last one while the model runs
     cuda_graph_batch_sizes: tuple[int, ...] | None = None  # decode batches that are recorded, and others padded to; ():
-    # none; None: on a GPU 1, 2, 4, 8, 16, 24 … up to max_num_seqs or 256, on a CPU none (there they are plain calls)
+    # none; None: up to max_num_seqs, on a GPU 1, 2, 4, 8, 16, 24 … 256, on a CPU 1 … 8, 10 … 16, 20 … 32, 40 … 64
     jump_forward: str = "text"  # of requests with a grammar that do not say: "text", "exact" or "off"
     jump_forward_max_rollback: int = 10  # tokens that a jump may replace ("text" only)
     jump_forward_max_blocks: int = 10  # KV blocks that one jump may take

@@ -27,7 +27,7 @@ from .errors import MemoryReleased, NotIdle, SamplingRefused
 from .event_log import ManagerPair
 from .grammar_steps import GrammarSteps
 from .grammars import Grammars
-from .graphs import DecodeGraphs, decode_ladder, why_not_recorded
+from .graphs import DecodeGraphs, PlainCalls, decode_ladder, why_not_recorded
 from .hosted_model import HostedModel
 from .intake import find_eos_token_ids, load_tokenizer
 from .kv_cache import KVCache, KVPlan, plan_kv_pool
@@ -134,15 +134,18 @@ class EngineCore:
         """What replays decode steps, where that is asked for or of use."""
         asked = config.cuda_graph_batch_sizes
         sizes = decode_ladder(asked, config.max_num_seqs, self.model.device)
-        if sizes and (why := why_not_recorded(self.model)) is not None:
-            if asked is not None:
-                raise ValueError(f"cuda_graph_batch_sizes={list(asked)}, but no decode step can be recorded: {why}")
-            logger.info("decode steps are not recorded: %s", why)
-            return None
         if not sizes:
             return None
+        recorder = None
+        if (why := why_not_recorded(self.model)) is not None:
+            if asked is not None and self.model.device.type == "cuda":
+                raise ValueError(f"cuda_graph_batch_sizes={list(asked)}, but no decode step can be recorded: {why}")
+            logger.info("decode steps are not recorded: %s", why)
+            if asked is None:
+                return None
+            recorder = PlainCalls()
         width = -(-self.max_model_len // config.block_size)
-        return DecodeGraphs(self.model, self._kv_cache, sizes, width)
+        return DecodeGraphs(self.model, self._kv_cache, sizes, width, recorder)
 
     def _agreed(self, plan: KVPlan, config: EngineConfig) -> KVPlan:
         """The same pool on every rank of the replica: as many blocks as the rank with the least memory has room for.

@@ -1,4 +1,4 @@
-"""Decode steps of fixed sizes, each recorded once and replayed: a CUDA graph on a GPU, a plain call on a CPU.
+"""Decode steps of fixed sizes, each recorded once and replayed: a CUDA graph on a GPU, the kernels' calls on a CPU.
 
 A step of n rows runs at the smallest size of a ladder that holds it, over input buffers that are the same memory in
 every step. Rows that only pad repeat the row with the shortest context: they write to its slot what it writes there, so
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..kernels.paged_attention import PagedStep, attention_path
 from ..kernels.sampling import RowSettings, draw_tokens
+from .cpu_graphs import CPUGraphs
 from .hosted_attention import StepContext
 from .hosted_model import HostedModel
 from .kv_cache import KVCache
@@ -30,28 +31,25 @@ from .kv_cache import KVCache
 _NUM_WARM_UPS = 2  # before a capture: compiles kernels, and makes the workspaces that libraries keep
 _NUM_STAGINGS = 2  # steps that may be in the queue
 _LADDER = (1, 2, 4, *range(8, 257, 8))
+_CPU_LADDER = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8))  # where rows that pad cost time
 
 
 def decode_ladder(asked: Sequence[int] | None, max_num_seqs: int, device: torch.device) -> tuple[int, ...]:
-    """Sizes to record, ascending: those asked for, or on a GPU a ladder up to `max_num_seqs`; on a CPU, where padding
-    costs time and recording saves none, nothing."""
+    """Sizes to record, ascending: those asked for, or a ladder up to `max_num_seqs`, or to where it gains nothing."""
     if asked is not None:
         return tuple(sorted({min(size, max_num_seqs) for size in asked}))
-    if device.type != "cuda":
-        return ()
-    largest = min(max_num_seqs, _LADDER[-1])
-    return (*(size for size in _LADDER if size < largest), largest)
+    ladder = _LADDER if device.type == "cuda" else _CPU_LADDER
+    largest = min(max_num_seqs, ladder[-1])
+    return (*(size for size in ladder if size < largest), largest)
 
 
 def why_not_recorded(model: HostedModel) -> str | None:
-    """What stands against recording the model's decode steps; None: nothing. Everything can be called plainly."""
-    if model.device.type != "cuda":
-        return None
+    """What stands against recording the model's decode steps; None: nothing."""
     guarantee = model.numerics.guarantee
     path = guarantee.attention if guarantee else attention_path(model.device, model.dtype)
     wrong = []
     if path == "torch":
-        wrong.append("its attention, in PyTorch, reads lengths on the host: install Triton")
+        wrong.append("its attention, in PyTorch, reads lengths on the host")
     if model.module._can_set_experts_implementation():
         wrong.append("its experts read on the host which of them are chosen")
     rope = getattr(model.config, "rope_parameters", None) or {}
@@ -60,18 +58,22 @@ def why_not_recorded(model: HostedModel) -> str | None:
     return "; ".join(wrong) or None
 
 
+Run = Callable[[], Sequence[Tensor]]
+
+
 class Recorder(Protocol):
     """How a step that reads and writes fixed memory becomes something to be run again."""
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """A function that does what `run` does. May call `run` several times, and need not have its effect yet."""
+    def record(self, run: Run) -> Run:
+        """A function that does what `run` does, whose results the next call may overwrite. May call `run` several
+        times, and need not have its effect yet."""
         ...
 
 
 class PlainCalls:
-    """The CPU's form: nothing is recorded."""
+    """For a CPU and a module whose steps cannot be recorded."""
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def record(self, run: Run) -> Run:
         return run
 
 
@@ -82,7 +84,7 @@ class CUDAGraphs:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def record(self, run: Run) -> Run:
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -92,8 +94,13 @@ class CUDAGraphs:
         graph = torch.cuda.CUDAGraph()
         # Other threads may talk to the device meanwhile: what they do is not ours to forbid.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
-        return graph.replay
+            results = run()
+
+        def replay() -> Sequence[Tensor]:
+            graph.replay()
+            return results
+
+        return replay
 
 
 @dataclass(frozen=True)
@@ -169,14 +176,6 @@ class _Staging:
             self.done.synchronize()
 
 
-@dataclass
-class _Record:
-    """One size."""
-
-    replay: Callable[[], None]
-    logits: list[Tensor]  # [size, V], the newest
-
-
 class DecodedStep:
     """A step in the device's queue."""
 
@@ -205,13 +204,13 @@ class DecodeGraphs:
         """sizes: ascending, at least one; width: blocks of the longest table."""
         self._model, self._kv_cache, self.sizes = model, kv_cache, tuple(sizes)
         device = model.device
-        self._recorder = recorder or (CUDAGraphs(device) if device.type == "cuda" else PlainCalls())
+        self._recorder = recorder or (CUDAGraphs(device) if device.type == "cuda" else CPUGraphs(model.module))
         self._buffers = _Buffers.make(self.sizes[-1], width, device)
         self._stagings = [_Staging.make(self.sizes[-1], width, device.type == "cuda") for _ in range(_NUM_STAGINGS)]
         self._tables = np.zeros((self.sizes[-1], width), np.int32)  # as the device has them
         self._settings: RowSettings | None = None  # as the device has them, for so many rows:
         self._settings_size = 0
-        self._records: dict[int, _Record] = {}
+        self._records: dict[int, Run] = {}
         self._parameters = list(model.module.parameters())
         self._memory: list[int] = []  # that the records read: addresses
         self._num_steps = 0
@@ -243,8 +242,7 @@ class DecodeGraphs:
         record = self._records.get(size)
         if record is None:
             record = self._records[size] = self._record(size)
-        record.replay()
-        buffers, logits = self._buffers, record.logits[0][:num_rows]
+        buffers, logits = self._buffers, record()[0][:num_rows]
         if inputs.settings is not None and len(inputs.settings.filtered):
             self._draw(logits, num_rows, inputs.settings.filtered.to(logits.device, non_blocking=True))
         staging.drawn_ids[:num_rows].copy_(buffers.drawn_ids[:num_rows], non_blocking=True)
@@ -254,22 +252,24 @@ class DecodeGraphs:
         return DecodedStep(num_rows, logits, staging)
 
     def _addresses(self) -> list[int]:
-        """Where everything lies that a record reads and that others may move."""
+        """Where everything lies that a record reads and that others may move; and what else it holds on to."""
         tensors = (*self._kv_cache.keys, *self._kv_cache.values, *self._parameters)
-        return [tensor.data_ptr() for tensor in tensors]
+        return [torch.get_num_threads(), *(tensor.data_ptr() for tensor in tensors)]
 
-    def _record(self, size: int) -> _Record:
-        b, logits = self._buffers, []
+    def _record(self, size: int) -> Run:
+        """Logits [size, V], drawn tokens and log-probabilities of the step in the buffers."""
+        b = self._buffers
         paged = PagedStep(b.block_tables[:size], b.query_start[: size + 1], b.context_lens[:size])
         token_ids, positions, rows = b.token_ids[:size], b.positions[:size], b.logit_rows[:size]
 
-        def run() -> None:
+        def run() -> Sequence[Tensor]:
             context = StepContext(b.slots[:size], paged, self._kv_cache.keys, self._kv_cache.values)
-            logits[:] = [self._model.forward(token_ids, positions, rows, context)]
-            self._draw(logits[0], size, None)
+            logits = self._model.forward(token_ids, positions, rows, context)
+            self._draw(logits, size, None)
+            return logits, b.drawn_ids[:size], b.drawn_logprobs[:size]
 
         self.num_recorded += 1
-        return _Record(self._recorder.record(run), logits)
+        return self._recorder.record(run)
 
     def _draw(self, logits: Tensor, num_rows: int, filtered: Tensor | None) -> None:
         """Draw from logits [n, V] with the settings in the buffers, into the buffers."""

@@ -7,7 +7,10 @@ from dataclasses import fields
 import pytest
 import torch
 
+from lockstep.kernels import native
+from lockstep.kernels.native_attention import SOURCE
 from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.cpu_graphs import CPUGraphs
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.graphs import CUDAGraphs, DecodeGraphs, PlainCalls, decode_ladder
 from lockstep.rollout.request import RequestOptions
@@ -15,6 +18,7 @@ from lockstep.rollout.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+NATIVE = pytest.mark.skipif(native.load(SOURCE) is None, reason="needs a C++ compiler")
 PROMPTS = [[(7 * i + j) % 250 for j in range(3 + 5 * i)] for i in range(5)]
 
 
@@ -49,7 +53,9 @@ def addresses(graphs: DecodeGraphs) -> list[int]:
 
 
 def test_the_ladder_is_what_was_asked_for_up_to_the_largest_batch_and_a_gpus_own_ends_with_it():
-    assert decode_ladder(None, 32, CPU) == () == decode_ladder((), 32, CPU)
+    assert decode_ladder((), 32, CPU) == ()
+    assert decode_ladder(None, 11, CPU) == (*range(1, 9), 10, 11)
+    assert decode_ladder(None, 1000, CPU)[-2:] == (56, 64)
     assert decode_ladder([16, 4, 64, 4], 32, CPU) == (4, 16, 32)
     gpu = torch.device("cuda")
     assert decode_ladder(None, 20, gpu) == (1, 2, 4, 8, 16, 20)
@@ -276,6 +282,10 @@ def test_decode_steps_wait_for_nothing_but_their_results_and_allocate_nothing(gp
         assert torch.cuda.memory_stats()["segment.all.allocated"] == segments
 
 
-def test_a_cpu_is_given_plain_calls(make_model):
-    assert isinstance(graphs_of(make_engine(make_model("qwen3"), 4))._recorder, PlainCalls)
-    assert graphs_of(Engine(make_model("qwen3"), EngineConfig(kv_cache="8 blocks", max_num_seqs=2))) is None
+@NATIVE
+def test_a_cpu_records_steps_of_modules_that_ask_nothing_of_the_data(make_model):
+    default = EngineConfig(kv_cache="8 blocks", max_num_seqs=2)
+    graphs = graphs_of(Engine(make_model("qwen3"), default))
+    assert graphs.sizes == (1, 2) and isinstance(graphs._recorder, CPUGraphs)
+    assert graphs_of(Engine(make_model("qwen3_moe"), default)) is None  # which experts are chosen
+    assert isinstance(graphs_of(make_engine(make_model("qwen3_moe"), 4))._recorder, PlainCalls)
