@@ -20,7 +20,7 @@ from . import native
 from .gpu_kernels import triton_serves
 
 SOURCE = "rms_norm.cpp"
-PARALLEL_ELEMENTS = 1 << 15  # below, waking threads costs more than it gives
+PARALLEL_ELEMENTS = 1 << 13  # below, waking threads costs more than it gives
 
 
 @dataclass(frozen=True)

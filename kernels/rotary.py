@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from . import native
 
 SOURCE = "rotary.cpp"
-PARALLEL_ELEMENTS = 1 << 15  # below, waking threads costs more than it gives
+PARALLEL_ELEMENTS = 1 << 13  # below, waking threads costs more than it gives
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
