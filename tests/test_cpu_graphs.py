@@ -80,10 +80,10 @@ def test_a_replay_gives_what_the_step_itself_gives_on_other_data(name):
 def test_memory_of_what_is_no_longer_needed_is_used_again():
     def chain(x: Tensor) -> Tensor:
         for _ in range(100):
-            x = native_products(x, [(square, None)])[0] * 0.5
+            x = native_products(x, [(turn, None)])[0] * 0.99
         return x
 
-    square, x = torch.randn(16, 16), torch.zeros(4, 16)
+    turn, x = torch.linalg.qr(torch.randn(16, 16))[0], torch.zeros(4, 16)
     run = Counted(chain, x)
     step = step_of(run)
     found = results(step, x, 20)
