@@ -83,7 +83,7 @@ def test_memory_of_what_is_no_longer_needed_is_used_again():
             x = native_products(x, [(turn, None)])[0] * 0.99
         return x
 
-    turn, x = torch.linalg.qr(torch.randn(16, 16))[0], torch.zeros(4, 16)
+    turn, x = torch.linalg.qr(torch.randn(16, 16))[0].contiguous(), torch.zeros(4, 16)
     run = Counted(chain, x)
     step = step_of(run)
     found = results(step, x, 20)
