@@ -211,7 +211,8 @@ class DecodeGraphs:
         self._settings: RowSettings | None = None  # as the device has them, for so many rows:
         self._settings_size = 0
         self._records: dict[int, Run] = {}
-        self._parameters = list(model.module.parameters())
+        owners = [owner for module in model.module.modules() for owner in (module._parameters, module._buffers)]
+        self._owners = [owner for owner in owners if owner]  # by name; what a name stands for may be replaced
         self._memory: list[int] = []  # that the records read: addresses
         self._num_steps = 0
         self.num_recorded = 0
@@ -253,7 +254,8 @@ class DecodeGraphs:
 
     def _addresses(self) -> list[int]:
         """Where everything lies that a record reads and that others may move; and what else it holds on to."""
-        tensors = (*self._kv_cache.keys, *self._kv_cache.values, *self._parameters)
+        hosted = (tensor for owner in self._owners for tensor in owner.values() if tensor is not None)
+        tensors = (*self._kv_cache.keys, *self._kv_cache.values, *hosted)
         return [torch.get_num_threads(), *(tensor.data_ptr() for tensor in tensors)]
 
     def _record(self, size: int) -> Run:

@@ -153,6 +153,10 @@ def test_memory_that_was_released_or_moved_is_recorded_anew(make_model, tmp_path
     engine.commit_weights("moved", None)
     assert answers(engine) == answers(make_engine(model)) != expected
     assert graphs_of(engine).num_recorded == 3
+    norm = model.model.norm
+    norm.weight = torch.nn.Parameter(norm.weight.detach() * 0.5)  # another object
+    assert answers(engine) == answers(make_engine(model))
+    assert graphs_of(engine).num_recorded == 4
 
 
 def test_weights_that_were_released_are_recorded_anew(make_model, tmp_path):
