@@ -7,8 +7,10 @@
 //   - a dot product is one chain of sums, whatever other rows share the tile (attention_tiles.h);
 //   - a tile in which a row sees nothing multiplies its state by exp(0) = 1 and adds exact zeros, so whether
 //     it is visited (a longer neighbour in the same query tile needs it) or skipped is the same;
-//   - values are added in the order of their positions. Dimension letters: S sequences, H query heads, Hk KV
-//     heads, G = H / Hk, D key width, Dv value width.
+//   - values are added in the order of their positions.
+// Where decoding sequences begin with the same blocks, as samples of one prompt do, their rows walk the tiles of these
+// together, and each goes on alone from the state it has then: the same sums in the same order, the keys read once.
+// Dimension letters: S sequences, H query heads, Hk KV heads, G = H / Hk, D key width, Dv value width.
 #include "attention_amx.h"
 #include "attention_tiles.h"
 
@@ -116,42 +118,38 @@ void write_row(const float* row, float total, int64_t width, T* to) {
   }
 }
 
-// Rows [first, first + count) of a sequence, for the query heads that read KV heads [kv_begin, kv_end).
+// `count` rows from row `row`, at the positions from `position` on, and the keys of a sequence from `begin`, where a tile
+// begins, to `end`; for the query heads that read KV heads [kv_begin, kv_end).
 struct Item {
-  int64_t sequence, first, count, kv_begin, kv_end;
-  int64_t position0(const Problem& p) const { return p.context(sequence) - p.rows(sequence) + first; }
-  int64_t first_tile(const Problem& p) const {
-    return p.window ? std::max<int64_t>(0, position0(p) - p.window + 1) / TILE * TILE : 0;
-  }
+  int64_t sequence, row, position, count, begin, end;
+  bool resumes, is_shared;  // goes on from a saved state; leaves one
+  int64_t kv_begin = 0, kv_end = 0;
   void open(const Problem& p, int64_t tile, Positions& at) const {
-    at.open(p, sequence, tile, std::min<int64_t>(TILE, position0(p) + count - tile));
+    at.open(p, sequence, tile, std::min<int64_t>(TILE, end - tile));
   }
 };
 
 template <typename T, typename Tile>
 class Attending {
  public:
-  Attending(const Problem& p, const Item& item, const Item* following, Scratch<Tile>& scratch)
-      : p_(p), item_(item), following_(following), scratch_(scratch), group_(p.num_heads / p.num_kv_heads), sharing_(item.count * group_),
-        query_width_(Tile::padded(p.key_width)), out_width_(Tile::padded(p.value_width)),
-        row0_(p.query_start[item.sequence] + item.first),
-        position0_(item.position0(p)) {
+  Attending(const Problem& p, const Item& item, const Item* following, Scratch<Tile>& scratch, float* saved)
+      : p_(p), item_(item), following_(following), scratch_(scratch), saved_(saved),
+        group_(p.num_heads / p.num_kv_heads), sharing_(item.count * group_),
+        query_width_(Tile::padded(p.key_width)), out_width_(Tile::padded(p.value_width)) {
     scratch.reserve(sharing_ * (item.kv_end - item.kv_begin), sharing_, p.key_width, p.value_width);
   }
 
   void run() {
     if constexpr (Tile::MULTIPLIES_ALL_ROWS) scratch_.tile.open(p_, sharing_, item_.kv_end - item_.kv_begin);
     for (int64_t head = item_.kv_begin; head < item_.kv_end; head++) begin(head);
-    const int64_t end = position0_ + item_.count;
-    int64_t t = item_.first_tile(p_);
-    item_.open(p_, t, scratch_.next);
-    for (; t < end; t += TILE) {
+    item_.open(p_, item_.begin, scratch_.next);
+    for (int64_t t = item_.begin; t < item_.end; t += TILE) {
       std::swap(scratch_.at, scratch_.next);
       scratch_.next.count = 0;
-      if (t + TILE < end)
+      if (t + TILE < item_.end)
         item_.open(p_, t + TILE, scratch_.next);
       else if (following_)
-        following_->open(p_, following_->first_tile(p_), scratch_.next);
+        following_->open(p_, following_->begin, scratch_.next);
       for (int64_t head = item_.kv_begin; head < item_.kv_end; head++) {
         scratch_.next.template prefetch<T>(p_, head);
         walk(head, t);
@@ -164,12 +162,25 @@ class Attending {
  private:
   int64_t state(int64_t kv_head, int64_t r) const { return (kv_head - item_.kv_begin) * sharing_ + r; }
   int64_t query_head(int64_t kv_head, int64_t r) const { return kv_head * group_ + r % group_; }
+  Seen seen(int64_t r, int64_t t) const { return Seen(p_, item_.position + r / group_, t); }
+
+  // The state of a row that a shared item leaves: top, total, out.
+  float* saved(int64_t kv_head, int64_t r) const {
+    return saved_ + ((item_.row + r / group_) * p_.num_heads + query_head(kv_head, r)) * (2 * W + out_width_);
+  }
 
   void begin(int64_t kv_head) {
     for (int64_t r = 0; r < sharing_; r++) {
       const int64_t head = query_head(kv_head, r), i = state(kv_head, r);
-      Tile::put_query((const T*)p_.query + (row0_ + r / group_) * p_.query_row + head * p_.query_head, p_.key_width,
+      Tile::put_query((const T*)p_.query + (item_.row + r / group_) * p_.query_row + head * p_.query_head, p_.key_width,
                       scratch_.query + i * query_width_);
+      if (item_.resumes) {
+        const float* from = saved(kv_head, r);
+        scratch_.top[i] = from[0];
+        store(scratch_.total + i * W, load(from + W));
+        memcpy(scratch_.out + i * out_width_, from + 2 * W, out_width_ * sizeof(float));
+        continue;
+      }
       scratch_.top[i] = p_.sinks ? p_.sinks[head] : -INFINITY;
       store(scratch_.total + i * W, splat(0.0f));
       if (p_.sinks) scratch_.total[i * W] = 1.0f;
@@ -183,7 +194,7 @@ class Attending {
     Tile& tile = scratch_.tile;
     tile.open_keys(p_, scratch_.at, kv_head);
     if constexpr (Tile::MULTIPLIES_ALL_ROWS) {
-      const int64_t begin = Seen(p_, position0_, t).begin;
+      const int64_t begin = seen(0, t).begin;
       tile.multiply_queries(p_, scratch_.at, kv_head - item_.kv_begin, begin);
       tile.open_values(p_, scratch_.at, kv_head, begin);
       tile.spread();
@@ -199,7 +210,7 @@ class Attending {
   void update_rows(int64_t kv_head, int64_t t) {
     for (int64_t r = 0; r < sharing_; r++) {
       const int64_t i = state(kv_head, r);
-      update_row(p_, scratch_.tile, Seen(p_, position0_ + r / group_, t), scratch_.query + i * query_width_, r,
+      update_row(p_, scratch_.tile, seen(r, t), scratch_.query + i * query_width_, r,
                  out_width_, scratch_.probs + r * TILE, scratch_.out + i * out_width_, scratch_.total + i * W,
                  scratch_.top + i);
     }
@@ -208,7 +219,7 @@ class Attending {
   void add_values(int64_t kv_head, int64_t t) {
     for (int64_t r = 0, step; r < sharing_; r += step) {
       step = std::min<int64_t>(4, sharing_ - r);
-      Seen earliest(p_, position0_ + r / group_, t), latest(p_, position0_ + (r + step - 1) / group_, t);
+      const Seen earliest = seen(r, t), latest = seen(r + step - 1, t);
       if (earliest.begin >= latest.end) continue;
       const float* probs = scratch_.probs + r * TILE;
       float* out = scratch_.out + state(kv_head, r) * out_width_;
@@ -226,8 +237,15 @@ class Attending {
   void finish(int64_t kv_head) {
     for (int64_t r = 0; r < sharing_; r++) {
       const int64_t i = state(kv_head, r);
+      if (item_.is_shared) {
+        float* to = saved(kv_head, r);
+        to[0] = scratch_.top[i];
+        store(to + W, load(scratch_.total + i * W));
+        memcpy(to + 2 * W, scratch_.out + i * out_width_, out_width_ * sizeof(float));
+        continue;
+      }
       write_row<Tile>(scratch_.out + i * out_width_, sum(load(scratch_.total + i * W)), p_.value_width,
-                      (T*)p_.out + (row0_ + r / group_) * p_.out_row + query_head(kv_head, r) * p_.out_head);
+                      (T*)p_.out + (item_.row + r / group_) * p_.out_row + query_head(kv_head, r) * p_.out_head);
     }
   }
 
@@ -235,7 +253,8 @@ class Attending {
   const Item& item_;
   const Item* following_;  // what this thread is likely to do next, or null
   Scratch<Tile>& scratch_;
-  const int64_t group_, sharing_, query_width_, out_width_, row0_, position0_;
+  float* saved_;
+  const int64_t group_, sharing_, query_width_, out_width_;
 };
 
 // 0, or 1 + the first sequence whose rows, context or block ids do not fit the tensors.
@@ -256,35 +275,92 @@ int64_t first_bad_sequence(const Problem& p, int64_t num_rows) {
   return 0;
 }
 
-// As many KV heads to an item as make QUERY_ROWS rows of it: those of a token lie side by side in the cache.
-std::vector<Item> items_of(const Problem& p, int threads) {
-  const int64_t group = p.num_heads / p.num_kv_heads, positions = std::max<int64_t>(1, QUERY_ROWS / group);
-  int64_t widest = p.num_kv_heads, shares = 0;
-  for (int64_t s = 0; s < p.num_sequences; s++) shares += (p.rows(s) + positions - 1) / positions;
-  while (widest > 1 && shares * (p.num_kv_heads / widest) < 4 * threads) widest = (widest + 1) / 2;
+// The positions, whole tiles of them, at which two decoding sequences have the same blocks, both being longer than that.
+int64_t shared_positions(const Problem& p, int64_t s, int64_t other) {
+  const int64_t longest = std::min(p.context(s), p.context(other)) - 1;
+  const int32_t *mine = p.block_tables + s * p.table_stride, *theirs = p.block_tables + other * p.table_stride;
+  int64_t blocks = 0;
+  while (blocks * p.block_size < longest && mine[blocks] == theirs[blocks]) blocks++;
+  return std::min(blocks * p.block_size, longest) / TILE * TILE;
+}
+
+// Runs of decoding sequences that begin alike, up to `largest` of them; fills `shared` with the length of each one's
+// beginning, 0 for those in no run.
+std::vector<Item> shared_beginnings(const Problem& p, int64_t largest, std::vector<int64_t>& shared) {
+  std::vector<Item> runs;
+  shared.assign(p.num_sequences, 0);
+  if (!p.block_tables || p.window) return runs;
+  for (int64_t s = 0, next; s < p.num_sequences; s = next) {
+    int64_t length = 0;
+    for (next = s + 1; p.rows(s) == 1 && next < p.num_sequences && next - s < largest && p.rows(next) == 1; next++) {
+      const int64_t common = shared_positions(p, s, next);
+      if (common == 0 || common < length / 2) break;
+      length = length ? std::min(length, common) : common;
+    }
+    if (next - s == 1) continue;
+    std::fill(shared.begin() + s, shared.begin() + next, length);
+    runs.push_back({s, p.query_start[s], length - 1, next - s, 0, length, false, true});
+  }
+  return runs;
+}
+
+// Everything else: positions of one sequence, a tile of query rows at a time.
+std::vector<Item> rows_alone(const Problem& p, int64_t positions, const std::vector<int64_t>& shared) {
   std::vector<Item> items;
   for (int64_t s = 0; s < p.num_sequences; s++)
     for (int64_t i = 0; i < p.rows(s); i += positions) {
-      const int64_t count = std::min(positions, p.rows(s) - i);
-      const int64_t heads = std::clamp<int64_t>(QUERY_ROWS / (count * group), 1, widest);
-      for (int64_t head = 0; head < p.num_kv_heads; head += heads)
-        items.push_back({s, i, count, head, std::min(head + heads, p.num_kv_heads)});
+      const int64_t count = std::min(positions, p.rows(s) - i), position = p.context(s) - p.rows(s) + i;
+      const int64_t unseen = p.window ? std::max<int64_t>(0, position - p.window + 1) / TILE * TILE : 0;
+      items.push_back({s, p.query_start[s] + i, position, count, shared[s] ? shared[s] : unseen, position + count,
+                       shared[s] > 0, false});
     }
   return items;
 }
 
+// As many KV heads to an item as make QUERY_ROWS rows of it: those of a token lie side by side in the cache.
+std::vector<Item> with_heads(const Problem& p, const std::vector<Item>& rows, int threads) {
+  const int64_t group = p.num_heads / p.num_kv_heads, shares = (int64_t)rows.size();
+  int64_t widest = p.num_kv_heads;
+  while (widest > 1 && shares * (p.num_kv_heads / widest) < 4 * threads) widest = (widest + 1) / 2;
+  std::vector<Item> items;
+  for (Item item : rows) {
+    const int64_t heads = std::clamp<int64_t>(QUERY_ROWS / (item.count * group), 1, widest);
+    for (int64_t head = 0; head < p.num_kv_heads; head += heads) {
+      item.kv_begin = head, item.kv_end = std::min(head + heads, p.num_kv_heads);
+      items.push_back(item);
+    }
+  }
+  return items;
+}
+
 template <typename T, typename Tile>
-void attend_all(const Problem& p, int threads) {
-  const std::vector<Item> items = items_of(p, threads);
+void attend(const Problem& p, const std::vector<Item>& rows, int threads, float* saved) {
+  const std::vector<Item> items = with_heads(p, rows, threads);
   int64_t work = 0;
-  for (int64_t s = 0; s < p.num_sequences; s++) work += p.rows(s) * p.context(s);
+  for (const Item& item : rows) work += item.count * (item.end - item.begin);
   work *= p.num_heads * (p.key_width + p.value_width);
   const int64_t num_items = (int64_t)items.size(), run = std::max<int64_t>(1, num_items / (4 * threads));
 #pragma omp parallel for schedule(dynamic, run) num_threads(threads) if (threads > 1 && work > SERIAL_WORK)
   for (int64_t i = 0; i < num_items; i++) {
     static thread_local Scratch<Tile> scratch;
-    Attending<T, Tile>(p, items[i], i + 1 < num_items ? &items[i + 1] : nullptr, scratch).run();
+    Attending<T, Tile>(p, items[i], i + 1 < num_items ? &items[i + 1] : nullptr, scratch, saved).run();
   }
+}
+
+template <typename T, typename Tile>
+void attend_all(const Problem& p, int threads) {
+  static thread_local std::vector<float> memory;
+  const int64_t positions = std::max<int64_t>(1, QUERY_ROWS / (p.num_heads / p.num_kv_heads));
+  // No longer runs than leave every thread some of them.
+  const int64_t largest = std::min(positions, p.num_sequences * p.num_kv_heads / (2 * threads));
+  std::vector<int64_t> shared;
+  const std::vector<Item> beginnings = shared_beginnings(p, largest, shared);
+  if (!beginnings.empty()) {
+    const int64_t num_rows = p.query_start[p.num_sequences];
+    memory.resize(num_rows * p.num_heads * (2 * W + Tile::padded(p.value_width)));
+    attend<T, Tile>(p, beginnings, threads, memory.data());
+  }
+  attend<T, Tile>(p, rows_alone(p, positions, shared), threads, memory.data());
 }
 
 // New rows into the cache, before any row is attended to.

@@ -233,6 +233,45 @@ def test_new_rows_are_written_before_they_are_attended_to(path: AttentionPath, d
             paged_attention(query, *caches, step, scale=0.2, path=path, new=wrong)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "widths"), [((12, 4), (64, 64)), ((5, 1), (24, 40)), ((4, 4), (32, 32)), ((34, 1), (64, 64))]
+)
+@pytest.mark.parametrize("block_size", [16, 24])
+def test_decoding_sequences_that_begin_with_the_same_blocks_have_the_bits_they_have_alone(
+    heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype, kind: str, block_size: int
+) -> None:
+    generator = torch.Generator().manual_seed(block_size)
+    ids = iter(torch.randperm(400, generator=generator).tolist())
+    key, value = (torch.randn(400, block_size, heads[1], w, generator=generator).to(dtype) for w in widths)
+    # Positions that a group shares, and the context of each of its sequences; also of one that shares all it has.
+    groups = [(240, [241, 250, 420, 300, 263, 240, 500]), (96, [400, 97]), (48, [60, 70]), (0, [1, 333])]
+    groups += [(480, [481, 512, 65, 64, 63])]
+    sequences = []
+    for shared, contexts in groups:
+        beginning = [next(ids) for _ in range(shared // block_size)]
+        for context in contexts:
+            more = -(-context // block_size) - len(beginning)
+            sequences.append((beginning + [next(ids) for _ in range(more)], context))
+    query = torch.randn(len(sequences), heads[0], widths[0], generator=generator).to(dtype)
+    keywords = {"scale": widths[0] ** -0.5, **options(kind, heads[0])}
+
+    def attend(chosen: list[int]) -> Tensor:
+        width = max(len(sequences[i][0]) for i in chosen)
+        tables = torch.tensor([sequences[i][0] + [0] * (width - len(sequences[i][0])) for i in chosen])
+        contexts = torch.tensor([sequences[i][1] for i in chosen], dtype=torch.int32)
+        step = PagedStep(tables.int(), starts_of([1] * len(chosen)), contexts)
+        return paged_attention(query[chosen], key, value, step, **keywords)
+
+    alone = torch.cat([attend([i]) for i in range(len(sequences))])
+    mixed = torch.randperm(len(sequences), generator=generator).tolist()
+    for threads in (1, 2, 4):
+        with num_threads(threads):
+            for chosen in (list(range(len(sequences))), mixed, list(range(4, 14))):
+                assert torch.equal(attend(chosen), alone[chosen])
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_strided_views_need_no_copy_and_give_the_same_bits(path: AttentionPath) -> None:
     fused = torch.randn(40, 8, 32)
