@@ -127,8 +127,13 @@ class EngineCore:
             return ReplicaRunner(self.ranks, self.stage, self.metrics, config.state_check_steps)
         return ModelRunner(
             self.model, self._kv_cache, sampler, config.block_size, self.trace, overlap=config.overlap,
-            graphs=self._make_graphs(config),
+            graphs=self._make_graphs(config), begins_ahead=self._begins_ahead(config),
         )  # fmt: skip
+
+    def _begins_ahead(self, config: EngineConfig) -> bool:
+        """Whether decode steps are begun before the last one is known, where there are graphs. A CPU gains nothing by
+        it, and loses the rows of sequences that have ended: it does so only where its sizes were asked for."""
+        return self.model.device.type == "cuda" or config.cuda_graph_batch_sizes is not None
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
         """What replays decode steps, where that is asked for or of use."""

@@ -29,8 +29,8 @@ class ModelRunner:
     """The runner of one rank. It reads what the worker manager knows and writes KV.
 
     With `overlap` steps run beside the caller, one after another, and `launch` returns at once: on a thread of their
-    own, or in the queue of a GPU that replays graphs. With graphs a decode step can even be begun before the last one
-    has landed (`anticipate`): its tokens are on the device.
+    own, or in the queue of a GPU that replays graphs. With graphs and `begins_ahead` a decode step is even begun before
+    the last one has landed (`anticipate`): its tokens are on the device.
     """
 
     num_stages = 1
@@ -46,9 +46,11 @@ class ModelRunner:
         *,
         overlap: bool,
         graphs: DecodeGraphs | None = None,
+        begins_ahead: bool = False,
     ) -> None:
         self._model, self._kv_cache, self._sampler, self._block_size = model, kv_cache, sampler, block_size
         self._trace, self._graphs, self._overlap = trace, graphs, overlap
+        self._begins_ahead = begins_ahead and graphs is not None
         has_queue = graphs is not None and model.device.type == "cuda"
         self._thread = ThreadPoolExecutor(1, "lockstep-model") if overlap and not has_queue else None
         self.workers = WorkerSequenceManager(self.num_stages)
@@ -87,8 +89,9 @@ class ModelRunner:
         a later step. A step that is not launched after all has changed nothing that is read again: `settle` comes then.
         """
         newest, graphs = self._newest, self._graphs
-        if graphs is None or newest is None or output.preempted or output.exhausted or output.ignored:
+        if not self._begins_ahead or newest is None or output.preempted or output.exhausted or output.ignored:
             return
+        assert graphs is not None
         if graphs.size_for(len(output.scheduled)) is None or not output.scheduled:
             return
         sources = []

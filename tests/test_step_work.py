@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 
@@ -58,12 +59,14 @@ def decode(model, num_prompt_tokens: int, **config: object) -> tuple[Counter, in
         for request, prefix in core.ledger._prefixes.items():
             prefix._token_ids = request.sequence.token_ids
         assert len(watched) == 6
+        gc.disable()  # others' callbacks on a collection are not the step's
         sys.setprofile(count)
         try:
             for _ in range(NUM_STEPS):
                 engine.step()
         finally:
             sys.setprofile(None)
+            gc.enable()
         most = max(ids.most for ids in watched)
         assert all(len(ids) == num_prompt_tokens + 4 + NUM_STEPS for ids in watched)
         engine.abort_request(abort_all=True)
