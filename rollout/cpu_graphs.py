@@ -181,12 +181,13 @@ class _Pieces:
     def __init__(self) -> None:
         self.all: list[Tensor] = []  # uint8 [bytes]
         self._by_address: dict[int, Tensor] = {}
+        self._unused = _num_users(torch.empty(1, dtype=torch.uint8))
 
     def like(self, tensor: Tensor) -> Tensor:
         """An uninitialised tensor of that layout."""
         extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         num_bytes = -(-extent * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        fitting = [p for p in self.all if num_bytes <= len(p) <= 2 * num_bytes and _num_users(p) == _num_users(None)]
+        fitting = [p for p in self.all if num_bytes <= len(p) <= 2 * num_bytes and _num_users(p) == self._unused]
         if fitting:
             piece = min(fitting, key=len)
         else:
@@ -204,10 +205,8 @@ class _Pieces:
         return _Place(piece, value.dtype, value.shape, value.stride(), value.storage_offset())
 
 
-def _num_users(piece: Tensor | None) -> int:
-    """Tensors and their like that lie in the piece; None: in one that nobody uses."""
-    if piece is None:
-        piece = torch.empty(1, dtype=torch.uint8)
+def _num_users(piece: Tensor) -> int:
+    """Tensors and their like that lie in the piece, itself included."""
     return torch._C._storage_Use_Count(piece.untyped_storage()._cdata)
 
 

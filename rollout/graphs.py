@@ -49,7 +49,8 @@ def why_not_recorded(model: HostedModel) -> str | None:
     path = guarantee.attention if guarantee else attention_path(model.device, model.dtype)
     wrong = []
     if path == "torch":
-        wrong.append("its attention, in PyTorch, reads lengths on the host")
+        remedy = ": install Triton" if model.device.type == "cuda" else ""
+        wrong.append(f"its attention, in PyTorch, reads lengths on the host{remedy}")
     if model.module._can_set_experts_implementation():
         wrong.append("its experts read on the host which of them are chosen")
     rope = getattr(model.config, "rope_parameters", None) or {}
