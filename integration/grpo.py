@@ -9,6 +9,7 @@ import argparse
 import logging
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from .job_config import JobConfig, load_config
 
 if TYPE_CHECKING:
     from .ranks import Ranks
+
+REFUSAL_S = 20  # within which ranks that are started together read one config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,12 +46,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
     except ValueError as error:
         # Every rank finds the same faults, before there is a process group that could hang; one of them says so.
-        return _refuse(error) if rank == "0" else 2
+        if rank != "0" and _is_ended_by_launcher():
+            return 2
+        return _refuse(error)
     try:
         run(config, resume=options.resume)
     except ValueError as error:
         return _refuse(error)
     return 0
+
+
+def _is_ended_by_launcher() -> bool:
+    """Wait for the SIGTERM that follows the end of another rank, and tell whether it came.
+
+    A rank that ended first would have torchrun end rank 0 before that has said why. Where none comes, this rank alone
+    found the fault: its machine has another config, or no such file.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    return signal.sigtimedwait({signal.SIGTERM}, REFUSAL_S) is not None
 
 
 def _refuse(error: ValueError) -> int:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from contextlib import suppress
@@ -16,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lockstep.integration import grpo
 from lockstep.integration.grpo import main
 from lockstep.integration.run_log import read_metrics
 
@@ -235,3 +237,17 @@ def test_bad_input_under_torchrun_names_the_key_once_and_hangs_nobody(tmp_path):
     assert log.count("lockstep: error: unknown key run.speed") == 1
     assert "exitcode  : 2" in log
     assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_rank_leaves_the_refusal_to_the_first_unless_no_launcher_ends_it(monkeypatch, capsys, comes):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(grpo, "REFUSAL_S", 60 if comes else 0.01)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        if comes:
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        assert main([str(CONFIG), "run.speed=1"]) == 2
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert ("unknown key run.speed" in capsys.readouterr().err) is not comes
