@@ -47,28 +47,39 @@ struct Columns {
   }
 };
 
-// Fetches the weights that come next, line by line in the order of memory, while others are computed with.
+// Fetches the weights that come next, line by line in the order of memory, while others are computed with: a few lines
+// between any two tile instructions. A processor waits for so many lines at once, and stops at the first one above.
 class Prefetch {
  public:
   Prefetch() = default;
-  Prefetch(const Columns& next, int64_t K)
-      : row_((const char*)next.weight), stride_(next.stride * 2), rows_(next.count), bytes_(K * 2) {
-    if (next.stride == K) bytes_ *= rows_, rows_ = 1;  // one stretch
+  // blocks: how often these columns are gone through, once for every few rows.
+  Prefetch(const Columns& next, int64_t K, int64_t blocks)
+      : at_((const char*)next.weight), gap_(next.stride * 2 - K * 2), rows_(next.count), row_lines_(lines_of(K)),
+        blocks_((int)blocks) {
+    if (!gap_) row_lines_ = lines_of(rows_ * K), rows_ = 1;  // one stretch
+    left_ = row_lines_;
   }
+  // To be fetched after each of the instructions of a step along K.
+  int share(int lines, int instructions) const { return (lines - 1) / (instructions * blocks_) + 1; }
   void lines(int count) {
-    if (!rows_) return;
-    for (int i = 0; i < count; i++) {
-      _mm_prefetch(row_ + at_, _MM_HINT_T1);
-      if ((at_ += 64) >= bytes_) {
-        at_ = 0, row_ += stride_;
-        if (!--rows_) return;
-      }
+    if (left_ < count) {
+      if (rows_) last_lines();
+      return;
     }
+    for (int i = 0; i < count; i++) _mm_prefetch(at_ + i * 64, _MM_HINT_T1);
+    at_ += count * 64, left_ -= count;
   }
 
  private:
-  const char* row_ = nullptr;
-  int64_t stride_ = 0, rows_ = 0, bytes_ = 0, at_ = 0;
+  static int64_t lines_of(int64_t values) { return (values * 2 - 1) / 64 + 1; }
+  void last_lines() {  // of a row
+    for (; left_ > 0; left_--, at_ += 64) _mm_prefetch(at_, _MM_HINT_T1);
+    if (--rows_) at_ += gap_, left_ = row_lines_;
+  }
+
+  const char* at_ = nullptr;
+  int64_t gap_ = 0, rows_ = 0, row_lines_ = 0, left_ = 0;
+  int blocks_ = 1;
 };
 
 // Sums of NT tiles of columns by MT tiles of rows, [MT * NT][16 columns][16 rows].
@@ -77,28 +88,37 @@ void multiply_tiles(const Columns& columns, const Tile* x, int64_t x_tiles, int6
                     float* sums) {
   const int64_t full_steps = K / STEP, stride = columns.stride * 2;
   const bf16 *first = columns.weight, *second = columns.weight + TILE * columns.stride;
+  const int lines = next.share(NT * (int)TILE, NT + MT + NT * MT);
   _tile_zero(0);
   if (NT == 2) _tile_zero(1);
   if (MT == 2) _tile_zero(2);
   if (NT == 2 && MT == 2) _tile_zero(3);
+  const auto fetch = [&] { next.lines(lines); };
   auto add = [&](const bf16* w0, const bf16* w1, int64_t w_stride, int64_t s) {
     _tile_loadd(6, x[s].values, 64);
+    fetch();
     _tile_loadd(4, w0, w_stride);
+    fetch();
     _tile_dpbf16ps(0, 4, 6);
+    fetch();
     if (NT == 2) {
       _tile_loadd(5, w1, w_stride);
+      fetch();
       _tile_dpbf16ps(1, 5, 6);
+      fetch();
     }
     if (MT == 2) {
       _tile_loadd(7, x[x_tiles + s].values, 64);
+      fetch();
       _tile_dpbf16ps(2, 4, 7);
-      if (NT == 2) _tile_dpbf16ps(3, 5, 7);
+      fetch();
+      if (NT == 2) {
+        _tile_dpbf16ps(3, 5, 7);
+        fetch();
+      }
     }
   };
-  for (int64_t s = 0; s < full_steps; s++) {
-    add(first + s * STEP, second + s * STEP, stride, s);
-    next.lines(NT * (int)TILE);
-  }
+  for (int64_t s = 0; s < full_steps; s++) add(first + s * STEP, second + s * STEP, stride, s);
   if (K % STEP) add(columns.tail[0].values, columns.tail[1].values, 64, full_steps);
   _tile_stored(0, sums, 64);
   if (NT == 2) _tile_stored(1, sums + 256, 64);
@@ -134,13 +154,10 @@ inline void multiply_columns(const Part& part, const Columns& columns, int64_t n
   }
   for (int64_t m = 0; m < rows; m += PAIR, x += 2 * x_tiles) {
     const int64_t num_m = tiles_of(std::min(rows - m, PAIR));
-    for (int64_t r = m; r < std::min(rows, m + PAIR); r++)  // ask for the lines to be written while sums grow
-      __builtin_prefetch((bf16*)part.y + (row + r) * part.N + n, 1, 2);
     if (num_n == 2)
       (num_m == 2 ? multiply_tiles<2, 2> : multiply_tiles<2, 1>)(columns, x, x_tiles, K, next, sums);
     else
       (num_m == 2 ? multiply_tiles<1, 2> : multiply_tiles<1, 1>)(columns, x, x_tiles, K, next, sums);
-    next = Prefetch();
     for (int64_t j = 0; j < num_m; j++)
       for (int64_t i = 0; i < num_n; i++)
         store_tile(sums + (j * num_n + i) * 256, bias[i], columns.count - i * TILE, rows - m - j * TILE,
@@ -166,7 +183,7 @@ inline void multiply_part(const Part& part, int64_t first, int64_t last, const T
     if (K % STEP) columns.copy_tail(K, tail);
     asm volatile("" ::"r"(tail) : "memory");  // the tile instructions read it unseen by the compiler
     multiply_columns(part, columns, n, x, row, rows, K,
-                     n + PAIR < last ? Prefetch(columns_at(n + PAIR), K) : Prefetch());
+                     n + PAIR < last ? Prefetch(columns_at(n + PAIR), K, (rows - 1) / PAIR + 1) : Prefetch());
   }
 }
 
