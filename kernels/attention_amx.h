@@ -47,11 +47,12 @@ class ByMatrix : public Paired {
     groups_ = (rows + BLOCK - 1) / BLOCK;
     key_steps_ = padded(p.key_width) / amx::STEP, value_tiles_ = padded(p.value_width) / BLOCK;
     reserve(queries_, heads * groups_ * key_steps_);
-    reserve(raw_, groups_ * (TILE / BLOCK));
+    reserve(raw_, heads * groups_ * (TILE / BLOCK));
     reserve(scores_, groups_ * (TILE / BLOCK));
+    reserve(probs_, heads * groups_ * (TILE / amx::STEP));
     reserve(keys_, TILE / BLOCK * key_steps_);
     reserve(values_, TILE / amx::STEP * value_tiles_);
-    reserve(sums_, value_tiles_);
+    reserve(sums_, heads * groups_ * value_tiles_);
     configure();
   }
   void close() { _tile_release(); }
@@ -102,17 +103,18 @@ class ByMatrix : public Paired {
           _tile_loadd(4, keys[b + 1] + s * amx::STEP, stride[b + 1]);
           _tile_dpbf16ps(1, 4, 2);
         }
-        _tile_stored(0, raw_[g * (TILE / BLOCK) + b].values, column_bytes);
-        if (is_pair) _tile_stored(1, raw_[g * (TILE / BLOCK) + b + 1].values, column_bytes);
+        amx::Tile* raw = raw_of(head, g) + b;
+        _tile_stored(0, raw[0].values, column_bytes);
+        if (is_pair) _tile_stored(1, raw[1].values, column_bytes);
       }
     }
     amx::fence();
   }
 
-  void spread() {
+  void spread(int64_t head) {
     for (int64_t g = 0; g < groups_; g++)
       for (int64_t b = first_; b < last_; b++) {
-        const bf16* from = raw_[g * (TILE / BLOCK) + b].values;
+        const bf16* from = raw_of(head, g)[b].values;
         float* to = (float*)scores_.data() + g * BLOCK * TILE + b * BLOCK;
         __m512i v[BLOCK];
         for (int i = 0; i < columns_; i++) v[i] = _mm512_load_si512(from + i * amx::STEP);
@@ -146,25 +148,29 @@ class ByMatrix : public Paired {
     }
   }
 
-  // out[r] += probs[r, j] * values[j] for all rows.
-  void add_all(const float* probs, float* out) {
-    const int64_t width = value_tiles_ * BLOCK, out_bytes = width * sizeof(float);
-    float* sums = (float*)sums_.data();
-    for (int64_t row = 0; row < rows_; row += BLOCK) {
-      const int64_t rows = std::min(rows_ - row, BLOCK);
-      for (int64_t r = 0; r < rows; r++)
-        for (int64_t s = 0; s < TILE / amx::STEP; s++) {
-          const float* from = probs + (row + r) * TILE + s * amx::STEP;
-          _mm512_store_si512(probs_[s].values + r * amx::STEP,
-                             (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + 16), _mm512_loadu_ps(from)));
-        }
-      amx::fence();
+  // Rounds the probabilities of all rows.
+  void put_probs(const float* probs, int64_t head) {
+    for (int64_t row = 0; row < rows_; row++)
+      for (int64_t s = 0; s < TILE / amx::STEP; s++) {
+        const float* from = probs + row * TILE + s * amx::STEP;
+        _mm512_store_si512(probs_of(head, row / BLOCK)[s].values + row % BLOCK * amx::STEP,
+                           (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + 16), _mm512_loadu_ps(from)));
+      }
+  }
+
+  // Sums of probs[r, j] * values[j] for all rows.
+  void multiply_values(int64_t head) {
+    const int64_t out_bytes = value_tiles_ * BLOCK * sizeof(float);
+    amx::fence();
+    for (int64_t g = 0; g < groups_; g++) {
+      const amx::Tile* probs = probs_of(head, g);
+      float* sums = sums_of(head, g);
       for (int64_t c = 0; c < value_tiles_; c += 2) {
         _tile_zero(6);
         _tile_zero(7);
         for (int64_t s = first_step_; s < last_step_; s++) {
           const amx::Tile* values = values_.data() + s * value_tiles_ + c;
-          _tile_loadd(5, probs_[s].values, 64);
+          _tile_loadd(5, probs[s].values, 64);
           _tile_loadd(3, values[0].values, 64);
           _tile_dpbf16ps(6, 5, 3);
           _tile_loadd(4, values[1].values, 64);
@@ -173,9 +179,16 @@ class ByMatrix : public Paired {
         _tile_stored(6, sums + c * BLOCK, out_bytes);
         _tile_stored(7, sums + (c + 1) * BLOCK, out_bytes);
       }
-      amx::fence();
-      float* to = out + row * width;
-      for (int64_t d = 0; d < rows * width; d += W) store(to + d, load(to + d) + load(sums + d));
+    }
+    amx::fence();
+  }
+
+  void add_sums(int64_t head, float* out) const {
+    for (int64_t g = 0; g < groups_; g++) {
+      const int64_t width = value_tiles_ * BLOCK, count = std::min(rows_ - g * BLOCK, BLOCK) * width;
+      const float* sums = sums_of(head, g);
+      float* to = out + g * BLOCK * width;
+      for (int64_t d = 0; d < count; d += W) store(to + d, load(to + d) + load(sums + d));
     }
   }
 
@@ -202,6 +215,14 @@ class ByMatrix : public Paired {
     return queries_.data() + (head * groups_ + group) * key_steps_;
   }
 
+  amx::Tile* raw_of(int64_t head, int64_t group) { return raw_.data() + (head * groups_ + group) * (TILE / BLOCK); }
+  amx::Tile* probs_of(int64_t head, int64_t group) {
+    return probs_.data() + (head * groups_ + group) * (TILE / amx::STEP);
+  }
+  float* sums_of(int64_t head, int64_t group) const {
+    return (float*)(sums_.data() + (head * groups_ + group) * value_tiles_);
+  }
+
   static bool is_spaced(const int64_t* offsets, int64_t spacing) {  // 16 of them
     const __m512i first = _mm512_set1_epi64(offsets[0]);
     const __m512i low = _mm512_mullox_epi64(_mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7), _mm512_set1_epi64(spacing));
@@ -221,10 +242,11 @@ class ByMatrix : public Paired {
   }
 
   std::vector<amx::Tile> queries_;  // [heads, groups of 16 rows, steps along the head]
-  std::vector<amx::Tile> raw_;      // [groups, blocks of 16 keys]: [16 keys, columns_ rows] fp32
+  std::vector<amx::Tile> raw_;      // [heads, groups, blocks of 16 keys]: [16 keys, columns_ rows] fp32
   std::vector<amx::Tile> scores_;   // [rows, TILE] fp32
-  std::vector<amx::Tile> keys_, values_, sums_;
-  amx::Tile probs_[TILE / amx::STEP] = {};
+  std::vector<amx::Tile> keys_, values_;
+  std::vector<amx::Tile> probs_;    // [heads, groups, steps along the positions]: [16 rows, 32 positions]
+  std::vector<amx::Tile> sums_;     // [heads, groups, 16 rows, value_tiles_ * 16] fp32
   int64_t rows_ = 0, columns_ = 0, groups_ = 0, key_steps_ = 0, value_tiles_ = 0;
   int64_t first_ = 0, last_ = 0, first_step_ = 0, last_step_ = 0;
 };

@@ -150,10 +150,10 @@ class Attending {
         item_.open(p_, t + TILE, scratch_.next);
       else if (following_)
         following_->open(p_, following_->begin, scratch_.next);
-      for (int64_t head = item_.kv_begin; head < item_.kv_end; head++) {
-        scratch_.next.template prefetch<T>(p_, head);
-        walk(head, t);
-      }
+      if constexpr (Tile::MULTIPLIES_ALL_ROWS)
+        walk_together(t);
+      else
+        for (int64_t head = item_.kv_begin; head < item_.kv_end; head++) walk(head, t);
     }
     for (int64_t head = item_.kv_begin; head < item_.kv_end; head++) finish(head);
     if constexpr (Tile::MULTIPLIES_ALL_ROWS) scratch_.tile.close();
@@ -191,20 +191,32 @@ class Attending {
   }
 
   void walk(int64_t kv_head, int64_t t) {
+    scratch_.next.template prefetch<T>(p_, kv_head);
+    scratch_.tile.open_keys(p_, scratch_.at, kv_head);
+    update_rows(kv_head, t);
+    scratch_.tile.open_values(p_, scratch_.at, kv_head);
+    add_values(kv_head, t);
+  }
+
+  // Every stage for all heads before the next: what one head waits for, others have the time for.
+  void walk_together(int64_t t) {
     Tile& tile = scratch_.tile;
-    tile.open_keys(p_, scratch_.at, kv_head);
-    if constexpr (Tile::MULTIPLIES_ALL_ROWS) {
-      const int64_t begin = seen(0, t).begin;
-      tile.multiply_queries(p_, scratch_.at, kv_head - item_.kv_begin, begin);
-      tile.open_values(p_, scratch_.at, kv_head, begin);
-      tile.spread();
-      update_rows(kv_head, t);
-      tile.add_all(scratch_.probs, scratch_.out + state(kv_head, 0) * out_width_);
-    } else {
-      update_rows(kv_head, t);
-      tile.open_values(p_, scratch_.at, kv_head);
-      add_values(kv_head, t);
+    const int64_t first = item_.kv_begin, heads = item_.kv_end - first, begin = seen(0, t).begin;
+    for (int64_t h = 0; h < heads; h++) {
+      scratch_.next.template prefetch<T>(p_, first + h);
+      tile.open_keys(p_, scratch_.at, first + h);
+      tile.multiply_queries(p_, scratch_.at, h, begin);
     }
+    for (int64_t h = 0; h < heads; h++) {
+      tile.spread(h);
+      update_rows(first + h, t);
+      tile.put_probs(scratch_.probs, h);
+    }
+    for (int64_t h = 0; h < heads; h++) {
+      tile.open_values(p_, scratch_.at, first + h, begin);
+      tile.multiply_values(h);
+    }
+    for (int64_t h = 0; h < heads; h++) tile.add_sums(h, scratch_.out + state(first + h, 0) * out_width_);
   }
 
   void update_rows(int64_t kv_head, int64_t t) {
