@@ -128,13 +128,18 @@ def native_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def native_products(
-    x: Tensor, layers: Iterable[tuple[Tensor, Tensor | None]], entry: Callable[..., None] | None = None
+    x: Tensor,
+    layers: Iterable[tuple[Tensor, Tensor | None]],
+    entry: Callable[..., None] | None = None,
+    *,
+    gated: bool = False,
 ) -> list[Tensor]:
     """x [...,K] times each weight [N,K]^T, plus its bias [N] -> [...,N] each: the bits of as many `native_product`
     calls at the cost of one, for layers that read the same x. Without autograd.
 
-    entry: `entry_point` of a library other than the one of this process. Raises ValueError where there is no such
-    product (another device or dtype, or no compiler), and for what does not fit.
+    gated: of two layers of one shape, a gate and an up, only silu(gate) * up [...,N] is made and returned, with the
+    bits of `swiglu`. entry: `entry_point` of a library other than the one of this process. Raises ValueError where
+    there is no such product (another device or dtype, or no compiler), and for what does not fit.
     """
     dtype, lead, width = x.dtype, x.shape[:-1], x.shape[-1]
     if not (dtype is torch.bfloat16 or dtype is torch.float32) or not x.is_cpu:
@@ -158,13 +163,18 @@ def native_products(
         if bias is not None:
             _check(x, weight, bias)
             kept.append(bias := bias.contiguous())
-        outs.append(out := x.new_empty((*lead, weight.shape[0])))
-        table += (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), weight.shape[0], stride)
+        if not (gated and outs):
+            outs.append(x.new_empty((*lead, weight.shape[0])))
+        address = 0 if bias is None else bias.data_ptr()
+        table += (weight.data_ptr(), address, outs[-1].data_ptr(), weight.shape[0], stride)
+    num_layers = len(table) // 5
+    if gated and (num_layers != 2 or table[3] != table[8]):
+        raise ValueError(f"a gated product is of two layers of one shape, not of {num_layers}: widths {table[3::5]}")
     call = entry or (_entry_points[0] if _entry_points else _entry_point())
     native.run(
         call,
-        *(x.data_ptr(), lead.numel(), width, x_stride, (ctypes.c_int64 * len(table))(*table), len(outs)),
-        *(dtype is torch.bfloat16, torch.get_num_threads()),
+        *(x.data_ptr(), lead.numel(), width, x_stride, (ctypes.c_int64 * len(table))(*table), num_layers),
+        *(gated, dtype is torch.bfloat16, torch.get_num_threads()),
     )
     return outs
 
@@ -199,7 +209,7 @@ _entry_points: list[Callable[..., None]] = []
 
 def entry_point(library: native.NativeLibrary) -> Callable[..., None]:
     """The product of a library built from SOURCE, as `native_products` calls it."""
-    arguments: list[Any] = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p, *[ctypes.c_int64] * 3]
+    arguments: list[Any] = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p, *[ctypes.c_int64] * 4]
     return library.function("lockstep_linear", arguments, None)
 
 

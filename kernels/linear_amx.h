@@ -11,6 +11,7 @@
 
 #include <vector>
 
+#include "gated.h"
 #include "linear_call.h"
 
 namespace amx {
@@ -33,17 +34,28 @@ inline void configure(int64_t first_rows, int64_t second_rows) {
   _tile_loadconfig(&config);
 }
 
-// The weights of up to 32 columns.
+// The weights of what is computed together: twice up to 16 columns, of one part or of a gate and what it multiplies.
 struct Columns {
-  const bf16* weight;
-  int64_t stride, count;
+  struct Half {
+    const bf16 *weight, *bias;
+    int64_t stride, count;
+  } halves[2];
   const Tile* tail;  // [2] the last K % 32 values of each, zeros beyond
 
+  static Half half(const Part& part, int64_t n, int64_t last) {
+    return {(const bf16*)part.weight + n * part.weight_stride, part.bias ? (const bf16*)part.bias + n : nullptr,
+            part.weight_stride, std::clamp<int64_t>(last - n, 0, TILE)};
+  }
+  Columns(const Part& part, const Part* up, int64_t n, int64_t last, const Tile* tail)
+      : halves{half(part, n, last), up ? half(*up, n, last) : half(part, n + TILE, last)}, tail(tail) {}
+
+  int num() const { return halves[1].count ? 2 : 1; }
   void copy_tail(int64_t K, Tile* to) const {
     const int64_t k = K / STEP * STEP;
-    for (int64_t c = 0; c < count; c++)
-      _mm512_store_si512(to[c / TILE].values + c % TILE * STEP,
-                         _mm512_maskz_loadu_epi16(first_lanes(K - k), weight + c * stride + k));
+    for (const Half& half : halves)
+      for (int64_t c = 0; c < half.count; c++)
+        _mm512_store_si512(to[&half - halves].values + c * STEP,
+                           _mm512_maskz_loadu_epi16(first_lanes(K - k), half.weight + c * half.stride + k));
   }
 };
 
@@ -54,10 +66,8 @@ class Prefetch {
   Prefetch() = default;
   // blocks: how often these columns are gone through, once for every few rows.
   Prefetch(const Columns& next, int64_t K, int64_t blocks)
-      : at_((const char*)next.weight), gap_(next.stride * 2 - K * 2), rows_(next.count), row_lines_(lines_of(K)),
-        blocks_((int)blocks) {
-    if (!gap_) row_lines_ = lines_of(rows_ * K), rows_ = 1;  // one stretch
-    left_ = row_lines_;
+      : second_(next.halves[1]), row_bytes_(K * 2), blocks_((int)blocks) {
+    begin(next.halves[0]);
   }
   // To be fetched after each of the instructions of a step along K.
   int share(int lines, int instructions) const { return (lines - 1) / (instructions * blocks_) + 1; }
@@ -71,14 +81,24 @@ class Prefetch {
   }
 
  private:
-  static int64_t lines_of(int64_t values) { return (values * 2 - 1) / 64 + 1; }
+  void begin(const Columns::Half& half) {
+    at_ = (const char*)half.weight, gap_ = half.stride * 2 - row_bytes_, rows_ = half.count, row_lines_ = row_bytes_;
+    if (!gap_ && rows_) row_lines_ *= rows_, rows_ = 1;  // one stretch
+    left_ = row_lines_ = rows_ ? (row_lines_ + 63) / 64 : 0;
+  }
   void last_lines() {  // of a row
     for (; left_ > 0; left_--, at_ += 64) _mm_prefetch(at_, _MM_HINT_T1);
-    if (--rows_) at_ += gap_, left_ = row_lines_;
+    if (--rows_) {
+      at_ += gap_, left_ = row_lines_;
+    } else {
+      begin(second_);
+      second_.count = 0;
+    }
   }
 
   const char* at_ = nullptr;
-  int64_t gap_ = 0, rows_ = 0, row_lines_ = 0, left_ = 0;
+  Columns::Half second_ = {};
+  int64_t row_bytes_ = 0, gap_ = 0, rows_ = 0, row_lines_ = 0, left_ = 0;
   int blocks_ = 1;
 };
 
@@ -86,23 +106,23 @@ class Prefetch {
 template <int NT, int MT>
 void multiply_tiles(const Columns& columns, const Tile* x, int64_t x_tiles, int64_t K, Prefetch& next,
                     float* sums) {
-  const int64_t full_steps = K / STEP, stride = columns.stride * 2;
-  const bf16 *first = columns.weight, *second = columns.weight + TILE * columns.stride;
+  const int64_t full_steps = K / STEP, first_stride = columns.halves[0].stride, second_stride = columns.halves[1].stride;
+  const bf16 *first = columns.halves[0].weight, *second = columns.halves[1].weight;
   const int lines = next.share(NT * (int)TILE, NT + MT + NT * MT);
   _tile_zero(0);
   if (NT == 2) _tile_zero(1);
   if (MT == 2) _tile_zero(2);
   if (NT == 2 && MT == 2) _tile_zero(3);
   const auto fetch = [&] { next.lines(lines); };
-  auto add = [&](const bf16* w0, const bf16* w1, int64_t w_stride, int64_t s) {
+  auto add = [&](const bf16* w0, int64_t w0_stride, const bf16* w1, int64_t w1_stride, int64_t s) {
     _tile_loadd(6, x[s].values, 64);
     fetch();
-    _tile_loadd(4, w0, w_stride);
+    _tile_loadd(4, w0, w0_stride * 2);
     fetch();
     _tile_dpbf16ps(0, 4, 6);
     fetch();
     if (NT == 2) {
-      _tile_loadd(5, w1, w_stride);
+      _tile_loadd(5, w1, w1_stride * 2);
       fetch();
       _tile_dpbf16ps(1, 5, 6);
       fetch();
@@ -118,8 +138,9 @@ void multiply_tiles(const Columns& columns, const Tile* x, int64_t x_tiles, int6
       }
     }
   };
-  for (int64_t s = 0; s < full_steps; s++) add(first + s * STEP, second + s * STEP, stride, s);
-  if (K % STEP) add(columns.tail[0].values, columns.tail[1].values, 64, full_steps);
+  for (int64_t s = 0; s < full_steps; s++)
+    add(first + s * STEP, first_stride, second + s * STEP, second_stride, s);
+  if (K % STEP) add(columns.tail[0].values, STEP, columns.tail[1].values, STEP, full_steps);
   _tile_stored(0, sums, 64);
   if (NT == 2) _tile_stored(1, sums + 256, 64);
   if (MT == 2) _tile_stored(2, sums + NT * 256, 64);
@@ -127,63 +148,68 @@ void multiply_tiles(const Columns& columns, const Tile* x, int64_t x_tiles, int6
   asm volatile("" ::: "memory");
 }
 
-// One tile of sums to y: `columns` and `rows` of it.
-inline void store_tile(const float* sums, __m512 bias, int64_t columns, int64_t rows, bf16* y, int64_t y_stride) {
+// A tile of sums as rows of up to 16 columns, with the bias, in bfloat16.
+inline void round_rows(const float* sums, const Columns::Half& half, __m256i rows[16]) {
+  const __mmask16 mask = (__mmask16)first_lanes(half.count);
+  __m512 bias = _mm512_setzero_ps();
+  if (half.bias) bias = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, half.bias)), 16);
   __m512i v[16];
   for (int i = 0; i < 16; i++) v[i] = _mm512_load_si512(sums + i * 16);
   transpose(v);
-  const __mmask16 mask = (__mmask16)first_lanes(columns);
 #pragma GCC unroll 16
-  for (int r = 0; r < 16; r++) {
-    if (r >= rows) break;
-    const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_add_ps((__m512)v[r], bias));
-    _mm256_mask_storeu_epi16(y + r * y_stride, mask, (__m256i)rounded);
-  }
+  for (int r = 0; r < 16; r++) rows[r] = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps((__m512)v[r], bias));
 }
 
-// Rows [row, row + rows) of y, whose x is given as tiles, by up to 32 columns of a part from column n.
-inline void multiply_columns(const Part& part, const Columns& columns, int64_t n, const Tile* x, int64_t row,
-                             int64_t rows, int64_t K, Prefetch next) {
+inline simd::Floats widened(__m256i row) { return (simd::Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(row), 16); }
+
+// Rows [row, row + rows) of y, whose x is given as tiles, by the columns of a part from column n on.
+inline void multiply_columns(const Part& part, const Columns& columns, bool is_gated, int64_t n, const Tile* x,
+                             int64_t row, int64_t rows, int64_t K, Prefetch next) {
   alignas(64) static thread_local float sums[4 * 256];
-  const int64_t x_tiles = (K + STEP - 1) / STEP, num_n = tiles_of(columns.count);
-  __m512 bias[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-  for (int64_t i = 0; part.bias && i < num_n; i++) {
-    const __mmask16 mask = (__mmask16)first_lanes(columns.count - i * TILE);
-    const __m256i values = _mm256_maskz_loadu_epi16(mask, (const bf16*)part.bias + n + i * TILE);
-    bias[i] = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16);
-  }
+  const int64_t x_tiles = (K + STEP - 1) / STEP;
+  const int num_n = columns.num();
   for (int64_t m = 0; m < rows; m += PAIR, x += 2 * x_tiles) {
     const int64_t num_m = tiles_of(std::min(rows - m, PAIR));
     if (num_n == 2)
       (num_m == 2 ? multiply_tiles<2, 2> : multiply_tiles<2, 1>)(columns, x, x_tiles, K, next, sums);
     else
       (num_m == 2 ? multiply_tiles<1, 2> : multiply_tiles<1, 1>)(columns, x, x_tiles, K, next, sums);
-    for (int64_t j = 0; j < num_m; j++)
-      for (int64_t i = 0; i < num_n; i++)
-        store_tile(sums + (j * num_n + i) * 256, bias[i], columns.count - i * TILE, rows - m - j * TILE,
-                   (bf16*)part.y + (row + m + j * TILE) * part.N + n + i * TILE, part.N);
+    for (int64_t j = 0; j < num_m; j++) {
+      const float* tile = sums + j * num_n * 256;
+      bf16* y = (bf16*)part.y + (row + m + j * TILE) * part.N + n;
+      const int64_t count = std::min(rows - m - j * TILE, TILE);
+      __m256i values[2][16];
+      for (int i = 0; i < num_n; i++) round_rows(tile + i * 256, columns.halves[i], values[i]);
+      for (int i = 0; i < (is_gated ? 1 : num_n); i++) {
+        const __mmask16 mask = (__mmask16)first_lanes(columns.halves[i].count);
+        for (int64_t r = 0; r < count; r++) {
+          __m256i out = values[i][r];
+          if (is_gated) out = (__m256i)simd::halves(gated::product<bf16>(widened(out), widened(values[1][r])));
+          _mm256_mask_storeu_epi16(y + r * part.N + i * TILE, mask, out);
+        }
+      }
+    }
   }
 }
 
-// The columns [first, last) of a part.
-inline void multiply_part(const Part& part, int64_t first, int64_t last, const Tile* x, int64_t row, int64_t rows,
-                          int64_t K) {
+// The columns [first, last) of a part, and of `up` if the part is its gate.
+inline void multiply_part(const Part& part, const Part* up, int64_t first, int64_t last, const Tile* x, int64_t row,
+                          int64_t rows, int64_t K) {
   Tile tail[2];
-  const auto columns_at = [&](int64_t n) {
-    return Columns{(const bf16*)part.weight + n * part.weight_stride, part.weight_stride, std::min(last - n, PAIR),
-                   tail};
-  };
-  int64_t configured = 0;
-  for (int64_t n = first; n < last; n += PAIR) {
-    const Columns columns = columns_at(n);
-    if (columns.count != configured) {
-      configured = columns.count;
-      configure(std::min(configured, TILE), std::max<int64_t>(configured - TILE, 1));
+  const int64_t width = up ? TILE : PAIR;
+  int64_t configured[2] = {};
+  for (int64_t n = first; n < last; n += width) {
+    const Columns columns(part, up, n, last, tail);
+    const int64_t counts[2] = {columns.halves[0].count, std::max<int64_t>(columns.halves[1].count, 1)};
+    if (memcmp(counts, configured, sizeof counts)) {
+      memcpy(configured, counts, sizeof counts);
+      configure(counts[0], counts[1]);
     }
     if (K % STEP) columns.copy_tail(K, tail);
     asm volatile("" ::"r"(tail) : "memory");  // the tile instructions read it unseen by the compiler
-    multiply_columns(part, columns, n, x, row, rows, K,
-                     n + PAIR < last ? Prefetch(columns_at(n + PAIR), K, (rows - 1) / PAIR + 1) : Prefetch());
+    Prefetch next;
+    if (n + width < last) next = Prefetch(Columns(part, up, n + width, last, tail), K, (rows - 1) / PAIR + 1);
+    multiply_columns(part, columns, up != nullptr, n, x, row, rows, K, next);
   }
 }
 
@@ -212,7 +238,7 @@ inline void multiply(const Call& call, int threads) {
       }
       visit_columns(call, omp_get_thread_num(), omp_get_num_threads(),
                     [&](const Part& part, int64_t first, int64_t last) {
-                      multiply_part(part, first, last, x, row, rows, call.K);
+                      multiply_part(part, call.up, first, last, x, row, rows, call.K);
                     });
     }
     _tile_release();

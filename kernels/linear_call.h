@@ -18,6 +18,7 @@ struct Call {  // y = x @ weight^T + bias for every part
   int64_t M, K, x_stride;
   const Part* parts;
   int64_t num_parts;
+  const Part* up = nullptr;  // then there is one part, the gate, and its y is silu(gate) * up, each rounded before
 };
 
 constexpr int64_t TILE = 16;  // columns that no two threads share
@@ -28,6 +29,7 @@ static inline int64_t tiles_of(int64_t count) { return (count + TILE - 1) / TILE
 static inline bool is_worth_threads(const Call& call) {
   int64_t columns = 0;
   for (int64_t i = 0; i < call.num_parts; i++) columns += call.parts[i].N;
+  if (call.up) columns *= 2;
   return columns * call.K > SERIAL_WEIGHTS && columns * call.K * call.M > SERIAL_WORK;
 }
 

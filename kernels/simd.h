@@ -72,14 +72,16 @@ static inline float scalar(bf16 x) {
   return f;
 }
 
-static inline void store(float* p, Floats v) { memcpy(p, &v, sizeof v); }
-static inline void store(
-    bf16* p, Floats v) {  // to nearest, ties to even; any NaN becomes the quiet one, as in PyTorch
+static inline Halves halves(Floats v) {  // to nearest, ties to even; any NaN becomes the quiet one, as in PyTorch
   Words u = (Words)v;
   Words rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
   Ints is_nan = v != v;
   rounded = (rounded & ~(Words)is_nan) | ((Words)is_nan & 0x7fc0);
-  Halves h = __builtin_convertvector(rounded, Halves);
+  return __builtin_convertvector(rounded, Halves);
+}
+static inline void store(float* p, Floats v) { memcpy(p, &v, sizeof v); }
+static inline void store(bf16* p, Floats v) {
+  Halves h = halves(v);
   memcpy(p, &h, sizeof h);
 }
 static inline Floats to_bf16(Floats v) {  // the value that `store` would write, still in fp32 lanes

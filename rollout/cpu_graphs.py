@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ..kernels import native
+from .fused_layers import has_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +43,7 @@ class CPUGraphs:
     def record(self, run: Run) -> Run:
         """What to call in place of `run`, which reads and writes fixed memory and returns its results: tensors that
         the next call may overwrite."""
-        return _Step(run, self._has_hooks)
-
-    def _has_hooks(self) -> bool:
-        """Whether Python that is not the module's own wants to see its calls."""
-        if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
-            return True
-        return any(module._forward_hooks or module._forward_pre_hooks for module in self._modules)
+        return _Step(run, lambda: has_hooks(self._modules))
 
 
 class _Step:

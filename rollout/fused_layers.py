@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
 from transformers import activations
 
+from ..kernels.linear import native_products
 from ..kernels.rms_norm import NormRule, reference_rms_norm, rms_norm
 from ..kernels.rotary import reference_rotary, rotary
 from ..kernels.swiglu import swiglu
@@ -30,12 +32,16 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _UNLIKE = (AttributeError, TypeError, ValueError, RuntimeError, IndexError)
 
 
-def fused_forward(module: nn.Module) -> Forward | None:
-    """What may stand in for the module's forward, or None. It calls the module's children, and reads its parameters
-    at every call."""
+def fused_forward(module: nn.Module, is_native: Callable[[nn.Module], bool] = lambda _: False) -> Forward | None:
+    """What may stand in for the module's forward, or None. It reads the module's parameters at every call, and calls
+    its children.
+
+    is_native: whether a child is a linear layer that computes the native product and nothing else. Where no gradient is
+    asked for and nobody has hooks on such children, they may be computed in its place.
+    """
     if "forward" in vars(module):
         return None
-    return _norm_forward(module) or _gated_mlp_forward(module) or _attention_forward(module)
+    return _norm_forward(module) or _gated_mlp_forward(module, is_native) or _attention_forward(module)
 
 
 def _norm_forward(module: nn.Module) -> Forward | None:
@@ -83,7 +89,7 @@ def _norm_rule(kind: type[nn.Module], eps: float) -> NormRule | None:
     return rules[0] if len(rules) == 1 else None
 
 
-def _gated_mlp_forward(module: nn.Module) -> Forward | None:
+def _gated_mlp_forward(module: nn.Module, is_native: Callable[[nn.Module], bool]) -> Forward | None:
     children = dict(module.named_children())
     if set(children) != {"gate_proj", "up_proj", "down_proj", "act_fn"} or list(module.parameters(recurse=False)):
         return None
@@ -91,9 +97,26 @@ def _gated_mlp_forward(module: nn.Module) -> Forward | None:
         return None
 
     def forward(hidden_states: Tensor) -> Tensor:
-        return module.down_proj(swiglu(module.gate_proj(hidden_states), module.up_proj(hidden_states)))
+        layers = module.gate_proj, module.up_proj
+        if all(map(is_native, layers)) and not has_hooks(layers) and not _needs_grad(hidden_states, layers):
+            (hidden,) = native_products(hidden_states, [(layer.weight, layer.bias) for layer in layers], gated=True)
+        else:
+            hidden = swiglu(*(layer(hidden_states) for layer in layers))
+        return module.down_proj(hidden)
 
     return forward
+
+
+def has_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether Python that is not the modules' own wants to see their calls."""
+    if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
+        return True
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
+def _needs_grad(x: Tensor, layers: Iterable[nn.Module]) -> bool:
+    needed = x.requires_grad or any(p.requires_grad for layer in layers for p in layer.parameters())
+    return needed and torch.is_grad_enabled()
 
 
 @cache

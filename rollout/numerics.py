@@ -135,6 +135,11 @@ class Numerics:
     def _plan_invariant(self, root: nn.Module, guarantee: Guarantee) -> None:
         functions = invariant_functions(self._linear())
         planned = {id(module) for module, name, _ in self._patches if name == "forward"}
+        divided = frozenset(planned)
+
+        def is_native(module: nn.Module) -> bool:
+            return guarantee.linear == "native" and type(module) is nn.Linear and id(module) not in divided
+
         if guarantee.linear == "native":
             for layers in (found for parent in root.modules() for found in siblings_of(parent)):
                 if planned.isdisjoint(map(id, layers)):
@@ -149,7 +154,7 @@ class Numerics:
                 forward = _linear_forward(module, self._linear())
             elif type(module) in _ACTIVATIONS:
                 forward = _ACTIVATIONS[type(module)]
-            elif (fused := fused_forward(module)) is not None:
+            elif (fused := fused_forward(module, is_native)) is not None:
                 forward = fused
             elif _is_activation(module) or (_owns_matrix(module) and not isinstance(module, _OWN_ROWS)):
                 forward = _under(functions, module)

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.kernels.linear import invariant_linear, native_product, native_products
 from lockstep.kernels.rms_norm import NormRule, reference_rms_norm, rms_norm
 from lockstep.kernels.rotary import reference_rotary, rotary
 from lockstep.kernels.swiglu import reference_swiglu, swiglu
+from lockstep.rollout import fused_layers
 from lockstep.rollout.fused_layers import fused_forward
 
 RULES = [NormRule(1e-6), NormRule(1e-5, 0.0, False), NormRule(1e-6, 1.0, False)]
@@ -147,3 +149,33 @@ def test_a_replaced_part_computes_what_its_own_code_does(make_model, family, dty
         with torch.no_grad():
             module.weight.normal_()
             torch.testing.assert_close(forward(x), module(x), **close(dtype))
+
+
+@DTYPES
+def test_a_gated_mlp_is_one_product_but_for_gradients_and_hooks(make_model, monkeypatch, dtype):
+    def counted(*args, **options):
+        calls.append(options)
+        return native_products(*args, **options)
+
+    monkeypatch.setattr(fused_layers, "native_products", counted)
+    mlp = next(m for m in make_model("qwen3", dtype).modules() if type(m).__name__ == "Qwen3MLP")
+    for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        monkeypatch.setattr(layer, "forward", lambda x, own=layer: native_product(x, own.weight, own.bias))
+    forward, calls, seen = fused_forward(mlp, lambda module: True), [], []
+    x = torch.randn(2, 3, mlp.gate_proj.in_features).to(dtype)
+    with torch.no_grad():
+        fused = forward(x)
+        assert calls == [{"gated": True}]
+        handle = mlp.up_proj.register_forward_hook(lambda *_: seen.append(1))
+        assert torch.equal(forward(x), fused)
+        assert seen == [1]
+        assert len(calls) == 1
+        handle.remove()
+        assert torch.equal(fused_forward(mlp)(x), fused)
+    for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        monkeypatch.setattr(layer, "forward", lambda x, own=layer: invariant_linear(x, own.weight, own.bias, method="native"))
+    trained = forward(x.requires_grad_())
+    assert torch.equal(trained, fused)
+    assert len(calls) == 1
+    trained.sum().backward()
+    assert x.grad.abs().sum() > 0

@@ -27,6 +27,7 @@ from lockstep.kernels.linear import (
     path_of,
     product_of,
 )
+from lockstep.kernels.swiglu import swiglu
 
 HAS_NATIVE = native.load(SOURCE) is not None
 METHODS: list[LinearMethod] = ["padded", "rows", "library", *(["native"] if HAS_NATIVE else [])]
@@ -170,6 +171,41 @@ def test_layers_that_share_an_input_have_the_bits_they_have_alone(dtype: torch.d
             outs = native_products(x, layers)
         for out, (weight, bias) in zip(outs, layers, strict=True):
             assert torch.equal(out, native_product(x.view(42, 70), weight, bias).view(2, 21, -1))
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("width", "num_columns"), [(64, 48), (70, 90), (7, 15), (33, 1), (96, 300)])
+def test_a_gated_product_has_the_bits_of_its_parts(dtype: torch.dtype, width: int, num_columns: int) -> None:
+    x, wide = random(2, 21, width, dtype=dtype), random(num_columns, width + 9, dtype=dtype, seed=3)
+    gate, up = (random(num_columns, width, dtype=dtype), random(num_columns, dtype=dtype)), (wide[:, :width], None)
+    expected = swiglu(*native_products(x, [gate, up]))
+    for threads in (1, 2, 4):
+        with num_threads(threads):
+            (found,) = native_products(x, [gate, up], gated=True)
+        assert torch.equal(found, expected)
+    for row in (0, 20):
+        assert torch.equal(native_products(x[1, row : row + 1], [gate, up], gated=True)[0], expected[1, row : row + 1])
+
+
+@needs_native
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_isa_level_gives_a_row_of_a_gated_product_the_same_bits_in_every_batch(level: str) -> None:
+    entry = entry_point(library_at(level))
+    for dtype in (torch.bfloat16, torch.float32):
+        x, layers = random(37, 72, dtype=dtype), [(random(50, 72, dtype=dtype, seed=i), None) for i in (1, 2)]
+        (whole,) = native_products(x, layers, entry, gated=True)
+        torch.testing.assert_close(whole, swiglu(*native_products(x, layers, entry)), rtol=1e-2, atol=1e-5)
+        for rows in (slice(0, 1), slice(3, 20), slice(5, 37)):
+            assert torch.equal(native_products(x[rows], layers, entry, gated=True)[0], whole[rows])
+
+
+@needs_native
+def test_a_gated_product_of_other_than_two_like_layers_is_refused() -> None:
+    x, layer = random(2, 8, dtype=torch.float32), (random(4, 8, dtype=torch.float32), None)
+    for layers in ([layer], [layer, (random(5, 8, dtype=torch.float32), None)], [layer] * 3):
+        with pytest.raises(ValueError, match="two layers of one shape"):
+            native_products(x, layers, gated=True)
 
 
 @needs_native
