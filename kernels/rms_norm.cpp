@@ -9,8 +9,10 @@ using namespace simd;
 namespace {
 
 struct Norm {
-  const void *x, *weight;  // [rows, width], [width]
-  void* y;                 // [rows, width]
+  const void *left, *right;  // [rows, width]: what x is the sum of, or null
+  void* x;                   // [rows, width]
+  const void* weight;        // [width]
+  void* y;                   // [rows, width]
   int64_t rows, width;
   float eps, weight_offset;
   int64_t round_first;
@@ -26,9 +28,22 @@ Floats load_some(const T* p, int64_t count) {  // the first `count` < W lanes, z
 static inline Floats rounded(Floats v, float) { return v; }
 static inline Floats rounded(Floats v, bf16) { return to_bf16(v); }
 
+// In two operations: the sum is rounded before anything is made of it.
+template <typename T>
+void add(const T* left, const T* right, int64_t width, T* to) {
+  int64_t d = 0;
+  for (; d + W <= width; d += W) store(to + d, load(left + d) + load(right + d));
+  if (d == width) return;
+  T lanes[W];
+  store(lanes, load_some(left + d, width - d) + load_some(right + d, width - d));
+  memcpy(to + d, lanes, (width - d) * sizeof(T));
+}
+
 template <typename T>
 void normalize(const Norm& p, int64_t row) {
-  const T *x = (const T*)p.x + row * p.width, *weight = (const T*)p.weight;
+  const int64_t start = row * p.width;
+  if (p.left) add((const T*)p.left + start, (const T*)p.right + start, p.width, (T*)p.x + start);
+  const T *x = (const T*)p.x + start, *weight = (const T*)p.weight;
   T* y = (T*)p.y + row * p.width;
   const int64_t whole = p.width / W * W, rest = p.width - whole;
   Floats squares = splat(0.0f);
@@ -61,11 +76,17 @@ void normalize_all(const Norm& p, int threads) {
 
 }  // namespace
 
-extern "C" void lockstep_rms_norm(const void* x, const void* weight, void* y, int64_t rows, int64_t width, float eps,
-                                  float weight_offset, int64_t round_first, int64_t is_bf16, int64_t threads) {
-  Norm p{x, weight, y, rows, width, eps, weight_offset, round_first};
+extern "C" void lockstep_add_rms_norm(const void* left, const void* right, void* x, const void* weight, void* y,
+                                      int64_t rows, int64_t width, float eps, float weight_offset, int64_t round_first,
+                                      int64_t is_bf16, int64_t threads) {
+  Norm p{left, right, x, weight, y, rows, width, eps, weight_offset, round_first};
   if (is_bf16)
     normalize_all<bf16>(p, (int)threads);
   else
     normalize_all<float>(p, (int)threads);
+}
+
+extern "C" void lockstep_rms_norm(void* x, const void* weight, void* y, int64_t rows, int64_t width, float eps,
+                                  float weight_offset, int64_t round_first, int64_t is_bf16, int64_t threads) {
+  lockstep_add_rms_norm(nullptr, nullptr, x, weight, y, rows, width, eps, weight_offset, round_first, is_bf16, threads);
 }

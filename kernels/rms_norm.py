@@ -101,10 +101,25 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
+def with_sum(
+    call: Callable[..., None], arguments: tuple[Any, ...], left: Tensor, right: Tensor, total: Tensor
+) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
+    """For a recorded call of the native norm, before which left + right was written to `total`: the call that does
+    both, with the same bits, in one pass. None where it is no such call, or `total` is not what it reads.
+    """
+    if call is not _native() or total.data_ptr() != arguments[0] or total.numel() != arguments[3] * arguments[4]:
+        return None
+    dtype = torch.bfloat16 if arguments[8] else torch.float32
+    for tensor in (left, right, total):
+        if tensor.dtype is not dtype or tensor.shape != total.shape or not (tensor.is_cpu and tensor.is_contiguous()):
+            return None
+    return _native("lockstep_add_rms_norm", 5), (left.data_ptr(), right.data_ptr(), *arguments)
+
+
 @cache
-def _native() -> Callable[..., None] | None:
+def _native(name: str = "lockstep_rms_norm", num_tensors: int = 3) -> Callable[..., None] | None:
     library = native.load(SOURCE)
     if library is None:
         return None
-    types = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2, *[ctypes.c_float] * 2, *[ctypes.c_int64] * 3]
-    return library.function("lockstep_rms_norm", types, None)
+    types = [*[ctypes.c_void_p] * num_tensors, *[ctypes.c_int64] * 2, *[ctypes.c_float] * 2, *[ctypes.c_int64] * 3]
+    return library.function(name, types, None)

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ..kernels import native
+from ..kernels.rms_norm import with_sum
 from .fused_layers import has_hooks
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,8 @@ class _Recording(TorchDispatchMode):
         super().__init__()
         self._calls: list[Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = []
         self._pieces = _Pieces()
+        # Left, right and their sum, if that was the last call. While it is here, nothing is made in their memory.
+        self._sum: tuple[Tensor, Tensor, Tensor] | None = None
 
     def record(self, run: Run) -> _Record:
         with native.recorded_by(self._native_call), self:
@@ -120,6 +123,11 @@ class _Recording(TorchDispatchMode):
 
     def _native_call(self, function: Callable[..., Any], arguments: tuple[Any, ...], kept: object) -> None:
         own = tuple(type(a).from_buffer_copy(a) if isinstance(a, ctypes.Structure) else a for a in arguments)
+        if self._sum is not None and (both := with_sum(function, own, *self._sum)) is not None:
+            function, own = both
+            kept = [kept, *(tensor for tensor in self._sum if self._pieces.place_of(tensor) is tensor)]
+            del self._calls[-1]
+        self._sum = None
         self._calls.append(lambda: (_keeping(function, kept), own))
 
     def __torch_dispatch__(
@@ -142,9 +150,12 @@ class _Recording(TorchDispatchMode):
         if func.overloadpacket not in _EMPTY:
             kept.copy_(out)
             self._add(func, args, kwargs, kept)
+            if func is _aten.add.Tensor and not kwargs and all(isinstance(arg, Tensor) for arg in args):
+                self._sum = (*args, kept)
         return kept
 
     def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor | None) -> None:
+        self._sum = None
         packed = tree_map(self._pieces.place_of, (args, kwargs, out))
 
         def make() -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -244,6 +255,6 @@ def _quiet(call: Callable[[], object]) -> Callable[[], None]:
 
 def _keeping(function: Callable[..., Any], kept: object) -> Callable[..., Any]:
     """The function, with what its arguments point into."""
-    if kept is None:
+    if kept is None or kept == [None]:
         return function
     return lambda *arguments, kept=kept: function(*arguments)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.kernels import native
 from lockstep.kernels.linear import SOURCE, native_products
+from lockstep.kernels.rms_norm import NormRule, rms_norm
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.cpu_graphs import _PLAIN_STEPS, CPUGraphs, _Step
 from lockstep.rollout.engine import Engine
@@ -54,6 +55,7 @@ def results(step: _Step, x: Tensor, count: int, seed: int = 0) -> list[Tensor]:
     return found
 
 
+RULE = NormRule(1e-6)
 WEIGHT = torch.randn(24, 16, generator=torch.Generator().manual_seed(1))
 STEPS = {
     "kernels": lambda x: native_products(x, [(WEIGHT, None)])[0] + 1,
@@ -90,6 +92,26 @@ def test_memory_of_what_is_no_longer_needed_is_used_again():
     assert run.num_runs == BEFORE_TRUST and len(step._record.calls) == 200
     assert sum(map(len, step._record.pieces)) <= 4 * x.nbytes
     assert torch.equal(found[-1], chain(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_and_the_norm_behind_it_are_one_call(dtype):
+    def layers(x: Tensor) -> Tensor:
+        x = x.to(dtype)
+        for weight in weights:
+            x = x + native_products(rms_norm(x, weight, RULE), [(turn, None)])[0]
+        return rms_norm(x, weights[0], RULE) + rms_norm(x + weights[1], weights[1], RULE)
+
+    turn, weights = torch.randn(19, 19).to(dtype), torch.rand(3, 19).to(dtype)
+    x, again = torch.zeros(4, 19), torch.zeros(4, 19)
+    step = step_of(Counted(layers, x))
+    found = results(step, x, 20)
+    assert all(map(torch.equal, found, results(Counted(layers, again), again, 20)))
+    names = [getattr(function, "__name__", "") for function, _ in step._record.calls]
+    assert step.is_trusted
+    assert names.count("lockstep_rms_norm") == 2  # the first, and the one of rows that a weight was added to
+    assert names.count("lockstep_add_rms_norm") + names.count("<lambda>") == 3
+    assert len(names) == 10 + (dtype is torch.bfloat16)  # 3 products; those two sums that no joined norm follows
 
 
 def test_weights_are_read_at_every_replay():

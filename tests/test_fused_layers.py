@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -173,7 +174,8 @@ def test_a_gated_mlp_is_one_product_but_for_gradients_and_hooks(make_model, monk
         handle.remove()
         assert torch.equal(fused_forward(mlp)(x), fused)
     for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-        monkeypatch.setattr(layer, "forward", lambda x, own=layer: invariant_linear(x, own.weight, own.bias, method="native"))
+        trainable = partial(invariant_linear, weight=layer.weight, bias=layer.bias, method="native")
+        monkeypatch.setattr(layer, "forward", trainable)
     trained = forward(x.requires_grad_())
     assert torch.equal(trained, fused)
     assert len(calls) == 1
