@@ -26,7 +26,7 @@ from .fused_layers import has_hooks
 
 logger = logging.getLogger(__name__)
 
-_PLAIN_STEPS = 8  # of a size before it is recorded: as long as recording and trying it take
+PLAIN_STEPS = 8  # of a size before it is recorded: as long as recording and trying it take
 _ALIGNMENT = 64
 _aten = torch.ops.aten
 _EMPTY = {_aten.empty, _aten.new_empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty_strided}
@@ -64,7 +64,7 @@ class _Step:
         if self._record is not None:
             return self._try(self._record)
         self._num_plain += 1
-        if self._num_plain <= _PLAIN_STEPS:
+        if self._num_plain <= PLAIN_STEPS:
             return self._run()
         try:
             self._record = _Recording().record(self._run)
@@ -257,4 +257,9 @@ def _keeping(function: Callable[..., Any], kept: object) -> Callable[..., Any]:
     """The function, with what its arguments point into."""
     if kept is None or kept == [None]:
         return function
-    return lambda *arguments, kept=kept: function(*arguments)
+
+    def call(*arguments: Any, kept: object = kept) -> Any:
+        return function(*arguments)
+
+    call.__name__ = function.__name__
+    return call

@@ -49,7 +49,7 @@ def test_decode_steps_run_at_the_context_that_was_asked_for_without_its_prefill(
         assert not engine.has_work
         assert contexts == [[length] * 3 for length in range(contexts[0][0], contexts[0][0] + 4)]
         assert abs(contexts[0][0] - 300) < 8
-        assert engine.metrics.num_rows - num_rows == 3 * (298 + 2 + 4)
+        assert engine.metrics.num_rows - num_rows == 3 * (300 - 4 // 2 + 4)  # prompts, steps that warm up, and these
     engine.close()
 
 
@@ -125,7 +125,7 @@ def test_what_the_gpu_benchmark_measures_runs_on_any_device(tiny):
     report = gpu.measure(tiny, options, PEAKS)
     assert [(row["batch"], row["invariant"]) for row in report["roofline"]] == [(2, True), (2, False)]
     kernels = {row["kernel"]: row["ms"] for row in report["kernels"]}
-    assert len(kernels) == 6 and min(kernels.values()) > 0
+    assert len(kernels) == 14 and min(kernels.values()) > 0
     assert min(report["pause_in_place_ms_p50"], report["commit_ms"], report["digest_gb_s"]) > 0
 
 

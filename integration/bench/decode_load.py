@@ -11,12 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 from ...rollout.config import EngineConfig
+from ...rollout.cpu_graphs import PLAIN_STEPS
 from ...rollout.engine import Engine
 from ...rollout.sampling_params import SamplingParams
 from .machine_peaks import Peaks
 from .runs import clock
 
-_NUM_SKIPPED = 2  # decode steps that warm up
+_NUM_SKIPPED = PLAIN_STEPS + 4  # decode steps that warm up, until what a CPU recorded is replayed
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def decode_steps(
     """
     max_new_tokens = num_steps + _NUM_SKIPPED + 2  # one of the prefill, and the last step ends nobody
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(engine.model.vocab_size, (batch, max(context - num_steps // 2, 1)), generator=generator)
+    prompt_tokens = max(context - _NUM_SKIPPED - num_steps // 2, 1)
+    prompts = torch.randint(engine.model.vocab_size, (batch, prompt_tokens), generator=generator)
     seconds = []
     with engine.model.rollout_phase():
         for index, prompt in enumerate(prompts.tolist()):

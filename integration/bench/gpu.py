@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from .gpu_kernels import kernel_times
 from .load import Load, positive
 from .machine_peaks import Peaks, measure_peaks
 from .presets import PRESETS, load_model, random_model
+from .runs import clock
 
 QWEN3_8B = {
     "hidden_size": 4096,
@@ -121,13 +121,13 @@ def _weights(model: PreTrainedModel) -> dict[str, object]:
         with service.optimizer_step(), torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.0)
-        started = time.perf_counter()
+        started = clock(model.device)
         service.commit_in_place("bench", source=model.named_parameters(), digest="later")
-        committed = time.perf_counter()
+        committed = clock(model.device)
         service.finish_digest()
-        first = time.perf_counter()
+        first = clock(model.device)
         model_digest(model.named_parameters())
-        again = time.perf_counter()
+        again = clock(model.device)
     finally:
         service.close()
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
