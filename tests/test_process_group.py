@@ -17,7 +17,7 @@ from lockstep.tests.forked_ranks import HOST, free_port, run_ranks
 from lockstep.weight_sync.errors import TransferFailed
 from lockstep.weight_sync.process_group import GroupRegistry, join_group
 from lockstep.weight_sync.rendezvous import Rendezvous
-from lockstep.weight_sync.shared_keys import Deadline
+from lockstep.weight_sync.shared_keys import Deadline, SharedKeys
 from lockstep.weight_sync.weight_group import WeightGroup
 
 
@@ -145,6 +145,19 @@ def test_ranks_that_disagree_about_the_world_size_all_hear_of_it_at_once() -> No
     )
     assert all("rank 1 joins a group of 2, rank 0 one of 3" in text for text in said)
     assert time.monotonic() - began < 10
+
+
+def test_the_host_of_a_refused_rendezvous_waits_until_those_who_signed_have_heard(monkeypatch) -> None:
+    def slow(self: Rendezvous, roster: SharedKeys) -> str | None:
+        if self._rank == 1:
+            threading.Event().wait(0.2)
+        return read(self, roster)
+
+    read = Rendezvous._read_refusal
+    monkeypatch.setattr(Rendezvous, "_read_refusal", slow)
+    port = free_port()
+    said = run_ranks(*(lambda i=i: join_group(HOST, port, i, 3 if i < 2 else 4, "g", timeout_s=15) for i in range(3)))
+    assert all("rank 2 joins a group of 4, rank 0 one of 3" in text for text in said), said
 
 
 def test_a_rank_that_joins_twice_is_an_error_everywhere() -> None:

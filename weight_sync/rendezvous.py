@@ -28,7 +28,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 _DEVICE_OF = {"gloo": "cpu", "nccl": "cuda"}
 _CONNECT_S = 1.0  # for one attempt to reach the host
-_GRACE_S = 0.5  # what a rendezvous that has been told to end may take to say so itself
+_GRACE_S = 0.5  # what a rendezvous that has been told to end may take to say so itself, and a refused one to be heard
+_POLL_S = 0.005  # between two looks at who has heard
 
 
 class _RendezvousStore(dist.Store):
@@ -119,6 +120,7 @@ class Rendezvous:
         self._left = False  # the caller is gone: a group that comes now is destroyed again
         self._result: WeightGroup | BaseException | None = None
         self._proxy: _RendezvousStore | None = None
+        self._refused: str | None = None  # why the rendezvous cannot succeed, once this rank has heard of it
 
     def cancel(self) -> None:
         """End a `join` that waits, from any thread; it raises TransferFailed. After the join it does nothing."""
@@ -150,7 +152,8 @@ class Rendezvous:
             result: WeightGroup | BaseException = group
         except (RuntimeError, OSError, ValueError) as error:  # torch's, the socket's and ours; the caller raises it
             # Made anew: a traceback would keep the store alive, and its port taken, for as long as the error.
-            result = TransferFailed(str(error)) if isinstance(error, TransferFailed) else self._failure(str(error))
+            failed = error if isinstance(error, TransferFailed) else self._failure(self._refused or str(error))
+            result = TransferFailed(str(failed))
         if self._proxy is not None:
             self._proxy.close()
             self._proxy = None
@@ -194,6 +197,8 @@ class Rendezvous:
             second = dist.ProcessGroupGloo(again, self._rank, self._world_size, self._deadline.left)
             return self._group((first, second), host, chain, proxy, again)
         finally:
+            if self._rank == 0 and self._refused is not None:
+                self._let_all_hear(roster)
             roster.close()
 
     def _group(self, lanes: tuple[dist.ProcessGroup, ...], *stores: dist.Store) -> WeightGroup:
@@ -244,12 +249,33 @@ class Rendezvous:
         """Why this rendezvous cannot succeed, as soon as any rank of ours knows. A foreign rank 0 says nothing."""
         if stopped := self._stopped():
             return stopped
+        if self._refused is None:
+            self._refused = self._read_refusal(roster)
+            if self._refused is not None and self._rank:
+                roster.add(f"heard/{self._rank}", 1, self._deadline)
+        return self._refused
+
+    def _read_refusal(self, roster: SharedKeys) -> str | None:
         if self._rank and roster.has("world_size", self._deadline):
             size = int(roster.get("world_size", self._deadline))
             if size != self._world_size and not roster.has("refused", self._deadline):
                 differ = f"rank {self._rank} joins a group of {self._world_size}, rank 0 one of {size}"
                 roster.put("refused", differ, self._deadline)
+                return differ
         return roster.get("refused", self._deadline) if roster.has("refused", self._deadline) else None
+
+    def _let_all_hear(self, roster: SharedKeys) -> None:
+        """The store goes with its host, so all who have signed are given a moment to read why it does."""
+        soon = self._deadline.at_most(_GRACE_S)
+
+        def is_unheard(rank: int) -> bool:
+            if not roster.has(f"joined/{rank}", soon):
+                return False
+            return roster.add(f"heard/{rank}", 0, soon) < roster.add(f"joined/{rank}", 0, soon)
+
+        while any(map(is_unheard, range(1, self._world_size))) and not soon.has_passed:
+            if self._cancelled.wait(min(_POLL_S, soon.left_s)):
+                return
 
     def _stopped(self) -> str | None:
         return "cancelled" if self._cancelled.is_set() else None
