@@ -7,9 +7,6 @@ namespace gated {
 
 using namespace simd;
 
-static inline Floats rounded(Floats v, float) { return v; }
-static inline Floats rounded(Floats v, bf16) { return to_bf16(v); }
-
 // T: of the inputs, whose values these are.
 template <typename T>
 static inline Floats product(Floats gate, Floats up) {

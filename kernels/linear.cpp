@@ -27,7 +27,7 @@ static void multiply_gated(const Call& call, int threads) {
   static thread_local std::vector<T> memory;
   const Part& out = call.parts[0];
   const int64_t size = call.M * out.N;
-  memory.resize(2 * size);
+  if ((int64_t)memory.size() < 2 * size) memory.resize(2 * size);
   Part parts[] = {out, *call.up};
   parts[0].y = memory.data(), parts[1].y = memory.data() + size;
   lanes::multiply<Dot, T>(Call{call.x, call.M, call.K, call.x_stride, parts, 2}, threads);

@@ -148,19 +148,19 @@ void multiply_tiles(const Columns& columns, const Tile* x, int64_t x_tiles, int6
   asm volatile("" ::: "memory");
 }
 
+inline simd::Floats widened(__m256i row) { return (simd::Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(row), 16); }
+
 // A tile of sums as rows of up to 16 columns, with the bias, in bfloat16.
 inline void round_rows(const float* sums, const Columns::Half& half, __m256i rows[16]) {
   const __mmask16 mask = (__mmask16)first_lanes(half.count);
   __m512 bias = _mm512_setzero_ps();
-  if (half.bias) bias = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, half.bias)), 16);
+  if (half.bias) bias = (__m512)widened(_mm256_maskz_loadu_epi16(mask, half.bias));
   __m512i v[16];
   for (int i = 0; i < 16; i++) v[i] = _mm512_load_si512(sums + i * 16);
   transpose(v);
 #pragma GCC unroll 16
   for (int r = 0; r < 16; r++) rows[r] = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps((__m512)v[r], bias));
 }
-
-inline simd::Floats widened(__m256i row) { return (simd::Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(row), 16); }
 
 // Rows [row, row + rows) of y, whose x is given as tiles, by the columns of a part from column n on.
 inline void multiply_columns(const Part& part, const Columns& columns, bool is_gated, int64_t n, const Tile* x,

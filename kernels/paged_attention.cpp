@@ -368,8 +368,8 @@ void attend_all(const Problem& p, int threads) {
   std::vector<int64_t> shared;
   const std::vector<Item> beginnings = shared_beginnings(p, largest, shared);
   if (!beginnings.empty()) {
-    const int64_t num_rows = p.query_start[p.num_sequences];
-    memory.resize(num_rows * p.num_heads * (2 * W + Tile::padded(p.value_width)));
+    const int64_t size = p.query_start[p.num_sequences] * p.num_heads * (2 * W + Tile::padded(p.value_width));
+    if ((int64_t)memory.size() < size) memory.resize(size);
     attend<T, Tile>(p, beginnings, threads, memory.data());
   }
   attend<T, Tile>(p, rows_alone(p, positions, shared), threads, memory.data());

@@ -25,9 +25,6 @@ Floats load_some(const T* p, int64_t count) {  // the first `count` < W lanes, z
   return load(lanes);
 }
 
-static inline Floats rounded(Floats v, float) { return v; }
-static inline Floats rounded(Floats v, bf16) { return to_bf16(v); }
-
 // In two operations: the sum is rounded before anything is made of it.
 template <typename T>
 void add(const T* left, const T* right, int64_t width, T* to) {

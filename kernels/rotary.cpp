@@ -13,15 +13,12 @@ struct Rows {
   int64_t batch_stride, token_stride, head_stride, heads;
 };
 
+using simd::rounded;
 static inline float rounded(float x, float) { return x; }
 static inline float rounded(float x, bf16) {
   bf16 y;
   store_scalar(&y, x);
   return scalar(y);
-}
-static inline Floats rounded(Floats v, float) { return v; }
-static inline Floats rounded(Floats v, bf16) {
-  return to_bf16(v);
 }
 
 // One head of one token: the elements [0, half) with `other` the negative of those at half, and the reverse.

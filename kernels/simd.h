@@ -90,6 +90,9 @@ static inline Floats to_bf16(Floats v) {  // the value that `store` would write,
   Ints is_nan = v != v;
   return (Floats)((rounded & ~(Words)is_nan) | ((Words)is_nan & 0x7fc00000u));
 }
+// As a value of the type of the second argument, still in fp32 lanes.
+static inline Floats rounded(Floats v, float) { return v; }
+static inline Floats rounded(Floats v, bf16) { return to_bf16(v); }
 static inline void store_scalar(float* p, float x) { *p = x; }
 static inline void store_scalar(bf16* p, float x) {
   bf16 lanes[W];

@@ -125,7 +125,8 @@ class _Recording(TorchDispatchMode):
         own = tuple(type(a).from_buffer_copy(a) if isinstance(a, ctypes.Structure) else a for a in arguments)
         if self._sum is not None and (both := with_sum(function, own, *self._sum)) is not None:
             function, own = both
-            kept = [kept, *(tensor for tensor in self._sum if self._pieces.place_of(tensor) is tensor)]
+            outside = [tensor for tensor in self._sum if self._pieces.place_of(tensor) is tensor]
+            kept = (kept, outside) if outside else kept
             del self._calls[-1]
         self._sum = None
         self._calls.append(lambda: (_keeping(function, kept), own))
@@ -255,7 +256,7 @@ def _quiet(call: Callable[[], object]) -> Callable[[], None]:
 
 def _keeping(function: Callable[..., Any], kept: object) -> Callable[..., Any]:
     """The function, with what its arguments point into."""
-    if kept is None or kept == [None]:
+    if kept is None:
         return function
 
     def call(*arguments: Any, kept: object = kept) -> Any:

@@ -98,7 +98,7 @@ def _gated_mlp_forward(module: nn.Module, is_native: Callable[[nn.Module], bool]
 
     def forward(hidden_states: Tensor) -> Tensor:
         layers = module.gate_proj, module.up_proj
-        if all(map(is_native, layers)) and not has_hooks(layers) and not _needs_grad(hidden_states, layers):
+        if all(map(is_native, layers)) and not has_hooks(layers) and not needs_grad(hidden_states, layers):
             (hidden,) = native_products(hidden_states, [(layer.weight, layer.bias) for layer in layers], gated=True)
         else:
             hidden = swiglu(*(layer(hidden_states) for layer in layers))
@@ -114,7 +114,8 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
     return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
-def _needs_grad(x: Tensor, layers: Iterable[nn.Module]) -> bool:
+def needs_grad(x: Tensor, layers: Iterable[nn.Module]) -> bool:
+    """Whether what the layers make of x is to be differentiated."""
     needed = x.requires_grad or any(p.requires_grad for layer in layers for p in layer.parameters())
     return needed and torch.is_grad_enabled()
 

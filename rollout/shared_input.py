@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.linear import native_products
+from .fused_layers import needs_grad
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -44,7 +45,7 @@ class SharedInput:
 
     def _forward(self, index: int, x: Tensor) -> Tensor:
         layer = self._layers[index]
-        if self._is_shared is False or not x.is_cpu or (torch.is_grad_enabled() and self._needs_grad(x)):
+        if self._is_shared is False or not x.is_cpu or needs_grad(x, self._layers):
             return self._alone(x, layer.weight, layer.bias)
         if self._is_shared is None:
             self._watch(index, x)
@@ -71,6 +72,3 @@ class SharedInput:
         self._num_seen += 1
         if self._is_shared is not None:
             self._x = self._seen = None
-
-    def _needs_grad(self, x: Tensor) -> bool:
-        return x.requires_grad or any(p.requires_grad for layer in self._layers for p in layer.parameters())
