@@ -1,14 +1,12 @@
 """Control commands: values with an id, a deadline and a reply, which run between two steps.
 
-A command runs once or never: one whose deadline passed before it began never runs later, and the same op_id twice gets
-the answer of the one run.
+A command runs once or never: one whose deadline passed before it began never runs later.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -17,7 +15,6 @@ from typing import Any, Literal, get_args
 from .errors import DeadlineExceeded
 
 PauseMode = Literal["abort", "retract", "in_place"]
-_NUM_REMEMBERED = 1024  # op_ids whose answers are kept
 
 
 @dataclass(frozen=True)
@@ -98,10 +95,13 @@ class Command:
 
     name: str
     run: Callable[[], Any]
-    timeout_s: float | None
-    deadline: float | None  # of time.monotonic()
-    reply: Future = field(default_factory=Future)
+    reply: Future[Any]
+    timeout_s: float | None = None
+    deadline: float | None = field(init=False)  # of time.monotonic()
     _begun: threading.Lock = field(default_factory=threading.Lock)  # taken once, by whoever runs it or gives it up
+
+    def __post_init__(self) -> None:
+        self.deadline = None if self.timeout_s is None else time.monotonic() + self.timeout_s
 
     @property
     def seconds_left(self) -> float | None:
@@ -127,33 +127,3 @@ class Command:
 
     def too_late(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"{self.name} did not begin within {self.timeout_s} s and will not run")
-
-
-class CommandLog:
-    """The commands of late by op_id. Any thread may ask."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._by_op_id: OrderedDict[str, Command] = OrderedDict()
-
-    def submit(
-        self, name: str, run: Callable[[], Any], op_id: str | None = None, timeout_s: float | None = None
-    ) -> tuple[Command, bool]:
-        """A command, and whether it is new: the same op_id gets the command that was submitted before.
-
-        Raises ValueError for a timeout that is not positive.
-        """
-        if timeout_s is not None and not timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, not {timeout_s}")
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        command = Command(name, run, timeout_s, deadline)
-        if op_id is None:
-            return command, True
-        with self._lock:
-            known = self._by_op_id.get(op_id)
-            if known is not None:
-                return known, False
-            self._by_op_id[op_id] = command
-            if len(self._by_op_id) > _NUM_REMEMBERED:
-                self._by_op_id.popitem(last=False)
-            return command, True

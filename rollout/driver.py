@@ -15,10 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from .commands import CommandLog
+from .commands import Command
 from .core import EngineCore
 from .errors import DeadlineExceeded, EngineStopped, SamplingRefused
 from .fair_lock import FairLock
+from .once_per_id import OncePerId
 from .request import Request
 from .step_alarm import StepAlarm
 
@@ -34,7 +35,7 @@ class Driver:
         self._wake = threading.Condition(self.lock)  # type: ignore[arg-type]
         self._inbox: dict[str, Request] = {}  # added, not yet taken up: adding never waits for a step
         self._kick = threading.Event()  # something has changed that the loop's thread may wait for
-        self._commands = CommandLog()
+        self.once_per_id = OncePerId()
         self._num_commands_waiting = 0  # for the lock
         self.alarm = StepAlarm()
         self._stepper = ThreadPoolExecutor(1, "lockstep-step")  # runs the steps that coroutines wait for
@@ -249,12 +250,20 @@ class Driver:
         return self._num_commands_waiting > 0 or self.alarm.is_due(self._core.metrics.num_steps)
 
     def command(
-        self, name: str, run: Callable[[], Any], op_id: str | None = None, timeout_s: float | None = None
+        self,
+        name: str,
+        run: Callable[[], Any],
+        op_id: str | None = None,
+        timeout_s: float | None = None,
+        **arguments: object,
     ) -> Any:
-        """Run something between two steps, with nothing in flight; the same op_id runs once.
+        """Run something between two steps, with nothing in flight; the same op_id, with these arguments, runs once.
 
-        Raises DeadlineExceeded when `timeout_s` passed before it began, and whatever `run` raises.
+        Raises ValueError for a timeout that is not positive, DeadlineExceeded when `timeout_s` passed before it began,
+        OpIdTaken where the op_id stands for another call, and whatever `run` raises.
         """
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, not {timeout_s}")
 
         def drained() -> Any:
             with self._core.trace.span(name):
@@ -265,21 +274,24 @@ class Driver:
                 finally:
                     self._core.ledger.events.flush()
 
-        command, is_new = self._commands.submit(name, drained, op_id, timeout_s)
+        reply, is_new = self.once_per_id.claim(op_id, name, arguments)
         if is_new:
-            with self._counted():
-                seconds = command.seconds_left
-                has_lock = self.lock.acquire(timeout=-1 if seconds is None else seconds)
-            if has_lock:
-                try:
-                    command.execute()
-                    self._wake.notify_all()
-                finally:
-                    self.lock.release()
-                self._kick.set()
-            else:
-                command.give_up()
-        return command.reply.result()
+            self._run_command(Command(name, drained, reply, timeout_s))
+        return reply.result()
+
+    def _run_command(self, command: Command) -> None:
+        with self._counted():
+            seconds = command.seconds_left
+            has_lock = self.lock.acquire(timeout=-1 if seconds is None else seconds)
+        if not has_lock:
+            command.give_up()
+            return
+        try:
+            command.execute()
+            self._wake.notify_all()
+        finally:
+            self.lock.release()
+        self._kick.set()
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -37,6 +37,10 @@ class DeadlineExceeded(LockstepError):
     """A command's deadline passed before it began; it never runs."""
 
 
+class OpIdTaken(LockstepError):
+    """An op_id stands for another call, or for the same call with other arguments; nothing ran."""
+
+
 class EngineStopped(LockstepError):
     """The background loop has ended, by `stop()` or by the error that is this one's cause."""
 

@@ -1,7 +1,8 @@
 """What can be asked of an engine besides completions: control commands, pins, the state of cache and weights.
 
 Every verb may be called from any thread; it runs between two steps, with nothing in flight, and what it says holds when
-it returns. `op_id` names a command so that a repeated one runs once; `timeout_s` is how long it may wait to begin.
+it returns. `op_id` names a command so that a repeated one runs once (OpIdTaken where the name is another one's);
+`timeout_s` is how long it may wait to begin.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from .kv_cache import KVPlan
 from .kv_events import KVEventLog
 from .latencies import Latencies
 from .metrics import Metrics
+from .once_per_id import OncePerId
 from .pins import PinReport, UnpinReport
 from .rank_channel import RankChannel
 from .sequence_view import SequenceView, view
@@ -70,7 +72,7 @@ class EngineVerbs:
         ValueError for another mode, DeadlineExceeded when `timeout_s` passed before it began.
         """
         check_pause_mode(mode)
-        return self._command("pause_generation", lambda: self._core.pause(mode), op_id, timeout_s)
+        return self._command("pause_generation", lambda: self._core.pause(mode), op_id, timeout_s, mode=mode)
 
     def continue_generation(self, *, op_id: str | None = None, timeout_s: float | None = None) -> ContinueReport:
         """End a pause; says so if there was none."""
@@ -99,7 +101,10 @@ class EngineVerbs:
                 return AbortReport(tuple(self._core.abort_all(reason)), ())
             return self._core.abort(rid, reason)
 
-        return self._command("abort_request", abort, op_id, timeout_s)
+        return self._command(
+            "abort_request", abort, op_id, timeout_s, rid=rid, abort_all=abort_all, message=message,
+            finished_reason=finished_reason,
+        )  # fmt: skip
 
     def flush_cache(self, *, op_id: str | None = None, timeout_s: float | None = None) -> FlushReport:
         """Empty the prefix cache, and drop every pin, unless sequences hold blocks; however many wait."""
@@ -125,8 +130,9 @@ class EngineVerbs:
         """
         hashes = tuple(hashes)
         return self._command(
-            "pin_blocks", lambda: self._core.ledger.pins.pin(hashes, owner, ttl), op_id, timeout_s
-        )
+            "pin_blocks", lambda: self._core.ledger.pins.pin(hashes, owner, ttl), op_id, timeout_s,
+            hashes=hashes, owner=owner, ttl=ttl,
+        )  # fmt: skip
 
     def unpin_blocks(
         self,
@@ -139,8 +145,9 @@ class EngineVerbs:
         """Lift one pin of this owner on each block; those it has none on count 0."""
         hashes = tuple(hashes)
         return self._command(
-            "unpin_blocks", lambda: self._core.ledger.pins.unpin(hashes, owner), op_id, timeout_s
-        )
+            "unpin_blocks", lambda: self._core.ledger.pins.unpin(hashes, owner), op_id, timeout_s,
+            hashes=hashes, owner=owner,
+        )  # fmt: skip
 
     def pin_prefix(
         self,
@@ -158,15 +165,16 @@ class EngineVerbs:
         """
         ids = prompt_ids(prompt, self._core.tokenizer, self.model.vocab_size)
         return self._command(
-            "pin_prefix", lambda: self._core.pin_prefix(ids, extra_key, owner, ttl), op_id, timeout_s
-        )
+            "pin_prefix", lambda: self._core.pin_prefix(ids, extra_key, owner, ttl), op_id, timeout_s,
+            token_ids=ids, owner=owner, ttl=ttl, extra_key=extra_key,
+        )  # fmt: skip
 
     def evict_descendants(
         self, hash: int, *, op_id: str | None = None, timeout_s: float | None = None
     ) -> EvictReport:
         """Free every cached block below this one that no sequence holds and no pin protects."""
         return self._command(
-            "evict_descendants", lambda: self._core.evict_descendants(hash), op_id, timeout_s
+            "evict_descendants", lambda: self._core.evict_descendants(hash), op_id, timeout_s, hash=hash
         )
 
     def cache_tree(
@@ -334,11 +342,21 @@ class EngineVerbs:
         return self._driver.command("resume_kv", self._core.resume_kv)
 
     def _command(
-        self, name: str, run: Callable[[], T], op_id: str | None = None, timeout_s: float | None = None
+        self,
+        name: str,
+        run: Callable[[], T],
+        op_id: str | None = None,
+        timeout_s: float | None = None,
+        **arguments: object,
     ) -> T:
         """A command that is the controller's to give. Raises ValueError, naming it, at a rank that follows."""
         self.ranks.check_controller(name)
-        return self._driver.command(name, run, op_id, timeout_s)
+        return self._driver.command(name, run, op_id, timeout_s, **arguments)
+
+    @property
+    def once_per_id(self) -> OncePerId:
+        """The answers of commands that had an op_id; whoever offers this engine's commands another way uses it too."""
+        return self._driver.once_per_id
 
     # -- reports ----------------------------------------------------------------------------------------------------
 

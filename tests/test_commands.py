@@ -15,7 +15,7 @@ import torch
 
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.errors import DeadlineExceeded, EngineStopped
+from lockstep.rollout.errors import DeadlineExceeded, EngineStopped, OpIdTaken
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.callers import soon, submit, wait_until
 
@@ -148,6 +148,21 @@ def test_same_op_id_runs_once_and_gets_the_same_answer(make_engine):
     assert not engine.is_paused
     assert engine.continue_generation(op_id="c").was_paused  # the answer of then
     assert engine.abort_request(abort_all=True, op_id="b").aborted == ("first",)
+
+
+def test_an_op_id_that_stands_for_another_command_is_refused_and_nothing_runs(make_engine):
+    engine = make_engine()
+    engine.pause_generation(op_id="x")
+    with pytest.raises(OpIdTaken, match="op_id 'x' stands for another operation: pause_generation"):
+        engine.flush_cache(op_id="x")
+    with pytest.raises(OpIdTaken, match="pause_generation with other arguments"):
+        engine.pause_generation("in_place", op_id="x")
+    assert engine.pause_mode == "retract"
+    with pytest.raises(OpIdTaken):
+        engine.continue_generation(op_id="x")
+    assert engine.is_paused
+    with pytest.raises(ValueError, match="op_id must not be empty"):
+        engine.flush_cache(op_id="")
 
 
 def test_same_op_id_of_an_abort_at_the_same_time_gets_one_answer(background):

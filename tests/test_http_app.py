@@ -23,7 +23,8 @@ from lockstep.integration.http.server import serve_in_background
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.errors import DeadlineExceeded, LedgerError
+from lockstep.rollout.errors import DeadlineExceeded, LedgerError, OpIdTaken
+from lockstep.rollout.once_per_id import OncePerId
 from lockstep.tests.forked_ranks import free_port
 
 pytestmark = pytest.mark.slow  # many small calls over real sockets
@@ -254,6 +255,16 @@ def test_the_same_op_id_runs_once_and_its_answer_is_given_again(client, service)
     assert not service.engine.is_paused  # the answer came again, the pause did not
 
 
+def test_an_op_id_stands_for_one_call_whether_it_came_over_http_or_from_python(client, service):
+    service.engine.pause_generation("in_place", op_id="x")
+    answer = client.post("/continue_generation", json={"op_id": "x"})
+    assert answer.status_code == 409 and "pause_generation" in answer.json()["message"]
+    assert service.engine.is_paused
+    client.post("/continue_generation", json={"op_id": "y"}).raise_for_status()
+    with pytest.raises(OpIdTaken, match="op_id 'y' stands for another operation: /continue_generation"):
+        service.engine.flush_cache(op_id="y")
+
+
 def test_an_error_is_the_answer_of_its_op_id_too(client):
     body = {"op_id": "e", "group_name": "nobody"}
     first, again = (client.post("/destroy_weights_update_group", json=body) for _ in range(2))
@@ -262,7 +273,7 @@ def test_an_error_is_the_answer_of_its_op_id_too(client):
 
 def test_calls_of_one_op_id_that_overlap_run_once():
     async def scenario() -> tuple[list[int], int]:
-        operations, runs, hold = Operations(Threads(4)), [], threading.Event()
+        operations, runs, hold = Operations(Threads(4), OncePerId()), [], threading.Event()
 
         def call(seconds_left: float | None) -> int:
             runs.append(1)
@@ -280,7 +291,7 @@ def test_calls_of_one_op_id_that_overlap_run_once():
 
 def test_a_call_whose_deadline_passes_before_it_begins_never_runs():
     async def scenario() -> bool:
-        operations, hold, ran = Operations(Threads(1)), threading.Event(), threading.Event()
+        operations, hold, ran = Operations(Threads(1), OncePerId()), threading.Event(), threading.Event()
         first = asyncio.ensure_future(operations.run("/slow", lambda _: hold.wait(10)))
         second = asyncio.ensure_future(operations.run("/late", lambda _: ran.set(), timeout_s=0.05))
         await asyncio.sleep(0.1)

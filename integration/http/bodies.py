@@ -34,7 +34,7 @@ class Body(BaseModel):
 class AdminBody(Body):
     """What every administrative call may carry."""
 
-    op_id: Annotated[str, Field(max_length=256)] | None = Field(
+    op_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         None, description="names the operation: sent again, it gets the first one's answer"
     )
     timeout_s: Timeout | None = Field(None, description="seconds in which it may begin; after them it never runs")

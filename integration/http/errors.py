@@ -6,7 +6,7 @@
 | 401, 403 | no usable key; the wrong one |
 | 404, 405, 413, 501 | no such path; not with this method; too long; not supported here |
 | 408 | DeadlineExceeded: the call's own deadline passed before it began, and it will not run |
-| 409 | Busy: another update is in progress; an op_id that stands for another operation |
+| 409 | Busy: another update is in progress; OpIdTaken: the op_id stands for another operation |
 | 500 | a bug of ours |
 | 503 | EngineStopped: the loop has ended, or is ending; RankFailure: a rank of the replica is lost |
 """
@@ -29,6 +29,7 @@ from ...rollout.errors import (
     IllegalTransition,
     LedgerError,
     LockstepError,
+    OpIdTaken,
     RankFailure,
 )
 from ...weight_sync.errors import WeightSyncError
@@ -98,6 +99,8 @@ def as_http_error(error: Exception) -> HttpError:
     kind = type(error).__name__
     if isinstance(error, DeadlineExceeded):
         return HttpError(408, str(error), code=kind)
+    if isinstance(error, OpIdTaken):
+        return HttpError(409, str(error), param="op_id", code="busy")
     if isinstance(error, EngineStopped | RankFailure):
         lost = error.__cause__
         why = f"{error}: {lost}" if isinstance(lost, RankFailure) else str(error)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ...rollout.errors import DeadlineExceeded
-from .errors import BadField, Busy
+from ...rollout.once_per_id import OncePerId
+from .errors import Busy
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_NUM_REMEMBERED = 1024  # op_ids whose answers are kept
 
 
 class Threads:
@@ -42,20 +39,12 @@ class Threads:
             return await asyncio.shield(asyncio.wrap_future(future))
 
 
-@dataclass(eq=False)
-class _Operation:
-    """A call that has an op_id."""
-
-    what: str
-    answer: Future = field(default_factory=Future)
-
-
 class Operations:
     """Administrative calls by op_id, and their deadlines. One event loop's."""
 
-    def __init__(self, threads: Threads) -> None:
+    def __init__(self, threads: Threads, once_per_id: OncePerId) -> None:
         self._threads = threads
-        self._by_id: OrderedDict[str, _Operation] = OrderedDict()
+        self._once_per_id = once_per_id
 
     async def run(
         self,
@@ -69,7 +58,7 @@ class Operations:
         """Run `call(seconds_left)` on a thread and return what it returns; None: no deadline.
 
         The same op_id again gets the answer of the one run, an error too. Raises DeadlineExceeded where `timeout_s`
-        passed before it began, and then it never runs; Busy where the op_id stands for another call.
+        passed before it began, and then it never runs; OpIdTaken where the op_id stands for another call.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
@@ -81,19 +70,11 @@ class Operations:
 
         if op_id is None:
             return await self._threads.run(begin)
-        if not op_id:
-            raise BadField("op_id", "must not be empty")
-        what = f"{path} {json.dumps(arguments, sort_keys=True, default=str)}"
-        known = self._by_id.get(op_id)
-        if known is None:
-            known = self._by_id[op_id] = _Operation(what)
-            while len(self._by_id) > _NUM_REMEMBERED:
-                self._by_id.popitem(last=False)
-            task = asyncio.ensure_future(self._threads.run(lambda: _fulfil(known.answer, begin)))
+        answer, is_new = self._once_per_id.claim(op_id, path, arguments)
+        if is_new:
+            task = asyncio.ensure_future(self._threads.run(lambda: _fulfil(answer, begin)))
             task.add_done_callback(_log_failure)  # refers to the task, which must not vanish while it runs
-        elif known.what != what:
-            raise Busy(f"op_id {op_id!r} stands for another operation: {known.what.partition(' ')[0]}")
-        return await asyncio.shield(asyncio.wrap_future(known.answer))
+        return await asyncio.shield(asyncio.wrap_future(answer))
 
 
 class UpdateGate:
