@@ -29,7 +29,6 @@ from .grammar_steps import GrammarSteps
 from .grammars import Grammars
 from .graphs import DecodeGraphs, PlainCalls, decode_ladder, why_not_recorded
 from .hosted_model import HostedModel
-from .intake import find_eos_token_ids, load_tokenizer
 from .kv_cache import KVCache, KVPlan, plan_kv_pool
 from .kv_ledger import KVLedger
 from .latencies import Latencies
@@ -48,6 +47,7 @@ from .scheduler import Scheduler, StepLimits
 from .sequence import State
 from .sequence_manager import EngineSequenceManager
 from .stage import Stage
+from .tokenizer import find_eos_token_ids, load_tokenizer
 from .trace import Trace
 
 logger = logging.getLogger(__name__)

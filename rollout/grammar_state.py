@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from .grammar import CompiledGrammar, pack_ids
+from .jump import NO_JUMP, Jump
 from .jump_forward import MAX_ROLLBACK_TOKENS, JumpMode, plan_text_jump
-from .schedule import NO_JUMP, Jump
 from .token_text import TokenText
 
 

@@ -19,11 +19,12 @@ from dataclasses import replace
 from .completion import FinishReason
 from .event_log import ManagerPair
 from .grammar_state import GrammarState
+from .jump import NO_JUMP, Jump
 from .jump_forward import cut_jump
 from .kv_ledger import KVLedger
 from .metrics import Metrics
 from .request import Request
-from .schedule import NO_JUMP, Jump, ScheduledSequence, ScheduleOutput, SequenceResult
+from .schedule import ScheduledSequence, ScheduleOutput, SequenceResult
 from .scheduler import Scheduler, StepLimits
 from .sequence import HOLDS_BLOCKS
 from .trace import Trace

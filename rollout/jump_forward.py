@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from .schedule import NO_JUMP, Jump
+from .jump import NO_JUMP, Jump
 from .token_text import TokenText, whole_characters
 
 JumpMode = Literal["text", "exact", "off"]

@@ -24,9 +24,10 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any, Protocol
 
+from .jump import Jump
 from .request import Request, RequestOptions
 from .sampling_params import SamplingParams
-from .schedule import Jump, ScheduledSequence, ScheduleOutput, SequenceResult
+from .schedule import ScheduledSequence, ScheduleOutput, SequenceResult
 from .sequence import Sequence as TokenSequence
 
 _RESULTS_HEADER = struct.Struct("<ii")  # results, bytes of JSON behind them

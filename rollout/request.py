@@ -8,8 +8,9 @@ from typing import NamedTuple
 from .completion import Completion, FinishReason, ListedLogprobs, NextToken, TopLogprobs, WeightSpan
 from .detokenizer import IncrementalDetokenizer, StopRegexTimeout
 from .grammar_state import GrammarState
+from .jump import NO_JUMP, Jump
 from .sampling_params import SamplingParams
-from .schedule import NO_JUMP, Jump, NewToken, ScheduledSequence, SequenceResult
+from .schedule import NewToken, ScheduledSequence, SequenceResult
 from .sequence import Sequence
 
 

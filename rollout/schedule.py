@@ -8,25 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from .completion import ListedLogprobs, TopLogprobs
-
-
-@dataclass(frozen=True, slots=True)
-class Jump:
-    """Tokens that take the place of a sequence's last ones. Example: `Jump(1, (17, 4))` replaces one token by two."""
-
-    num_rolled_back: int
-    token_ids: tuple[int, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.token_ids)
-
-    @property
-    def num_gained(self) -> int:
-        """Tokens that need no step of their own."""
-        return max(len(self.token_ids) - self.num_rolled_back, 0)
-
-
-NO_JUMP = Jump(0, ())
+from .jump import NO_JUMP, Jump
 
 
 class ScheduledSequence(NamedTuple):  # one a row and step: a tuple is made in a fifth of a frozen dataclass's time

@@ -9,8 +9,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from lockstep.rollout.jump import NO_JUMP, Jump
 from lockstep.rollout.jump_forward import cut_jump, plan_stretch, plan_text_jump
-from lockstep.rollout.schedule import NO_JUMP, Jump
 from lockstep.rollout.token_text import TokenText
 
 

@@ -7,13 +7,14 @@ import random
 from lockstep.rollout.completion import Completion, FinishReason, NextToken, WeightSpan
 from lockstep.rollout.errors import BrokenLogits
 from lockstep.rollout.event_log import fresh_copy
+from lockstep.rollout.jump import Jump
 from lockstep.rollout.rank_calls import completions_bytes, completions_from
 from lockstep.rollout.rank_errors import error_bytes, error_from, is_of_a_group
 from lockstep.rollout.rank_messages import EventReader, EventWriter, Op, request_json, request_of, results_bytes
 from lockstep.rollout.rank_messages import results_from as results_of_bytes
 from lockstep.rollout.request import Request, RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.schedule import Jump, ScheduledSequence, ScheduleOutput, SequenceResult
+from lockstep.rollout.schedule import ScheduledSequence, ScheduleOutput, SequenceResult
 from lockstep.rollout.sequence import Sequence
 from lockstep.rollout.stage import RankSequenceManager
 
