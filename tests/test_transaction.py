@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from lockstep.weight_sync.bucket import byte_view
 from lockstep.weight_sync.errors import Poisoned, SessionError
+from lockstep.weight_sync.flat_bytes import add_range, gaps, overlaps
 from lockstep.weight_sync.manifest import TensorSpec, specs_of
 from lockstep.weight_sync.transaction import WeightTransaction
-from lockstep.weight_sync.undo import UndoArena, add_range, gaps, overlaps
+from lockstep.weight_sync.undo import UndoArena
 
 DTYPES = sorted(
     (

@@ -22,15 +22,8 @@ from torch.multiprocessing import reductions
 
 from .bucket import DEFAULT_BUCKET_BYTES, byte_view
 from .errors import TransferFailed
-from .handover import (
-    described,
-    in_manifest_order,
-    is_count,
-    raise_if_any,
-    read_described,
-    shown,
-    strided_problem,
-)
+from .handover import described, in_manifest_order, raise_if_any, read_described, shown, strided_problem
+from .json_values import is_count
 from .manifest import Manifest, NamedTensors, TensorSpec
 from .sink import Sink
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,8 +25,8 @@ import torch
 from torch import Tensor
 
 from .bucket import ALIGNMENT
+from .json_values import are_sizes, is_digest, parse_object
 from .manifest import TensorSpec, dtype_name, parse_dtype
-from .shard import are_sizes, parse_object
 
 Kind = Literal["same", "elements", "xor", "full"]
 
@@ -103,11 +102,6 @@ def parse_header(text: bytes) -> ChunkHeader:
     header = ChunkHeader(**values)
     _check_geometry(header)
     return header
-
-
-def is_digest(value: object) -> bool:
-    """Whether it is a SHA-256 in hex."""
-    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
 def sha256(data: Tensor | np.ndarray) -> str:

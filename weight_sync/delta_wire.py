@@ -25,8 +25,8 @@ from .atomic_folder import atomic_folder
 from .delta_chunk import ChunkHeader, DeltaChunk, DeltaStats, make_payload, parse_header, stats_by_tensor
 from .disk import FileState, parse_manifest, read_exactly
 from .errors import TransferFailed
+from .json_values import parse_object
 from .manifest import Manifest, TensorSpec
-from .shard import parse_object
 
 DATA_FILE = "delta.bin"
 DELTA_MANIFEST_FILE = "lockstep_delta.json"

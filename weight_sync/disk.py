@@ -22,8 +22,9 @@ from torch import Tensor
 from .atomic_folder import atomic_folder
 from .digest import model_root, tensor_leaves, tensor_root
 from .errors import TransferFailed
+from .json_values import is_digest, parse_object
 from .manifest import Manifest, NamedTensors, TensorSpec
-from .shard import ShardWriter, StoredTensor, parse_object, read_header
+from .shard import ShardWriter, StoredTensor, read_header
 from .sink import Sink
 
 MANIFEST_FILE = "lockstep_manifest.json"
@@ -292,17 +293,13 @@ def parse_manifest(text: bytes) -> Manifest:
     values = parse_object(text)
     wrong = [key for key in ("names", "dtypes", "shapes") if not isinstance(values.get(key), list)]
     digests = values.get("digests")
-    if not isinstance(digests, dict) or not all(_is_digest(value) for value in digests.values()):
+    if not isinstance(digests, dict) or not all(is_digest(value) for value in digests.values()):
         wrong.append("digests")
-    wrong += [] if values.get("model_digest") is None or _is_digest(values["model_digest"]) else ["model_digest"]
+    wrong += [] if values.get("model_digest") is None or is_digest(values["model_digest"]) else ["model_digest"]
     wrong += [] if isinstance(values.get("version"), str | None) else ["version"]
     if wrong:
         raise ValueError(f"holds values that cannot be read: {', '.join(wrong)}")
     return Manifest.from_json(text)
-
-
-def _is_digest(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
 def _shard_name(index: int, total: int | None) -> str:

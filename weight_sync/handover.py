@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
+from .json_values import is_count
 from .manifest import Manifest, NamedTensors, TensorSpec, dtype_name, specs_from_lists
 
 MAX_OFFENDERS = 20  # named in one message; a hostile description must not make it endless
@@ -118,11 +119,6 @@ def shown(value: object) -> str:
     if isinstance(value, str | bytes):
         return repr(value[:80]) + ("..." if len(value) > 80 else "")
     return f"a value of type {type(value).__name__}"
-
-
-def is_count(value: object, limit: int = 1 << 62) -> bool:
-    """Whether a value is an int, and no bool, of at least 0 and below `limit`."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
 
 
 def strided_problem(

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from .cuda_ipc import CudaHandle, visible_uuids
-from .handover import is_count, shown, strided_problem
+from .handover import shown, strided_problem
 from .inert_pickle import Call, Global
+from .json_values import is_count
 from .manifest import parse_dtype
 from .shared_storage import DescriptorStorage, EmptyStorage, NamedStorage, StoragePlan
 

@@ -30,8 +30,8 @@ from .digest import model_root, tensor_leaves, tensor_root
 from .disk import INDEX_FILE, MANIFEST_FILE, DiskPlan, FileState, read_folder
 from .errors import DigestMismatch, TransferFailed
 from .folder_sink import FolderSink
+from .json_values import parse_object
 from .manifest import Manifest
-from .shard import parse_object
 
 PULL_FILE = "lockstep_pull.json"  # marks a folder that a pull made and the next one may replace
 COPY_BYTES = 64 << 20

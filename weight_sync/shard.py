@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .bucket import byte_view
+from .json_values import are_sizes, parse_object
 from .manifest import TensorSpec, dtype_name
 
 HEADER_BYTES = 64 << 10  # kept free at the start of a file: its tensors are not known before they are written
@@ -81,29 +82,6 @@ def read_header(file: IO[bytes], name: str, num_bytes: int) -> tuple[list[Stored
     if not problems:  # with an entry missing, every later offset looks wrong
         problems = [f"{name}: {line}" for line in _gaps(found, num_bytes - 8 - length)]
     return [StoredTensor(spec, name, 8 + length + start) for start, _, spec in found], problems
-
-
-def parse_object(text: bytes) -> dict[str, object]:
-    """A JSON object in which no key comes twice. Raises ValueError saying what it is instead."""
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        keys = [key for key, _ in pairs]
-        if len(set(keys)) < len(keys):
-            raise ValueError(f"names more than once: {', '.join(sorted({k for k in keys if keys.count(k) > 1}))}")
-        return dict(pairs)
-
-    try:
-        values = json.loads(text.decode(), object_pairs_hook=unique)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"is not a JSON object but {type(values).__name__}")
-    return values
-
-
-def are_sizes(values: object) -> bool:
-    """Whether it is a list of non-negative integers."""
-    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
 
 
 def _parse_entry(name: str, entry: object) -> tuple[int, int, TensorSpec]:

@@ -19,8 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .flat_bytes import FlatBytes
 from .manifest import TensorSpec
-from .undo import FlatBytes
 
 
 class Shard(Protocol):

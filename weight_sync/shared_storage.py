@@ -20,7 +20,8 @@ import torch
 from torch.multiprocessing import reductions
 
 from .errors import TransferFailed
-from .handover import is_count, shown
+from .handover import shown
+from .json_values import is_count
 
 SHM_FOLDER = Path("/dev/shm")
 _SHARED_NAME = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")

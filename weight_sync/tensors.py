@@ -32,7 +32,8 @@ from .bucket import ALIGNMENT, DEFAULT_BUCKET_BYTES, Piece, byte_view, plan_buck
 from .cuda_ipc import KIND as CUDA_IPC
 from .cuda_ipc import receive_cuda
 from .errors import SessionError, TransferFailed
-from .handover import copy_bytes, described, in_manifest_order, is_count, listed, raise_if_any, read_described, shown
+from .handover import copy_bytes, described, in_manifest_order, listed, raise_if_any, read_described, shown
+from .json_values import is_count
 from .manifest import Manifest, NamedTensors, TensorSpec
 from .shm_segment import FILE_NAME, HEADER_BYTES, MAGIC, Packed, Segment, read_sequence, remove_stale_segments
 from .sink import Sink

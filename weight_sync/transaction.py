@@ -15,10 +15,11 @@ from torch import Tensor
 
 from .bucket import byte_view
 from .errors import Poisoned, SessionError
+from .flat_bytes import Ranges, add_range, gaps, overlaps
 from .in_place import is_same_memory
 from .manifest import NamedTensors, TensorSpec, dtype_name
 from .shard_bytes import Shard, ShardBytes
-from .undo import Ranges, UndoLog, add_range, gaps, overlaps
+from .undo import UndoLog
 
 Coverage = Literal["full", "partial"]
 Undo = Literal["tensors", "none"]

@@ -25,8 +25,9 @@ from torch.multiprocessing import reductions
 
 from .bucket import byte_view
 from .cuda_ipc import visible_uuids
-from .handover import is_count, raise_if_any, shown
+from .handover import raise_if_any, shown
 from .inert_pickle import Call, UnsafePickle, parse
+from .json_values import is_count
 from .manifest import NamedTensors, dtype_name
 from .payload_tensors import (
     ALLOWED,
