@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..rollout.errors import DeadlineExceeded, RankFailure
-from ..rollout.rank_channel import RankChannel
-from ..rollout.rank_errors import is_of_a_group
-from ..weight_sync.peers import PeerFailed
+from ..rollout.ranks.channel import RankChannel
+from ..rollout.ranks.remote_errors import is_of_a_group
+from ..weight_sync.transaction.peers import PeerFailed
 
 _LAST_WORDS_S = 5.0
 

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from ..rollout.engine import Engine
 from ..rollout.errors import NotIdle
 from ..weight_sync.errors import Poisoned, SessionError
-from ..weight_sync.in_place import sync_in_place
+from ..weight_sync.group.registry import GroupRegistry
 from ..weight_sync.manifest import NamedTensors
-from ..weight_sync.peers import PeerFailed
-from ..weight_sync.process_group import GroupRegistry
-from ..weight_sync.shard_sync import ShardSync, plan_shard_sync
-from ..weight_sync.tensors import TensorReceiver
-from .replica import Replica, on_all_ranks, plain, serve_verbs
+from ..weight_sync.same_host.shared_memory import TensorReceiver
+from ..weight_sync.transaction.in_place import sync_in_place
+from ..weight_sync.transaction.peers import PeerFailed
+from ..weight_sync.transaction.shard_sync import ShardSync, plan_shard_sync
 from .service_config import ServiceConfig
-from .update_sources import SharedMemory
-from .weight_checks import WeightChecks
-from .weight_sessions import Commit, DigestTime, WeightSessions
-from .weight_verbs import WeightVerbs
+from .weights.all_ranks import Replica, on_all_ranks, plain, serve_verbs
+from .weights.checks import WeightChecks
+from .weights.sessions import Commit, DigestTime, WeightSessions
+from .weights.sources import SharedMemory
+from .weights.verbs import WeightVerbs
 
 logger = logging.getLogger(__name__)
 

@@ -16,19 +16,19 @@ from transformers import PreTrainedTokenizerBase
 
 from .completion import Completion, StreamChunk
 from .config import EngineConfig
-from .core import EngineCore
-from .driver import Driver
+from .control.driver import Driver
+from .control.intake import Intake, Params, Prompt, Settings, as_prompts, prompt_ids
+from .control.mailboxes import Listener, Mailboxes
+from .control.verbs import EngineVerbs
 from .errors import EngineStopped, RankFailure
-from .follower import End, Follower
-from .grammar import CompiledGrammar
-from .intake import Intake, Params, Prompt, Settings, as_prompts, prompt_ids
-from .mailboxes import Listener, Mailboxes
-from .mesh import Mesh
-from .rank_calls import RankCalls
-from .rank_channel import RankChannel
-from .request import Request, RequestOptions
+from .grammars.compiler import CompiledGrammar
+from .loop.core import EngineCore
+from .ranks.channel import RankChannel
+from .ranks.mesh import Mesh
+from .replica.calls import RankCalls
+from .replica.follower import End, Follower
 from .sampling_params import SamplingParams
-from .verbs import EngineVerbs
+from .sequences.request import Request, RequestOptions
 
 logger = logging.getLogger(__name__)
 

@@ -29,19 +29,19 @@ import transformers
 from transformers import PreTrainedModel
 
 from lockstep.integration.service import RolloutService
-from lockstep.rollout.batch import Batch, build_batch
 from lockstep.rollout.config import EngineConfig
-from lockstep.rollout.core import EngineCore
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.event_log import Event, replay
-from lockstep.rollout.hosted_attention import NO_MASK, STEP_KEYWORD, StepContext
-from lockstep.rollout.request import Request
-from lockstep.rollout.sampler import Sampler
-from lockstep.rollout.schedule import ScheduleOutput, SequenceResult
-from lockstep.rollout.sequence_manager import WorkerSequenceManager
-from lockstep.rollout.step_results import results_of
-from lockstep.tests.callers import wait_until
-from lockstep.tests.random_models import random_model
+from lockstep.rollout.loop.core import EngineCore
+from lockstep.rollout.model.attention import NO_MASK, STEP_KEYWORD, StepContext
+from lockstep.rollout.running.batch import Batch, build_batch
+from lockstep.rollout.running.results import results_of
+from lockstep.rollout.running.sampler import Sampler
+from lockstep.rollout.sequences.event_log import Event, replay
+from lockstep.rollout.sequences.managers import WorkerSequenceManager
+from lockstep.rollout.sequences.request import Request
+from lockstep.rollout.sequences.step import ScheduleOutput, SequenceResult
+from lockstep.tests.support.callers import wait_until
+from lockstep.tests.support.random_models import random_model
 
 MakeModel = Callable[..., PreTrainedModel]
 
@@ -50,12 +50,12 @@ MakeModel = Callable[..., PreTrainedModel]
 os.register_at_fork(after_in_child=gc.freeze)
 
 # The modules that take longest: begun first, lest one process end with them while the others are idle.
-LONGEST = ("test_replica_faults", "test_replica_interruption", "test_interruption_random", "test_rank_failures",
-           "test_job_syncs")  # fmt: skip
+LONGEST = ("replica/test_faults", "replica/test_interruption", "rollout/test_interruption_random",
+           "replica/test_rank_failures", "grpo/test_syncs")  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem not in LONGEST)
+    items.sort(key=lambda item: not item.path.with_suffix("").as_posix().endswith(LONGEST))
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def service(model: PreTrainedModel, tmp_path: Path) -> Iterator[RolloutService]:
 @pytest.fixture
 def server(service):
     """The test's service behind HTTP, without keys."""
-    from lockstep.integration.http.config import HttpConfig
+    from lockstep.integration.http.edge.config import HttpConfig
     from lockstep.integration.http.server import serve_in_background
 
     with serve_in_background(service, HttpConfig(port=0)) as server:

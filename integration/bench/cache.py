@@ -18,11 +18,11 @@ import random
 import statistics
 import time
 
-from ...rollout.kv_ledger import KVLedger
-from ...rollout.request import Request, RequestOptions
+from ...rollout.kv.ledger import KVLedger
 from ...rollout.sampling_params import SamplingParams
-from ...rollout.sequence import Sequence
-from .load import positive
+from ...rollout.sequences.request import Request, RequestOptions
+from ...rollout.sequences.sequence import Sequence
+from .parts.load import positive
 
 _BLOCK_SIZE = 16
 _VOCAB_SIZE = 16384

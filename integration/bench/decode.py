@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .decode_load import DecodeWork, decode_steps, make_decode_engine, median_ms
-from .decode_profile import profile_decode
-from .load import positive
-from .machine_peaks import Peaks, measure_peaks
-from .presets import DTYPES, PRESETS, load_model
-from .runs import find_device
+from .parts.decode_load import DecodeWork, decode_steps, make_decode_engine, median_ms
+from .parts.decode_profile import profile_decode
+from .parts.load import positive
+from .parts.machine_peaks import Peaks, measure_peaks
+from .parts.presets import DTYPES, PRESETS, load_model
+from .parts.runs import find_device
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 _CONTEXTS = (128, 512, 2048, 8192)

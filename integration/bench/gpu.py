@@ -17,16 +17,16 @@ from transformers import PreTrainedModel
 
 from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
-from ...weight_sync.digest import model_digest
+from ...weight_sync.digests.model_digest import model_digest
 from ..service import RolloutService
 from . import pause
 from .decode import kv_bytes_per_token
-from .decode_load import DecodeWork, decode_steps, make_decode_engine, median_ms
-from .gpu_kernels import kernel_times
-from .load import Load, positive
-from .machine_peaks import Peaks, measure_peaks
-from .presets import PRESETS, load_model, random_model
-from .runs import clock
+from .parts.decode_load import DecodeWork, decode_steps, make_decode_engine, median_ms
+from .parts.gpu_kernels import kernel_times
+from .parts.load import Load, positive
+from .parts.machine_peaks import Peaks, measure_peaks
+from .parts.presets import PRESETS, load_model, random_model
+from .parts.runs import clock
 
 QWEN3_8B = {
     "hidden_size": 4096,

@@ -21,11 +21,11 @@ import torch
 from ...rollout.completion import Completion
 from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
-from ...rollout.grammar import Constraint
+from ...rollout.grammars.compiler import Constraint
 from ...rollout.sampling_params import SamplingParams
-from .load import positive
-from .presets import load_model
-from .vocabularies import byte_level_bpe
+from .parts.load import positive
+from .parts.presets import load_model
+from .parts.vocabularies import byte_level_bpe
 
 MODES = ("off", "text", "exact")
 _PROMPT = "Describe the order as JSON: "

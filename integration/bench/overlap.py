@@ -19,8 +19,8 @@ import torch
 from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
 from ...rollout.sampling_params import SamplingParams
-from .load import positive
-from .presets import load_model
+from .parts.load import positive
+from .parts.presets import load_model
 
 _PROMPT_TOKENS = 64
 _NUM_SKIPPED = 10  # first steps, which prefill, and last ones, which may hold fewer sequences

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ...rollout.commands import PauseReport
 from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
+from ...rollout.loop.commands import PauseReport
 from ...rollout.sampling_params import SamplingParams
-from .load import Load, positive
-from .presets import DTYPES, PRESETS, load_model
-from .runs import clock, find_device
+from .parts.load import Load, positive
+from .parts.presets import DTYPES, PRESETS, load_model
+from .parts.runs import clock, find_device
 
 MODES = ("in_place", "retract", "abort")
 _NUM_DECODE_STEPS = 16  # before a retraction

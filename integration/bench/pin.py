@@ -32,10 +32,10 @@ from transformers import PreTrainedModel
 
 from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
-from ...rollout.kv_events import BlockStored, EventBatch
+from ...rollout.kv.events import BlockStored, EventBatch
 from ...rollout.sampling_params import SamplingParams
-from .load import positive
-from .presets import DTYPES, PRESETS, load_model
+from .parts.load import positive
+from .parts.presets import DTYPES, PRESETS, load_model
 
 # depth: prompt tokens of the seed's conversation, and those of them that its pinned arm had to compute
 _SEED = {0: (3158, 221), 2: (4810, 1683), 6: (7347, 1396), 10: (10826, 1191), 16: (15002, 1050)}

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
 from ...rollout.sampling_params import SamplingParams
-from .load import positive
-from .presets import DTYPES, PRESETS, load_model
+from .parts.load import positive
+from .parts.presets import DTYPES, PRESETS, load_model
 
 _MODES = ("sequential", "pipelined")
 _TIMEOUT_S = 120.0

@@ -31,10 +31,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ...rollout.engine import Engine
-from .load import Load, add_load_arguments, load_of, positive
-from .presets import DTYPES, PRESETS, load_model
-from .runs import Run, find_device, make_engine, num_kv_blocks, run_engine, run_transformers
-from .vllm_process import VllmWorker, unwinding_on_sigterm
+from .parts.load import Load, add_load_arguments, load_of, positive
+from .parts.presets import DTYPES, PRESETS, load_model
+from .parts.runs import Run, find_device, make_engine, num_kv_blocks, run_engine, run_transformers
+from .parts.vllm_process import VllmWorker, unwinding_on_sigterm
 
 RIVALS = ("hf", "vllm", "other")
 _WARM_UP_TOKENS = 8  # of transformers, which has nothing to compile

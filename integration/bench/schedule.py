@@ -14,15 +14,15 @@ import itertools
 import statistics
 import time
 
-from ...rollout.kv_ledger import KVLedger
-from ...rollout.policies import POLICIES
-from ...rollout.request import Request, RequestOptions
+from ...rollout.kv.ledger import KVLedger
 from ...rollout.sampling_params import SamplingParams
-from ...rollout.schedule import ScheduleOutput, SequenceResult
-from ...rollout.scheduler import Scheduler, StepLimits
-from ...rollout.sequence import Sequence
-from ...rollout.sequence_manager import EngineSequenceManager, WorkerSequenceManager
-from .load import positive
+from ...rollout.scheduling.policies import POLICIES
+from ...rollout.scheduling.scheduler import Scheduler, StepLimits
+from ...rollout.sequences.managers import EngineSequenceManager, WorkerSequenceManager
+from ...rollout.sequences.request import Request, RequestOptions
+from ...rollout.sequences.sequence import Sequence
+from ...rollout.sequences.step import ScheduleOutput, SequenceResult
+from .parts.load import positive
 
 _BLOCK_SIZE = 16
 _PROMPT_TOKENS = tuple(range(32, 513, 32))

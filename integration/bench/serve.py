@@ -30,8 +30,8 @@ from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
 from ...rollout.errors import EngineStopped
 from ...rollout.sampling_params import SamplingParams
-from .load import positive
-from .presets import DTYPES, PRESETS, load_model
+from .parts.load import positive
+from .parts.presets import DTYPES, PRESETS, load_model
 
 _WARM_UP_TOKENS = 4
 
@@ -147,11 +147,11 @@ def make_engine(options: argparse.Namespace, load: Load) -> Engine:
 @contextmanager
 def served(engine: Engine) -> Iterator[tuple[int, subprocess.Popen[str]]]:
     """A server on the engine: its port, and the process of its clients."""
-    from ..http.config import HttpConfig
+    from ..http.edge.config import HttpConfig
     from ..http.server import serve_in_background
     from ..service import RolloutService
 
-    script = Path(__file__).with_name("serve_client.py")
+    script = Path(__file__).parent / "parts" / "serve_client.py"
     pipe = subprocess.PIPE
     # -P: this folder's modules are not to be found before the standard library's.
     command = [sys.executable, "-P", str(script)]

@@ -21,7 +21,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
 from ...rollout.sampling_params import SamplingParams
-from .load import positive
+from .parts.load import positive
 
 _BAR = 0.01
 _READ_EVERY = 10  # steps

@@ -35,12 +35,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...kernels.sha256_tiles import is_native
+from ...kernels.sha256.tiles import is_native
 from ...rollout.engine import Engine
-from ...weight_sync.bucket import word_view
-from ...weight_sync.digest import model_root, tensor_roots
+from ...weight_sync.digests.model_digest import model_root, tensor_roots
+from ...weight_sync.layout.bucket import word_view
 from ...weight_sync.manifest import Manifest
-from ...weight_sync.transports import (
+from ...weight_sync.transports.transport import (
     DeltaTransport,
     DiskTransport,
     DistributedTransport,
@@ -49,12 +49,12 @@ from ...weight_sync.transports import (
     Transport,
     free_port,
 )
-from ..adapters.trainer_tensors import trainer_specs, trainer_tensors
+from ..push.adapters.trainer_tensors import trainer_specs, trainer_tensors
 from ..service import RolloutService
-from .presets import PRESETS
-from .sync_peer import ENGINE, Peer
-from .sync_raw import HOST, RawEnd, flat_model, memory, restart_peak
-from .sync_report import DENSITIES, Sample, brief, key, report
+from .parts.presets import PRESETS
+from .parts.sync_peer import ENGINE, Peer
+from .parts.sync_raw import HOST, RawEnd, flat_model, memory, restart_peak
+from .parts.sync_report import DENSITIES, Sample, brief, key, report
 
 TIMEOUT_S = 120.0  # of every single wait
 
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure, and return the report. Raises ValueError for options that make no sense, and RuntimeError where the two
     ends' digests differ."""
     if options.chaos is not None:
-        from .chaos import run_chaos
+        from .parts.chaos import run_chaos
 
         return run_chaos(options.chaos, options.seed)
     if options.repetitions < 1 or options.threads < 1:

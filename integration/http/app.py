@@ -6,28 +6,18 @@ from fastapi import FastAPI
 
 from ..service import RolloutService
 from ..version import version
-from . import (
-    cache,
-    control,
-    debug_page,
-    errors,
-    generate,
-    info,
-    metrics,
-    openai_api,
-    profile,
-    unsupported,
-    updates,
-    verbs,
-    weights,
-)
-from .admin import DOCUMENTED
-from .auth import AuthMiddleware
-from .config import HttpConfig
-from .operations import Operations, Threads, UpdateGate
-from .pause_lease import PauseLease
-from .profiler import Profiler
-from .traffic import Traffic, TrafficMiddleware
+from .admin import cache, control, profile, unsupported, updates, verbs, weights
+from .admin.common import DOCUMENTED
+from .admin.operations import Operations, Threads, UpdateGate
+from .admin.pause_lease import PauseLease
+from .admin.recorder import Profiler
+from .edge import errors
+from .edge.auth import AuthMiddleware
+from .edge.config import HttpConfig
+from .generation import generate
+from .observe import debug_page, info, metrics
+from .observe.traffic import Traffic, TrafficMiddleware
+from .openai import api as openai_api
 
 ROUTERS = (
     generate,

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from ..service import RolloutService
 from .app import create_app
-from .config import HttpConfig
+from .edge.config import HttpConfig
 
 _START_TIMEOUT_S = 30.0
 

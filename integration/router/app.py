@@ -11,20 +11,20 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..http.auth import Level, check_key, check_origin, level_of
-from ..http.bodies import parse_object, read_bytes
-from ..http.errors import BadField, HttpError, error_response, install
-from .balance import num_sequences, prompt_keys
-from .broadcast import broadcast
+from ..http.edge.auth import Level, check_key, check_origin, level_of
+from ..http.edge.bodies import parse_object, read_bytes
+from ..http.edge.errors import BadField, HttpError, error_response, install
+from .changes.broadcast import broadcast
+from .changes.journal import UpdateJournal
+from .changes.rules import RULES
 from .config import RouterConfig
-from .journal import UpdateJournal
+from .fleet.balance import num_sequences, prompt_keys
+from .fleet.roster import Roster
+from .fleet.workers import UnknownWorker, why_none
 from .metrics import render
 from .proxy import Generation, ProxyResponse
-from .roster import Roster
 from .router import Router, call_of, router_of
-from .rules import RULES
 from .worker_paths import add_workers
-from .workers import UnknownWorker, why_none
 
 _OPEN_PATHS = frozenset({"/liveness", "/readiness"})
 _NORMAL_PATHS = frozenset({"/get_loads"})

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from ..http.config import HttpConfig
+from ..http.edge.config import HttpConfig
 
 _POSITIVE = (
     "health_interval_s", "health_timeout_s", "dead_after", "lock_limit_s", "admin_timeout_s", "queue_timeout_s",

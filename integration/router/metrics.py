@@ -9,9 +9,9 @@ from prometheus_client.core import CollectorRegistry, CounterMetricFamily, Gauge
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from .changes.journal import UpdateJournal
 from .counters import Affinity, RouterCounters
-from .journal import UpdateJournal
-from .workers import Worker, WorkerRegistry
+from .fleet.workers import Worker, WorkerRegistry
 
 WORKER_STATES = ("starting", "dead", "disabled", "held", "paused", "routable")
 JOURNAL_STATES = ("empty", "under_way", "unresolved")

@@ -17,13 +17,13 @@ import httpx
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from ..http.errors import HttpError, error_body
-from .balance import Load, PrefixTable, choose
+from ..http.edge.errors import HttpError, error_body
 from .calls import Call, describe
 from .config import RouterConfig
 from .counters import Affinity, Outcome, RouterCounters
+from .fleet.balance import Load, PrefixTable, choose
+from .fleet.workers import Hold, Worker, WorkerRegistry, why_none
 from .relay import Relay, Unavailable
-from .workers import Hold, Worker, WorkerRegistry, why_none
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from starlette.types import Send
 
 from .calls import NOT_RETURNED
 from .counters import Outcome, outcome_of
-from .workers import Worker
+from .fleet.workers import Worker
 
 WORKER_HEADER = "x-lockstep-worker"
 

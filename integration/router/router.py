@@ -5,19 +5,19 @@ from __future__ import annotations
 import httpx
 from fastapi import Request
 
-from ..http.bodies import read_bytes
-from ..http.errors import HttpError
-from .admin import Admin
+from ..http.edge.bodies import read_bytes
+from ..http.edge.errors import HttpError
 from .calls import Call, headers_of
+from .changes.admin import Admin
+from .changes.journal import UpdateJournal
+from .changes.updates import Updates
 from .config import RouterConfig, worker_url
 from .counters import RouterCounters
-from .health import HealthChecks
-from .journal import UpdateJournal
+from .fleet.health import HealthChecks
+from .fleet.roster import Roster
+from .fleet.workers import Worker, WorkerRegistry
 from .metrics import RouterCollector
 from .proxy import Proxy
-from .roster import Roster
-from .updates import Updates
-from .workers import Worker, WorkerRegistry
 
 
 class Router:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import uvicorn
 
 from .app import create_app
+from .changes.journal import UpdateJournal
 from .config import RouterConfig
-from .journal import UpdateJournal
-from .roster import Roster
+from .fleet.roster import Roster
 
 _START_TIMEOUT_S = 30.0
 

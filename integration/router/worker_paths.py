@@ -5,10 +5,10 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from ..http.bodies import parse_object, read_bytes
-from ..http.errors import BadField
+from ..http.edge.bodies import parse_object, read_bytes
+from ..http.edge.errors import BadField
+from .fleet.workers import Health
 from .router import router_of
-from .workers import Health
 
 
 def add_workers(app: FastAPI) -> None:

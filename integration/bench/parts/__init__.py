@@ -1,0 +1,1 @@
+"""What benchmarks are made of: loads, presets, machines, peers, reports."""

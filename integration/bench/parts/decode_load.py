@@ -1,0 +1,111 @@
+"""An engine whose sequences all decode at one context length, without the prefill that would lead there."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from ....rollout.config import EngineConfig
+from ....rollout.engine import Engine
+from ....rollout.running.cpu_graphs import PLAIN_STEPS
+from ....rollout.sampling_params import SamplingParams
+from .machine_peaks import Peaks
+from .runs import clock
+
+_NUM_SKIPPED = PLAIN_STEPS + 4  # decode steps that warm up, until what a CPU recorded is replayed
+
+
+@dataclass(frozen=True)
+class DecodeWork:
+    """What one decode step must read and compute."""
+
+    num_bytes: int
+    num_operations: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, batch: int, context: int, kv_bytes_per_token: int) -> DecodeWork:
+        """Every weight is read once, the KV of every sequence too; an embedding that is not the head is looked up."""
+        config = model.config
+        num_weights = sum(parameter.numel() for parameter in model.parameters())
+        if not config.tie_word_embeddings:
+            num_weights -= model.get_input_embeddings().weight.numel()
+        itemsize = next(model.parameters()).element_size()
+        num_bytes = num_weights * itemsize + batch * context * kv_bytes_per_token
+        heads = config.num_attention_heads
+        width = heads * getattr(config, "head_dim", config.hidden_size // heads)
+        attention = 4 * width * context * config.num_hidden_layers
+        return cls(num_bytes, batch * (2 * num_weights + attention))
+
+    def floor_seconds(self, peaks: Peaks) -> float:
+        return peaks.floor_seconds(self.num_bytes, self.num_operations)
+
+
+def make_decode_engine(model: PreTrainedModel, batch: int, context: int, num_steps: int, *, invariant: bool) -> Engine:
+    """An engine with room for one load of `decode_steps`."""
+    blocks_each = -(-(context + num_steps + _NUM_SKIPPED + 2) // EngineConfig.block_size)
+    config = EngineConfig(
+        kv_cache=batch * blocks_each + 1,
+        max_num_seqs=batch,
+        max_num_batched_tokens=max(batch * context, batch),
+        invariant=invariant,
+        prefix_cache=False,
+    )
+    return Engine(model, config)
+
+
+def decode_steps(
+    engine: Engine, batch: int, context: int, num_steps: int,
+    around: Callable[[Callable[[], object]], object] = lambda step: step(),
+) -> list[float]:  # fmt: skip
+    """Seconds of `num_steps` steps, each of one row of every sequence, the contexts about `context` tokens long.
+
+    Their KV is random numbers: a step reads as much as after a prefill, and takes as long. around: called with each
+    step that counts, to run it.
+    """
+    max_new_tokens = num_steps + _NUM_SKIPPED + 2  # one of the prefill, and the last step ends nobody
+    generator = torch.Generator().manual_seed(0)
+    prompt_tokens = max(context - _NUM_SKIPPED - num_steps // 2, 1)
+    prompts = torch.randint(engine.model.vocab_size, (batch, prompt_tokens), generator=generator)
+    seconds = []
+    with engine.model.rollout_phase():
+        for index, prompt in enumerate(prompts.tolist()):
+            params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True, sampling_seed=index)
+            engine.add(prompt, params)
+        with _no_forward(engine):
+            engine.step()
+        for keys in (*engine._core._kv_cache.keys, *engine._core._kv_cache.values):
+            keys.normal_()
+        for index in range(_NUM_SKIPPED + num_steps):
+            num_rows, started = engine.metrics.num_rows, clock(engine.model.device)
+            if index < _NUM_SKIPPED:
+                engine.step()
+            else:
+                around(engine.step)
+            seconds.append(clock(engine.model.device) - started)
+            assert engine.metrics.num_rows - num_rows == batch, "not a decode step of the whole batch"
+        engine.abort_request(abort_all=True)
+    return seconds[_NUM_SKIPPED:]
+
+
+@contextmanager
+def _no_forward(engine: Engine) -> Iterator[None]:
+    """The model is not run in here, and any token follows."""
+    model = engine.model
+
+    def forward(token_ids, positions, logit_rows, step, hidden=None):  # as HostedModel.forward
+        return torch.zeros(len(logit_rows), model.vocab_size, device=model.device)
+
+    model.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.forward
+
+
+def median_ms(seconds: list[float]) -> float:
+    return round(statistics.median(seconds) * 1e3, 3)

@@ -1,0 +1,117 @@
+"""Where the time of a decode step goes, by kernel where a recorded step is replayed, else by the file whose function
+spends it.
+
+Of a replayed step every call is timed; what it takes beside them is planning, delivery and the replay's own loop.
+Otherwise Python's own profiler measures: what a function of ours spends in its C++ kernel counts as its own time, and a
+builtin of torch counts for whoever called it. The profiler makes Python dearer than it is, so that the parts with many
+calls are shown somewhat too large.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ....rollout.engine import Engine
+from .decode_load import decode_steps
+
+# The first that matches the name of a kernel's function names its part; torch's operations have none.
+KERNELS: tuple[tuple[str, str], ...] = (
+    ("attention", "lockstep_attention"),
+    ("sampler", "lockstep_draw"),
+    ("norms, rotary, activation", "lockstep_(rms_norm|add_rms_norm|rotary|swiglu)"),
+    ("products", "lockstep_linear"),
+)
+OPERATIONS = "torch's operations"
+# The first that matches a path names its part.
+PARTS: tuple[tuple[str, str], ...] = (
+    ("attention", r"kernels/\w*attention|hosted_attention"),
+    ("sampler", r"kernels/(logprobs|native_sampling|sampling)|rollout/sampler"),
+    ("norms, rotary, activation", r"kernels/(rms_norm|rotary|swiglu|activation)|fused_layers"),
+    ("products", r"kernels/(linear|invariant|triton_linear)|torch/nn/modules/linear|rollout/(numerics|row_reduction)"),
+    ("module code", r"/transformers/|/torch/"),
+    ("scheduling", r"lockstep|rollout/"),
+)
+OTHER = "other Python"
+
+
+def profile_decode(engine: Engine, batch: int, context: int, num_steps: int) -> dict[str, float]:
+    """Share of the time of each part in `num_steps` decode steps; the parts add up to 1, the largest first."""
+    profiler, seconds = cProfile.Profile(), dict.fromkeys((*(part for part, _ in KERNELS), OPERATIONS), 0.0)
+    in_replays = 0.0
+
+    def around(step: Callable[[], object]) -> None:
+        nonlocal in_replays
+        record = _record_of(engine, batch)
+        if record is None:
+            profiler.runcall(step)
+            return
+        with _timed(record, seconds):
+            started = time.perf_counter()
+            step()
+            in_replays += time.perf_counter() - started
+
+    decode_steps(engine, batch, context, num_steps, around)
+    if not in_replays:
+        return shares(pstats.Stats(profiler))
+    seconds["scheduling"] = in_replays - sum(seconds.values())
+    return _in_order(seconds)
+
+
+def _record_of(engine: Engine, batch: int) -> Any | None:
+    """What a step of so many rows replays on a CPU; None where it does not."""
+    graphs = engine._core._runner._graphs
+    step = graphs and graphs._records.get(graphs.size_for(batch))
+    return step._record if getattr(step, "is_trusted", None) else None
+
+
+@contextmanager
+def _timed(record: Any, seconds: dict[str, float]) -> Iterator[None]:
+    """Adds what each call of a replay takes to the seconds of its part."""
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__
+        part = next((part for part, pattern in KERNELS if re.fullmatch(pattern, name)), OPERATIONS)
+
+        def call(*arguments: Any) -> Any:
+            started = time.perf_counter()
+            found = function(*arguments)
+            seconds[part] += time.perf_counter() - started
+            return found
+
+        return call
+
+    calls = record.calls
+    record.calls = [(timed(function), arguments) for function, arguments in calls]
+    try:
+        yield
+    finally:
+        record.calls = calls
+
+
+def shares(stats: pstats.Stats) -> dict[str, float]:
+    """A builtin's own time goes to the files of its callers."""
+    seconds = dict.fromkeys((*(part for part, _ in PARTS), OTHER), 0.0)
+    for (path, _, _), (_, _, own, _, callers) in stats.stats.items():  # type: ignore[attr-defined]
+        if path != "~":
+            seconds[part_of(path)] += own
+            continue
+        for (caller_path, _, _), (_, _, own_there, _) in callers.items():
+            seconds[part_of(caller_path)] += own_there
+    return _in_order(seconds)
+
+
+def _in_order(seconds: dict[str, float]) -> dict[str, float]:
+    total = sum(seconds.values())
+    ordered = sorted(seconds.items(), key=lambda item: -item[1])
+    return {part: round(spent / total, 4) for part, spent in ordered if spent}
+
+
+def part_of(path: str) -> str:
+    """The part that a source file belongs to."""
+    return next((part for part, pattern in PARTS if re.search(pattern, path)), OTHER)

@@ -1,0 +1,148 @@
+"""Times of single kernels on a device, at the widths of a model, each beside the least that its bytes and operations
+take."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ....kernels.attention.paged import PagedStep, paged_attention
+from ....kernels.layers.rms_norm import NormRule, rms_norm
+from ....kernels.linear.linear import LinearMethod, invariant_linear
+from ....kernels.sampling.draws import KEEP_ALL, RowSettings, draw_tokens
+from ....kernels.sampling.logprobs import scaled_logprobs, selected_logprobs
+from .machine_peaks import Peaks
+from .runs import clock
+
+_BLOCK = 16
+_CHUNK_ROWS = 512  # of a prompt, or of a training batch
+Case = tuple[str, Callable[[], object], float, float]  # name, what is timed, bytes, operations
+
+
+def kernel_times(
+    model: PreTrainedModel, batch: int, context: int, peaks: Peaks, *, linear: LinearMethod, repeats: int = 20
+) -> list[dict[str, Any]]:
+    """Median milliseconds of each kernel, in the model's dtype and on its device: for `batch` decode rows, for a chunk
+    of a prompt, and of gradients for as many rows."""
+    table = []
+    with torch.no_grad():
+        for name, act, num_bytes, num_operations in _cases(model, batch, context, linear):
+            ms = statistics.median(list(_seconds(act, model.device, repeats))) * 1e3
+            floor_ms = peaks.floor_seconds(num_bytes, num_operations) * 1e3
+            share = round(floor_ms / ms, 3)
+            table.append({"kernel": name, "ms": round(ms, 4), "floor_ms": round(floor_ms, 4), "of_floor": share})
+    return table
+
+
+def _seconds(act: Callable[[], object], device: torch.device, repeats: int) -> Iterator[float]:
+    for _ in range(3):  # compiles, and warms up
+        act()
+    for _ in range(repeats):
+        started = clock(device)
+        act()
+        yield clock(device) - started
+
+
+def _cases(model: PreTrainedModel, batch: int, context: int, linear: LinearMethod) -> Iterator[Case]:
+    for rows in (batch, _CHUNK_ROWS):
+        yield from _products(model, rows, linear)
+    yield from _norms(model, batch)
+    yield _attention(model, batch, context, 1)
+    yield _attention(model, 1, max(context, _CHUNK_ROWS), _CHUNK_ROWS)
+    yield from _logprobs(model, batch)
+    yield from _samplers(model, batch)
+
+
+def _products(model: PreTrainedModel, rows: int, linear: LinearMethod) -> Iterator[Case]:
+    up = model.model.layers[0].mlp.up_proj.weight
+    x = torch.randn(rows, up.shape[1], device=model.device).to(model.dtype)
+    num_bytes = (up.numel() + rows * sum(up.shape)) * model.dtype.itemsize
+    num_operations = 2 * rows * up.numel()
+    for name, method in (("product", linear), ("product, library's", "library")):
+        yield (f"{name}, {rows} rows", lambda method=method: invariant_linear(x, up, method=method), num_bytes,
+               num_operations)  # fmt: skip
+
+
+def _norms(model: PreTrainedModel, batch: int) -> Iterator[Case]:
+    rule, itemsize = NormRule(model.config.rms_norm_eps, 0.0, True), model.dtype.itemsize
+    weight, width = model.model.layers[0].input_layernorm.weight, model.config.hidden_size
+    x = torch.randn(batch, width, device=model.device).to(model.dtype)
+    yield "rms_norm", lambda: rms_norm(x, weight, rule), 2 * x.numel() * itemsize, 4 * x.numel()
+    x = torch.randn(_CHUNK_ROWS, width, device=model.device).to(model.dtype)
+    backward = _gradient(lambda x: rms_norm(x, weight, rule), x)
+    yield "rms_norm, gradient", backward, 3 * x.numel() * itemsize, 10 * x.numel()
+
+
+def _logprobs(model: PreTrainedModel, batch: int) -> Iterator[Case]:
+    logits, token_ids = _logits(model, batch)
+    numel, nbytes = logits.numel(), logits.nbytes
+    yield "log-softmax with gather", lambda: selected_logprobs(logits, token_ids), nbytes, 4 * numel
+    yield "log-softmax", lambda: scaled_logprobs(logits, 1.0), nbytes + 4 * numel, 4 * numel
+    backward = _gradient(lambda logits: selected_logprobs(logits, token_ids), logits)
+    yield "log-softmax with gather, gradient", backward, 2 * nbytes, 4 * numel
+
+
+def _samplers(model: PreTrainedModel, batch: int) -> Iterator[Case]:
+    logits, positions = _logits(model, batch)
+    device, numel, nbytes = model.device, logits.numel(), logits.nbytes
+    masks = torch.full((batch, -(-logits.shape[1] // 8)), 0b01010101, dtype=torch.uint8, device=device)
+    allowed = torch.arange(batch, device=device), masks
+    plain, filtered = _settings(batch, device), _settings(batch, device, top_k=50, top_p=0.95)
+    yield "sampler", lambda: draw_tokens(logits, plain, positions), nbytes, 8 * numel
+    yield "sampler, top-k and top-p", lambda: draw_tokens(logits, filtered, positions), nbytes, 8 * numel
+    yield ("sampler, masks", lambda: draw_tokens(logits, plain, positions, allowed=allowed), nbytes + masks.nbytes,
+           8 * numel)  # fmt: skip
+
+
+def _logits(model: PreTrainedModel, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = torch.randn(batch, model.config.vocab_size, device=model.device)
+    return logits, torch.zeros(batch, dtype=torch.int64, device=model.device)
+
+
+def _gradient(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Callable[[], object]:
+    """The backward alone, of a forward that is kept."""
+    with torch.enable_grad():
+        out = compute(x.requires_grad_())
+    grad = torch.ones_like(out)
+    return lambda: torch.autograd.grad(out, x, grad, retain_graph=True)
+
+
+def _attention(model: PreTrainedModel, batch: int, context: int, rows: int) -> Case:
+    """The last `rows` positions of each sequence attend to `context`."""
+    config, device, dtype = model.config, model.device, model.dtype
+    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    blocks_each = -(-context // _BLOCK)
+    shape = (batch * blocks_each, _BLOCK, kv_heads, dim)
+    keys, values = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+    query = torch.randn(batch * rows, heads, dim, device=device).to(dtype)
+    ids = torch.randperm(batch * blocks_each, device=device).to(torch.int32).reshape(batch, blocks_each)
+    starts = torch.arange(0, batch * rows + 1, rows, dtype=torch.int32, device=device)
+    step = PagedStep(ids, starts, torch.full((batch,), context, dtype=torch.int32, device=device))
+    seen = rows * (2 * context - rows + 1) // 2  # pairs of a row and a position, of each sequence
+    return (
+        "paged attention" if rows == 1 else f"paged attention, a chunk of {rows} rows",
+        lambda: paged_attention(query, keys, values, step, scale=dim**-0.5),
+        2 * batch * context * kv_heads * dim * dtype.itemsize,
+        4 * batch * seen * heads * dim,
+    )
+
+
+def _settings(batch: int, device: torch.device, *, top_k: int = KEEP_ALL, top_p: float = 1.0) -> RowSettings:
+    """Temperature 1."""
+
+    def rows(value: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((batch,), value, dtype=dtype, device=device)
+
+    is_filtered = top_k != KEEP_ALL or top_p < 1.0
+    return RowSettings(
+        temperatures=rows(1.0, torch.float32),
+        seeds=torch.arange(batch, device=device),
+        top_k=rows(top_k, torch.int64),
+        top_p=rows(top_p, torch.float64),
+        min_p=rows(0.0, torch.float32),
+        filtered=torch.arange(batch if is_filtered else 0, device=device),
+    )

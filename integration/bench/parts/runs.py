@@ -1,0 +1,146 @@
+"""One load through one engine: ours, or transformers' generate."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from ....rollout.config import EngineConfig
+from ....rollout.engine import Engine
+from ....rollout.sampling_params import SamplingParams
+from .load import Load
+
+
+@dataclass(frozen=True)
+class Run:
+    """One repeat, measured."""
+
+    seconds: float
+    prefill_seconds: float
+    decode_step_seconds: tuple[float, ...]
+
+
+def make_engine(model: PreTrainedModel, load: Load, *, invariant: bool, prefix_cache: bool = True) -> Engine:
+    """An engine that holds the whole load at once. Raises ValueError when the model's context does not."""
+    config = EngineConfig(
+        kv_cache=num_kv_blocks(load),
+        max_num_seqs=load.batch,
+        max_num_batched_tokens=max(EngineConfig.max_num_batched_tokens, load.batch),
+        invariant=invariant,
+        prefix_cache=prefix_cache,
+    )
+    engine = Engine(model, config)
+    if load.length > engine.max_model_len:
+        raise ValueError(f"{load.length} tokens (prompt and new) exceed the context of {engine.max_model_len}")
+    return engine
+
+
+def num_kv_blocks(load: Load) -> int:
+    """Blocks for the load twice."""
+    return 2 * load.batch * -(-(load.length + 1) // EngineConfig.block_size)
+
+
+def run_engine(engine: Engine, load: Load, prompts: list[list[int]], repeat: int) -> Run:
+    """Run the load through our engine, step by step."""
+    counts = load.counts(repeat)
+    completions, prefill_seconds, decode_steps = [], 0.0, []
+    device, metrics = engine.model.device, engine.metrics
+    with engine.model.rollout_phase():
+        started = now = clock(device)
+        for prompt, count in zip(prompts, counts, strict=True):
+            engine.add(prompt, SamplingParams(max_new_tokens=count, ignore_eos=True))
+        while engine.has_work:
+            before, num_rows, num_open = now, metrics.num_rows, load.batch - len(completions)
+            completions += engine.step()
+            now = clock(device)
+            if metrics.num_rows - num_rows > num_open:
+                prefill_seconds += now - before
+            elif num_open == load.batch:
+                decode_steps.append(now - before)
+    assert sum(len(completion.logprobs) for completion in completions) == sum(counts)
+    # A prompt of one token per sequence is indistinguishable from a decode step, and is its own prefill.
+    return Run(now - started, prefill_seconds or decode_steps.pop(0), tuple(decode_steps))
+
+
+def run_transformers(model: PreTrainedModel, load: Load, prompts: list[list[int]], repeat: int) -> Run:
+    """Run the load through transformers' generate: sdpa attention, one batch, log-probabilities as ours."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    input_ids = torch.tensor(prompts, device=model.device)
+    counts = torch.tensor(load.counts(repeat), device=model.device)
+    recorder = LogprobRecorder()
+    torch.manual_seed(0)
+    started = clock(model.device)
+    with torch.inference_mode():
+        sequences = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=int(counts.max()),
+            eos_token_id=None,
+            pad_token_id=0,
+            logits_processor=LogitsProcessorList([recorder]),
+            stopping_criteria=StoppingCriteriaList([_EnoughTokens(load.prompt_tokens + counts)]),
+        )
+        logprobs = recorder.finish(sequences)
+    seconds = clock(model.device) - started
+    model.set_attn_implementation(before)
+    assert tuple(logprobs.shape) == (load.batch, int(counts.max()))
+    return Run(seconds, seconds, ())
+
+
+class LogprobRecorder(LogitsProcessor):
+    """Keeps the log-probability of each token that generate samples: what it costs is one log_softmax a step."""
+
+    def __init__(self) -> None:
+        self._last: Tensor | None = None
+        self._chosen: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """input_ids [B, T] so far, scores [B, V] of the next token: returned as they are."""
+        if self._last is not None:
+            self._take(input_ids[:, -1:])
+        self._last = torch.log_softmax(scores.float(), dim=-1)
+        return scores
+
+    def finish(self, sequences: Tensor) -> Tensor:
+        """Log-probabilities [B, new tokens] of what generate returned."""
+        self._take(sequences[:, -1:])
+        return torch.cat(self._chosen, dim=-1).cpu()
+
+    def _take(self, token_ids: Tensor) -> None:
+        assert self._last is not None
+        self._chosen.append(self._last.gather(-1, token_ids))
+
+
+class _EnoughTokens(StoppingCriteria):
+    """Each sequence ends at its own length, int64 [B]; generate goes on until the last has."""
+
+    def __init__(self, lengths: Tensor) -> None:
+        self._lengths = lengths
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
+        return self._lengths <= input_ids.shape[1]
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, when everything that was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def find_device(name: str) -> torch.device:
+    """Raises ValueError for what is not here."""
+    if name.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda, not {name!r}")
+    if name != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: torch sees no CUDA device here")
+    return torch.device(name)

@@ -1,0 +1,8 @@
+"""Runs `lockstep` as `python -m lockstep.integration.cli`."""
+
+import sys
+
+from .main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,308 @@
+"""Offline generation: prompts from a file or standard input, answers appended to a JSONL file as they finish.
+
+An answer is one line. Answers come in the order in which they finish; `index`, the input line's number counted
+from 0, restores the input's. A line carries what it was made from, as four hashes: the prompt, the sampling
+settings, the engine settings that change results, and the weights. A run that finds its output file there goes
+on with what is not answered, and refuses when one of the four differs. The noise of an answer depends on the
+seed, its index and its sample number alone: an interrupted run ends with the answers of an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from tqdm import tqdm
+
+from ...rollout.completion import Completion
+from ...rollout.config import EngineConfig
+from ...rollout.sampling_params import SamplingParams
+
+STANDARD = "-"  # as a file name: standard input or output
+_FIRST_BYTES = b'{"index": '  # of every answer
+_MAX_FAULTS = 10  # input lines named in one message
+# Other engine settings change speed and memory, never a result.
+_RESULT_SETTINGS = ("dtype", "invariant", "max_model_len", "seed")
+_MADE_FROM = {  # key of an answer's hashes: what to say when it differs
+    "prompt": "another prompt",
+    "sampling": "other --sampling settings",
+    "engine": f"other --engine settings (of {', '.join(_RESULT_SETTINGS)})",
+    "weights": "other weights",
+}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of the input."""
+
+    index: int  # of its line, from 0; blank lines count
+    prompt: str | list[int]  # text or token ids
+    id: object = None  # the line's own "id", handed through
+
+
+@dataclass(frozen=True)
+class OfflineJob:
+    """Everything that `lockstep generate` was asked for."""
+
+    model: str
+    input: str = STANDARD
+    output: str = STANDARD
+    prompt_field: str = "prompt"
+    as_text: bool = False  # lines are prompts, not JSON objects
+    sampling: SamplingParams = field(default_factory=SamplingParams)  # n answers a prompt
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """Of the settings, by the keys of an answer's hashes."""
+        engine = {name: getattr(self.engine, name) for name in _RESULT_SETTINGS}
+        return {"sampling": _hash(asdict(replace(self.sampling, n=1))), "engine": _hash(engine)}
+
+
+Work = tuple[Prompt, int]  # a prompt, and which of its n samples
+
+
+def read_prompts(job: OfflineJob) -> list[Prompt]:
+    """The whole input, checked. Raises ValueError naming the file and every offending line."""
+    name = "standard input" if job.input == STANDARD else job.input
+    try:
+        data = sys.stdin.buffer.read() if job.input == STANDARD else Path(job.input).read_bytes()
+        text = data.decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"--input {name}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ValueError(f"--input {name}, line {line}: not UTF-8 text") from error
+    prompts, faults = [], []
+    # Not splitlines(): JSON strings may hold U+2028 and other characters that it takes for line ends.
+    for index, line in enumerate(text.split("\n")):
+        if not line.strip():
+            continue
+        try:
+            if job.as_text:
+                prompts.append(Prompt(index, line.removesuffix("\r")))
+            else:
+                prompts.append(_parse(index, line, job.prompt_field))
+        except ValueError as error:
+            faults.append(f"line {index + 1}: {error}")
+    if faults:
+        more = f"; and {len(faults) - _MAX_FAULTS} more lines" if len(faults) > _MAX_FAULTS else ""
+        raise ValueError(f"--input {name}, {'; '.join(faults[:_MAX_FAULTS])}{more}")
+    if not prompts:
+        raise ValueError(f"--input {name}: holds no prompt")
+    return prompts
+
+
+def _parse(index: int, line: str, name: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"not JSON ({error.msg} at column {error.colno}); --text takes lines as prompts"
+        ) from error
+    if not isinstance(record, dict):
+        raise ValueError(f"must be a JSON object, not {type(record).__name__}; --text takes lines as prompts")
+    if name not in record:
+        raise ValueError(f"field {name!r} is missing")
+    prompt = record[name]
+    is_ids = isinstance(prompt, list) and all(type(id) is int and id >= 0 for id in prompt)
+    if not prompt or not (isinstance(prompt, str) or is_ids):
+        raise ValueError(f"field {name!r} must be a text or a list of token ids, and not empty")
+    return Prompt(index, prompt, record.get("id"))
+
+
+class AnswerFile:
+    """The output: read once at the start, then appended to. One process at a time has it."""
+
+    def __init__(self, name: str) -> None:
+        """Open or make the file, and drop a last line that an interruption cut off.
+
+        Raises ValueError, before anything is changed, when it holds something else than answers, or another
+        process writes to it.
+        """
+        self.name = name
+        self.answers: dict[tuple[int, int], Mapping[str, str]] = {}  # (index, sample): what it was made from
+        self._line_numbers: dict[tuple[int, int], int] = {}
+        if name == STANDARD:
+            self._file: BinaryIO = sys.stdout.buffer
+            return
+        try:
+            self._file = open(name, "a+b")  # noqa: SIM115 - lives as long as this object
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"--output {name}: another run is writing to it") from error
+        except OSError as error:
+            raise ValueError(f"--output {name}: cannot be written: {error.strerror}") from error
+        self._file.seek(0)
+        whole = self._read(self._file.read())
+        self._file.truncate(whole)
+
+    def _read(self, data: bytes) -> int:
+        """Take in every whole line; returns their bytes."""
+        *lines, rest = data.split(b"\n")
+        for number, line in enumerate(lines, start=1):
+            try:
+                answer = json.loads(line)
+                key = (answer["index"], answer["sample"])
+                made_from = {name: str(answer["made_from"][name]) for name in _MADE_FROM}
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"--output {self.name}, line {number}: not an answer of lockstep generate"
+                ) from error
+            self.answers[key], self._line_numbers[key] = made_from, number
+        if not lines and not _FIRST_BYTES.startswith(rest[: len(_FIRST_BYTES)]):  # a foreign file of one line
+            raise ValueError(f"--output {self.name}, line 1: not an answer of lockstep generate")
+        return len(data) - len(rest)
+
+    def compare(self, prompts: Iterable[Prompt], num_samples: int, settings: Mapping[str, str]) -> None:
+        """Raise ValueError for the first answer that was made from something else.
+
+        `settings` may lack hashes that are not known yet.
+        """
+        by_index = {prompt.index: prompt for prompt in prompts}
+        for (index, sample), made_from in self.answers.items():
+            where = f"--output {self.name}, line {self._line_numbers[index, sample]}"
+            if index not in by_index or sample >= num_samples:
+                raise ValueError(
+                    f"{where}: answers sample {sample} of input line {index + 1}, which is not asked for"
+                )
+            now = {"prompt": _hash(by_index[index].prompt), **settings}
+            for name in _MADE_FROM:
+                if name in now and now[name] != made_from[name]:
+                    changed = f"input line {index + 1}: " if name == "prompt" else ""
+                    raise ValueError(
+                        f"{where}: {changed}made from {_MADE_FROM[name]}; choose another --output"
+                    )
+
+    def append(self, answers: Iterable[Mapping[str, object]]) -> None:
+        """Write answers so that a kill of this process cannot lose them."""
+        self._file.write(b"".join(json.dumps(answer).encode() + b"\n" for answer in answers))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flush to the disk, and let others write."""
+        self._file.flush()
+        if self.name != STANDARD:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What a run did."""
+
+    num_before: int  # answers that were there
+    num_written: int
+    num_ignored: int  # of those written: the engine could not take the prompt; finish_reason says why
+
+
+def generate(job: OfflineJob) -> Tally:
+    """Answer what is not answered yet; whatever stops it, the answers that finished are in the file.
+
+    Raises ValueError naming the option, file or line that is wrong.
+    """
+    prompts = read_prompts(job)
+    file = AnswerFile(job.output)
+    try:
+        file.compare(prompts, job.sampling.n, job.hashes)
+        every = [(prompt, sample) for prompt in prompts for sample in range(job.sampling.n)]
+        work = [(prompt, sample) for prompt, sample in every if (prompt.index, sample) not in file.answers]
+        return _Run(job, file, prompts).run(work) if work else Tally(len(every), 0, 0)
+    finally:
+        file.close()
+
+
+class _Run:
+    """The engine's share of a job."""
+
+    def __init__(self, job: OfflineJob, file: AnswerFile, prompts: Sequence[Prompt]) -> None:
+        # Only now the heavy imports: a wrong option or line is answered at once.
+        from ...kernels.sampling.draws import derive_seed
+        from ...rollout.engine import Engine
+        from ..service import RolloutService
+
+        self._job, self._file, self._derive_seed = job, file, derive_seed
+        try:
+            self._engine = Engine(job.model, job.engine)
+        except OSError as error:  # what transformers raises for a folder that lacks a file
+            raise ValueError(f"--model {job.model}: {error}") from error
+        if self._engine.tokenizer is None and any(isinstance(prompt.prompt, str) for prompt in prompts):
+            raise ValueError(f"--model {job.model} has no tokenizer: prompts must be lists of token ids")
+        digest = RolloutService(self._engine).model_digest()
+        self._engine.set_weight_digest(digest)
+        self._hashes = {**job.hashes, "weights": _hash(digest)}
+        file.compare(prompts, job.sampling.n, self._hashes)
+
+    def run(self, work: Sequence[Work]) -> Tally:
+        """Keep the engine full, with as many requests waiting as may run, and write what it finishes."""
+        engine, num_before, num_ignored = self._engine, len(self._file.answers), 0
+        waiting, live = iter(work), {}
+        bar = tqdm(
+            total=num_before + len(work),
+            initial=num_before,
+            unit="answer",
+            dynamic_ncols=True,
+            file=sys.stderr,
+        )
+        with bar:
+            while True:
+                while (
+                    len(live) < 2 * self._job.engine.max_num_seqs
+                    and (item := next(waiting, None)) is not None
+                ):
+                    live[self._add(*item)] = item
+                if not live:
+                    break
+                finished = engine.step()
+                self._file.append(self._answer(*live.pop(c.id), c) for c in finished)
+                num_ignored += sum(c.finish_reason.type == "ignored" for c in finished)
+                seconds, num_tokens = engine.metrics.step_seconds, engine.metrics.num_output_tokens
+                bar.set_postfix_str(f"{num_tokens / seconds:.0f} tok/s", refresh=False)
+                bar.update(len(finished))
+        return Tally(num_before, len(work), num_ignored)
+
+    def _seed(self, prompt: Prompt, sample: int) -> int:
+        given = self._job.sampling.sampling_seed
+        return self._derive_seed(self._job.engine.seed if given is None else given, prompt.index, sample)
+
+    def _add(self, prompt: Prompt, sample: int) -> str:
+        params = replace(self._job.sampling, n=1, sampling_seed=self._seed(prompt, sample))
+        try:
+            [rid] = self._engine.add(prompt.prompt, params, rid=f"{prompt.index}-{sample}")
+        except ValueError as error:
+            raise ValueError(f"--input {self._job.input}, line {prompt.index + 1}: {error}") from error
+        return rid
+
+    def _answer(self, prompt: Prompt, sample: int, completion: Completion) -> dict[str, object]:
+        reason = {
+            name: value for name, value in asdict(completion.finish_reason).items() if value is not None
+        }
+        return {
+            "index": prompt.index,
+            "sample": sample,
+            **({} if prompt.id is None else {"id": prompt.id}),
+            "prompt": prompt.prompt,
+            "text": completion.text,
+            "token_ids": completion.token_ids,
+            "logprobs": completion.logprobs,
+            "finish_reason": reason,
+            "num_prompt_tokens": completion.num_prompt_tokens,
+            "num_cached_tokens": completion.num_cached_tokens,
+            "num_completion_tokens": completion.num_completion_tokens,
+            "sampling_seed": self._seed(prompt, sample),
+            "weight_version": completion.weight_version,
+            "weight_digest": completion.weight_digest,
+            "made_from": {"prompt": _hash(prompt.prompt), **self._hashes},
+        }
+
+
+def _hash(value: object) -> str:
+    """16 hex digits of a JSON-like value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

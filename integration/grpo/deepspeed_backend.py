@@ -1,0 +1,155 @@
+"""A DeepSpeed engine as the trainer's backend. DeepSpeed is imported only where it is used."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...weight_sync.manifest import NamedTensors
+from ..push.adapters.deepspeed import prepare_deepspeed, zero_tensors
+from ..ranks import Ranks
+from .backends import TrainerBackend, TrainerState, clip, refuse_other_model
+from .config import TrainSettings
+
+_MAX_COMM_ELEMENTS = 50_000_000  # of one collective; DeepSpeed's own default holds buffers of 2 GB ready
+
+
+class DeepSpeedBackend(TrainerBackend):
+    """A DeepSpeed engine, ZeRO stages 0 to 3. With bfloat16 parameters it keeps float32 ones for AdamW, as the other
+    backends do not."""
+
+    def __init__(self, settings: TrainSettings, ranks: Ranks, zero_stage: int) -> None:
+        super().__init__(settings, ranks)
+        self.zero_stage = zero_stage
+        self.shares_storage = zero_stage < 3
+        self.talks_in_forward = zero_stage >= 2
+
+    def wrap(self, model: PreTrainedModel) -> None:
+        # Read at DeepSpeed's first import; without it the import looks for accelerators, and says so.
+        os.environ.setdefault("DS_ACCELERATOR", self.ranks.device.type)
+        os.environ.setdefault("LOCAL_RANK", "0")  # a process that no launcher started; DeepSpeed insists
+        import deepspeed
+
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        # It calls collectives by torch's old names, and torch would say so at every step.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+        config = prepare_deepspeed(self._engine_config(model))
+        backend = "nccl" if self.ranks.device.type == "cuda" else "gloo"
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+        self._engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=self.adamw(model), config=config
+        )
+        self.model = model
+
+    def _engine_config(self, model: PreTrainedModel) -> dict[str, object]:
+        num_elements = min(sum(parameter.numel() for parameter in model.parameters()), _MAX_COMM_ELEMENTS)
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,  # we say which micro-batch is the last, and weigh them ourselves
+            "gradient_clipping": self.settings.max_grad_norm if self._clips_itself else 0.0,
+            "bf16": {"enabled": model.dtype == torch.bfloat16},
+            "zero_optimization": {
+                "stage": self.zero_stage,
+                "reduce_bucket_size": num_elements,
+                "allgather_bucket_size": num_elements,
+                # It replaces torch's linear function for good, and numerics rely on whose function it is.
+                "memory_efficient_linear": False,
+            },
+        }
+
+    @property
+    def _clips_itself(self) -> bool:
+        """Stage 0 in float32 clips too, but keeps the norm for itself."""
+        return self.zero_stage > 0
+
+    def forward(self, **inputs: object) -> Tensor:
+        return self._engine(**inputs).logits
+
+    def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        self._engine.set_gradient_accumulation_boundary(is_last)
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss)
+
+    def step(self) -> float:
+        norm = None if self._clips_itself else clip(self.model.parameters(), self.settings.max_grad_norm)
+        self._engine.step()  # drops the gradients, too
+        return float(self._engine.get_global_grad_norm()) if norm is None else norm
+
+    def named_tensors(self, dtype: torch.dtype | None = None) -> NamedTensors:
+        return zero_tensors(self._engine, dtype)
+
+    # -- checkpoints: the optimizer's flat partitions as they are ----------------------------------------------------
+
+    def state(self) -> TrainerState:
+        """Gather parameters and optimizer on rank 0; the optimizer's tensors are those of this stage and number of
+        ranks: "exp_avg/1/0" is of rank 1, its first partition. Changes nothing."""
+        return TrainerState(self.on_first(self.named_tensors()), self.on_first(self._gathered_partitions()))
+
+    def load_state(self, state: TrainerState) -> None:
+        import deepspeed
+
+        shapes = {
+            name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in self.model.named_parameters()
+        }
+        refuse_other_model(state.model, shapes)
+        rank = self.ranks.rank if self.zero_stage else 0
+        mine = [self._partition_state(state.optimizer, rank, index) for index in range(len(self._partitions))]
+        wrong = [
+            f"master/{rank}/{index}"
+            for index, partition in enumerate(self._partitions)
+            if "master" not in mine[index] or mine[index]["master"].shape != partition.shape
+        ]
+        if wrong:
+            raise ValueError(
+                f"the optimizer's state is of another trainer, ZeRO stage or number of ranks: {', '.join(wrong)}"
+            )
+        for name, parameter in self.model.named_parameters():
+            with torch.no_grad(), deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                if self.zero_stage < 3 or self.ranks.is_first:
+                    parameter.copy_(state.model[name])
+        for found, partition in zip(mine, self._partitions, strict=True):
+            with torch.no_grad():
+                partition.copy_(found.pop("master"))
+            self._basic_optimizer.state[partition] = {
+                key: value if key == "step" else value.to(partition.device) for key, value in found.items()
+            }
+
+    @property
+    def _basic_optimizer(self) -> torch.optim.Optimizer:
+        return self._engine.basic_optimizer
+
+    @property
+    def _partitions(self) -> list[Tensor]:
+        """The flat tensors that AdamW steps on, on this rank; at stage 0 in float32, the parameters."""
+        if self.zero_stage == 3:
+            return self._engine.optimizer.fp32_partitioned_groups_flat
+        return [tensor for group in self._basic_optimizer.param_groups for tensor in group["params"]]
+
+    def _gathered_partitions(self) -> Iterable[tuple[str, Tensor]]:
+        num_shards = self.ranks.num_ranks if self.zero_stage else 1  # stage 0: every rank has the same
+        for index, partition in enumerate(self._partitions):
+            for key, value in {"master": partition, **self._basic_optimizer.state[partition]}.items():
+                shards = self._gathered(value.detach()) if num_shards > 1 else [value]
+                yield from ((f"{key}/{rank}/{index}", shard) for rank, shard in enumerate(shards))
+
+    def _gathered(self, value: Tensor) -> list[Tensor]:
+        """One tensor of each rank, in order; on rank 0 only."""
+        value = value.to(self.ranks.device)
+        shards = [torch.empty_like(value) for _ in range(self.ranks.num_ranks)] if self.ranks.is_first else None
+        dist.gather(value, shards)
+        return shards or []
+
+    @staticmethod
+    def _partition_state(saved: Mapping[str, Tensor], rank: int, index: int) -> dict[str, Tensor]:
+        end = f"/{rank}/{index}"
+        return {name.removesuffix(end): value for name, value in saved.items() if name.endswith(end)}

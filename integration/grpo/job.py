@@ -1,0 +1,238 @@
+"""One rank of the main job. The loop is generate, score, train, commit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from ...kernels.sampling.draws import derive_seed
+from ...rollout.completion import Completion
+from ...rollout.sampling_params import SamplingParams
+from ..ranks import Ranks
+from .arithmetic import ArithmeticSpec
+from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from .config import JobConfig
+from .engines import make_engine
+from .loss import group_advantages
+from .packing import Sample
+from .plan import model_spec
+from .problems import Problem
+from .rewards import load_reward
+from .run_log import RunLog
+from .task import build_task
+from .trainer import GrpoTrainer, make_backend
+from .warm_start import WarmStartProgress, WarmStartSpec, warm_start
+
+if TYPE_CHECKING:  # FastAPI is an extra
+    from ..http.server import BackgroundServer
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What one step sampled on this rank."""
+
+    completions: list[Completion]
+    rewards: torch.Tensor  # float32 [prompts, group]
+
+
+class GrpoJob:
+    """Model, engine and trainer of one rank."""
+
+    def __init__(self, config: JobConfig, ranks: Ranks, *, resume: bool) -> None:
+        transformers_logging.disable_progress_bar()  # one bar, ours
+        self.config = config
+        self.ranks = ranks
+        self.task = build_task(config)
+        self.reward = load_reward(config.reward)
+        folder = Path(config.model.path) if config.model.path else self._built_model()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[config.model.dtype])
+        self.model.to(ranks.device)
+        self.backend = make_backend(config, ranks)
+        # Before the trainer, which may shard the module that the engine hosts or copies.
+        self.engine = make_engine(config, self.model, folder, self.tokenizer, ranks, self.backend)
+        self.trainer = GrpoTrainer(
+            self.engine.hosted, self.backend, config.train, config.rollout.temperature, ranks,
+            announce_step=self.engine.announce_step,
+        )  # fmt: skip
+        self.first_step = self.step = 0  # step: the one under way, from 1
+        if resume and (checkpoint := newest_checkpoint(config.folder / "checkpoints")) is not None:
+            self.first_step, state = load_checkpoint(checkpoint)
+            self.backend.load_state(state)
+        self.step = self.first_step
+        self.engine.sync(str(self.first_step))
+        self._http = self._serve()
+
+    def run(self) -> None:
+        """Train to the last step, evaluate, save the model; rank 0 reports."""
+        config, log = self.config, None
+        before = self._accuracy_before()
+        if self.ranks.is_first:
+            log = RunLog(config.folder, config.run.num_steps, self.first_step, tensorboard=config.run.tensorboard)
+        try:
+            for step in range(self.first_step, config.run.num_steps):
+                self.step = step + 1
+                line = self._step(step)
+                is_last = step + 1 == config.run.num_steps
+                if is_last or (step + 1) % config.run.eval_every == 0:
+                    line["heldout_accuracy"] = self.heldout_accuracy()
+                if log is not None:
+                    log.step(line)
+                if is_last or (step + 1) % config.run.checkpoint_every == 0:
+                    self._save_checkpoint(step + 1)
+        finally:
+            if log is not None:
+                log.close()
+        self._save_model(config.folder / "model")
+        if log is not None:
+            print(f"held-out accuracy: {before:.1%} before, {log.heldout_accuracy:.1%} after {config.run.num_steps} "
+                  "steps", flush=True)  # fmt: skip
+        dist.barrier()  # nobody leaves before the results stand, or while others may call its engine
+
+    def _serve(self) -> BackgroundServer | None:
+        """Put the HTTP surface on this rank's engine, if the config wants it: it answers while the job trains."""
+        service, port = self.engine.service, self.config.http.port
+        if not port or service is None or not service.engine.is_controller:
+            return None
+        from ..http.edge.config import HttpConfig
+        from ..http.server import serve_in_background
+
+        server = serve_in_background(service, HttpConfig(port=port + self.ranks.rank))
+        logger.info("rank %d answers at %s", self.ranks.rank, server.url)
+        return server
+
+    def close(self) -> None:
+        """End what the job started: servers, engines, sockets."""
+        if self._http is not None:
+            self._http.close()
+        self.engine.close()
+
+    def _step(self, step: int) -> dict[str, object]:
+        """Generate, score, train, commit; returns the step's metrics."""
+        started = time.perf_counter()
+        rollouts = self._rollout(step)
+        rolled_out = time.perf_counter()
+        stats = self.trainer.update(self._samples(rollouts), step)
+        trained = time.perf_counter()
+        num_bytes = self.engine.sync(str(step + 1))
+        synced = time.perf_counter()
+        num_tokens = self.ranks.total(sum(c.num_completion_tokens for c in rollouts.completions))
+        rollout_s = self.ranks.largest(rolled_out - started)
+        return {
+            "step": step + 1,
+            "reward_mean": self.ranks.total(rollouts.rewards.sum().item()) / self._num_samples,
+            "logprob_gap": stats.logprob_gap,
+            "loss": stats.loss,
+            "kl": stats.kl,
+            "clip_fraction": stats.clip_fraction,
+            "grad_norm": stats.grad_norm,
+            "sync_bytes": int(self.ranks.total(num_bytes)),
+            "weight_version": str(step + 1),
+            "weight_digest": self.engine.weight_digest(),
+            "rollout_tokens_per_s": num_tokens / rollout_s,
+            "rollout_s": rollout_s,
+            "train_s": trained - rolled_out,
+            "sync_s": synced - trained,
+        }
+
+    @property
+    def _num_samples(self) -> int:
+        return self.config.rollout.prompts_per_step * self.config.rollout.group_size
+
+    def _rollout(self, step: int) -> Rollouts:
+        """Sample this rank's share of the step's prompts, a group for each, and score it."""
+        rollout, ranks = self.config.rollout, self.ranks
+        problems = list(self.task.train_problems(step, rollout.prompts_per_step))
+        mine = range(ranks.rank, len(problems), ranks.num_ranks)
+        params = [
+            SamplingParams(
+                n=rollout.group_size,
+                temperature=rollout.temperature,
+                max_new_tokens=rollout.max_new_tokens,
+                sampling_seed=derive_seed(self.config.run.seed, step, index),  # the same on any number of ranks
+            )
+            for index in mine
+        ]
+        completions = self.engine.generate([problems[i].prompt for i in mine], params)
+        owners = [problems[i] for i in mine for _ in range(rollout.group_size)]
+        rewards = torch.tensor(self._score(owners, completions))
+        if rollout.shuffle_rewards:
+            generator = torch.Generator().manual_seed(derive_seed(self.config.run.seed, step, ranks.rank))
+            rewards = rewards[torch.randperm(len(rewards), generator=generator)]
+        return Rollouts(completions, rewards.view(len(mine), rollout.group_size))
+
+    def _samples(self, rollouts: Rollouts) -> list[Sample]:
+        advantages = group_advantages(rollouts.rewards, self.config.train.scale_by_std).flatten().tolist()
+        return [
+            Sample(completion.prompt_ids, completion.token_ids, completion.logprobs, advantage)
+            for completion, advantage in zip(rollouts.completions, advantages, strict=True)
+        ]
+
+    def _score(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float]:
+        pairs = zip(problems, completions, strict=True)
+        return [self.reward(problem.prompt, completion.text, problem.answer) for problem, completion in pairs]
+
+    def heldout_accuracy(self) -> float:
+        """Mean reward of greedy answers to the held-out problems, shared among the ranks."""
+        mine = list(self.task.heldout[self.ranks.rank :: self.ranks.num_ranks])
+        params = SamplingParams(temperature=0.0, max_new_tokens=self.config.rollout.max_new_tokens)
+        completions = self.engine.generate([p.prompt for p in mine], params)
+        total = sum(self._score(mine, completions))
+        return self.ranks.total(total) / len(self.task.heldout)
+
+    # -- what is kept -----------------------------------------------------------------------------------------------
+
+    def _accuracy_before(self) -> float:
+        """Held-out accuracy of the model that the run began with; a resumed run remembers it."""
+        path = self.config.folder / "before.json"
+        if self.first_step:
+            return json.loads(path.read_text())["heldout_accuracy"] if self.ranks.is_first else 0.0
+        accuracy = self.heldout_accuracy()
+        if self.ranks.is_first:
+            path.write_text(json.dumps({"heldout_accuracy": accuracy}) + "\n")
+        return accuracy
+
+    def _built_model(self) -> Path:
+        config = self.config
+        data = config.data
+        spec = WarmStartSpec(
+            seed=config.run.seed,
+            model=model_spec(config),
+            data=ArithmeticSpec(config.run.seed, data.min_digits, data.max_digits, data.num_heldout),
+            num_steps=config.warm_start.num_steps,
+            batch_size=config.warm_start.batch_size,
+            learning_rate=config.warm_start.learning_rate,
+            slip_rate=config.warm_start.slip_rate,
+        )
+        cache_dir, device = config.warm_start.cache_dir, self.ranks.device
+        return warm_start(spec, cache_dir, device=device, on_progress=_report_warm_start)
+
+    def _save_checkpoint(self, step: int) -> None:
+        state = self.backend.state()  # on every rank: shards are gathered
+        if self.ranks.is_first:
+            save_checkpoint(self.config.folder / "checkpoints", step, state)
+
+    def _save_model(self, folder: Path) -> None:
+        tensors = self.backend.on_first(self.backend.named_tensors())
+        if self.ranks.is_first:
+            self.model.save_pretrained(folder, state_dict=tensors)
+            self.tokenizer.save_pretrained(folder)
+
+
+def _report_warm_start(progress: WarmStartProgress) -> None:
+    if progress.step % 50 == 0 or progress.step == progress.num_steps:
+        logger.info("warm start %d/%d: loss %.3f", progress.step, progress.num_steps, progress.loss)

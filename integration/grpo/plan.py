@@ -1,0 +1,209 @@
+"""What a job will do, before it does it: ranks, batch, memory per rank."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ...rollout.config import EngineConfig
+from ...rollout.ranks.mesh import Mesh, MeshPlan
+from ...rollout.sharding.part import Part, build_part
+from ...weight_sync.layout.bucket import ALIGNMENT
+from ..ranks import Ranks
+from .arithmetic import CONTEXT_TOKENS, build_tokenizer
+from .config import JobConfig
+from .rewards import load_reward
+from .task import build_task, check_lengths
+from .trainer import make_backend
+from .warm_start import ModelSpec, build_model
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def model_spec(config: JobConfig) -> ModelSpec:
+    """The shape of the model that is built."""
+    m = config.model
+    return ModelSpec(m.hidden_size, m.intermediate_size, m.num_layers, m.num_heads, m.num_kv_heads, m.head_dim)
+
+
+def engine_config(config: JobConfig) -> EngineConfig:
+    """How each rank's engine is set up. Raises ValueError naming what is out of range."""
+    settings = config.engine
+    return EngineConfig(
+        kv_cache=settings.kv_cache,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        invariant=settings.invariant,
+        seed=config.run.seed,
+        tp=config.parallel.tp,
+        pp=config.parallel.pp,
+        k_blocks=settings.k_blocks,
+        sequence_pipelining=settings.sequence_pipelining,
+        rank_timeout_s=settings.rank_timeout_s,
+    )
+
+
+def check_job(config: JobConfig, num_ranks: int) -> None:
+    """Look at everything that can be wrong before a process group exists. Raises ValueError in one line."""
+    wrong = []
+    if config.run.num_ranks and config.run.num_ranks != num_ranks:
+        wrong.append(f"run.num_ranks is {config.run.num_ranks}, but torchrun started {num_ranks}")
+    if config.rollout.prompts_per_step % num_ranks:
+        wrong.append(f"rollout.prompts_per_step={config.rollout.prompts_per_step} does not divide by {num_ranks} ranks")
+    try:
+        mesh_plan(config, num_ranks)
+    except ValueError as error:
+        wrong.append(f"parallel: {error}")
+    needed = ["matplotlib"] + ["tensorboard"] * config.run.tensorboard
+    if absent := [name for name in needed if importlib.util.find_spec(name) is None]:
+        wrong.append(f"{' and '.join(absent)} must be installed for plots and logs: pip install lockstep[train]")
+    if config.trainer == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        wrong.append('deepspeed must be installed for trainer="deepspeed": pip install lockstep[deepspeed]')
+    if config.weights.num_bucket_bytes < ALIGNMENT:
+        wrong.append(f"weights.bucket_bytes must be at least {ALIGNMENT} bytes, not {config.weights.bucket_bytes!r}")
+    if config.weights.folder and os.path.exists(config.weights.folder) and not os.path.isdir(config.weights.folder):
+        wrong.append(f"weights.folder: {config.weights.folder!r} is no folder")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    engine_config(config)
+    load_reward(config.reward)
+    model_spec(config)
+    task = build_task(config)
+    tokenizer, max_model_len = _tokenizer_and_context(config)
+    check_lengths(task.all_known, tokenizer, config.rollout.max_new_tokens, max_model_len)
+    if config.parallel.num_ranks > 1:
+        try:
+            _part(config, _model_without_memory(config), num_ranks)
+        except ValueError as error:
+            raise ValueError(f"parallel: {error}") from error
+
+
+def mesh_plan(config: JobConfig, num_ranks: int) -> MeshPlan:
+    """How the job's ranks are divided into replicas. Raises ValueError where they cannot be."""
+    return MeshPlan(num_ranks, config.parallel.tp, config.parallel.pp)
+
+
+def _part(config: JobConfig, model: PreTrainedModel, num_ranks: int) -> Part:
+    """What the first rank's engine holds of the model, without memory. Raises ValueError for what cannot be divided."""
+    mesh = Mesh(mesh_plan(config, num_ranks), 0, None, None, None, 0.0)
+    return build_part(model.config, _DTYPES[config.model.dtype], mesh, config.engine.k_blocks)
+
+
+def _model_without_memory(config: JobConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        if config.model.path:
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path))
+        return build_model(model_spec(config), build_tokenizer())
+
+
+def _tokenizer_and_context(config: JobConfig) -> tuple[PreTrainedTokenizerBase, int]:
+    path = config.model.path
+    if not path:
+        return build_tokenizer(), CONTEXT_TOKENS
+    if not os.path.isfile(os.path.join(path, "config.json")):
+        raise ValueError(f"model.path: {path!r} is no model folder, it holds no config.json")
+    return AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path).max_position_embeddings
+
+
+def describe_plan(config: JobConfig, num_ranks: int) -> str:
+    """The plan in a few lines: ranks, batch, memory per rank. Builds the model without its memory."""
+    model = _model_without_memory(config)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    itemsize = {"float32": 4, "bfloat16": 2}[config.model.dtype]
+    text = model.config.get_text_config(decoder=True)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    mesh = mesh_plan(config, num_ranks)
+    # Of the rank that has most: the first stages may have a layer more, and a KV head may stand on several ranks.
+    layers, kv_heads = -(-text.num_hidden_layers // mesh.pp), -(-text.num_key_value_heads // mesh.tp)
+    kv_per_token = 2 * layers * kv_heads * head_dim * itemsize
+    rows = min(config.train.microbatch_tokens, 10**9)
+    # Residual stream, attention and MLP of each layer are kept for the backward pass, then the logits in float32.
+    per_layer = (10 * text.hidden_size + 3 * text.intermediate_size) * itemsize
+    activations = rows * (text.num_hidden_layers * per_layer + 3 * text.vocab_size * 4)
+    prompts, group = config.rollout.prompts_per_step, config.rollout.group_size
+    mib = 2.0**20
+    lines = [
+        f"model      {config.model.path or 'built'}: {num_parameters / 1e6:.2f} M parameters, {config.model.dtype}",
+        f"ranks      {num_ranks}, each {_trainer(config)} and {_engine(config)}",
+        f"mesh       {_mesh(mesh)}",
+        f"weights    {_sync(config)}",
+        f"batch      {prompts} prompts x {group} samples a step, {prompts // num_ranks} x {group} a rank, "
+        f"up to {config.rollout.max_new_tokens} new tokens each",
+        f"steps      {config.run.num_steps}, {config.train.epochs_per_step} optimizer step(s) on each",
+        f"memory     per rank: {_weight_memory(config, model, num_ranks)}; activations about "
+        f"{activations / mib:.0f} MiB for {rows} rows; KV pool {config.engine.kv_cache} at {kv_per_token} bytes a "
+        "token, released while training",
+        f"results    {config.folder}",
+    ]
+    return "\n".join(lines)
+
+
+def _trainer(config: JobConfig) -> str:
+    names = {"ddp": "a DDP", "fsdp2": "an FSDP2", "deepspeed": f"a DeepSpeed ZeRO-{config.deepspeed.zero_stage}"}
+    return f"{names[config.trainer]} trainer"
+
+
+def _engine(config: JobConfig) -> str:
+    if config.engines == "separate":
+        return "an engine in a process of its own"
+    if config.parallel.num_ranks > 1:
+        return "a part of an engine, with a copy of its part of the weights"
+    return f"an engine {'that aliases its weights' if _aliases(config) else 'with a copy of the weights'}"
+
+
+def _aliases(config: JobConfig) -> bool:
+    backend = make_backend(config, Ranks(0, 1, torch.device("cpu")))
+    return config.sync == "in_place" and config.parallel.num_ranks == 1 and backend.shares_storage
+
+
+def _sync(config: JobConfig) -> str:
+    if config.sync == "in_place":
+        if config.parallel.num_ranks > 1:
+            return "whole tensors, one after another, of which each rank copies its part"
+        return "in place: nothing moves" if _aliases(config) else "gathered from the shards into the copies"
+    settings = config.weights
+    return (
+        f"by {config.sync}, in buckets of {settings.bucket_bytes}, {'' if settings.verify else 'not '}verified, "
+        f"{'with' if settings.undo == 'tensors' else 'without'} undo, waiting {settings.timeout_s} s at most"
+    )
+
+
+def _mesh(mesh: MeshPlan) -> str:
+    def several(count: int, what: str) -> str:
+        return f"{count} {what}{'' if count == 1 else 's'}"
+
+    inside = f": {several(mesh.pp, 'stage')} of {several(mesh.tp, 'rank')}" if mesh.num_ranks > 1 else ""
+    return (
+        f"dp={mesh.dp} x pp={mesh.pp} x tp={mesh.tp}: {several(mesh.dp, 'replica')} of "
+        f"{several(mesh.num_ranks, 'rank')}{inside}"
+    )
+
+
+def _weight_memory(config: JobConfig, model: PreTrainedModel, num_ranks: int) -> str:
+    """What one rank holds of the parameters, by kind."""
+    num_parameters = num_in_engine = sum(parameter.numel() for parameter in model.parameters())
+    if config.parallel.num_ranks > 1:
+        part = _part(config, model, num_ranks)
+        names = {name for name, _ in part.module.named_parameters()}  # a tied one once
+        num_in_engine = sum(math.prod(part.division.shards[name].shape) for name in names)
+    itemsize = {"float32": 4, "bfloat16": 2}[config.model.dtype]
+    # How many of weights, gradients and optimizer state are cut into shards: the last so many.
+    num_sharded = {"ddp": 0, "fsdp2": 3, "deepspeed": config.deepspeed.zero_stage}[config.trainer]
+    shards = [num_ranks if kind >= 3 - num_sharded else 1 for kind in range(3)]
+    adamw = 2 * itemsize
+    if config.trainer == "deepspeed" and (config.deepspeed.zero_stage or config.model.dtype == "bfloat16"):
+        adamw = 3 * 4  # moments and a copy of the parameters, in float32
+    parts = {
+        "weights": itemsize / shards[0],
+        "gradients": itemsize / shards[1],
+        "AdamW": adamw / shards[2],
+        "the engine's copy": 0
+        if _aliases(config) or config.engines == "separate"
+        else itemsize * num_in_engine / num_parameters,
+        "the KL reference": itemsize if config.train.kl_coefficient else 0,
+    }
+    return " + ".join(f"{name} {num_parameters * size / 2**20:.1f} MiB" for name, size in parts.items() if size)

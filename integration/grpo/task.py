@@ -1,0 +1,66 @@
+"""What the job trains on: sums made on the spot, or the problems of a JSONL file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from .arithmetic import ArithmeticSpec, arithmetic_problems
+from .config import JobConfig
+from .problems import Problem, draw_problems, load_problems
+
+_HELDOUT_ONE_IN = 10  # of a file that brings no held-out problems of its own
+
+
+@dataclass(frozen=True)
+class Task:
+    """Problems to train on, by step, and problems held out."""
+
+    train_problems: Callable[[int, int], Sequence[Problem]]  # (step, how many): a pure function, so runs can resume
+    heldout: Sequence[Problem]
+    all_known: Sequence[Problem]  # every problem there is, where they are finitely many; for checks before the start
+
+
+def build_task(config: JobConfig) -> Task:
+    """The task a config asks for. Raises ValueError naming the file and line, or the key, of what is wrong."""
+    data = config.data
+    if not data.path:
+        spec = ArithmeticSpec(config.run.seed, data.min_digits, data.max_digits, data.num_heldout)
+        problems = arithmetic_problems(spec)
+        longest = Problem(f"What is {'9' * data.max_digits} + {'9' * data.max_digits}?\n", "")
+        return Task(problems.train_problems, problems.heldout, (longest,))
+    problems = load_problems(data.path, data.prompt_field, data.answer_field)
+    if data.heldout_path:
+        train, heldout = problems, load_problems(data.heldout_path, data.prompt_field, data.answer_field)
+    else:
+        heldout = problems[_HELDOUT_ONE_IN - 1 :: _HELDOUT_ONE_IN]
+        train = [problem for index, problem in enumerate(problems) if (index + 1) % _HELDOUT_ONE_IN]
+        if not heldout:
+            raise ValueError(f"{data.path}: {len(problems)} problems are too few to hold one in {_HELDOUT_ONE_IN} out: "
+                             "add some or set data.heldout_path")
+    return Task(
+        lambda step, num: draw_problems(train, config.run.seed, step, num), heldout[: data.num_heldout],
+        [*train, *heldout],
+    )  # fmt: skip
+
+
+def check_lengths(
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, max_model_len: int
+) -> None:
+    """Raises ValueError naming the first problems whose prompt leaves no room for an answer in the context."""
+    room = max_model_len - max_new_tokens
+    if room < 1:
+        raise ValueError(f"rollout.max_new_tokens of {max_new_tokens} leaves no prompt in a context of {max_model_len}")
+    too_long = [
+        f"{problem.source or repr(problem.prompt)}: the prompt has {num_tokens} tokens"
+        for problem in problems
+        if (num_tokens := len(tokenizer(problem.prompt)["input_ids"])) > room
+    ]
+    if too_long:
+        more = f"; and {len(too_long) - 3} more" if len(too_long) > 3 else ""
+        raise ValueError(
+            f"{'; '.join(too_long[:3])}{more}; a context of {max_model_len} tokens with rollout.max_new_tokens="
+            f"{max_new_tokens} takes prompts of {room}"
+        )

@@ -1,0 +1,136 @@
+"""The trainer of the main job: one GRPO update, whatever shards the model, and its measured gap to the engine."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels.sampling.logprobs import selected_logprobs
+from ...rollout.model.hosted_model import HostedModel
+from ..ranks import Ranks
+from .backends import DdpBackend, Fsdp2Backend, TrainerBackend
+from .config import JobConfig, TrainSettings
+from .deepspeed_backend import DeepSpeedBackend
+from .loss import PolicyLoss, policy_loss
+from .packing import PackedBatch, Sample, microbatches, pack
+
+
+@dataclass(frozen=True)
+class TrainStats:
+    """One update, over all ranks."""
+
+    logprob_gap: float  # largest |engine - trainer| over the step's sampled tokens, before the first optimizer step
+    loss: float
+    kl: float
+    clip_fraction: float
+    grad_norm: float
+
+
+def make_backend(config: JobConfig, ranks: Ranks) -> TrainerBackend:
+    """The backend that a job's settings name; it wraps nothing yet."""
+    makers: dict[str, Callable[[], TrainerBackend]] = {
+        "ddp": lambda: DdpBackend(config.train, ranks),
+        "fsdp2": lambda: Fsdp2Backend(config.train, ranks),
+        "deepspeed": lambda: DeepSpeedBackend(config.train, ranks, config.deepspeed.zero_stage),
+    }
+    return makers[config.trainer]()
+
+
+class GrpoTrainer:
+    """GRPO on a hosted model. Hands the module to the backend, which wraps or shards it.
+
+    hosted: the engine's own model where it aliases the trainer's module; else one adopted from the module before, for
+    its numerics. announce_step: what the optimizer's step runs in, `RolloutService.optimizer_step` of an engine that
+    aliases the module.
+    """
+
+    def __init__(
+        self,
+        hosted: HostedModel,
+        backend: TrainerBackend,
+        settings: TrainSettings,
+        temperature: float,
+        ranks: Ranks,
+        *,
+        announce_step: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.backend = backend
+        self._hosted = hosted
+        self._settings = settings
+        self._temperature = temperature
+        self._ranks = ranks
+        self._announce_step = announce_step
+        self._reference: HostedModel | None = None
+        if settings.kl_coefficient:
+            frozen = copy.deepcopy(hosted.trained_module).requires_grad_(False).eval()  # before it is sharded
+            invariant = hosted.numerics.guarantee is not None
+            self._reference = HostedModel.adopt(
+                frozen, dtype=None, device=None, invariant=invariant, k_blocks=hosted.k_blocks
+            )
+        backend.wrap(hosted.trained_module)
+
+    def update(self, samples: Sequence[Sample], step: int) -> TrainStats:
+        """Learn from one step's samples (this rank's share of them). Every rank calls it together."""
+        num_tokens = int(self._ranks.total(sum(len(s.token_ids) for s in samples)))
+        batches = [pack(run, self._ranks.device) for run in microbatches(samples, self._settings.microbatch_tokens)]
+        references = [self._reference_logprobs(batch) for batch in batches]
+        factor = min(1.0, (step + 1) / self._settings.num_warmup_steps) if self._settings.num_warmup_steps else 1.0
+        self.backend.set_learning_rate(self._settings.learning_rate * factor)
+        gap = norm = 0.0
+        self._hosted.trained_module.train()
+        for epoch in range(self._settings.epochs_per_step):
+            losses, epoch_gap = self._backward(batches, references, num_tokens)
+            gap = epoch_gap if epoch == 0 else gap
+            with self._announce_step():
+                norm = self.backend.step()
+        return TrainStats(
+            logprob_gap=self._ranks.largest(gap),
+            loss=self._ranks.total(sum(item.loss.item() for item in losses)),
+            kl=self._ranks.total(sum(item.kl for item in losses)),
+            clip_fraction=self._ranks.total(sum(item.clip_fraction for item in losses)),
+            grad_norm=norm,
+        )
+
+    def _backward(
+        self, batches: list[PackedBatch], references: list[Tensor | None], num_tokens: int
+    ) -> tuple[list[PolicyLoss], float]:
+        """Accumulate the gradients of one pass; returns its losses and the largest gap seen in its forwards."""
+        losses, gap = [], 0.0
+        num_forwards = len(batches)
+        if self.backend.talks_in_forward:
+            num_forwards = int(self._ranks.largest(num_forwards))
+        for index in range(num_forwards):
+            is_extra = index >= len(batches)  # other ranks have more: their collectives need us, our numbers do not
+            batch, reference = (batches[-1], references[-1]) if is_extra else (batches[index], references[index])
+            with self._hosted.training_numerics(), self.backend.microbatch(is_last=index + 1 == num_forwards):
+                logits = self.backend.forward(**batch.model_inputs())[0]
+                logprobs = selected_logprobs(logits, batch.targets, self._temperature)
+                loss = policy_loss(
+                    logprobs,
+                    batch.logprobs,
+                    batch.advantages,
+                    torch.ones_like(batch.targets, dtype=torch.bool),
+                    num_tokens,
+                    self._settings.clip_low,
+                    self._settings.clip_high,
+                    reference,
+                    self._settings.kl_coefficient,
+                )
+                weight = 0 if is_extra else self._ranks.num_ranks  # ranks are averaged; the shares are summed
+                self.backend.backward(loss.loss * weight)
+            if not is_extra:
+                gap = max(gap, (logprobs.detach() - batch.logprobs).abs().max().item())
+                losses.append(loss)
+        return losses, gap
+
+    def _reference_logprobs(self, batch: PackedBatch) -> Tensor | None:
+        if self._reference is None:
+            return None
+        with torch.no_grad(), self._reference.training_numerics():
+            logits = self._reference.module(**batch.model_inputs()).logits[0]
+            return selected_logprobs(logits, batch.targets, self._temperature)

@@ -1,0 +1,160 @@
+"""Pause, continue, abort and flush."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from typing import Annotated
+
+import torch
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse, Response
+from pydantic import Field
+
+from ....rollout.completion import FinishReason
+from ....rollout.loop.commands import AbortReport, ContinueReport, FlushReport, PauseReport, check_pause_mode
+from ..edge.bodies import MAX_TIMEOUT_S, AdminBody, Timeout
+from ..edge.errors import BadField
+from .common import endpoint, json_response, run, service_of, skipped
+
+router = APIRouter(tags=["control"])
+
+_LOOK_AGAIN_S = 0.02  # at whether requests have ended: nobody announces that
+
+
+class PauseBody(AdminBody):
+    mode: str = "abort"
+    ttl: Timeout | None = Field(None, description="seconds after which generation continues by itself")
+
+
+class ContinueBody(AdminBody):
+    torch_empty_cache: bool = True
+
+
+class AbortBody(AdminBody):
+    rid: str = ""
+    abort_all: bool = False
+    abort_message: Annotated[str, Field(max_length=4096)] | None = None
+    finished_reason: object = None
+
+
+class FlushBody(AdminBody):
+    pass
+
+
+@endpoint(router, "/pause_generation", PauseBody)
+async def pause_generation(request: Request, body: PauseBody) -> Response:
+    """Run no more steps until continue; it holds when this answers."""
+    try:
+        check_pause_mode(body.mode)
+    except ValueError as error:
+        raise BadField("mode", str(error)) from None
+    if (skip := skipped(request, body)) is not None:
+        return skip
+    engine, lease = service_of(request).engine, request.app.state.pause_lease
+
+    def pause(seconds_left: float | None) -> PauseReport:
+        with lease.changing(body.ttl):
+            return engine.pause_generation(body.mode, timeout_s=seconds_left)  # type: ignore[arg-type]
+
+    report = await run(request, body, pause)
+    return json_response(
+        {
+            "message": "Generation paused successfully.",
+            "status": "ok",
+            "success": True,
+            "mode": report.mode,
+            "engine_paused": True,
+            "num_paused_requests": report.num_running + report.num_waiting,
+            "ttl": body.ttl,
+            "report": report,
+        }
+    )
+
+
+@endpoint(router, "/continue_generation", ContinueBody)
+async def continue_generation(request: Request, body: ContinueBody) -> Response:
+    """End a pause, and publish the weights of an update without a session; harmless where nothing is paused."""
+    if (skip := skipped(request, body)) is not None:
+        return skip
+    service, lease = service_of(request), request.app.state.pause_lease
+
+    def resume(seconds_left: float | None) -> ContinueReport:
+        if body.torch_empty_cache and service.engine.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        with service.turn_to_commit("continue_generation", seconds_left), lease.changing():
+            return service.continue_generation(timeout_s=seconds_left)
+
+    report = await run(request, body, resume)
+    return json_response(
+        {
+            "message": "Generation continued successfully.",
+            "status": "ok",
+            "success": True,
+            "engine_paused": False,
+            "report": report,
+        }
+    )
+
+
+@endpoint(router, "/abort_request", AbortBody)
+async def abort_request(request: Request, body: AbortBody) -> Response:
+    """End one live request, or all, with what they have; an id that is not live is ignored. Answers nothing."""
+    if (body.rid or body.abort_all) and skipped(request, body) is None:
+        engine, reason = service_of(request).engine, _reason(body)
+
+        def abort(seconds_left: float | None) -> AbortReport:
+            return engine.abort_request(
+                body.rid or None, abort_all=body.abort_all, finished_reason=reason, timeout_s=seconds_left
+            )
+
+        await run(request, body, abort)
+    return Response()
+
+
+@endpoint(router, "/flush_cache", FlushBody, methods=("GET", "POST"))
+async def flush_cache(request: Request, body: FlushBody) -> Response:
+    """Empty the prefix cache. `?timeout=`: seconds to wait for the engine to be idle. Answers text."""
+    timeout_s, state = _flush_timeout(request), request.app.state
+    if skipped(request, body) is not None:
+        return PlainTextResponse("skipped: this stage was not selected\n")
+    engine, deadline = service_of(request).engine, time.monotonic() + timeout_s
+    if state.is_flushing:
+        return PlainTextResponse("Another flush_cache is already in progress.\n", 400)
+
+    def flush(seconds_left: float | None) -> FlushReport:
+        return engine.flush_cache(timeout_s=seconds_left)
+
+    state.is_flushing = timeout_s > 0
+    try:
+        report = await run(request, body, flush)
+        while not report.success and time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK_AGAIN_S)
+            report = await state.reads.run(engine.flush_cache)
+    finally:
+        state.is_flushing = False
+    if report.success:
+        pinned = f", {report.num_unpinned} of them pinned" if report.num_unpinned else ""
+        return PlainTextResponse(f"Cache flushed: {report.flushed_items} blocks{pinned}.\n")
+    why = "Timed out waiting for idle state." if timeout_s else "Flush cache failed."
+    return PlainTextResponse(f"{why} {report.error_msg}\n", 400)
+
+
+def _flush_timeout(request: Request) -> float:
+    text = request.query_params.get("timeout", "0")
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 <= timeout_s <= MAX_TIMEOUT_S:
+        raise BadField("timeout", f"must be a number of seconds from 0 to {MAX_TIMEOUT_S:g}")
+    return timeout_s
+
+
+def _reason(body: AbortBody) -> FinishReason:
+    message = body.abort_message
+    if message is None and isinstance(body.finished_reason, dict):
+        given = body.finished_reason.get("message")
+        message = given if isinstance(given, str) else None
+    return FinishReason("abort", message=message or "Aborted")

@@ -1,0 +1,170 @@
+"""One profile at a time, as two Chrome traces: torch's of every operation, and the engine's own of its steps."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ....rollout.engine import Engine
+from ..edge.errors import Busy, HttpError
+
+logger = logging.getLogger(__name__)
+
+ACTIVITIES = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
+
+
+@dataclass(eq=False)
+class _Profile:
+    """A profile that was asked for."""
+
+    torch: profile
+    path: Path  # of torch's trace
+    num_steps: int | None  # after which it ends by itself; None: with `stop`
+    has_begun: bool = False
+    has_trace: bool = False  # whether the engine's trace was begun by it
+    written: Future[Path] = field(default_factory=Future)
+
+    def write(self) -> None:
+        """Takes long for a long profile."""
+        try:
+            self.torch.export_chrome_trace(str(self.path))
+            self.written.set_result(self.path)
+        except Exception as error:  # noqa: BLE001 - a thread boundary: whoever asks for the file gets it
+            self.written.set_exception(error)
+
+
+class Profiler:
+    """Starts and stops torch's profiler between two steps of an engine. Any thread may call.
+
+    torch records the thread that starts it, and threads that began after it; so the profile is of the process with
+    `profile_all_threads`, which covers the engine's loop. What it knows changes under the engine's lock only.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._current: _Profile | None = None  # begun, or to begin
+        self._ended: _Profile | None = None  # ended by itself, and nobody has asked for its file yet
+
+    @property
+    def is_running(self) -> bool:
+        return self._current is not None
+
+    def start(
+        self,
+        folder: str | None = None,
+        activities: Sequence[str] = ("CPU", "GPU"),
+        *,
+        prefix: str = "",
+        profile_id: str | None = None,
+        with_stack: bool = False,
+        record_shapes: bool = False,
+        start_step: int | None = None,
+        num_steps: int | None = None,
+    ) -> Path:
+        """Begin at once, or where `start_step` steps have run since the engine was made; end with `stop`, or
+        `num_steps` steps later. Returns the file of torch's that there will be. The engine's lies beside it, as
+        .engine.json, unless it writes one already.
+
+        Raises Busy where one runs or is to begin, ValueError for an unknown activity, OSError for a folder that cannot
+        be made.
+        """
+        if unknown := sorted(set(activities) - set(ACTIVITIES)):
+            raise ValueError(f"activities: unknown {', '.join(unknown)}; known: {', '.join(ACTIVITIES)}")
+        chosen = [ACTIVITIES[name] for name in activities]
+        if not torch.cuda.is_available():
+            chosen = [ProfilerActivity.CPU]
+        target = Path(folder or os.environ.get("SGLANG_TORCH_PROFILER_DIR") or tempfile.gettempdir())
+        target.mkdir(parents=True, exist_ok=True)
+        name = f"{prefix}{profile_id or time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.trace.json"
+        new = _Profile(
+            profile(
+                activities=chosen, with_stack=with_stack, record_shapes=record_shapes,
+                experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
+            ),
+            target / name,
+            num_steps,
+        )  # fmt: skip
+        self._engine.between_steps("start_profile", lambda: self._schedule(new, start_step or 0))
+        return new.path
+
+    def stop(self) -> Path:
+        """End and write; returns the file, also of one that has ended by itself. Raises HttpError 400 where there is
+        none, or where it has not begun: it is called off then."""
+        ended, is_written = self._engine.between_steps("stop_profile", self._stop)
+        if not is_written:
+            ended.write()
+        return ended.written.result()
+
+    # -- under the engine's lock ------------------------------------------------------------------------------------
+
+    def _schedule(self, new: _Profile, start_step: int) -> None:
+        if self._current is not None:
+            raise Busy("a profile is being taken: stop_profile first")
+        self._current, self._ended = new, None
+        if start_step > self._engine.metrics.num_steps:
+            self._engine.at_step(start_step, lambda: self._by_itself(new, self._begin))
+            return
+        try:
+            self._begin(new)
+        except BaseException:
+            self._current = None
+            raise
+
+    def _begin(self, new: _Profile) -> None:
+        new.has_trace = self._engine.start_trace(new.path.with_name(new.path.name.replace(".trace.", ".engine.")))
+        try:
+            new.torch.start()
+        except BaseException:
+            if new.has_trace:
+                self._engine.stop_trace()
+            raise
+        new.has_begun = True
+        if new.num_steps is not None:
+            end = self._engine.metrics.num_steps + new.num_steps
+            self._engine.at_step(end, lambda: self._by_itself(new, self._end_by_itself))
+
+    def _end(self, current: _Profile) -> None:
+        self._current = None
+        self._engine.at_step(None)
+        current.torch.stop()
+        if current.has_trace:
+            self._engine.stop_trace()
+
+    def _end_by_itself(self, current: _Profile) -> None:
+        self._end(current)
+        self._ended = current
+        # Not in the loop's thread, which has steps to run.
+        threading.Thread(target=current.write, name="lockstep-profile", daemon=True).start()
+
+    def _by_itself(self, current: _Profile, act: Callable[[_Profile], None]) -> None:
+        """In the loop's thread, which must not end by a profile that fails: who asks for the file is told."""
+        try:
+            act(current)
+        except Exception as error:
+            logger.exception("the profile %s failed", current.path)
+            self._current, self._ended = None, current
+            current.written.set_exception(error)
+
+    def _stop(self) -> tuple[_Profile, bool]:
+        current, ended = self._current, self._ended
+        if current is None:
+            if ended is None:
+                raise HttpError(400, "no profile is being taken: start_profile first")
+            self._ended = None
+            return ended, True
+        if not current.has_begun:
+            self._current = None
+            self._engine.at_step(None)
+            raise HttpError(400, "the profile had not begun: it is called off")
+        self._end(current)
+        return current, False

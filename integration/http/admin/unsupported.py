@@ -1,0 +1,51 @@
+"""What SGLang's surface has and this engine does not: an answer that says so."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from ..edge.errors import NotSupported
+
+router = APIRouter(tags=["not supported"])
+
+_IPC = "use update_weights_from_tensor, or update_weights_from_disk, instead"
+_PATHS = {
+    "/update_weights_from_ipc": f"the checkpoint-engine protocol is not supported: {_IPC}",
+    "/load_lora_adapter": "LoRA is not supported",
+    "/load_lora_adapter_from_tensors": "LoRA is not supported",
+    "/load_lora_adapter_from_distributed": "LoRA is not supported",
+    "/unload_lora_adapter": "LoRA is not supported",
+    "/init_weights_send_group_for_remote_instance": "transfers between engines are not supported",
+    "/send_weights_to_remote_instance": "transfers between engines are not supported",
+    "/remote_instance_transfer_engine_info": "transfers between engines are not supported",
+    "/get_remote_instance_transfer_engine_info": "transfers between engines are not supported",
+    "/parallelism_config": "transfers between engines are not supported",
+    "/hicache/storage-backend": "HiCache storage is not supported",
+    "/hicache/storage-backend/clear": "HiCache storage is not supported",
+    "/get_hicache_l3_cache_layout": "HiCache storage is not supported",
+    "/start_expert_distribution_record": "expert distribution records are not supported",
+    "/stop_expert_distribution_record": "expert distribution records are not supported",
+    "/dump_expert_distribution_record": "expert distribution records are not supported",
+    "/open_session": "sessions are not supported: the prefix cache finds earlier turns by itself",
+    "/close_session": "sessions are not supported: the prefix cache finds earlier turns by itself",
+    "/set_internal_state": "settings are fixed when the server starts",
+    "/pd_role_switch": "disaggregated prefill is not supported",
+    "/v1/score": "scoring is not supported: /generate gives log-probabilities of a prompt",
+    "/v1/embeddings": "embeddings are not supported",
+    "/v1/rerank": "reranking is not supported",
+    "/encode": "embeddings are not supported",
+    "/classify": "classification is not supported",
+}
+
+
+def _add(path: str, message: str) -> None:
+    async def refuse(request: Request) -> Response:
+        raise NotSupported(message)
+
+    for method in ("GET", "POST", "PUT", "DELETE"):
+        router.add_api_route(path, refuse, methods=[method], include_in_schema=False)
+
+
+for _path, _message in _PATHS.items():
+    _add(_path, _message)

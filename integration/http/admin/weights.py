@@ -1,0 +1,266 @@
+"""The weight verbs beside the updates: groups, sessions, versions, values, the checker, memory, and pulled checkpoints.
+
+Names, fields and replies are SGLang's, slime's and Miles' where they have them; `report` has what the service's verb
+returned.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from ....rollout.loop.commands import HoldReport
+from ....weight_sync.delta.pull import PullRecord
+from ...service import MemoryReport, RolloutService
+from ...weights.sessions import Commit
+from ...weights.verbs import GROUP_NAME
+from ..edge.bodies import AdminBody, Count, Timeout
+from ..edge.errors import HttpError
+from .common import endpoint, json_response, run, run_update, service_of, skipped, triple, verb
+
+router = APIRouter(tags=["weights"])
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+# -- bodies -----------------------------------------------------------------------------------------------------------
+
+
+class InitGroupBody(AdminBody):
+    master_address: str
+    master_port: Port
+    rank_offset: Count
+    world_size: Count
+    group_name: str = GROUP_NAME
+    backend: str = "nccl"
+
+
+class DestroyGroupBody(AdminBody):
+    group_name: str = GROUP_NAME
+
+
+class BeginBody(AdminBody):
+    selector: str = "all"
+    weight_version: str | None = None
+    coverage: str = "partial"  # a foreign trainer may freeze some
+    undo: str = "tensors"
+    digest: str = "now"
+    lease_s: Timeout | None = None
+    abort_all_requests: bool = False
+    keep_running: bool = True  # a pause in_place means that
+
+
+class VerifyBody(AdminBody):
+    digests: dict[str, str]
+
+
+class EndBody(AdminBody):
+    weight_version: str | None = None
+
+
+class AbortUpdateBody(AdminBody):
+    why: Annotated[str, Field(max_length=4096)] = "asked for"
+
+
+class VersionBody(AdminBody):
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class ByNameBody(AdminBody):
+    name: str
+    truncate_size: Annotated[int, Field(ge=1, le=2**31 - 1)] = 100
+
+
+class CheckerBody(AdminBody):
+    action: str = "checksum"
+    allow_quant_error: bool = False
+    skip_tensor_list: list[str] = Field(default_factory=list)
+    selector: str = "all"
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+
+
+class MemoryBody(AdminBody):
+    tags: list[str] = Field(default_factory=list)
+
+
+class PostProcessBody(AdminBody):
+    restore_weights_before_load: bool = False
+    post_process_quantization: bool = False
+
+
+class PullBody(AdminBody):
+    local_checkpoint_dir: str
+    source_dir: str
+    target_version: Count
+
+
+class PlainBody(AdminBody):
+    pass
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+@verb(router, InitGroupBody, reply=lambda _, **ranks: triple("Succeeded to initialize custom process group.", **ranks))
+def init_weights_update_group(service: RolloutService, body: InitGroupBody, seconds_left: float | None) -> None:
+    """Join a process group as rank `rank_offset`; answers when all have joined."""
+    service.init_weights_update_group(
+        body.master_address, body.master_port, body.rank_offset, body.world_size, body.group_name, body.backend,
+        timeout_s=seconds_left,
+    )  # fmt: skip
+
+
+@verb(router, DestroyGroupBody, reply=lambda _, **ranks: triple("Succeeded to destroy custom process group.", **ranks))
+def destroy_weights_update_group(service: RolloutService, body: DestroyGroupBody, _: float | None) -> None:
+    """Leave a process group, or end a rendezvous that still waits."""
+    if body.group_name not in service.groups.state():
+        raise HttpError(400, f"The group to be destroyed does not exist. ({body.group_name!r})", param="group_name")
+    service.destroy_weights_update_group(body.group_name)
+
+
+# -- sessions ---------------------------------------------------------------------------------------------------------
+
+
+def _committed(commit: Commit, **ranks: object) -> Response:
+    return triple("Success", commit, weight_version=commit.version, weight_digest=commit.digest, **ranks)
+
+
+def _reverted(version: str, **ranks: object) -> Response:
+    return triple("Success", version, weight_version=version, **ranks)
+
+
+def _digested(digest: str | None, **ranks: object) -> Response:
+    return triple("Success", digest, weight_digest=digest, **ranks)
+
+
+def _labelled(version: str, **ranks: object) -> Response:
+    return triple(f"Weight version updated to {version}", new_version=version, **ranks)
+
+
+@verb(router, BeginBody, writes=True)
+def begin_weight_update(service: RolloutService, body: BeginBody, seconds_left: float | None) -> HoldReport:
+    """Open a session: nothing is sampled until it ends."""
+    fields = body.model_dump(exclude={"op_id", "timeout_s", "stages", "selector"})
+    return service.begin_weight_update(**fields, timeout_s=seconds_left)
+
+
+@verb(router, VerifyBody, writes=True)
+def verify_weight_update(service: RolloutService, body: VerifyBody, _: float | None) -> None:
+    """Compare what the open session wrote with the sender's digests."""
+    service.verify_weight_update(body.digests)
+
+
+@verb(router, EndBody, writes=True, reply=_committed)
+def end_weight_update(service: RolloutService, body: EndBody, _: float | None) -> Commit:
+    """Commit the open session."""
+    return service.end_weight_update(weight_version=body.weight_version)
+
+
+@verb(router, AbortUpdateBody, writes=True)
+def abort_weight_update(service: RolloutService, body: AbortUpdateBody, _: float | None) -> None:
+    """Give the open session up: every byte is what it was."""
+    service.abort_weight_update(body.why)
+
+
+@verb(router, PlainBody, writes=True, reply=_reverted)
+def revert_weight_update(service: RolloutService, body: PlainBody, _: float | None) -> str:
+    """Take the last commit back while what it overwrote is kept."""
+    return service.revert_weight_update()
+
+
+@verb(router, PlainBody)
+def release_weight_undo(service: RolloutService, body: PlainBody, _: float | None) -> None:
+    """The last commit stands: free what it overwrote."""
+    service.release_weight_undo()
+
+
+@verb(router, PlainBody, reply=_digested)
+def finish_digest(service: RolloutService, body: PlainBody, _: float | None) -> str | None:
+    """Compute the digest that a commit put off."""
+    return service.finish_digest()
+
+
+# -- versions and values ----------------------------------------------------------------------------------------------
+
+
+@verb(router, VersionBody, reply=_labelled)
+def update_weight_version(service: RolloutService, body: VersionBody, _: float | None) -> str:
+    """Label the weights: those of the open session, or else those that stand."""
+    service.update_weight_version(body.new_version, body.abort_all_requests)
+    return body.new_version
+
+
+@router.get("/get_weights_by_name")
+async def get_weights_by_name(request: Request, name: str, truncate_size: int = 100) -> Response:
+    """Values of a parameter as nested lists."""
+    return await _values(request, ByNameBody(name=name, truncate_size=truncate_size))
+
+
+@endpoint(router, "/get_weights_by_name", ByNameBody)
+async def post_weights_by_name(request: Request, body: ByNameBody) -> Response:
+    """Values of a parameter as nested lists."""
+    return await _values(request, body)
+
+
+async def _values(request: Request, body: ByNameBody) -> Response:
+    service = service_of(request)
+    values = await request.app.state.reads.run(lambda: service.get_weights_by_name(body.name, body.truncate_size))
+    return json_response(values)
+
+
+# -- the checker ------------------------------------------------------------------------------------------------------
+
+
+@endpoint(router, "/weights_checker", CheckerBody, methods=("GET", "POST"))
+async def weights_checker(request: Request, body: CheckerBody) -> Response:
+    """Look at the weights between two steps: checksum, snapshot, compare, reset_tensors. GET does checksum only."""
+    if request.method == "GET" and body.action != "checksum":
+        raise HttpError(405, f"action {body.action!r} needs POST", param="action", headers={"Allow": "POST"})
+    if (skip := skipped(request, body)) is not None:
+        return skip
+    service = service_of(request)
+
+    def check(seconds_left: float | None) -> dict[str, object]:
+        return service.weights_checker(body.action, skip_tensor_list=body.skip_tensor_list, seed=body.seed)
+
+    is_write = body.action == "reset_tensors"
+    report = await (run_update if is_write else run)(request, body, check)
+    return json_response(report, 200 if report["success"] else 400)
+
+
+# -- memory and the rest ----------------------------------------------------------------------------------------------
+
+
+def _null(_: object, **ranks: object) -> Response:
+    return json_response(None)
+
+
+@verb(router, MemoryBody, reply=_null)
+def release_memory_occupation(service: RolloutService, body: MemoryBody, _: float | None) -> dict[str, MemoryReport]:
+    """Free the memory behind each tag, of all without any. Answers null."""
+    return service.release_memory_occupation(body.tags)
+
+
+@verb(router, MemoryBody, reply=_null)
+def resume_memory_occupation(
+    service: RolloutService, body: MemoryBody, seconds_left: float | None
+) -> dict[str, MemoryReport]:
+    """Allocate again what was released. Answers null."""
+    with service.turn_to_commit("resume_memory_occupation", seconds_left):
+        return service.resume_memory_occupation(body.tags)
+
+
+@endpoint(router, "/post_process_weights", PostProcessBody)
+async def post_process_weights(request: Request, body: PostProcessBody) -> Response:
+    """Nothing: there is nothing to do to weights that are not quantised."""
+    return skipped(request, body) or triple("Success")
+
+
+@verb(router, PullBody)
+def pull_weights(service: RolloutService, body: PullBody, seconds_left: float | None) -> PullRecord:
+    """Bring the checkpoint of a version into a local folder from versioned folders, deltas among them."""
+    return service.pull_weights(body.local_checkpoint_dir, body.source_dir, body.target_version, timeout_s=seconds_left)

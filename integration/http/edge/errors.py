@@ -1,0 +1,183 @@
+"""What went wrong, as a status and a body: for SGLang's clients, and in OpenAI's shape under /v1.
+
+| status | raised here as |
+|---|---|
+| 400 | ValueError (naming the field where there is one), and every condition a caller may handle |
+| 401, 403 | no usable key; the wrong one |
+| 404, 405, 413, 501 | no such path; not with this method; too long; not supported here |
+| 408 | DeadlineExceeded: the call's own deadline passed before it began, and it will not run |
+| 409 | Busy: another update is in progress; OpIdTaken: the op_id stands for another operation |
+| 500 | a bug of ours |
+| 503 | EngineStopped: the loop has ended, or is ending; RankFailure: a rank of the replica is lost |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ....rollout.errors import (
+    DeadlineExceeded,
+    EngineStopped,
+    IllegalTransition,
+    LedgerError,
+    LockstepError,
+    OpIdTaken,
+    RankFailure,
+)
+from ....weight_sync.errors import WeightSyncError
+
+logger = logging.getLogger(__name__)
+
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error"}
+_TITLES = {
+    400: "Bad Request",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    408: "Request Timeout",
+    409: "Conflict",
+    413: "Content Too Large",
+    500: "Internal Server Error",
+    501: "Not Implemented",
+    503: "Service Unavailable",
+}
+
+
+class HttpError(Exception):
+    """An answer that is an error. Its message goes to the client."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        extra: Mapping[str, object] | None = None,
+    ) -> None:
+        """param: the field that is wrong. code: a word for programs. extra: further keys of the body."""
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers, self.extra = dict(headers or {}), dict(extra or {})
+
+
+class BadField(HttpError):
+    """A field of the request is wrong."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(400, f"{param}: {message}", param=param)
+
+
+class Busy(HttpError):
+    """Another operation is in the way: wait for it, and try again."""
+
+    def __init__(self, message: str, **extra: object) -> None:
+        super().__init__(409, message, code="busy", extra=extra)
+
+
+class NotSupported(HttpError):
+    """A part of SGLang's surface that this engine does not have."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(501, message, code="not_implemented")
+
+
+def as_http_error(error: Exception) -> HttpError:
+    """The answer for an exception of ours; 500, without its text, for any other."""
+    if isinstance(error, HttpError):
+        return error
+    kind = type(error).__name__
+    if isinstance(error, DeadlineExceeded):
+        return HttpError(408, str(error), code=kind)
+    if isinstance(error, OpIdTaken):
+        return HttpError(409, str(error), param="op_id", code="busy")
+    if isinstance(error, EngineStopped | RankFailure):
+        lost = error.__cause__
+        why = f"{error}: {lost}" if isinstance(lost, RankFailure) else str(error)
+        return HttpError(503, why, code=kind)
+    is_bug = isinstance(error, LedgerError | IllegalTransition)
+    if isinstance(error, ValueError | LockstepError | WeightSyncError | OSError) and not is_bug:
+        return HttpError(400, str(error), code=kind)
+    logger.error("a call failed", exc_info=error)
+    return HttpError(500, f"internal error ({kind}); the server's log tells more", code=kind)
+
+
+def error_body(error: HttpError, *, openai: bool) -> dict[str, object]:
+    """The body of an error: OpenAI's, or one that has every key that SGLang's clients look for."""
+    if openai:
+        kind = _OPENAI_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+        what = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+        return {"error": what, **error.extra}
+    return {
+        "success": False,
+        "object": "error",
+        "message": error.message,
+        "type": _TITLES.get(error.status, str(error.status)),
+        "param": error.param,
+        "code": error.status,
+        "error": {"message": error.message, "type": error.code or _TITLES.get(error.status, ""), "param": error.param},
+        **error.extra,
+    }
+
+
+def error_response(path: str, error: Exception) -> JSONResponse:
+    """The answer to a request for `path` that ended so."""
+    answer = as_http_error(error)
+    body = error_body(answer, openai=path.startswith("/v1/"))
+    return JSONResponse(body, answer.status, answer.headers)
+
+
+class EndingMiddleware:
+    """Answers 503 what the server's end has cut short, where it has not begun to be answered."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def watched(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = has_begun or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except asyncio.CancelledError:
+            if has_begun or scope["type"] != "http":
+                raise
+            ending = HttpError(503, "the server is ending; what was asked for may still happen", code="ending")
+            await error_response(scope["path"], ending)(scope, receive, send)
+
+
+def install(app: FastAPI) -> None:
+    """Answer exceptions of ours, and the framework's own, in these shapes."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        return error_response(request.scope["path"], error)
+
+    async def answer_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        headers = dict(error.headers or {})
+        return error_response(request.scope["path"], HttpError(error.status_code, str(error.detail), headers=headers))
+
+    async def answer_validation(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"][1:])
+        return error_response(request.scope["path"], BadField(field, first["msg"]))
+
+    app.add_exception_handler(HTTPException, answer_http)
+    app.add_exception_handler(RequestValidationError, answer_validation)
+    for kind in (HttpError, ValueError, OSError, LockstepError, WeightSyncError, Exception):
+        app.add_exception_handler(kind, answer)

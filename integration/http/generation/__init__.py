@@ -1,0 +1,1 @@
+"""`/generate`: SGLang's wire."""

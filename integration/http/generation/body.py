@@ -1,0 +1,203 @@
+"""What a /generate request asks, from its JSON object: one entry per prompt, checked before anything is queued."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from ....rollout.control.intake import prompt_ids
+from ....rollout.engine import Engine
+from ....rollout.sampling_params import SamplingParams
+from ....rollout.sequences.request import RequestOptions
+from ..edge.bodies import Body, fields_of
+from ..edge.errors import BadField
+from .meta import Wanted
+from .subscriptions import Asked
+
+MAX_SEQUENCES = 4096  # of one request: prompts times samples
+# What SGLang knows and we do not, where ignoring it would answer something else than was asked.
+REFUSED = (
+    "input_embeds", "image_data", "video_data", "audio_data", "lora_path", "lora_id", "custom_logit_processor",
+    "session_params", "return_hidden_states", "return_routed_experts", "return_indexer_topk", "return_sampling_mask",
+    "return_entropy", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+)  # fmt: skip
+
+
+class GenerateBody(Body):
+    """Fields of POST /generate. One of text and input_ids; nested lists are batches."""
+
+    text: str | list[str] | None = None
+    input_ids: list[Any] | None = Field(None, description="token ids, or a list of such lists")
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    rid: str | list[str] | None = None
+    return_logprob: bool | list[bool] = False
+    logprob_start_len: int | list[int] = Field(-1, description="-1: of the output only")
+    top_logprobs_num: int | list[int] = 0
+    token_ids_logprob: list[Any] | None = Field(None, description="token ids, or a list of such lists")
+    return_text_in_logprobs: bool = False
+    return_prompt_token_ids: bool = False
+    stream: bool = False
+    extra_key: str | list[str] | None = Field(None, description="requests share cached prefixes only under equal keys")
+    cache_salt: str | list[str] | None = None
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """A request whose fields fit together. Its prompts are not tokenised."""
+
+    prompts: list[str] | list[list[int]]
+    field: str  # of the prompts
+    is_batch: bool
+    params: list[SamplingParams]
+    options: list[RequestOptions]
+    wanted: list[Wanted]  # one per prompt
+    rids: list[str]
+    stream: bool
+    return_prompt_token_ids: bool
+
+    @property
+    def answers_list(self) -> bool:
+        """Whether the answer is a list."""
+        return self.is_batch or self.params[0].n > 1
+
+    def asked(self, engine: Engine) -> Asked:
+        """With token ids for prompts. Takes long for long texts. Raises BadField."""
+        return Asked(token_ids_of(engine, self.prompts, self.field, self.params), self.params, self.options, self.rids)
+
+
+def read_generate(values: dict[str, object], engine: Engine) -> GenerateRequest:
+    """Raises BadField, or ValueError naming the field."""
+    refuse_unsupported(values, REFUSED)
+    body = fields_of(GenerateBody, values)
+    prompts, field, is_batch = _prompts(body)
+    count = len(prompts)
+    params = [sampling_params(one) for one in _spread("sampling_params", body.sampling_params, count, is_batch)]
+    if (num_sequences := sum(p.n for p in params)) > MAX_SEQUENCES:
+        raise BadField("n", f"{num_sequences} sequences are more than the {MAX_SEQUENCES} that one request may have")
+    per_prompt = zip(
+        _spread("return_logprob", body.return_logprob, count, is_batch),
+        _spread("logprob_start_len", body.logprob_start_len, count, is_batch),
+        _spread("top_logprobs_num", body.top_logprobs_num, count, is_batch),
+        _listed(body.token_ids_logprob, count, is_batch),
+        _spread("extra_key", body.extra_key, count, is_batch),
+        _spread("cache_salt", body.cache_salt, count, is_batch),
+        strict=True,
+    )
+    text_of = text_of_token(engine) if body.return_text_in_logprobs else None
+    options, wanted = [], []
+    for has_logprobs, start, num_top, listed, extra_key, salt in per_prompt:
+        key = namespace(extra_key, salt)
+        if not has_logprobs:
+            options.append(RequestOptions(extra_key=key))
+            wanted.append(Wanted())
+            continue
+        options.append(RequestOptions(start, num_top, listed, key))
+        wanted.append(Wanted(True, start, num_top > 0, bool(listed), text_of))
+    rids = _rids(body.rid, count, is_batch)
+    return GenerateRequest(
+        prompts, field, is_batch, params, options, wanted, rids, body.stream, body.return_prompt_token_ids
+    )
+
+
+def refuse_unsupported(values: Mapping[str, object], names: Sequence[str]) -> None:
+    """Raises BadField for the first of these that asks for something."""
+    for name in names:
+        if values.get(name) not in (None, False, [], {}, ""):
+            raise BadField(name, "is not supported")
+
+
+def sampling_params(given: object) -> SamplingParams:
+    """Raises BadField naming every key that is unknown or wrong."""
+    if given is not None and not isinstance(given, dict):
+        raise BadField("sampling_params", f"must be an object, not {type(given).__name__}")
+    try:
+        params = SamplingParams.from_dict(given or {})
+    except ValueError as error:
+        raise BadField("sampling_params", str(error).removeprefix("sampling parameters: ")) from None
+    refuse_unsupported(params.custom_params or {}, ("return_top_p_token_ids",))
+    return params
+
+
+def token_ids_of(
+    engine: Engine, prompts: Sequence[str] | Sequence[list[int]], field: str, params: Sequence[SamplingParams]
+) -> list[list[int]]:
+    """Tokenise prompts that are texts, and check that they fit into the model's context. Raises BadField."""
+    found = []
+    for prompt, its_params in zip(prompts, params, strict=True):
+        try:
+            ids = prompt_ids(prompt, engine.tokenizer, engine.model.vocab_size)
+        except ValueError as error:
+            raise BadField(field, str(error)) from None
+        room = engine.max_model_len - min(its_params.max_new_tokens, 1)
+        if len(ids) > room:
+            raise BadField(
+                field, f"Input length ({len(ids)} tokens) exceeds the maximum allowed length ({room} tokens)"
+            )
+        found.append(ids)
+    return found
+
+
+def text_of_token(engine: Engine):
+    """A function from a token id to its text; None for an engine without a tokenizer."""
+    tokenizer = engine.tokenizer
+    return None if tokenizer is None else lambda token_id: tokenizer.decode([token_id])
+
+
+def namespace(extra_key: str | None, cache_salt: str | None) -> str:
+    """The one key under which prefixes are shared; each of the two is it alone where the other is not given."""
+    return "\0".join(filter(None, (cache_salt, extra_key)))
+
+
+def _prompts(body: GenerateBody) -> tuple[list[str] | list[list[int]], str, bool]:
+    """The prompts, the field they stand in, and whether they are a batch."""
+    if (body.text is None) == (body.input_ids is None):
+        raise BadField("text", "exactly one of text and input_ids is needed")
+    if body.input_ids is None:
+        assert body.text is not None
+        prompts, field, is_batch = body.text, "text", isinstance(body.text, list)
+    else:
+        prompts, field = body.input_ids, "input_ids"
+        is_batch = any(isinstance(entry, list) for entry in prompts)
+        if is_batch and not all(isinstance(entry, list) for entry in prompts):
+            raise BadField(field, "must be a list of token ids, or a list of such lists")
+    if not prompts:
+        raise BadField(field, "must not be empty")
+    return (prompts if is_batch else [prompts]), field, is_batch  # type: ignore[list-item, return-value]
+
+
+def _listed(given: list[Any] | None, count: int, is_batch: bool) -> list[tuple[int, ...]]:
+    """The token ids whose log-probabilities each prompt wants. Raises BadField for what is none."""
+    name, is_nested = "token_ids_logprob", any(isinstance(entry, list) for entry in given or [])
+    per_prompt = _spread(name, given, count, is_batch) if is_nested else [given] * count
+    for ids in per_prompt:
+        if not isinstance(ids, list | None):
+            raise BadField(name, "must be a list of token ids, or a list of such lists")
+        if bad := [id for id in ids or [] if isinstance(id, bool) or not isinstance(id, int)]:
+            raise BadField(name, f"must be token ids, not {bad[:5]!r}")
+    return [tuple(ids or ()) for ids in per_prompt]
+
+
+def _spread(name: str, value: Any, count: int, is_batch: bool) -> list[Any]:
+    """One value per prompt. Raises BadField for a list of another length."""
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count or not is_batch:
+        raise BadField(name, f"has {len(value)} entries for {count} prompts")
+    return value
+
+
+def _rids(given: str | list[str] | None, count: int, is_batch: bool) -> list[str]:
+    """An id for each prompt; a batch's one id gets a number. Raises BadField for one that stands twice."""
+    if not given:
+        return [uuid.uuid4().hex for _ in range(count)]
+    if isinstance(given, str):
+        return [f"{given}_{index}" for index in range(count)] if is_batch else [given]
+    rids = _spread("rid", given, count, is_batch)
+    if len(set(rids)) < count:
+        twice = sorted({rid for rid in rids if rids.count(rid) > 1})
+        raise BadField("rid", f"Duplicate request ID detected within the batch: {', '.join(twice)}")
+    return [rid or uuid.uuid4().hex for rid in rids]

@@ -1,0 +1,157 @@
+"""POST | PUT /generate: SGLang's own generation call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
+
+from ....rollout.completion import Completion, StreamChunk
+from ....rollout.errors import EngineStopped
+from ..edge.bodies import describe, read_object
+from ..edge.errors import HttpError, as_http_error
+from .body import GenerateBody, GenerateRequest, read_generate
+from .meta import Wanted, meta_info, stream_meta
+from .sse import DONE, EventStream, GrowingList, GrowingText, dumps, event
+from .subscriptions import Hub, Subscription, hub_of, unless_gone
+
+router = APIRouter()
+
+CLIENT_GONE = Response(status_code=499)  # nobody reads it
+
+
+@router.put("/generate", openapi_extra=describe(GenerateBody), operation_id="generate_put")
+@router.post("/generate", openapi_extra=describe(GenerateBody), operation_id="generate_post")
+async def generate(request: Request) -> Response:
+    """Complete one prompt or several. An aborted request is answered too, with what it has."""
+    received = time.monotonic()
+    values = await read_object(request)
+    hub = hub_of(request.app)
+    ask = read_generate(values, hub.engine)
+    if ask.stream:
+        subscription = await hub.subscribe(partial(ask.asked, hub.engine), streamed=True)
+        return EventStream(_events(subscription, ask, received), on_end=partial(hub.leave, subscription))
+    try:
+        answers = await unless_gone(request, _answers(hub, ask, received))
+    except ClientDisconnect:
+        return CLIENT_GONE
+    return JSONResponse(answers if ask.answers_list else answers[0])
+
+
+async def _answers(hub: Hub, ask: GenerateRequest, received: float) -> list[dict[str, object]]:
+    async with hub.open(partial(ask.asked, hub.engine), streamed=False) as subscription:
+        completions = await subscription.completions()
+    wanted = _wanted_by_sequence(ask)
+    return [_answer(*pair, ask, received) for pair in zip(completions, wanted, strict=True)]
+
+
+def _answer(completion: Completion, wanted: Wanted, ask: GenerateRequest, received: float) -> dict[str, object]:
+    """Raises HttpError 400 for a prompt that could never have run."""
+    refuse_ignored(completion)
+    answer: dict[str, object] = {
+        "text": completion.text,
+        "output_ids": completion.token_ids,
+        "meta_info": meta_info(completion, wanted, received),
+    }
+    if ask.return_prompt_token_ids:
+        answer["prompt_token_ids"] = completion.prompt_ids
+    return answer
+
+
+def refuse_ignored(completion: Completion) -> None:
+    """Raises HttpError 400 for a prompt that could never have run."""
+    reason = completion.finish_reason
+    if reason is not None and reason.type == "ignored":
+        raise HttpError(400, f"the prompt cannot be run: {reason.message}")
+
+
+def _wanted_by_sequence(ask: GenerateRequest) -> list[Wanted]:
+    return [wanted for wanted, params in zip(ask.wanted, ask.params, strict=True) for _ in range(params.n)]
+
+
+# -- streaming ------------------------------------------------------------------------------------------------------
+
+
+async def _events(subscription: Subscription, ask: GenerateRequest, received: float) -> AsyncIterator[bytes]:
+    """A chunk repeats what came before it. Steps that the client was too slow for share one."""
+    wanted = _wanted_by_sequence(ask)
+    answers = [StreamedAnswer(one, index if ask.answers_list else None) for index, one in enumerate(wanted)]
+    try:
+        while subscription.num_open:
+            for index, chunk in latest(subscription, await subscription.take(), answers).items():
+                if chunk.completion is None:
+                    yield answers[index].event(chunk, received)
+                else:
+                    answer = _answer(chunk.completion, wanted[index], ask, received)
+                    yield event(dumps({**answer, "index": index} if ask.answers_list else answer))
+    except (HttpError, EngineStopped) as error:
+        yield error_event(error)
+    yield DONE
+
+
+class StreamedAnswer:
+    """One sequence's answer while it grows, as JSON."""
+
+    def __init__(self, wanted: Wanted, index: int | None) -> None:
+        self._wanted = wanted
+        self._index = "" if index is None else f',"index":{index}'
+        self._text, self._token_ids = GrowingText(), GrowingList()
+        self._lists: dict[str, GrowingList] = {}
+        self._num_tokens = 0
+        if wanted.logprobs:
+            self._lists["output_token_logprobs"] = GrowingList()
+        if wanted.top:
+            self._lists["output_top_logprobs"] = GrowingList()
+        if wanted.listed:
+            self._lists["output_token_ids_logprobs"] = GrowingList()
+
+    def add(self, chunk: StreamChunk) -> None:
+        """Take what a step added."""
+        if chunk.num_taken_back:
+            for entries in (self._token_ids, *self._lists.values()):
+                entries.take_back(chunk.num_taken_back)
+        self._num_tokens += len(chunk.token_ids) - chunk.num_taken_back
+        self._text.append(chunk.text)
+        self._token_ids.extend(chunk.token_ids)
+        wanted, lists = self._wanted, self._lists
+        if wanted.logprobs:
+            lists["output_token_logprobs"].extend(wanted.triples(chunk.logprobs, chunk.token_ids))
+        if wanted.top:
+            lists["output_top_logprobs"].extend(wanted.ranked(chunk.top_logprobs))
+        if wanted.listed:
+            lists["output_token_ids_logprobs"].extend(wanted.ranked(chunk.listed_logprobs))
+
+    def event(self, chunk: StreamChunk, received: float) -> bytes:
+        """The whole so far; `chunk` is the newest of it."""
+        meta = dumps(stream_meta(chunk, self._num_tokens, received))
+        lists = "".join(f',"{name}":{entries}' for name, entries in self._lists.items())
+        if self._wanted.logprobs:
+            lists += f',"output_token_logprobs_length":{self._num_tokens}'
+        return event(
+            f'{{"text":{self._text},"output_ids":{self._token_ids},"meta_info":{meta[:-1]}{lists}}}{self._index}}}'
+        )
+
+
+def latest(
+    subscription: Subscription, chunks: list[StreamChunk], answers: list[StreamedAnswer]
+) -> dict[int, StreamChunk]:
+    """Add chunks to their answers; returns the newest chunk of each."""
+    newest = {}
+    for chunk in chunks:
+        index = subscription.index_of[chunk.id]
+        answers[index].add(chunk)
+        newest[index] = chunk
+    return newest
+
+
+def error_event(error: Exception) -> bytes:
+    """A chunk that tells why no further one comes."""
+    answer = as_http_error(error)
+    kind = "invalid_request_error" if answer.status < 500 else "server_error"
+    return event(
+        dumps({"error": {"message": answer.message, "type": kind, "code": answer.status, "retryable": False}})
+    )

@@ -1,0 +1,130 @@
+"""meta_info: what an answer tells about itself, with SGLang's keys."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ....rollout.completion import Completion, FinishReason, StreamChunk
+
+Triple = tuple[float | None, int, str | None]  # log-probability, token id, its text where that was asked for
+Ranked = Sequence[tuple[float, int]]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What one prompt's caller asked to be told."""
+
+    logprobs: bool = False
+    logprob_start_len: int = -1
+    top: bool = False
+    listed: bool = False
+    text_of: Callable[[int], str] | None = None  # a token's text; None: triples bear none
+
+    def triple(self, logprob: float | None, token_id: int) -> Triple:
+        if logprob is not None and not math.isfinite(logprob):
+            logprob = None  # JSON has no infinity
+        return (logprob, token_id, self.text_of(token_id) if self.text_of else None)
+
+    def triples(self, logprobs: Iterable[float | None], token_ids: Iterable[int]) -> list[Triple]:
+        """As far as there are log-probabilities: an aborted prompt may not have all of them."""
+        return [self.triple(*pair) for pair in zip(logprobs, token_ids, strict=False)]
+
+    def ranked(self, positions: Iterable[Ranked | None]) -> list[list[Triple] | None]:
+        """Per position the triples of several tokens."""
+        return [None if at is None else [self.triple(*pair) for pair in at] for at in positions]
+
+
+def finish_reason(reason: FinishReason | None) -> dict[str, object] | None:
+    """SGLang's shape of a finish reason; null while the sequence runs."""
+    if reason is None:
+        return None
+    if reason.type == "stop":
+        return {"type": "stop", "matched": reason.matched}
+    if reason.type == "length":
+        why = {"message": reason.message} if reason.message else {}
+        return {"type": "length", "length": reason.length, **why}
+    return {"type": "abort", "message": reason.message, "status_code": None, "err_type": None}
+
+
+def meta_info(completion: Completion, wanted: Wanted, received: float) -> dict[str, object]:
+    """Of a final answer. received: when the request came, of time.monotonic()."""
+    c = completion
+    info: dict[str, object] = {
+        **_head(c.id, len(c.prompt_ids), len(c.token_ids), c.num_cached_tokens, c.num_retractions, received),
+        "finish_reason": finish_reason(c.finish_reason),
+        "weight_version": c.weight_version,
+        "weight_digest": c.weight_digest,
+        "weight_versions": [
+            {"version": span.version, "start": span.start, "end": span.end, "digest": span.digest}
+            for span in c.weight_versions
+        ],
+        "response_sent_to_client_ts": time.time(),
+    }
+    if c.forced is not None:
+        info["num_jump_forward_tokens"] = c.num_jump_forward_tokens
+    if wanted.logprobs:
+        info |= _output_logprobs(c, wanted) | _input_logprobs(c, wanted)
+        if c.forced is not None:
+            info |= {"output_token_forced": c.forced, "output_token_masked_probs": c.masked_probs}
+    return info
+
+
+def stream_meta(chunk: StreamChunk, num_tokens: int, received: float) -> dict[str, object]:
+    """Of an answer that is not complete, but for what grows with it. num_tokens: generated so far."""
+    return {
+        **_head(
+            chunk.id, chunk.num_prompt_tokens, num_tokens, chunk.num_cached_tokens, chunk.num_retractions, received
+        ),
+        "finish_reason": None,
+        "weight_version": chunk.weight_version,
+    }
+
+
+def _head(id: str, num_prompt: int, num_new: int, num_cached: int, num_retractions: int, received: float) -> dict:
+    return {
+        "id": id,
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "reasoning_tokens": 0,
+        "cached_tokens": num_cached,
+        "cached_tokens_details": {"device": num_cached, "host": 0},
+        "num_retractions": num_retractions,
+        "dp_rank": 0,
+        "e2e_latency": time.monotonic() - received,
+    }
+
+
+def _output_logprobs(c: Completion, wanted: Wanted) -> dict[str, object]:
+    """With max_new_tokens=0 there is one entry nevertheless: of the token that would have come."""
+    token_ids, logprobs, top, listed = c.token_ids, c.logprobs, c.top_logprobs, c.listed_logprobs
+    if (ahead := c.next_token) is not None:
+        token_ids, logprobs = (ahead.token_id,), (ahead.logprob,)
+        top, listed = (ahead.top_logprobs,), (ahead.listed_logprobs,)
+    info: dict[str, object] = {
+        "output_token_logprobs": wanted.triples(logprobs, token_ids),
+        "output_token_logprobs_length": len(logprobs),
+    }
+    if wanted.top:
+        info["output_top_logprobs"] = wanted.ranked(top or ())
+    if wanted.listed:
+        info["output_token_ids_logprobs"] = wanted.ranked(listed or ())
+    return info
+
+
+def _input_logprobs(c: Completion, wanted: Wanted) -> dict[str, object]:
+    """Of prompt[logprob_start_len:]. As upstream the first entry's log-probability is null, wherever it stands."""
+    start = wanted.logprob_start_len
+    token_ids = c.prompt_ids[start:] if start >= 0 else ()
+    info: dict[str, object] = {"input_token_logprobs": wanted.triples(_without_first(c.prompt_logprobs), token_ids)}
+    if wanted.top:
+        info["input_top_logprobs"] = wanted.ranked(_without_first(c.prompt_top_logprobs))
+    if wanted.listed:
+        info["input_token_ids_logprobs"] = wanted.ranked(_without_first(c.prompt_listed_logprobs))
+    return info
+
+
+def _without_first(values: Sequence | None) -> list:
+    return [None, *values[1:]] if values else []

@@ -1,0 +1,215 @@
+"""Between the engine's thread and the server's event loop: requests go one way, what steps produced comes the other.
+
+No thread waits for a request, so any number of them can be open while the engine is paused. A step wakes the event
+loop once, however many sequences it ran.
+
+    event loop      | open ----> intake thread: tokenise, engine.submit
+                    | take <---- one call_soon_threadsafe a step <---- engine's thread: on_chunk
+                    | close ---> leaving thread: engine.withdraw, all that have left by then together
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
+
+from ....rollout.completion import Completion, StreamChunk
+from ....rollout.engine import Engine
+from ....rollout.errors import EngineStopped
+from ....rollout.grammars.compiler import CompiledGrammar
+from ....rollout.sampling_params import SamplingParams
+from ....rollout.sequences.request import RequestOptions
+
+logger = logging.getLogger(__name__)
+
+_INTAKE_THREADS = 4
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one HTTP request asks of the engine; the four lists go together, prompt by prompt."""
+
+    prompts: Sequence[Sequence[int]]
+    params: Sequence[SamplingParams]
+    options: Sequence[RequestOptions]
+    rids: Sequence[str]
+
+
+class Subscription:
+    """The sequences of one HTTP request, and what comes of them. Belongs to the event loop, but for its `on_` methods,
+    which the engine calls."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._chunks: list[StreamChunk] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: EngineStopped | None = None
+        self.asked: Asked
+        self.index_of: dict[str, int] = {}  # of each sequence: prompt by prompt, sample by sample
+        self.num_open = 0
+
+    def on_chunk(self, chunk: StreamChunk) -> None:
+        self._hub.post(self, chunk)
+
+    def on_failure(self, error: EngineStopped) -> None:
+        self._hub.post(self, error)
+
+    def deliver(self, news: StreamChunk | EngineStopped) -> None:
+        if isinstance(news, EngineStopped):
+            self._failure = news
+        else:
+            self._chunks.append(news)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[StreamChunk]:
+        """What has come since the last call, at least one chunk. Raises EngineStopped when nothing will."""
+        while not self._chunks:
+            if self._failure is not None:
+                raise self._failure
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        chunks, self._chunks = self._chunks, []
+        self.num_open -= sum(chunk.completion is not None for chunk in chunks)
+        return chunks
+
+    async def completions(self) -> list[Completion]:
+        """All answers, in the order of `index_of`. Raises EngineStopped."""
+        answers: dict[str, Completion] = {}
+        while self.num_open:
+            answers.update((c.id, c.completion) for c in await self.take() if c.completion is not None)
+        return [answers[id] for id in self.index_of]
+
+
+class Hub:
+    """The open requests of one event loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.loop = asyncio.get_running_loop()
+        self._intake = ThreadPoolExecutor(_INTAKE_THREADS, "lockstep-intake")
+        self._leaving_thread = ThreadPoolExecutor(1, "lockstep-leaving")
+        self._leaving: deque[Subscription] = deque()
+        self._news: deque[tuple[Subscription, StreamChunk | EngineStopped]] = deque()
+        self._is_waking = False
+
+    @asynccontextmanager
+    async def open(self, prepare: Callable[[], Asked], *, streamed: bool) -> AsyncIterator[Subscription]:
+        """Run `prepare` in a thread, queue what it gives, and abort at the end what is left of it. Raises what
+        `prepare` and `Engine.submit` raise."""
+        subscription = await self.subscribe(prepare, streamed=streamed)
+        try:
+            yield subscription
+        finally:
+            self.leave(subscription)
+
+    async def subscribe(self, prepare: Callable[[], Asked], *, streamed: bool) -> Subscription:
+        """As `open`; whoever calls it calls `leave` at the end."""
+        subscription = Subscription(self)
+
+        def submit() -> list[list[str]]:
+            asked = subscription.asked
+            return self.engine.submit(
+                asked.prompts, asked.params, subscription, rids=asked.rids, options=asked.options, streamed=streamed
+            )
+
+        def begin() -> tuple[list[Future[CompiledGrammar]], list[list[str]]]:
+            asked = subscription.asked = prepare()
+            missing = self.engine.ask_grammars(asked.params)
+            return missing, [] if missing else submit()
+
+        missing, groups = await self._in_thread(begin, subscription)
+        if missing:  # a grammar may take long, and there are few threads: nobody waits in them
+            await asyncio.wait([asyncio.wrap_future(grammar) for grammar in missing])
+            groups = await self._in_thread(submit, subscription)
+        ids = [id for group in groups for id in group]
+        subscription.index_of = {id: index for index, id in enumerate(ids)}
+        subscription.num_open += len(ids)
+        return subscription
+
+    async def _in_thread(self, run: Callable[[], T], subscription: Subscription) -> T:
+        running = self.loop.run_in_executor(self._intake, run)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:  # a thread cannot be stopped: let go of what it queues
+            running.add_done_callback(lambda done: done.exception() or self._withdraw_soon(subscription))
+            raise
+
+    def leave(self, subscription: Subscription) -> None:
+        """Nobody waits for these any more: abort what still runs, after the step under way."""
+        if subscription.num_open:
+            subscription.num_open = 0
+            self._withdraw_soon(subscription)
+
+    def post(self, subscription: Subscription, news: StreamChunk | EngineStopped) -> None:
+        """From the engine's thread."""
+        self._news.append((subscription, news))
+        if not self._is_waking:
+            self._is_waking = True
+            with suppress(RuntimeError):  # the event loop is closed: nobody is there to be told
+                self.loop.call_soon_threadsafe(self._hand_out)
+
+    def _hand_out(self) -> None:
+        self._is_waking = False  # before the look: what comes after it wakes the loop again
+        while self._news:
+            subscription, news = self._news.popleft()
+            subscription.deliver(news)
+
+    def _withdraw_soon(self, subscription: Subscription) -> None:
+        self._leaving.append(subscription)
+        self._leaving_thread.submit(self._withdraw)
+
+    def _withdraw(self) -> None:
+        leaving = []
+        while self._leaving:
+            leaving.append(self._leaving.popleft())
+        if leaving:
+            try:
+                self.engine.withdraw(leaving)
+            except Exception:  # a thread's edge: nobody looks at what it returns
+                logger.exception("requests of %d clients that have left could not be aborted", len(leaving))
+
+
+def hub_of(app: Starlette) -> Hub:
+    """The hub of the event loop that runs now; made with the first request."""
+    hub = getattr(app.state, "hub", None)
+    if hub is None or hub.loop is not asyncio.get_running_loop():
+        hub = app.state.hub = Hub(app.state.service.engine)
+    return hub
+
+
+async def until_disconnect(receive: Receive) -> None:
+    """Return when the client is gone. The body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns. Where the client leaves before, it is cancelled; raises ClientDisconnect then."""
+    working = asyncio.ensure_future(work)
+    if not await first_of(working, until_disconnect(request.receive)):
+        raise ClientDisconnect
+    return working.result()
+
+
+async def first_of(working: asyncio.Future[Any], other: Awaitable[None]) -> bool:
+    """Wait for either and cancel the other one; returns whether it was `working` that is done."""
+    watching = asyncio.ensure_future(other)
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return working.done()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)

@@ -1,0 +1,1 @@
+"""Health, model and server information, metrics, the debug page."""

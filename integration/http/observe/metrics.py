@@ -1,0 +1,190 @@
+"""GET /metrics: what the engine, its weights and the server have counted, in Prometheus' formats.
+
+The counters are plain ones of the engine and the service, read as they stand at each scrape. Names that start with
+`sglang:` mean what SGLang's do; the others are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client.core import (
+    CollectorRegistry,
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from ....rollout.reports.latencies import Histogram
+from ....rollout.sequences.sequence import State
+from ...service import RolloutService
+from .info import served_name
+from .traffic import TrafficCollector
+
+router = APIRouter()
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(request: Request) -> Response:
+    """Prometheus text, or OpenMetrics where the scraper asks for it."""
+    state = request.app.state
+    registry = CollectorRegistry(auto_describe=False)
+    model_name = served_name(state.service, state.config)
+    registry.register(ServiceCollector(state.service, model_name))
+    registry.register(TrafficCollector(state.traffic, model_name))
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    return Response(await state.reads.run(lambda: encode(registry)), media_type=content_type)
+
+
+class ServiceCollector(Collector):
+    """Reads a service at each scrape. Waits for the step under way, and changes nothing."""
+
+    def __init__(self, service: RolloutService, model_name: str) -> None:
+        self._service = service
+        self._labels = {"model_name": model_name}
+
+    def collect(self) -> Iterator[Metric]:
+        """One family each, all with the label model_name."""
+        engine = self._service.engine
+        state, sequences = self._service.state(), engine.live_sequences(0)
+        counted: dict[str, float] = state["metrics"]  # type: ignore[assignment]
+        yield from self._requests(state, sum(s.state == State.WAITING_PREEMPT.value for s in sequences))
+        yield from self._totals(state, counted)
+        yield from self._blocks(state)
+        yield from self._latencies()
+        yield from self._weights(state, counted)
+
+    def _requests(self, state: Mapping[str, object], num_retracted: int) -> Iterator[Metric]:
+        num_running, num_waiting = _number(state["num_running"]), _number(state["num_waiting"])
+        is_paused = bool(state["paused"])
+        yield self._gauge("sglang:num_running_reqs", "Sequences that hold KV blocks.", num_running)
+        yield self._gauge("sglang:num_queue_reqs", "Sequences that wait for blocks.", num_waiting)
+        yield self._gauge(
+            "sglang:num_paused_reqs",
+            "Sequences that wait for the end of a pause.",
+            is_paused * (num_running + num_waiting),
+        )
+        yield self._gauge("sglang:num_retracted_reqs", "Sequences that gave their blocks back and wait.", num_retracted)
+        throughput = 0.0 if is_paused or not num_running else _number(state["last_throughput"])
+        yield self._gauge("sglang:gen_throughput", "Tokens per second of the newest step.", throughput)
+        yield self._gauge("lockstep:paused", "1 while generation is paused.", is_paused)
+        yield self._gauge(
+            "lockstep:refusing", "1 while no step may run though nothing is paused.", bool(state["refusal"])
+        )
+
+    def _totals(self, state: Mapping[str, object], counted: Mapping[str, float]) -> Iterator[Metric]:
+        for name, what, value in (
+            ("sglang:num_requests", "Sequences taken up.", counted["num_requests"]),
+            ("sglang:num_aborted_requests", "Sequences that were aborted.", counted["num_aborted"]),
+            ("sglang:num_retracted_requests", "Times a sequence gave its blocks back.", counted["num_retractions"]),
+            ("sglang:prompt_tokens", "Prompt tokens of sequences taken up.", counted["num_prompt_tokens"]),
+            (
+                "sglang:generation_tokens",
+                "Output tokens of sequences that were answered.",
+                counted["num_output_tokens"],
+            ),
+            ("sglang:cached_tokens", "Prompt tokens whose KV was reused, likewise.", counted["num_cached_tokens"]),
+            ("lockstep:steps", "Steps run.", counted["num_steps"]),
+            ("lockstep:step_seconds", "Time that steps took.", counted["step_seconds"]),
+            ("lockstep:rows", "Prefill and decode rows run.", counted["num_rows"]),
+            ("lockstep:pauses", "Pauses of generation.", counted["num_pauses"]),
+            ("lockstep:jump_forward_tokens", "Tokens put there without sampling.", counted["num_jump_forward_tokens"]),
+            ("lockstep:forwards_saved", "Steps of one sequence those would have taken.", counted["num_forwards_saved"]),
+            ("lockstep:jump_forward_rollbacks", "Jumps that replaced tokens.", counted["num_jump_rollbacks"]),
+            ("lockstep:retokenisations", "Looks at tokens sampled after a jump.", counted["num_retokenisations"]),
+            ("lockstep:jump_forward_seconds", "Time spent planning jumps.", counted["jump_forward_seconds"]),
+            ("lockstep:grammar_seconds", "Time spent on grammars in steps.", counted["grammar_seconds"]),
+            ("lockstep:evicted_blocks", "Cached blocks that made room.", _number(state["num_evicted_blocks"])),
+        ):
+            yield self._counter(name, what, {(): value})
+        answered = {"completed": "num_finished", "aborted": "num_aborted", "ignored": "num_ignored"}
+        yield self._counter(
+            "lockstep:answers", "Sequences answered.", {(how,): counted[name] for how, name in answered.items()}, "how"
+        )
+
+    def _blocks(self, state: Mapping[str, object]) -> Iterator[Metric]:
+        num_blocks, num_held = _number(state["num_blocks"]), _number(state["num_held_blocks"])
+        size = self._service.engine.config.block_size
+        looked_up, hit = _number(state["num_looked_up_tokens"]), _number(state["num_hit_tokens"])
+        yield self._gauge("sglang:token_usage", "Share of the KV pool that sequences hold.", num_held / num_blocks)
+        yield self._gauge(
+            "sglang:num_used_tokens", "Tokens of KV that sequences hold, in whole blocks.", num_held * size
+        )
+        yield self._gauge("sglang:max_total_num_tokens", "Tokens of KV that the pool has room for.", num_blocks * size)
+        rate = hit / looked_up if looked_up else 0.0
+        yield self._gauge("sglang:cache_hit_rate", "Share of looked-up tokens that were cached, since the start.", rate)
+        family = GaugeMetricFamily("lockstep:kv_blocks", "Blocks of the KV pool.", labels=[*self._labels, "state"])
+        for kind in ("free", "cached", "held", "pinned"):
+            family.add_metric([*self._labels.values(), kind], _number(state[f"num_{kind}_blocks"]))
+        yield family
+        yield self._gauge(
+            "lockstep:kv_pool_bytes", "Memory of the KV pool; 0 while released.", _number(state["kv_bytes"])
+        )
+
+    def _latencies(self) -> Iterator[Metric]:
+        latencies = self._service.engine.latencies
+        yield self._histogram("sglang:time_to_first_token_seconds", "Arrival to first token.", latencies.first_token)
+        yield self._histogram(
+            "sglang:inter_token_latency_seconds", "Between two tokens of a sequence.", latencies.inter_token
+        )
+        yield self._histogram(
+            "sglang:e2e_request_latency_seconds",
+            "Arrival to answer, where it ended by stop or length.",
+            latencies.request,
+        )
+        yield self._histogram("sglang:queue_time_seconds", "Arrival to first step.", latencies.queue)
+
+    def _weights(self, state: Mapping[str, object], counted: Mapping[str, float]) -> Iterator[Metric]:
+        weights = self._service.sessions.metrics.copy()
+        family = GaugeMetricFamily(
+            "sglang:weight_load_duration_seconds", "Of the newest update.", labels=[*self._labels, "source"]
+        )
+        for path, seconds in weights.last_seconds.items():
+            family.add_metric([*self._labels.values(), path], seconds)
+        yield family
+        for name, what, values in (
+            ("lockstep:weight_updates", "Updates written whole.", weights.num_updates),
+            ("lockstep:weight_update_bytes", "Bytes of those.", weights.num_bytes),
+            ("lockstep:weight_update_seconds", "Time that those took.", weights.seconds),
+        ):
+            yield self._counter(name, what, {(path,): value for path, value in values.items()}, "source")
+        yield self._counter(
+            "lockstep:weight_failures", "Weight verbs that failed, by the error's class.", weights.num_failures,
+            "operation", "reason",
+        )  # fmt: skip
+        yield self._counter("lockstep:weight_commits", "Versions committed.", {(): counted["num_weight_commits"]})
+        verified = {(): float(weights.num_digests_verified)}
+        yield self._counter("lockstep:weight_digests_verified", "Tensors found to be the sender's.", verified)
+        family = GaugeMetricFamily(
+            "lockstep:weights_info", "1, for the weights that stand.", labels=[*self._labels, "version", "digest"]
+        )
+        family.add_metric([*self._labels.values(), str(state["weight_version"]), str(state["weight_digest"] or "")], 1)
+        yield family
+
+    def _gauge(self, name: str, what: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, what, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _counter(self, name: str, what: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
+        family = CounterMetricFamily(name, what, labels=[*self._labels, *labels])
+        for key, value in values.items():
+            family.add_metric([*self._labels.values(), *key], value)
+        return family
+
+    def _histogram(self, name: str, what: str, histogram: Histogram) -> Metric:
+        counts = list(accumulate(histogram.counts))
+        bounds = [*map(str, histogram.bounds), "+Inf"]
+        family = HistogramMetricFamily(name, what, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), list(zip(bounds, counts, strict=True)), histogram.total)
+        return family
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, int | float)
+    return value

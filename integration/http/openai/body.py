@@ -1,0 +1,324 @@
+"""What an OpenAI client asks, from its JSON object: the fields of both calls, and SGLang's extras."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jinja2 import TemplateError
+from pydantic import Field
+
+from ....rollout.engine import Engine
+from ....rollout.sampling_params import SamplingParams
+from ....rollout.sequences.request import RequestOptions
+from ..edge.bodies import Body, fields_of
+from ..edge.errors import BadField
+from ..generation.body import MAX_SEQUENCES, namespace, refuse_unsupported, text_of_token, token_ids_of
+from ..generation.body import REFUSED as REFUSED_BY_GENERATE
+from ..generation.meta import Wanted
+from ..generation.subscriptions import Asked
+
+DEFAULT_MAX_TOKENS = 16  # of a completion; a chat goes on to the end of the context
+REFUSED = (
+    *REFUSED_BY_GENERATE, "json_schema", "structural_tag", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar", "use_beam_search", "return_input_ids_in_sglext", "return_output_ids_in_sglext",
+)  # fmt: skip
+REFUSED_BY_COMPLETIONS = ("suffix",)
+REFUSED_BY_CHAT = (
+    "tools", "functions", "function_call", "audio", "prediction", "web_search_options", "verbosity", "chat_template",
+)  # fmt: skip
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class CommonBody(Body):
+    """What both calls take. Names are OpenAI's; those from top_k on are SGLang's."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int = 1
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
+    ignore_eos: bool = False
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    custom_params: dict[str, Any] | None = None
+    response_format: Any = None
+    regex: str | None = None
+    ebnf: str | None = None
+    jump_forward: str | None = None
+    rid: str | None = None
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool = False
+    return_prompt_token_ids: bool = False
+    return_meta_info: bool = False
+
+
+class CompletionBody(CommonBody):
+    """Fields of POST /v1/completions."""
+
+    prompt: str | list[Any] = Field(description="a text, texts, token ids, or lists of token ids")
+    logprobs: int | None = Field(None, ge=0, description="alternatives at each token")
+    echo: bool = False
+    best_of: int | None = None
+
+
+class ChatBody(CommonBody):
+    """Fields of POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] | None = None
+    input_ids: list[int] | None = Field(None, description="instead of messages and the chat template")
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0)
+    tool_choice: Any = None
+    modalities: list[str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    reasoning_effort: str | None = None
+
+
+@dataclass(frozen=True)
+class OpenAIRequest:
+    """A request whose fields fit together."""
+
+    id: str
+    model: str
+    created: int
+    is_chat: bool
+    n: int
+    stream: bool
+    include_usage: bool
+    wanted: Wanted
+    num_top: int
+    echo: bool
+    prompts: list[Any]  # texts or token ids; a chat's is made by `asked`
+    return_token_ids: bool
+    return_prompt_token_ids: bool
+    return_meta_info: bool
+    decode: Callable[[Sequence[int]], str]
+    asked: Callable[[], Asked]  # tokenises, which may take long; raises BadField
+
+
+def read_completion(values: dict[str, object], engine: Engine, model: str) -> OpenAIRequest:
+    """Raises BadField."""
+    refuse_unsupported(values, (*REFUSED, *REFUSED_BY_COMPLETIONS))
+    body = fields_of(CompletionBody, values)
+    if body.best_of not in (None, body.n):
+        raise BadField("best_of", "is not supported, but where it equals n")
+    prompts = _prompts(body.prompt)
+    has_logprobs = body.logprobs is not None
+    if body.echo and has_logprobs and body.stream:
+        raise BadField("echo", "with logprobs cannot be streamed")
+    params = _params(body, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
+    _check_count(len(prompts) * body.n)
+    start = 0 if body.echo and has_logprobs else -1
+    options = RequestOptions(start, body.logprobs or 0, (), namespace(body.extra_key, body.cache_salt))
+    id = body.rid or f"cmpl-{uuid.uuid4().hex}"
+    rids = [id] if len(prompts) == 1 else [f"{id}_{index}" for index in range(len(prompts))]
+
+    def asked() -> Asked:
+        count = len(prompts)
+        token_ids = token_ids_of(engine, prompts, "prompt", [params] * count)
+        return Asked(token_ids, [params] * count, [options] * count, rids)
+
+    return _request(
+        body, id, model, asked, engine, is_chat=False, logprobs=has_logprobs, num_top=body.logprobs or 0,
+        echo=body.echo, prompts=prompts, start=start,
+    )  # fmt: skip
+
+
+def read_chat(values: dict[str, object], engine: Engine, model: str) -> OpenAIRequest:
+    """Raises BadField."""
+    refuse_unsupported(values, (*REFUSED, *REFUSED_BY_CHAT))
+    body = fields_of(ChatBody, values)
+    if body.tool_choice not in (None, "none", "auto"):
+        raise BadField("tool_choice", "is not supported")
+    if body.modalities not in (None, ["text"]):
+        raise BadField("modalities", "only text is supported")
+    if body.top_logprobs and not body.logprobs:
+        raise BadField("top_logprobs", "needs logprobs to be true")
+    if (body.messages is None) == (body.input_ids is None):
+        raise BadField("messages", "exactly one of messages and input_ids is needed")
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    params = _params(body, max_tokens if max_tokens is not None else engine.max_model_len)
+    _check_count(body.n)
+    options = RequestOptions(-1, body.top_logprobs, (), namespace(body.extra_key, body.cache_salt))
+    messages = None if body.messages is None else [_message(message) for message in body.messages]
+    id = body.rid or f"chatcmpl-{uuid.uuid4().hex}"
+
+    def asked() -> Asked:
+        prompt = body.input_ids if messages is None else apply_template(engine, messages, body)
+        field = "input_ids" if messages is None else "messages"
+        [token_ids] = token_ids_of(engine, [prompt], field, [params])
+        room = max(engine.max_model_len - len(token_ids), 1)
+        its_params = params if max_tokens is not None else replace(params, max_new_tokens=room)
+        return Asked([token_ids], [its_params], [options], [id])
+
+    return _request(
+        body, id, model, asked, engine, is_chat=True, logprobs=body.logprobs, num_top=body.top_logprobs, echo=False,
+        prompts=[], start=-1,
+    )  # fmt: skip
+
+
+def apply_template(engine: Engine, messages: list[dict[str, Any]], body: ChatBody) -> list[int]:
+    """The token ids of a conversation by the tokenizer's chat template. Raises BadField."""
+    tokenizer = engine.tokenizer
+    if tokenizer is None or not tokenizer.chat_template:
+        raise BadField("messages", "this model has no chat template: send input_ids")
+    extra = dict(body.chat_template_kwargs or {})
+    if reserved := sorted(set(extra) & set(inspect.signature(tokenizer.apply_chat_template).parameters)):
+        raise BadField("chat_template_kwargs", f"must not set {', '.join(reserved)}")
+    if body.reasoning_effort is not None:
+        extra.setdefault("reasoning_effort", body.reasoning_effort)
+    asks_for_answer = body.add_generation_prompt
+    if asks_for_answer is None:
+        asks_for_answer = not body.continue_final_message
+    try:
+        encoded = tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=asks_for_answer,
+            continue_final_message=body.continue_final_message,
+            tokenize=True,
+            return_dict=True,
+            **extra,
+        )
+    # What a template does with a message that it does not expect is up to its author.
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        raise BadField("messages", f"the chat template refuses them: {error}") from None
+    return list(encoded["input_ids"])
+
+
+def format_settings(given: object) -> dict[str, object]:
+    """What a response_format means in sampling parameters. Raises BadField."""
+    if given is None:
+        return {}
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_schema": {"type": "object", "additionalProperties": True}}
+    if kind == "json_schema":
+        described = given.get("json_schema")
+        if not isinstance(described, Mapping) or not isinstance(described.get("schema"), Mapping):
+            raise BadField("response_format", "needs json_schema.schema, an object")
+        return {"json_schema": described["schema"]}
+    if kind == "structural_tag":
+        return {"structural_tag": given}
+    raise BadField("response_format", 'needs the type "text", "json_object", "json_schema" or "structural_tag"')
+
+
+def _request(
+    body: CommonBody,
+    id: str,
+    model: str,
+    asked: Callable[[], Asked],
+    engine: Engine,
+    *,
+    is_chat: bool,
+    logprobs: bool,
+    num_top: int,
+    echo: bool,
+    prompts: list[Any],
+    start: int,
+) -> OpenAIRequest:
+    return OpenAIRequest(
+        id=id,
+        model=body.model or model,
+        created=int(time.time()),
+        is_chat=is_chat,
+        n=body.n,
+        stream=body.stream,
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        wanted=Wanted(logprobs, start, num_top > 0, False, text_of_token(engine)),
+        num_top=num_top,
+        echo=echo,
+        prompts=prompts,
+        return_token_ids=body.return_token_ids,
+        return_prompt_token_ids=body.return_prompt_token_ids,
+        return_meta_info=body.return_meta_info,
+        decode=_decoder(engine, body.skip_special_tokens),
+        asked=asked,
+    )
+
+
+def _decoder(engine: Engine, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        return lambda ids: ""
+    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+
+def _params(body: CommonBody, max_new_tokens: int) -> SamplingParams:
+    names = {"seed": "sampling_seed", "min_tokens": "min_new_tokens"}
+    same = (
+        "temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "top_k", "min_p",
+        "repetition_penalty", "stop_token_ids", "stop_regex", "ignore_eos", "no_stop_trim", "skip_special_tokens",
+        "custom_params", "regex", "ebnf", "jump_forward",
+    )  # fmt: skip
+    given = {name: getattr(body, name) for name in same} | {ours: getattr(body, name) for name, ours in names.items()}
+    given["max_new_tokens"] = max_new_tokens
+    given |= format_settings(body.response_format)
+    if body.stream and (body.return_token_ids or getattr(body, "logprobs", None) not in (None, False)):
+        # Chunks that only add cannot take tokens back, as jumps by text would have to.
+        if given["jump_forward"] == "text":
+            raise BadField("jump_forward", '"text" cannot be streamed with logprobs or token ids')
+        given["jump_forward"] = given["jump_forward"] or "exact"
+    try:
+        return SamplingParams.from_dict(given)
+    except ValueError as error:
+        message = str(error).removeprefix("sampling parameters: ")
+        for name, ours in (*names.items(), ("max_tokens", "max_new_tokens")):
+            message = message.replace(ours, name)
+        raise BadField(message.split()[0], message.partition(" ")[2]) from None
+
+
+def _check_count(num_sequences: int) -> None:
+    if num_sequences > MAX_SEQUENCES:
+        raise BadField("n", f"{num_sequences} sequences are more than the {MAX_SEQUENCES} that one request may have")
+
+
+def _prompts(given: str | list[Any]) -> list[Any]:
+    """A list of texts or of lists of token ids. Raises BadField."""
+    if not given:
+        raise BadField("prompt", "must not be empty")
+    if isinstance(given, str) or all(isinstance(entry, int) and not isinstance(entry, bool) for entry in given):
+        return [given]
+    if all(isinstance(entry, str) for entry in given) or all(isinstance(entry, list) for entry in given):
+        return given
+    raise BadField("prompt", "must be a text, a list of texts, token ids, or a list of lists of token ids")
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is one text. Raises BadField for content that is no text."""
+    if not isinstance(message.get("role"), str):
+        raise BadField("messages", "each needs a role")
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return message
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        raise BadField("messages", "only content of the type text is supported")
+    return {**message, "content": "".join(texts)}

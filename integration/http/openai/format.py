@@ -1,0 +1,179 @@
+"""Answers in OpenAI's shapes, whole and in chunks, with SGLang's extras."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ....rollout.completion import Completion, FinishReason, StreamChunk, TopLogprobs
+from ..generation.meta import Wanted, meta_info
+from .body import OpenAIRequest
+
+
+def answer(ask: OpenAIRequest, completions: Sequence[Completion], received: float) -> dict[str, object]:
+    """The body of an answer that is not streamed."""
+    last = completions[-1]
+    metadata: dict[str, object] = {"weight_version": last.weight_version, "weight_digest": last.weight_digest}
+    if len(completions) == 1:
+        metadata["weight_versions"] = [
+            {"version": span.version, "start": span.start, "end": span.end} for span in last.weight_versions
+        ]
+    return {
+        "id": ask.id,
+        "object": "chat.completion" if ask.is_chat else "text_completion",
+        "created": ask.created,
+        "model": ask.model,
+        "choices": [choice(ask, completion, index, received) for index, completion in enumerate(completions)],
+        "usage": usage(ask, completions),
+        "metadata": metadata,
+    }
+
+
+def choice(ask: OpenAIRequest, completion: Completion, index: int, received: float) -> dict[str, object]:
+    c = completion
+    found: dict[str, object] = {"index": index}
+    if ask.is_chat:
+        found["message"] = {"role": "assistant", "content": c.text}
+        found["logprobs"] = chat_logprobs(ask, c.token_ids, c.logprobs, c.top_logprobs) if ask.wanted.logprobs else None
+    else:
+        found["text"] = echoed(ask, index, c.prompt_ids) + c.text
+        found["logprobs"] = _completion_logprobs(ask, c, index) if ask.wanted.logprobs else None
+    found |= ending(c.finish_reason)
+    return found | extras(ask, c, received)
+
+
+def ending(reason: FinishReason | None) -> dict[str, object]:
+    """How a choice ended; null while it has not."""
+    return {
+        "finish_reason": None if reason is None else reason.type,
+        "matched_stop": None if reason is None else reason.matched,
+    }
+
+
+def extras(ask: OpenAIRequest, completion: Completion, received: float) -> dict[str, object]:
+    found: dict[str, object] = {}
+    if ask.return_prompt_token_ids or ask.return_token_ids:
+        found["prompt_token_ids"] = completion.prompt_ids
+    if ask.return_token_ids:
+        found |= token_ids(completion.token_ids)
+    if ask.return_meta_info:  # the log-probabilities are there whoever asked
+        found["meta_info"] = meta_info(completion, Wanted(logprobs=True), received)
+    return found
+
+
+def token_ids(ids: Sequence[int]) -> dict[str, object]:
+    """Under both names that clients look for."""
+    return {"token_ids": ids, "response_token_ids": ids}
+
+
+def usage(ask: OpenAIRequest, completions: Sequence[Completion]) -> dict[str, object]:
+    """A prompt counts once, however many samples it has."""
+    first_samples = completions[:: ask.n]
+    num_prompt = sum(len(c.prompt_ids) for c in first_samples)
+    num_new = sum(len(c.token_ids) for c in completions)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+        "prompt_tokens_details": {"cached_tokens": sum(c.num_cached_tokens for c in first_samples)},
+    }
+
+
+def echoed(ask: OpenAIRequest, index: int, prompt_ids: Sequence[int]) -> str:
+    """The prompt's text, where it is to come first."""
+    if not ask.echo:
+        return ""
+    prompt = ask.prompts[index // ask.n]
+    return prompt if isinstance(prompt, str) else ask.decode(prompt_ids)
+
+
+def text_of(ask: OpenAIRequest):
+    return ask.wanted.text_of or (lambda token_id: "")
+
+
+# -- chunks ---------------------------------------------------------------------------------------------------------
+
+
+def chunk_head(ask: OpenAIRequest) -> dict[str, object]:
+    """What every chunk of a stream begins with."""
+    kind = "chat.completion.chunk" if ask.is_chat else "text_completion"
+    return {"id": ask.id, "object": kind, "created": ask.created, "model": ask.model}
+
+
+def chunk_choice(ask: OpenAIRequest, chunk: StreamChunk, index: int, offset: int) -> dict[str, object]:
+    """What a step added. offset: characters before it, for completions."""
+    found: dict[str, object] = {"index": index}
+    if ask.is_chat:
+        found["delta"] = {"content": chunk.text}
+    else:
+        found["text"] = chunk.text
+    found["logprobs"] = None
+    if ask.wanted.logprobs:
+        parts = (chunk.token_ids, chunk.logprobs, chunk.top_logprobs or None)
+        found["logprobs"] = chat_logprobs(ask, *parts) if ask.is_chat else token_logprobs(ask, *parts, offset)
+    found |= ending(chunk.completion.finish_reason if chunk.completion is not None else None)
+    if ask.return_token_ids:
+        found |= token_ids(chunk.token_ids)
+    return found
+
+
+# -- log-probabilities ----------------------------------------------------------------------------------------------
+
+
+def chat_logprobs(
+    ask: OpenAIRequest, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[TopLogprobs] | None
+) -> dict[str, object]:
+    content = [
+        {**_token(ask, *one), "top_logprobs": [_token(ask, id, logprob) for logprob, id in others]}
+        for *one, others in zip(ids, logprobs, top or [()] * len(ids), strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(ask: OpenAIRequest, token_id: int, logprob: float) -> dict[str, object]:
+    [logprob, _, text] = ask.wanted.triple(logprob, token_id)
+    text = text or ""
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
+
+
+def token_logprobs(
+    ask: OpenAIRequest,
+    ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    top: Sequence[TopLogprobs | None] | None,
+    offset: int,
+) -> dict[str, object]:
+    """The object of /v1/completions."""
+    text = text_of(ask)
+    tokens = [text(id) for id in ids]
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    ranked = None
+    if ask.num_top:
+        ranked = [None if at is None else _by_text(ask, at) for at in top or [None] * len(ids)]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [ask.wanted.triple(*pair)[0] for pair in zip(logprobs, ids, strict=False)],
+        "top_logprobs": ranked,
+        "text_offset": offsets,
+    }
+
+
+def _by_text(ask: OpenAIRequest, ranked: TopLogprobs) -> dict[str, float | None]:
+    """Alternatives, likeliest first. Of those with the same text it is the likeliest that counts."""
+    found: dict[str, float | None] = {}
+    for logprob, token_id in ranked:
+        found.setdefault(text_of(ask)(token_id), ask.wanted.triple(logprob, token_id)[0])
+    return found
+
+
+def _completion_logprobs(ask: OpenAIRequest, c: Completion, index: int) -> dict[str, object]:
+    if not ask.echo:
+        return token_logprobs(ask, c.token_ids, c.logprobs, c.top_logprobs, 0)
+    # An aborted prompt may not have all of its log-probabilities.
+    prompt_logprobs = list(c.prompt_logprobs or ())
+    prompt_top = list(c.prompt_top_logprobs or [None] * len(prompt_logprobs))
+    ids = [*c.prompt_ids[: len(prompt_logprobs)], *c.token_ids]
+    top = [*prompt_top, *(c.top_logprobs or [None] * len(c.token_ids))]
+    return token_logprobs(ask, ids, [*prompt_logprobs, *c.logprobs], top, 0)

@@ -1,0 +1,1 @@
+"""The prefix cache's events on a ZeroMQ socket."""

@@ -1,0 +1,1 @@
+"""From a trainer to its engines."""

@@ -1,0 +1,62 @@
+"""What all trainer adapters share: which tensors a model has, under which names, and the cast on the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ....weight_sync.manifest import TensorSpec
+
+_WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, activation checkpointing
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside any nesting of DistributedDataParallel and torch.compile."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile's wrapper
+            model = model._orig_mod
+        else:
+            return model
+
+
+def trained_tensors(model: nn.Module, *, buffers: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and with `buffers` the persistent buffers, as the model holds them: shards where it is sharded.
+
+    Names are those of the bare model. A tied tensor comes once, under the name that `named_parameters` gives it.
+    """
+    yield from ((_bare(name), parameter) for name, parameter in model.named_parameters())
+    if buffers:
+        persistent = model.state_dict(keep_vars=True).keys()
+        yield from ((_bare(name), buffer) for name, buffer in model.named_buffers() if name in persistent)
+
+
+def outgoing_specs(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[TensorSpec, ...]:
+    """What an adapter yields for this (unwrapped) model, without gathering anything: whole shapes, dtypes as cast."""
+    return tuple(
+        TensorSpec(
+            name,
+            dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype,
+            tuple(getattr(tensor, "ds_shape", tensor.shape)),  # DeepSpeed's partitioned parameters are empty
+        )
+        for name, tensor in trained_tensors(model)
+    )
+
+
+def outgoing(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Detached, contiguous, and of `dtype` where one is given and the tensor holds floating-point numbers. Copies only
+    where something has to change."""
+    tensor = tensor.detach()
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+    return tensor.contiguous()
+
+
+def _bare(name: str) -> str:
+    for part in _WRAPPER_PARTS:
+        name = name.replace(part, "")
+    return name

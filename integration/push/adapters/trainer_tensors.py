@@ -1,0 +1,55 @@
+"""One door to the trainer adapters: which of them serves a model is told by how it is wrapped."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from ....weight_sync.manifest import NamedTensors, TensorSpec
+from .ddp import ddp_tensors
+from .deepspeed import zero_tensors
+from .fsdp2 import fsdp2_tensors
+from .named_tensors import outgoing_specs, unwrapped
+
+
+def trainer_tensors(model: nn.Module, dtype: torch.dtype | None = None, *, buffers: bool = False) -> NamedTensors:
+    """The tensors of a trainer's model under their Hugging Face names; each adapter says which ranks must iterate.
+
+    Takes a transformers model that is plain, in DistributedDataParallel, compiled, sharded by `fully_shard` or another
+    DTensor plan, or in a DeepSpeed engine. Raises ValueError, at once, naming the type of anything else.
+    """
+    if _is_deepspeed_engine(model):
+        _refuse_foreign(unwrapped(model.module))
+        return zero_tensors(model, dtype, buffers=buffers)
+    inner = unwrapped(model)
+    _refuse_foreign(inner)
+    if any(hasattr(parameter, "ds_id") for parameter in inner.parameters()):
+        raise ValueError("the model is partitioned by DeepSpeed: pass the engine that deepspeed.initialize returned")
+    is_sharded = any(isinstance(module, FSDPModule) for module in inner.modules())
+    if is_sharded or any(isinstance(parameter, DTensor) for parameter in inner.parameters()):
+        return fsdp2_tensors(inner, dtype, buffers=buffers)
+    return ddp_tensors(inner, dtype, buffers=buffers)
+
+
+def trainer_specs(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[TensorSpec, ...]:
+    """What `trainer_tensors` will yield, in its order. Any rank may ask, alone."""
+    return outgoing_specs(unwrapped(model.module if _is_deepspeed_engine(model) else model), dtype)
+
+
+def _is_deepspeed_engine(model: nn.Module) -> bool:
+    deepspeed = sys.modules.get("deepspeed")  # an engine cannot exist before its library was imported
+    return deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine)
+
+
+def _refuse_foreign(model: nn.Module) -> None:
+    if not isinstance(model, PreTrainedModel):
+        kind = f"{type(model).__module__}.{type(model).__qualname__}"
+        raise ValueError(
+            f"{kind} is neither a transformers model nor a known wrapper of one: DistributedDataParallel, "
+            "torch.compile, fully_shard, DeepSpeedEngine"
+        )

@@ -1,0 +1,135 @@
+"""An engine behind HTTP, as a target of weight updates."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+
+import httpx
+
+from ...weight_sync.target import TargetError
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 5.0  # beyond a verb's own deadline: its answer says more than our silence
+_CONNECT_S = 10.0
+# What a proxy answers where it cannot reach the engine: that engine has said nothing.
+_FROM_A_PROXY = frozenset({502, 504})
+
+
+class HttpTarget:
+    """A served engine; implements `weight_sync.target.Target` over POST /lockstep/VERB. Any thread may call.
+
+    A router is one target, too: it passes each verb to all of its workers, gives each its own ranks of a process group,
+    and answers with what they agree in. A worker that fails is named in its message.
+    """
+
+    def __init__(self, url: str, admin_key: str | None = None, *, name: str | None = None) -> None:
+        """name: as errors call it; the url by default. Raises ValueError for what is no http or https address."""
+        parsed = httpx.URL(url)
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ValueError(f"a target's url is http://HOST:PORT, not {url!r}")
+        self.url = url.rstrip("/")
+        self._name = name or self.url
+        headers = {} if admin_key is None else {"Authorization": f"Bearer {admin_key}"}
+        # An engine is never behind a proxy of the environment; calls that wait for each other each need a connection.
+        self._client = httpx.Client(
+            headers=headers, trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=4)
+        )
+
+    def __repr__(self) -> str:
+        return f"HttpTarget({self.url!r})"
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def call(self, verb: str, *, timeout_s: float, **arguments: object) -> dict[str, object]:
+        """See `Target.call`. An error's kind is its class name there; for what was refused before the engine saw it,
+        the status in words."""
+        timeout = httpx.Timeout(timeout_s + _GRACE_S, connect=min(timeout_s, _CONNECT_S))
+        body = json.dumps({"timeout_s": timeout_s, **arguments})
+        try:
+            response = self._client.post(
+                f"{self.url}/lockstep/{verb}",
+                content=body,
+                timeout=timeout,
+                headers={"Content-Type": "application/json"},
+            )
+        except httpx.HTTPError as error:
+            raise TargetError(self._name, verb, f"no answer within {timeout_s:g} s: {_in_words(error)}") from error
+        answer = _json_of(response)
+        if response.status_code == 200 and isinstance(answer, dict):
+            if verb == "state" and "paused" not in answer:
+                raise TargetError(self._name, verb, "some of its workers are paused and some are not", "MixedWorkers")
+            return answer
+        message, kind = _error_of(response, answer)
+        raise TargetError(self._name, verb, message, kind)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+
+def targets_behind(router_url: str, admin_key: str | None = None, *, timeout_s: float = 10.0) -> list[HttpTarget]:
+    """The healthy workers of a router, each as a target of its own, reached at its own address.
+
+    Workers that are not healthy are logged and left out; one that returns with other weights gets no requests of the
+    router before an update. Raises TargetError where the router does not answer, or has no healthy workers, saying why.
+    """
+    router = HttpTarget(router_url, admin_key)
+    try:
+        response = router._client.get(f"{router.url}/workers", timeout=timeout_s)
+    except httpx.HTTPError as error:
+        raise TargetError(router.name, "workers", f"no answer within {timeout_s:g} s: {_in_words(error)}") from error
+    finally:
+        router.close()
+    answer = _json_of(response)
+    if response.status_code != 200 or not isinstance(answer, dict):
+        raise TargetError(router.name, "workers", *_error_of(response, answer))
+    healthy, unhealthy = _split_by_health(answer.get("workers"))
+    if not healthy:
+        found = f"none of its workers is healthy: {'; '.join(unhealthy)}" if unhealthy else "it has no workers"
+        raise TargetError(router.name, "workers", found, "NoWorkers")
+    for worker in unhealthy:
+        logger.warning("%s: a worker is not healthy, and no target: %s", router.name, worker)
+    return [HttpTarget(url, admin_key) for url in healthy]
+
+
+def _split_by_health(workers: object) -> tuple[Sequence[str], Sequence[str]]:
+    """URLs of the healthy workers, and the others with what is wrong. A router that does not say has healthy ones."""
+    healthy, unhealthy = [], []
+    for entry in workers if isinstance(workers, list) else ():
+        if not isinstance(entry, dict) or "url" not in entry:
+            continue
+        if entry.get("is_healthy", True):
+            healthy.append(str(entry["url"]))
+        else:
+            why = entry.get("last_error") or "no reason given"
+            unhealthy.append(f"{entry['url']} is {entry.get('status', 'not healthy')} ({why})")
+    return healthy, unhealthy
+
+
+def _json_of(response: httpx.Response) -> object:
+    try:
+        return response.json()
+    except ValueError:
+        return None
+
+
+def _error_of(response: httpx.Response, answer: object) -> tuple[str, str]:
+    """Message and kind of an answer that is an error; the kind is "" where it does not say that nothing was done."""
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if not isinstance(error, dict) or "message" not in error:
+        kind = "" if response.status_code in _FROM_A_PROXY else f"HTTP {response.status_code}"
+        return f"status {response.status_code}: {response.text[:200]!r}", kind
+    assert isinstance(answer, dict)
+    results = answer.get("results")
+    if isinstance(results, list) and any(isinstance(one, dict) and one.get("success") for one in results):
+        return str(error["message"]), ""  # a router's: some of its workers have done it
+    return str(error["message"]), str(error.get("type") or f"HTTP {response.status_code}")
+
+
+def _in_words(error: httpx.HTTPError) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

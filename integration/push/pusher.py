@@ -1,0 +1,217 @@
+"""From a trainer's model to a fleet of engines, so that all of them have the new version or all of them the old one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ...weight_sync.digests.model_digest import model_root, tensor_roots
+from ...weight_sync.errors import WeightSyncError
+from ...weight_sync.manifest import Manifest, NamedTensors, TensorSpec
+from ...weight_sync.target import Target, TargetError
+from ...weight_sync.transports.transport import Sent, TargetsFailed, Transport, on_all, raise_failures
+from .adapters.trainer_tensors import trainer_specs, trainer_tensors
+
+logger = logging.getLogger(__name__)
+
+
+class PushFailed(WeightSyncError):
+    """No target has the new version; the message says which failed, and how.
+
+    failures: what went wrong by target name, "" for this process. stranded: targets that could not be brought back or
+    not be reached: what they hold is not known, and they must not generate before a full update.
+    """
+
+    def __init__(self, version: str, failures: dict[str, str], stranded: Sequence[str] = ()) -> None:
+        self.version, self.failures, self.stranded = version, failures, tuple(stranded)
+        listed = "; ".join(f"{name or 'this process'}: {why}" for name, why in failures.items())
+        lost = f"; could not be taken back from: {', '.join(stranded)}" if stranded else ""
+        super().__init__(f"version {version} was not pushed: {listed}{lost}")
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """A push that landed."""
+
+    version: str
+    digest: str | None  # the model digest, as this side computed it; None without verify
+    sent: Sent
+    seconds: float
+
+
+@dataclass
+class _Digests:
+    """Tensor roots, taken as the tensors pass by."""
+
+    roots: dict[str, bytes] = field(default_factory=dict)
+
+    def passing(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            self.roots |= tensor_roots([(name, tensor)])
+            yield name, tensor
+
+
+class WeightPusher:
+    """Pushes a trainer's weights: pause, flush, begin, buckets, verify, commit, continue.
+
+    On every rank of the trainer `push` is called together, since gathering sharded weights is a collective; the rank
+    that sends has the targets, the others have none. `share(error)`: makes the sender's error (or None) known to all
+    ranks, so that all of them raise; a job of one rank needs none.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        transport: Transport | None,
+        *,
+        verify: bool = True,
+        undo: str = "tensors",
+        digest: str = "now",
+        pause_mode: str = "retract",
+        dtype: torch.dtype | None = None,
+        timeout_s: float = 120.0,
+        share: Callable[[str | None], str | None] = lambda error: error,
+    ) -> None:
+        """dtype: what weights are cast to on the way; timeout_s: deadline of every single wait."""
+        if targets and transport is None:
+            raise ValueError("targets need a transport")
+        names = [target.name for target in targets]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"targets of one name: {', '.join(twice)}")
+        self.targets = tuple(targets)
+        self._transport = transport
+        self._verify, self._undo, self._digest = verify, undo, digest
+        self._pause_mode, self._dtype, self._timeout_s = pause_mode, dtype, timeout_s
+        self._share = share
+
+    def push(self, model: nn.Module, version: str) -> Pushed | None:
+        """Bring the model's weights to every target as `version`; None on ranks without targets.
+
+        Raises PushFailed; then every target that can be reached has what it had, and generates on where it did.
+        """
+        return self.push_tensors(trainer_tensors(model, self._dtype), trainer_specs(model, self._dtype), version)
+
+    def push_tensors(self, tensors: NamedTensors, specs: Sequence[TensorSpec], version: str) -> Pushed | None:
+        """As `push`, for tensors that somebody gathers; they are drawn to the end whatever happens, in the order of
+        `specs`."""
+        tensors = iter(tensors)
+        error: Exception | None = None
+        pushed = None
+        try:
+            try:
+                if self.targets:
+                    pushed = self._push(tensors, Manifest(version, tuple(specs)), version)
+            finally:
+                for _ in tensors:  # the other ranks gather to the end, and would wait for this one
+                    pass
+        except Exception as failed:  # noqa: BLE001 - the other ranks have to be told, whatever it is
+            error = failed
+        shared = self._share(None if error is None else str(error))
+        if error is not None:
+            raise error
+        if shared is not None:
+            raise PushFailed(version, {"the sending rank": shared})
+        return pushed
+
+    def close(self) -> None:
+        """Give the transport's groups, segments and folders back."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _push(self, tensors: NamedTensors, manifest: Manifest, version: str) -> Pushed:
+        assert self._transport is not None
+        started, digests = time.perf_counter(), _Digests()
+        resume = self._prepare(version)
+        try:
+            passing = digests.passing(tensors) if self._verify else tensors
+            sent = self._transport.send(self.targets, manifest, passing, self._timeout_s)
+            if self._verify:
+                roots = {name: root.hex() for name, root in digests.roots.items()}
+                self._on_all("verify_weight_update", digests=roots)
+        except BaseException as error:
+            stranded = self._take_back(resume)
+            if not isinstance(error, Exception):
+                raise
+            raise PushFailed(version, _failures(error), stranded) from error
+        self._commit(version, resume)
+        self._transport.committed()
+        self._tell(self.targets, "release_weight_undo")
+        self._tell(resume, "continue_generation")
+        digest = model_root(digests.roots.items()) if self._verify else None
+        return Pushed(version, digest, sent, time.perf_counter() - started)
+
+    def _prepare(self, version: str) -> list[Target]:
+        """Pause, flush and begin everywhere; returns the targets that were not paused before."""
+        was_paused: dict[str, bool] = {}
+
+        def prepare(target: Target) -> None:
+            was_paused[target.name] = bool(self._call(target, "state")["paused"])
+            # Paused first: nothing may be admitted between the flush and the session.
+            self._call(target, "pause_generation", mode=self._pause_mode)
+            self._call(target, "flush_cache")
+            self._call(
+                target, "begin_weight_update", weight_version=version, undo=self._undo, digest=self._digest,
+                keep_running=self._pause_mode == "in_place", lease_s=2 * self._timeout_s,
+            )  # fmt: skip
+
+        failures = on_all(self.targets, prepare)
+        resume = [target for target in self.targets if was_paused.get(target.name) is False]
+        if failures:
+            # One that answered with an error has begun nothing: what is open there is somebody else's.
+            answered = [name for name, error in failures.items() if getattr(error, "kind", "")]
+            self._tell([t for t in self.targets if t.name not in answered], "abort_weight_update")
+            self._tell(resume, "continue_generation")
+            raise PushFailed(version, {name: str(error) for name, error in failures.items()})
+        return resume
+
+    def _commit(self, version: str, resume: Sequence[Target]) -> None:
+        """Commit everywhere, or nowhere. Everybody has verified: what fails now is a target that is gone."""
+        failures = on_all(self.targets, lambda target: self._call(target, "end_weight_update"))
+        if failures:
+            stranded = self._take_back(resume)
+            raise PushFailed(version, {name: str(error) for name, error in failures.items()}, stranded)
+
+    def _take_back(self, resume: Sequence[Target]) -> list[str]:
+        """Bring the old weights back everywhere, and let those go on that may; returns the names of those where that
+        could not be done."""
+
+        def take_back(target: Target) -> None:
+            try:
+                self._call(target, "abort_weight_update")
+            except TargetError as error:
+                if error.kind != "SessionError":
+                    raise
+                self._call(target, "revert_weight_update")  # none is open, so it has committed
+            if self._call(target, "state")["weight_update"]["state"] == "poisoned":  # type: ignore[index]
+                raise TargetError(target.name, "abort_weight_update", "its weights are poisoned")
+
+        assert self._transport is not None
+        self._transport.rejected()
+        stranded = on_all(self.targets, take_back)
+        for name, error in stranded.items():
+            logger.error("%s: the old weights could not be brought back: %s", name, error)
+        self._tell([target for target in resume if target.name not in stranded], "continue_generation")
+        return list(stranded)
+
+    def _on_all(self, verb: str, **arguments: object) -> None:
+        raise_failures(on_all(self.targets, lambda target: self._call(target, verb, **arguments)))
+
+    def _tell(self, targets: Sequence[Target], verb: str) -> None:
+        """A verb whose failure does not change what was decided: it is logged."""
+        for name, error in on_all(targets, lambda target: self._call(target, verb)).items():
+            logger.warning("%s: %s failed: %s", name, verb, error)
+
+    def _call(self, target: Target, verb: str, **arguments: object) -> dict[str, object]:
+        return target.call(verb, timeout_s=self._timeout_s, **arguments)
+
+
+def _failures(error: Exception) -> dict[str, str]:
+    """What failed by target name; "" is this process."""
+    if isinstance(error, TargetsFailed):
+        return {name: str(failure) for name, failure in error.failures.items()}
+    return {error.target if isinstance(error, TargetError) else "": str(error)}

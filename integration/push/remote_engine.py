@@ -1,0 +1,227 @@
+"""An engine in a process of its own, driven over a Unix socket with one JSON object a line.
+
+    python -m lockstep.integration.push.remote_engine --model FOLDER --socket PATH [setting=value ...]
+
+It ends when its standard input does, so that it never outlives whoever started it. A request is {"verb", "timeout_s",
+"arguments"}, the answer {"result"} or {"error": {"kind", "message"}}; one connection for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from ...weight_sync.target import TargetError
+
+logger = logging.getLogger(__name__)
+
+_READY = "ready"
+_GRACE_S = 2.0  # beyond a verb's own deadline: its answer says more than our silence
+
+
+class RemoteTarget:
+    """The client's side; implements `weight_sync.target.Target`."""
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self._path = path
+        self._name = name or path.name
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def call(self, verb: str, *, timeout_s: float, **arguments: object) -> dict[str, object]:
+        """See `Target.call`."""
+        request = json.dumps({"verb": verb, "timeout_s": timeout_s, "arguments": arguments}) + "\n"
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(timeout_s + _GRACE_S)
+                connection.connect(str(self._path))
+                connection.sendall(request.encode())
+                with connection.makefile("r", encoding="utf-8") as lines:
+                    line = lines.readline()
+        except OSError as error:
+            raise TargetError(self._name, verb, f"no answer within {timeout_s:g} s: {error}") from error
+        if not line.endswith("\n"):
+            raise TargetError(self._name, verb, "it closed the connection without an answer")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise TargetError(self._name, verb, answer["error"]["message"], answer["error"]["kind"])
+        return answer["result"]
+
+    def close(self) -> None:
+        """Does nothing: each call has a connection of its own."""
+
+
+class RemoteEngine(RemoteTarget):
+    """An engine process that this one starts and ends."""
+
+    def __init__(
+        self, model: str | Path, folder: Path, name: str, settings: Mapping[str, object], *, timeout_s: float = 120.0
+    ) -> None:
+        """Start it on a model folder; returns when it answers. folder: where its socket and its log lie.
+
+        Raises TargetError, with the end of its log, when it is not ready within `timeout_s`.
+        """
+        super().__init__(folder / f"{name}.sock", name)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log = folder / f"{name}.log"
+        command = [sys.executable, "-m", "lockstep.integration.push.remote_engine", "--model", str(model)]
+        command += ["--socket", str(folder / f"{name}.sock")]
+        command += [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=_environment()
+            )
+        self._wait_until_ready(timeout_s)
+
+    def generate(
+        self, prompts: Sequence[object], sampling_params: Sequence[Mapping[str, object]], timeout_s: float
+    ) -> list[dict[str, object]]:
+        """Completions as plain values, in the order of the prompts."""
+        answer = self.call("generate", timeout_s=timeout_s, prompts=prompts, sampling_params=sampling_params)
+        return answer["completions"]  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """End the process, by its standard input; by force where that does not help within 10 s."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+
+    def _wait_until_ready(self, timeout_s: float) -> None:
+        assert self.process.stdout is not None
+        lines: list[str] = []
+        reader = threading.Thread(target=lambda: lines.append(self.process.stdout.readline()), daemon=True)
+        reader.start()
+        reader.join(timeout_s)
+        if not lines or lines[0].strip() != _READY:
+            why = f"not ready within {timeout_s:g} s" if not lines else "it ended before it was ready"
+            self.process.kill()
+            self.process.communicate()
+            tail = "".join(self._log.read_text().splitlines(keepends=True)[-20:])
+            raise TargetError(self.name, "start", f"{why}; its log ends:\n{tail}")
+
+
+def _environment() -> dict[str, str]:
+    """Ours, without what torchrun set for this rank: the engine is no rank of the job."""
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {k: v for k, v in os.environ.items() if k not in ranks and not k.startswith("TORCHELASTIC_")}
+
+
+class VerbServer:
+    """Answers verbs on a Unix socket, each connection in a thread of its own."""
+
+    def __init__(self, path: Path, run: Callable[[str, float, dict[str, object]], dict[str, object]]) -> None:
+        """run(verb, timeout_s, arguments): its report; what it raises is answered as an error."""
+        self._run = run
+        self._path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        path.unlink(missing_ok=True)
+        before = os.umask(0o177)  # nobody else may connect
+        try:
+            self._socket.bind(str(path))
+        finally:
+            os.umask(before)
+        self._socket.listen(64)
+        self._thread = threading.Thread(target=self._accept, name="lockstep-verbs", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take no more connections."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # shut down
+                return
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, connection.makefile("r", encoding="utf-8") as lines:
+            line = lines.readline()
+            if not line.endswith("\n"):
+                return  # the caller went away
+            answer = self._result_of(line)
+            try:
+                connection.sendall(json.dumps(answer).encode() + b"\n")
+            except OSError as error:
+                logger.warning("the caller went away before its answer: %s", error)
+
+    def _result_of(self, line: str) -> dict[str, object]:
+        try:
+            request = json.loads(line)
+            return {"result": self._run(request["verb"], request["timeout_s"], request["arguments"])}
+        except Exception as error:  # noqa: BLE001 - a process boundary: the caller gets it
+            logger.info("a verb failed: %s", error)
+            return {"error": {"kind": type(error).__name__, "message": str(error)}}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve an engine until standard input ends."""
+    parser = argparse.ArgumentParser(prog="lockstep.integration.push.remote_engine", description=__doc__)
+    parser.add_argument("--model", required=True, help="a model folder")
+    parser.add_argument("--socket", required=True, type=Path, help="where to listen")
+    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("settings", nargs="*", metavar="setting=value", help="of the engine, values as JSON")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(name)s: %(message)s")
+    import torch
+
+    from ...rollout.config import EngineConfig
+    from ...rollout.engine import Engine
+    from ..service import RolloutService
+    from .local_target import plain, run_verb
+
+    torch.set_num_threads(options.threads)
+    settings = dict(_setting(text) for text in options.settings)
+    service = RolloutService(Engine(options.model, EngineConfig.from_dict(settings)))
+    service.engine.start()
+
+    def run(verb: str, timeout_s: float, arguments: dict[str, object]) -> dict[str, object]:
+        if verb == "generate":
+            return {"completions": plain(service.engine.generate(**arguments))}  # type: ignore[dict-item,arg-type]
+        return run_verb(service, verb, timeout_s, arguments)
+
+    server = VerbServer(options.socket, run)
+    server.start()
+    print(_READY, flush=True)
+    sys.stdin.read()
+    server.close()
+    service.close()
+    return 0
+
+
+def _setting(text: str) -> tuple[str, object]:
+    key, found, value = text.partition("=")
+    if not found:
+        raise SystemExit(f"{text!r} is not setting=value")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value  # a bare word: a string
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # a call that still runs in a thread must not keep the process

@@ -1,0 +1,1 @@
+"""Administrative changes to all workers, and the journal that survives a crash."""

@@ -1,0 +1,271 @@
+"""Administrative verbs to all live workers: one change at a time, no new requests meanwhile, and a journal of updates.
+
+Each change holds its targets back on its own account and lets them go afterwards, so that a worker that an operator has
+disabled stays disabled. The rules are those of SGLang-Omni's router; beyond them the order of every change, also
+continue, is one, a group's ranks are dealt out, and a worker that is paused is known to be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import httpx
+
+from ...http.edge.bodies import MAX_TIMEOUT_S
+from ...http.edge.errors import HttpError
+from ..calls import Call
+from ..config import RouterConfig
+from ..counters import RouterCounters
+from ..fleet.groups import DEFAULT_GROUP, Groups
+from ..fleet.health import HealthChecks
+from ..fleet.roster import Roster, RosterUnwritable
+from ..fleet.workers import Hold, Worker, WorkerRegistry, why_none
+from .broadcast import Result, broadcast, summarise, with_value
+from .rules import Rule, rule_for
+from .updates import Updates
+
+_MOMENT_S = 1.0  # for whoever does not wait for a change under way
+
+
+class Admin:
+    """Broadcasts, one change at a time."""
+
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        health: HealthChecks,
+        updates: Updates,
+        roster: Roster,
+        client: httpx.AsyncClient,
+        config: RouterConfig,
+        counters: RouterCounters,
+    ) -> None:
+        self.updates, self.roster = updates, roster
+        self._registry, self._health = registry, health
+        self._client, self._config, self._counters = client, config, counters
+        self._groups = Groups()
+        self._lock = asyncio.Lock()
+        self._running: tuple[str, float] | None = None  # the change under way, and when it began
+
+    async def run(
+        self, verb: str, call: Call, values: Mapping[str, object], has_left: Callable[[], Awaitable[bool]]
+    ) -> tuple[int, dict[str, object]]:
+        """Broadcast a verb of RULES; status and body for all workers together. Raises HttpError where none is asked.
+
+        A change that waits for the one before it never runs once its client `has_left` or its `timeout_s` is over.
+        """
+        started, status = time.monotonic(), 500
+        try:
+            status, body = await self._run(verb, call, values, has_left)
+        except HttpError as error:
+            status = error.status
+            raise
+        finally:
+            self._counters.add_broadcast(verb, status, time.monotonic() - started)
+        return status, body
+
+    async def _run(
+        self, verb: str, call: Call, values: Mapping[str, object], has_left: Callable[[], Awaitable[bool]]
+    ) -> tuple[int, dict[str, object]]:
+        rule = rule_for(verb, values)
+        if not rule.is_change:
+            results = await self._broadcast(await self._targets(), call, values)
+            if rule.one_version:
+                return _one_version(results)
+            status, body = summarise(results)
+            return status, body | {"members": _members(results)} if verb == "state" else body
+        async with self.changing(verb, min(self._config.lock_limit_s, _timeout_s(values) or math.inf)):
+            if await has_left():
+                raise HttpError(408, f"the client of {verb} left before it began", code="client_left")
+            targets = await self._targets()
+            if rule.journal:
+                return summarise(await self._update(verb, rule, call, values, targets))
+            return summarise(await self._change(verb, rule, call, values, targets))
+
+    @asynccontextmanager
+    async def changing(self, what: str, limit_s: float = 0.0) -> AsyncIterator[None]:
+        """Be the one change under way. Raises HttpError: 503 after waiting `limit_s`, 409 at once without one."""
+        if limit_s <= 0 and self._lock.locked():
+            raise HttpError(409, f"{self._busy()}: try again after it", code="update_in_progress", extra=self._age())
+        try:
+            async with asyncio.timeout(max(limit_s, _MOMENT_S)):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise HttpError(
+                503, f"the admin update lock was not free within {limit_s:g} s: {self._busy()}",
+                code="admin_update_lock", headers={"Retry-After": "5"}, extra=self._age(),
+            ) from None  # fmt: skip
+        self._running = (what, time.monotonic())
+        try:
+            yield
+        finally:
+            self._running = None
+            self._lock.release()
+
+    async def resolve(self, enable: bool) -> dict[str, object]:
+        """An operator says that the update in the journal is dealt with. Raises HttpError 409 and 503."""
+        async with self.changing("weight_update_journal/resolve"):
+            entry, versions = await self.updates.resolve()
+            if entry is None:
+                return {"success": True, "message": "nothing was unresolved", "weight_versions": versions}
+            if not enable:
+                await self.set_disabled([w for w in self._registry if entry.concerns(w.url)], True)
+            is_mixed = len(set(versions.values())) > 1
+            told = f"{entry.verb} of {entry.age_s:.0f} s ago is resolved"
+            told += "; the weight versions are mixed" if is_mixed else ""
+            return {"success": True, "message": told, "mixed_state": is_mixed, "weight_versions": versions}
+
+    async def set_disabled(self, workers: Sequence[Worker], disabled: bool) -> None:
+        """By an operator, who is the one change under way. Raises HttpError 503 where it cannot be written down."""
+        await self.write_down(lambda: self.roster.set_disabled([worker.url for worker in workers], disabled))
+        for worker in workers:
+            self._registry.set_disabled(worker, disabled)
+
+    async def write_down(self, change: Callable[[], None]) -> None:
+        """Run a method of the roster. Raises HttpError 503 where it cannot be written."""
+        try:
+            await asyncio.to_thread(change)
+        except RosterUnwritable as error:
+            raise HttpError(503, f"the workers stay as they are: {error}", code="roster_unwritable") from error
+
+    # -- one change -------------------------------------------------------------------------------------------------
+
+    async def _change(
+        self, verb: str, rule: Rule, call: Call, values: Mapping[str, object], targets: Sequence[Worker]
+    ) -> list[Result]:
+        """Broadcast while the targets get no requests, and note what the workers are afterwards."""
+        group = str(values.get("group_name") or DEFAULT_GROUP)
+        bodies = None
+        if verb == "init_weights_update_group":
+            offsets = self._groups.plan(group, values, targets)
+            bodies = {worker_id: with_value(values, "rank_offset", offset) for worker_id, offset in offsets.items()}
+        async with self._held(verb if rule.holds else None, targets):
+            results = await self._broadcast(targets, call, values, bodies)
+            done = [result.worker for result in results if result.success]
+            if verb in ("pause_generation", "continue_generation"):
+                for worker in done:
+                    worker.paused = verb == "pause_generation"
+            elif verb == "init_weights_update_group":
+                self._after_init(group, results)
+            elif verb == "destroy_weights_update_group" and all(r.success or r.is_refusal for r in results):
+                self._groups.forget(group)
+        return results
+
+    def _after_init(self, group: str, results: Sequence[Result]) -> None:
+        if all(result.success for result in results):
+            self._groups.record(group, [result.worker for result in results])
+        for result in results:
+            if not result.success:
+                how = result.message or f"it answered {result.status}"
+                why = f"it did not join the group {group!r}: {how}. Enable it when it is well"
+                self._registry.hold(result.worker, Hold.GROUP, why)
+
+    @asynccontextmanager
+    async def _held(self, verb: str | None, targets: Sequence[Worker]) -> AsyncIterator[None]:
+        for worker in targets if verb else ():
+            self._registry.hold(worker, Hold.BROADCAST, f"{verb} is under way")
+        try:
+            yield
+        finally:
+            for worker in targets:
+                self._registry.unhold(worker, Hold.BROADCAST)
+
+    async def _update(
+        self, verb: str, rule: Rule, call: Call, values: Mapping[str, object], targets: Sequence[Worker]
+    ) -> list[Result]:
+        """A change that is in the journal from before anybody is held back until it has landed everywhere."""
+        if verb == "update_weights_from_distributed":
+            self._groups.check(str(values.get("group_name") or DEFAULT_GROUP), targets)
+        known = await self.updates.open(verb, rule, targets)
+        is_settled = False
+        try:
+            results = await self._change(verb, rule, call, values, targets)
+            if verb == "abort_weight_update":
+                results = await self._revert_committed(call, values, results)
+            await self.updates.settle(verb, rule, results, known)
+            is_settled = True
+        finally:
+            if not is_settled:
+                self.updates.break_off(verb)
+        return results
+
+    async def _revert_committed(
+        self, call: Call, values: Mapping[str, object], results: Sequence[Result]
+    ) -> list[Result]:
+        """Where a session could be ended at some workers only, giving it up means to take it back there."""
+        refusing = [result.worker for result in results if result.kind == "SessionError"]
+        await self.updates.read_versions(refusing)
+        committed = [worker for worker in refusing if self.updates.has_committed(worker)]
+        if not committed:
+            return list(results)
+        path = call.path.replace("abort_weight_update", "revert_weight_update")
+        body = json.dumps({name: values[name] for name in ("timeout_s",) if name in values}).encode()
+        reverted = await self._broadcast(committed, replace(call, path=path, body=body), values)
+        by_worker = {result.worker.id: result for result in reverted}
+        return [by_worker.get(result.worker.id, result) for result in results]
+
+    # -- small things -----------------------------------------------------------------------------------------------
+
+    async def _targets(self) -> list[Worker]:
+        """Whoever lives. One that somebody met trouble with is asked first: a call to a dead worker is no success."""
+        await asyncio.gather(*(self._health.check(worker) for worker in self._registry.live() if worker.is_suspect))
+        if not (live := self._registry.live()):
+            raise HttpError(503, f"no live upstream workers: {why_none(self._registry)}", code="no_workers")
+        return live
+
+    async def _broadcast(
+        self,
+        targets: Sequence[Worker],
+        call: Call,
+        values: Mapping[str, object],
+        bodies: Mapping[str, bytes] | None = None,
+    ) -> list[Result]:
+        # The workers keep the call's own deadline; ours is for those that do not answer at all.
+        limit_s = max(_timeout_s(values) or 0.0, self._config.admin_timeout_s)
+        return await broadcast(self._client, targets, call, limit_s, bodies)
+
+    def _busy(self) -> str:
+        if self._running is None:
+            return "another change is about to begin"
+        verb, since = self._running
+        return f"{verb} has been under way for {time.monotonic() - since:.1f} s"
+
+    def _age(self) -> dict[str, object]:
+        return {} if self._running is None else {"age_s": round(time.monotonic() - self._running[1], 3)}
+
+
+def _timeout_s(values: Mapping[str, object]) -> float | None:
+    """A call's own deadline, None where it has none that makes sense: the workers say so."""
+    given = values.get("timeout_s")
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    return float(given) if is_number and 0 < given <= MAX_TIMEOUT_S else None
+
+
+def _one_version(results: Sequence[Result]) -> tuple[int, dict[str, object]]:
+    """As `summarise`; a 409 that lists them where the weight versions differ."""
+    versions = {
+        result.worker.url: result.body["weight_version"]
+        for result in results
+        if isinstance(result.body, dict) and "weight_version" in result.body
+    }
+    if len(set(map(str, versions.values()))) <= 1:
+        return summarise(results)
+    listed = ", ".join(f"{url}: {version!r}" for url, version in versions.items())
+    extra = {
+        "mixed_state": True, "weight_versions": versions, "results": [result.report() for result in results],
+    }  # fmt: skip
+    raise HttpError(409, f"the workers have different weight versions: {listed}", code="mixed_versions", extra=extra)
+
+
+def _members(results: Sequence[Result]) -> list[dict[str, object]]:
+    """Who joins a group, in the order of the ranks; see `Groups.plan`."""
+    return [
+        {"worker": one.worker.url, "num_ranks": one.worker.num_ranks, "num_deaths": one.worker.num_deaths}
+        for one in results
+    ]

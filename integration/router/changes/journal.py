@@ -1,0 +1,126 @@
+"""The update that is under way, on disk: so that a router that was killed in the middle of one knows it afterwards.
+
+The file exists from before the first worker is held back until the update has landed on all of them. One that is found
+at the start, or kept after a failure, is unresolved: nobody knows whether all workers have the same weights.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import stat
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from ..fleet.durable_file import remove_file, replace_file
+
+logger = logging.getLogger(__name__)
+
+
+class JournalUnwritable(OSError):
+    """The journal could not be written; no update may begin."""
+
+
+@dataclass(frozen=True)
+class TargetRecord:
+    """A worker as it was before the update."""
+
+    url: str
+    disabled: bool  # by an operator
+    weight_version: str | None
+
+
+@dataclass(frozen=True)
+class JournalEntry:
+    """One update."""
+
+    verb: str
+    started_at: float  # seconds since the epoch
+    targets: tuple[TargetRecord, ...]  # none: the file could not be read, and everybody may be concerned
+    session: bool = False  # a weight-update session is open at the workers
+    failure: str | None = None  # why it is unresolved; None: under way
+
+    @property
+    def age_s(self) -> float:
+        return max(0.0, time.time() - self.started_at)
+
+    def concerns(self, url: str) -> bool:
+        return not self.targets or any(target.url == url for target in self.targets)
+
+
+class UpdateJournal:
+    """At most one entry, in a file that only its owner can read. Methods write, sync and return; call them in a thread.
+
+    Raises ValueError where the folder is open to everybody, or another router uses the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        folder = path.parent
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if folder.stat().st_mode & stat.S_IWOTH:
+            raise ValueError(f"the journal must not be in {folder}: everybody can write there. Choose another folder")
+        self._lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ValueError(f"another router uses the journal {path}: give each one its own") from None
+        self.entry = self._read()
+        if self.entry is not None:
+            logger.error("journal %s: %s", path, self.entry.failure)
+
+    @property
+    def is_unresolved(self) -> bool:
+        return self.entry is not None and self.entry.failure is not None
+
+    def write(self, entry: JournalEntry) -> None:
+        """Replace the entry: after this it survives a crash. Raises JournalUnwritable; then the old one stands."""
+        try:
+            replace_file(self.path, json.dumps(asdict(entry)))
+        except OSError as error:
+            raise JournalUnwritable(f"the journal {self.path} cannot be written: {error}") from error
+        self.entry = entry
+
+    def keep(self, failure: str) -> None:
+        """The update did not land everywhere: the entry stays until somebody resolves it."""
+        assert self.entry is not None
+        self.entry = replace(self.entry, failure=failure)  # counts whether or not it can be written
+        try:
+            self.write(self.entry)
+        except JournalUnwritable as error:
+            logger.error("%s; what stands there is as good: an entry that is found at the start is unresolved", error)
+
+    def clear(self) -> None:
+        """All workers have the same weights. Raises JournalUnwritable; then the entry stays."""
+        try:
+            remove_file(self.path)
+        except OSError as error:
+            raise JournalUnwritable(f"the journal {self.path} cannot be cleared: {error}") from error
+        self.entry = None
+
+    def close(self) -> None:
+        """Let another router have the file."""
+        os.close(self._lock)
+
+    def report(self) -> dict[str, object]:
+        """As /weight_update_journal shows it. Changes nothing."""
+        return {"unresolved": self.is_unresolved, "entry": None if self.entry is None else asdict(self.entry)}
+
+    def _read(self) -> JournalEntry | None:
+        try:
+            values = json.loads(self.path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            return JournalEntry("?", time.time(), (), failure=f"the journal could not be read: {error}")
+        try:
+            targets = tuple(TargetRecord(**target) for target in values.pop("targets"))
+            entry = JournalEntry(targets=targets, **values)
+        except (TypeError, KeyError, AttributeError) as error:
+            return JournalEntry("?", time.time(), (), failure=f"the journal could not be understood: {error}")
+        why = entry.failure or "the router ended in the middle of it"
+        return replace(entry, failure=why)

@@ -1,0 +1,135 @@
+"""What the journal says about the weights of the workers: before an update, after it, and after one that went wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+import httpx
+
+from ...http.edge.errors import HttpError
+from ..config import RouterConfig
+from ..fleet.health import HealthChecks
+from ..fleet.workers import Hold, Worker, WorkerRegistry
+from .broadcast import Result
+from .journal import JournalEntry, JournalUnwritable, TargetRecord, UpdateJournal
+from .rules import Rule
+
+logger = logging.getLogger(__name__)
+
+
+class Updates:
+    """The journal's part of a change. Whoever calls is the one change under way."""
+
+    def __init__(
+        self, registry: WorkerRegistry, health: HealthChecks, journal: UpdateJournal, config: RouterConfig
+    ) -> None:
+        self._registry, self._health, self._config = registry, health, config
+        self.journal = journal
+
+    async def open(self, verb: str, rule: Rule, targets: Sequence[Worker]) -> JournalEntry | None:
+        """Write the update down, before anybody is held back; the entry before it. Raises HttpError 409 after one that
+        is unresolved, 503 where it cannot be written."""
+        if self.journal.is_unresolved and rule.journal != "mends":
+            assert self.journal.entry is not None
+            raise HttpError(
+                409,
+                f"an update is unresolved: {self.journal.entry.verb}: {self.journal.entry.failure}. See the weights of "
+                'all workers right, then POST /weight_update_journal/resolve {"acknowledge": true}',
+                code="journal_unresolved", extra={"journal": self.journal.report()},
+            )  # fmt: skip
+        known = self.journal.entry
+        if known is None:
+            await self._write(_entry(verb, targets))
+        return known
+
+    def break_off(self, verb: str) -> None:
+        """Nobody knows how it ended."""
+        if self.journal.entry is not None and not self.journal.is_unresolved:
+            self._keep(f"{verb} was broken off")
+
+    def has_committed(self, worker: Worker) -> bool:
+        """Whether a worker has another version than before the update that is unresolved, as last read."""
+        entry = self.journal.entry
+        before = {target.url: target.weight_version for target in entry.targets} if entry is not None else {}
+        return before.get(worker.url, worker.weight_version) != worker.weight_version
+
+    async def settle(self, verb: str, rule: Rule, results: Sequence[Result], known: JournalEntry | None) -> None:
+        """What the journal says after an update. known: its entry before it."""
+        targets = [result.worker for result in results]
+        if all(result.success for result in results):
+            await self.read_versions(targets)
+            are_alike = len({worker.weight_version for worker in targets}) == 1
+            if rule.journal == "opens":
+                await self._write(_entry(verb, targets, session=True))
+            elif known is None or rule.journal == "closes" or (rule.journal == "mends" and are_alike):
+                await self._clear()
+            self._registry.check_versions(self._config.allow_mixed_versions)
+            return
+        if all(result.is_refusal for result in results) and await self._are_unchanged(targets):
+            if known is None:  # nobody did anything
+                await self._clear()
+            return
+        if not self.journal.is_unresolved:
+            failed = "; ".join(f"{r.worker.url}: {r.message or r.status}" for r in results if not r.success)
+            self._keep(f"{verb} failed: {failed}")
+
+    async def _are_unchanged(self, workers: Sequence[Worker]) -> bool:
+        """Whether every worker says that it has the version it had before the update."""
+        assert self.journal.entry is not None
+        before = {target.url: target.weight_version for target in self.journal.entry.targets}
+        if not await self.read_versions(workers):
+            return False
+        return all(before.get(worker.url, worker.weight_version) == worker.weight_version for worker in workers)
+
+    async def read_versions(self, workers: Sequence[Worker]) -> bool:
+        """Ask again; False where one did not answer."""
+        answers = await asyncio.gather(*map(self._health.read_version, workers), return_exceptions=True)
+        for worker, answer in zip(workers, answers, strict=True):
+            if isinstance(answer, httpx.HTTPError):
+                worker.suspect(str(answer))
+            elif isinstance(answer, BaseException):
+                raise answer
+        return not any(isinstance(answer, BaseException) for answer in answers)
+
+    async def _write(self, entry: JournalEntry) -> None:
+        try:
+            await asyncio.to_thread(self.journal.write, entry)
+        except JournalUnwritable as error:
+            raise HttpError(503, f"no update without a journal: {error}", code="journal_unwritable") from error
+
+    async def _clear(self) -> None:
+        try:
+            await asyncio.to_thread(self.journal.clear)
+        except JournalUnwritable as error:
+            raise HttpError(503, str(error), code="journal_unwritable") from error
+        for worker in self._registry:
+            self._registry.unhold(worker, Hold.JOURNAL)
+
+    def _keep(self, failure: str) -> None:
+        logger.error("a weight update is unresolved: %s", failure)
+        self.journal.keep(failure)
+        for worker in self._registry:
+            self.hold_back(worker)
+
+    async def resolve(self) -> tuple[JournalEntry | None, dict[str, str | None]]:
+        """An operator says that it is dealt with: the entry that was cleared, and the versions now. Raises HttpError
+        503."""
+        entry = self.journal.entry
+        if entry is not None:
+            await self._clear()
+            await self.read_versions(self._registry.live())
+        return entry, {worker.url: worker.weight_version for worker in self._registry.live()}
+
+    def hold_back(self, worker: Worker) -> None:
+        """A worker that an unresolved update concerns gets no requests."""
+        entry = self.journal.entry
+        if entry is not None and entry.failure is not None and entry.concerns(worker.url):
+            self._registry.hold(worker, Hold.JOURNAL, f"{entry.verb} is unresolved: {entry.failure}")
+
+
+def _entry(verb: str, targets: Sequence[Worker], session: bool = False) -> JournalEntry:
+    records = tuple(TargetRecord(worker.url, worker.disabled, worker.weight_version) for worker in targets)
+    return JournalEntry(verb, time.time(), records, session)

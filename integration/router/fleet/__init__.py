@@ -1,0 +1,1 @@
+"""The workers of a router: who they are, whether they live, which one gets a request."""

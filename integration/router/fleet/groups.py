@@ -1,0 +1,78 @@
+"""Weight-update groups that span workers: who is which rank, and whether all of them are still there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ...http.edge.errors import HttpError
+from .workers import Worker
+
+DEFAULT_GROUP = "weight_update_group"
+
+
+def rank_offsets(num_ranks: Sequence[int], rank_offset: int, world_size: int) -> list[int]:
+    """The first rank of each worker: they stand one behind the other from `rank_offset` on.
+
+    Raises ValueError where the group has no room for all of them.
+    """
+    end = rank_offset + sum(num_ranks)
+    if rank_offset < 1:
+        raise ValueError(f"rank_offset must be at least 1, since rank 0 sends; it is {rank_offset}")
+    if end > world_size:
+        ranks = " + ".join(map(str, num_ranks))
+        raise ValueError(
+            f"world_size {world_size} is too small: {len(num_ranks)} workers with {ranks} ranks from rank_offset "
+            f"{rank_offset} on need {end}"
+        )
+    return [rank_offset + sum(num_ranks[:i]) for i in range(len(num_ranks))]
+
+
+class Groups:
+    """Groups that were made through this router. Of others it knows nothing, and lets them be."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, dict[str, tuple[str, int]]] = {}  # group: {worker id: (url, deaths at that time)}
+
+    def plan(self, name: str, values: Mapping[str, object], workers: Sequence[Worker]) -> dict[str, int]:
+        """The rank offset of each worker, by id. Raises HttpError: 409 for a group that exists, 422 without room."""
+        if name in self._members:
+            raise HttpError(409, f"the group {name!r} exists: destroy it first", code="group_exists")
+        sizes = [worker.num_ranks for worker in workers]
+        try:
+            offsets = rank_offsets(sizes, _whole(values, "rank_offset"), _whole(values, "world_size"))
+        except ValueError as error:
+            raise HttpError(422, str(error), code="no_room") from None
+        return dict(zip((worker.id for worker in workers), offsets, strict=True))
+
+    def record(self, name: str, workers: Sequence[Worker]) -> None:
+        """All of them have joined."""
+        self._members[name] = {worker.id: (worker.url, worker.num_deaths) for worker in workers}
+
+    def forget(self, name: str) -> None:
+        self._members.pop(name, None)
+
+    def check(self, name: str, workers: Sequence[Worker]) -> None:
+        """Raises HttpError 409, before anybody waits for a tensor, where the live workers are not the group's."""
+        members = self._members.get(name)
+        if members is None:
+            return
+        live = {worker.id: worker.num_deaths for worker in workers}
+        lost = [url for worker_id, (url, num_deaths) in members.items() if live.get(worker_id) != num_deaths]
+        new = [worker.url for worker in workers if worker.id not in members]
+        if lost or new:
+            what = [f"{', '.join(lost)} left it"] if lost else []
+            what += [f"{', '.join(new)} never joined it"] if new else []
+            raise HttpError(
+                409, f"the group {name!r} is not whole: {'; '.join(what)}. Destroy it and init it again",
+                code="group_broken",
+            )  # fmt: skip
+
+
+def _whole(values: Mapping[str, object], name: str) -> int:
+    value = values.get(name)
+    try:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{name} must be a whole number, not {value!r}") from None

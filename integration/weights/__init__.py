@@ -1,0 +1,1 @@
+"""The weight verbs behind the service."""

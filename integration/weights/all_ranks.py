@@ -1,0 +1,181 @@
+"""The ranks that hold a service's model together: what one of them is asked to do, all of them do.
+
+Two ways lead there. In a job whose ranks run the same program every rank calls the verb itself. Where the others
+follow the controller (`Engine.follow`, or inside a call of `generate`) the controller's call runs it on all of them.
+Either way each rank runs the same code, and the ranks vote inside it: it happens on all of them or on none.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from ...rollout.engine import Engine
+from ...weight_sync.transaction.peers import PeerFailed, Peers
+
+_NUM_WAITS = 4  # of a verb, for other ranks or its sender, each under a deadline of its own
+P, T = ParamSpec("P"), TypeVar("T")
+
+
+def plain(value: object) -> object:
+    """A report as JSON values."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+class Replica:
+    """The ranks of one engine. With one rank there is nobody to ask, and a verb just runs."""
+
+    def __init__(self, engine: Engine, timeout_s: float) -> None:
+        """timeout_s: how long ranks wait for each other, who may be receiving."""
+        self._engine, self._ranks = engine, engine.ranks
+        self._timeout_s = max(timeout_s, engine.ranks.timeout_s)
+        mesh = engine.ranks.mesh
+        exchange = functools.partial(engine.ranks.gather_json, timeout_s=self._timeout_s)
+        self.peers = Peers(mesh.local_rank, mesh.num_ranks, exchange)
+        self.how_it_stands: Callable[[], dict[str, object]] = dict  # what other ranks are to know of this one
+        self._said: dict[str, object] = {}
+        # .in_verb: this thread runs a verb for all ranks; .results: of one that it brought to them
+        self._here = threading.local()
+
+    @property
+    def is_alone(self) -> bool:
+        return self.peers.is_alone
+
+    @property
+    def local_rank(self) -> int:
+        return self.peers.rank
+
+    @property
+    def asks_followers(self) -> bool:
+        """Whether a verb that is called here has to be brought to the other ranks: they follow this one, instead of
+        calling it themselves. Waits until they did one or the other."""
+        is_asked = getattr(self._here, "in_verb", False) or not self._engine.is_controller
+        return not (self.is_alone or is_asked) and self._ranks.are_following(self._ranks.timeout_s)
+
+    def take_results(self) -> list[dict[str, object]]:
+        """What each rank said to the first verb that this thread brought to all of them since it last asked for this;
+        nothing where there was none."""
+        results, self._here.results = getattr(self._here, "results", []), []
+        return results
+
+    def stands(self) -> None:
+        """Something may have changed: let the controller know how things stand on this rank."""
+        if not (self.is_alone or self._engine.is_controller) and (facts := self.how_it_stands()) != self._said:
+            self._said = facts
+            self._ranks.say_how_it_stands(facts)
+
+    def states(self) -> list[dict[str, object]]:
+        """How things stand on each rank, by local rank: here now, on the others as they said after the last change. A
+        follower knows itself alone. Waits for nobody."""
+        mesh, told = self._ranks.mesh, self._ranks.how_they_stand()
+        found = []
+        for rank, world_rank in enumerate(mesh.plan.replica(mesh.rank)):
+            coords = mesh.plan.coords(world_rank)
+            said = self.how_it_stands() if rank == mesh.local_rank else told.get(rank, {})
+            if said or mesh.is_controller:
+                found.append({"rank": world_rank, "tp_rank": coords.tp, "pp_rank": coords.pp, **said})
+        return found
+
+    def serve(self, verb: str, run: Callable[..., object]) -> None:
+        """Other ranks may ask for this verb here, with JSON arguments by name."""
+
+        def handle(**arguments: object) -> object:
+            was_in_verb, self._here.in_verb = getattr(self._here, "in_verb", False), True
+            try:
+                value = run(**arguments)
+            except Exception as error:
+                self._here.error = error
+                raise
+            finally:
+                self._here.in_verb = was_in_verb
+            self._here.value = value
+            return plain(value)
+
+        self._ranks.handlers[verb] = handle
+
+    def ask(self, verb: str, arguments: Mapping[str, object]) -> Any:
+        """Run a verb on all ranks, with nothing in flight; what it returned here.
+
+        Raises what it raised here, else PeerFailed naming the ranks where it failed; RankFailure where one is lost.
+        """
+        here = self._here
+        here.error = here.value = None
+        found = self._engine.between_steps(
+            verb, lambda: self._ranks.run_everywhere(verb, plain(arguments), _NUM_WAITS * self._timeout_s)
+        )
+        here.results = getattr(here, "results", None) or [result.as_dict() for result in found]
+        failures = {result.rank: f"{result.error}: {result.message}" for result in found if not result.success}
+        if here.error is not None:
+            raise here.error
+        if failures:
+            raise PeerFailed("; ".join(f"rank {rank}: {why}" for rank, why in failures.items()))
+        return here.value
+
+    def together(self, what: str, run: Callable[[], T], undo: Callable[[], object] = lambda: None) -> T:
+        """Run this rank's part of something that every rank is at, and learn that all did theirs.
+
+        undo: called where it went well here and not elsewhere. Raises what `run` raised, else PeerFailed.
+        """
+        if self.is_alone:
+            return run()
+        made: list[T] = []
+        error: Exception | None = None
+        try:
+            made.append(run())
+        except Exception as failed:  # noqa: BLE001 - whatever it is, the other ranks hear of it before it is raised
+            error = failed
+        try:
+            self.peers.vote(what, error).raise_if_any(error)
+        except BaseException:
+            if error is None:
+                undo()
+            raise
+        return made[0]
+
+    def gather(self, value: object) -> list[Any]:
+        """A JSON value of each rank, by local rank; a collective."""
+        return [value] if self.is_alone else list(self.peers.exchange(value))
+
+
+class OfAReplica(Protocol):
+    """What has verbs that run on all ranks."""
+
+    replica: Replica
+
+
+def on_all_ranks(
+    method: Callable[Concatenate[Any, P], T],
+) -> Callable[Concatenate[Any, P], T]:
+    """A verb that the controller brings to its followers. Its arguments must be JSON values then."""
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def run(self: OfAReplica, *args: P.args, **kwargs: P.kwargs) -> T:
+        if not self.replica.asks_followers:
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self.replica.stands()
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        return self.replica.ask(method.__name__, dict(list(arguments.items())[1:]))
+
+    run.runs_on_all_ranks = True  # type: ignore[attr-defined]
+    return run
+
+
+def serve_verbs(verbs: OfAReplica) -> None:
+    """Let other ranks ask for every method that `on_all_ranks` marks."""
+    for name, method in inspect.getmembers(verbs, inspect.ismethod):
+        if getattr(method, "runs_on_all_ranks", False):
+            verbs.replica.serve(name, method)

@@ -1,0 +1,102 @@
+"""The weights of an engine as all ranks that share it hold them: names, digests and values of whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from ...rollout.engine import Engine
+from ...weight_sync.digests.model_digest import tensor_roots
+from ...weight_sync.digests.shard_digest import local_digests, merged_roots, require_whole_cells
+from ...weight_sync.layout.shard_bytes import Shard
+from ...weight_sync.manifest import TensorSpec
+from ...weight_sync.transaction.transaction import Coverage, Undo, WeightTransaction
+from .all_ranks import Replica
+
+
+class ReplicaWeights:
+    """Reads them; where several ranks hold the model every method but `resident_name` and `transaction` is called on
+    all of them. Changes nothing."""
+
+    def __init__(self, engine: Engine, replica: Replica) -> None:
+        """Raises ValueError where ranks share the model in a way that its digest cannot be computed."""
+        self._engine, self._replica = engine, replica
+        if not replica.is_alone:
+            require_whole_cells(engine.model.shards)
+        self._tied = engine.model.tied_names()
+
+    def names(self) -> list[str]:
+        """Resident names of the whole model."""
+        if self._replica.is_alone:
+            return [name for name, _ in self._engine.resident_tensors()]
+        return list(self._engine.model.full_specs)
+
+    def resident_name(self, name: str) -> str:
+        """The name under which a tied parameter is resident."""
+        return self._tied.get(name, name)
+
+    def digests(self, names: Sequence[str]) -> tuple[Mapping[str, object], dict[str, bytes]]:
+        """This rank's digests of what is resident, and the tensor roots, of all ranks; a root covers the name under
+        which it is asked for. What has no root the ranks that hold the same bytes of it do not agree about."""
+        model = self._engine.model
+        resident = dict([*model.resident_tensors(), *model.buffers()])
+        here = {name: resident[r] for name in names if (r := self.resident_name(name)) in resident}
+        if self._replica.is_alone:
+            roots = tensor_roots(here.items())
+            return {name: root.hex() for name, root in roots.items()}, roots
+        shards = {name: model.shards[self.resident_name(name)] for name in here}
+        known = {name: model.full_specs.get(self.resident_name(name)) for name in names}
+        specs = [TensorSpec(name, *spec) if spec else TensorSpec.of(name, here[name]) for name, spec in known.items()]
+        own = local_digests(here, shards)
+        return own, merged_roots(specs, self._replica.gather(own))
+
+    def first_entries(self, name: str, limit: int) -> Tensor:
+        """The first `limit` entries along each dimension of a whole parameter, on the CPU. Raises ValueError for an
+        unknown name."""
+        model, resident = self._engine.model, self.resident_name(name)
+        tensor = dict(self._engine.resident_tensors()).get(resident)
+        if self._replica.is_alone:
+            if tensor is None:
+                raise ValueError(f"no parameter is named {name!r}")
+            return tensor.detach()[tuple(slice(limit) for _ in tensor.shape)].cpu()
+        if resident not in model.full_specs:
+            raise ValueError(f"no parameter is named {name!r}")
+        dtype, shape = model.full_specs[resident]
+        pieces = [] if tensor is None else _first_entries(tensor.detach(), model.shards[resident], limit)
+        value = torch.zeros([min(limit, size) for size in shape], dtype=dtype)
+        for dim, start, stop, values in chain(*self._replica.gather(pieces)):
+            part = value.narrow(dim, start, stop - start) if shape else value
+            part.copy_(torch.tensor(values, dtype=dtype).view(part.shape))
+        return value
+
+    def transaction(self, coverage: Coverage, undo: Undo) -> WeightTransaction:
+        """One that writes this rank's part of them."""
+        model = self._engine.model
+        resident = list(model.resident_tensors())
+        shards, elsewhere = {}, []
+        if not self._replica.is_alone:
+            here = {name for name, _ in resident}
+            shards = model.shards
+            elsewhere = [TensorSpec(name, *spec) for name, spec in model.full_specs.items() if name not in here]
+        return WeightTransaction(
+            resident, optional=model.buffers(), aliases=self._tied, coverage=coverage, undo=undo, shards=shards,
+            elsewhere=elsewhere,
+        )  # fmt: skip
+
+
+def _first_entries(part: Tensor, shard: Shard, limit: int) -> list[list[object]]:
+    """Of the first `limit` entries along each dimension of the whole: what is here, as dimension, range and values."""
+    if not shard.full_shape:
+        return [[0, 0, 1, part.tolist()]]
+    found, done = [], 0
+    for start, stop in shard.ranges:
+        end = min(stop, limit)
+        if start < end:
+            piece = part.narrow(shard.dim, done, end - start)
+            piece = piece[tuple(slice(limit) for _ in piece.shape)]
+            found.append([shard.dim, start, end, piece.cpu().tolist()])
+        done += stop - start
+    return found

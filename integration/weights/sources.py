@@ -1,0 +1,143 @@
+"""Where the bytes of an update come from: each function returns what fills a sink and says which tensors it wrote.
+
+Reading begins when the session calls it, which then holds the engine; what is wrong with the arguments is said before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from ...weight_sync.delta.difference import Check, apply_delta
+from ...weight_sync.delta.packed import BufferSink, apply_stream
+from ...weight_sync.delta.stream import DELTA_MANIFEST_FILE, load_delta
+from ...weight_sync.disk.folder import load_folder
+from ...weight_sync.group.framework_protocol import receive_flattened_bucket, receive_tensors
+from ...weight_sync.group.protocol import receive_update
+from ...weight_sync.group.weight_group import WeightGroup
+from ...weight_sync.layout.bucket import byte_view
+from ...weight_sync.layout.sink import Sink
+from ...weight_sync.manifest import Manifest, NamedTensors, TensorSpec, specs_from_lists, specs_of
+from ...weight_sync.pickles.payload import read_framework_payload
+from ...weight_sync.same_host.shared_memory import TensorReceiver
+from ..service_config import ServiceConfig
+
+Receive = Callable[[Sink], Sequence[TensorSpec]]
+_FOREIGN = {None: receive_tensors, "flattened_bucket": receive_flattened_bucket}
+
+
+def from_group(
+    group: WeightGroup, load_format: str | None, specs: tuple[Sequence, Sequence, Sequence], manifest: str | None,
+    check: Check, timeout_s: float,
+) -> Receive:  # fmt: skip
+    """Broadcasts of rank 0, in our own sender's protocol ("lockstep", "delta") or in the frameworks', which need
+    specs: names, dtypes and shapes. Raises ValueError for an unknown format."""
+    expected = None if manifest is None else Manifest.from_json(manifest)
+
+    def whole(sink: Sink) -> Sequence[TensorSpec]:
+        return receive_update(group, sink, timeout_s, expected).tensors
+
+    def delta(sink: Sink) -> Sequence[TensorSpec]:
+        packed = BufferSink()
+        receive_update(group, packed, timeout_s, expected)
+        return apply_stream(packed.buffers(), sink, check=check, timeout_s=timeout_s)[0]
+
+    if load_format in ("lockstep", "delta"):
+        return whole if load_format == "lockstep" else delta
+    wanted = specs_from_lists(*specs)
+    take_foreign = _FOREIGN.get(load_format)
+    if take_foreign is None:
+        raise ValueError(f"unknown load_format {load_format!r} of a distributed update")
+
+    def foreign(sink: Sink) -> Sequence[TensorSpec]:
+        take_foreign(group, wanted, sink, timeout_s)
+        return wanted
+
+    return foreign
+
+
+class SharedMemory:
+    """What our own sender describes (`tensors.SharedMemorySender`); keeps the buckets of a delta until the last one."""
+
+    def __init__(self, receiver: TensorReceiver) -> None:
+        self._receiver = receiver
+        self._packed = BufferSink()
+
+    def source(
+        self, description: Mapping[str, object], load_format: str | None, check: Check, timeout_s: float
+    ) -> Receive:
+        """A bucket, or with load_format "delta" a bucket of changes, which are applied with the last one."""
+
+        def whole(sink: Sink) -> Sequence[TensorSpec]:
+            return self._receiver.receive(description, sink)
+
+        def delta(sink: Sink) -> Sequence[TensorSpec]:
+            if description.get("manifest") is not None:  # the first bucket of an update
+                self._packed = BufferSink()
+            self._receiver.receive(description, self._packed)
+            if not self._packed.is_complete:
+                return ()
+            packed, self._packed = self._packed, BufferSink()
+            return apply_stream(packed.buffers(), sink, check=check, timeout_s=timeout_s)[0]
+
+        return delta if load_format == "delta" else whole
+
+
+def from_payload(payload: str, load_format: str | None, config: ServiceConfig) -> Receive:
+    """The frameworks' pickled tensors."""
+
+    def receive(sink: Sink) -> Sequence[TensorSpec]:
+        tensors = read_framework_payload(
+            payload, load_format, max_bytes=config.max_pickle_bytes, allow=config.allow_pickle
+        )
+        return _write_all(tensors, sink)
+
+    return receive
+
+
+def from_named_tensors(named_tensors: NamedTensors, to_the_end: bool) -> Receive:
+    """Tensors of this process, one at a time as the iterator yields them. to_the_end: it is drawn to its end also where
+    that fails, since gathering may be a collective."""
+    tensors = named_tensors if isinstance(named_tensors, Sequence) else iter(named_tensors)
+
+    def receive(sink: Sink) -> Sequence[TensorSpec]:
+        try:
+            return _write_all(tensors, sink)
+        finally:
+            for _ in tensors if to_the_end else ():
+                pass
+
+    return receive
+
+
+def from_folder(path: Path, digests: dict[str, str] | None, check: Check, timeout_s: float) -> Receive:
+    """A folder in Hugging Face layout, or one with a delta. digests, if given, is filled with those that it brings."""
+
+    def receive(sink: Sink) -> Sequence[TensorSpec]:
+        if (path / DELTA_MANIFEST_FILE).is_file():
+            delta = load_delta(path)
+            apply_delta(delta.specs, delta.chunks(), sink, check=check, timeout_s=timeout_s)
+            manifest, specs = delta.manifest.manifest, delta.specs
+        else:
+            plan = load_folder(path, sink, timeout_s=timeout_s)
+            manifest, specs = plan.manifest, plan.specs
+        if digests is not None and manifest is not None:
+            digests.update(manifest.digests)
+        return specs
+
+    return receive
+
+
+def _write_all(named_tensors: NamedTensors, sink: Sink) -> Sequence[TensorSpec]:
+    """Write whole tensors as they come; a list of them is checked as a whole before the first byte."""
+    is_whole = isinstance(named_tensors, Sequence)
+    if is_whole:
+        sink.expect(specs_of(named_tensors))
+    specs = []
+    for name, tensor in named_tensors:
+        spec = TensorSpec.of(name, tensor)
+        if not is_whole:
+            sink.expect([spec])
+        sink.write(name, 0, byte_view(tensor))
+        specs.append(spec)
+    return specs

@@ -1,0 +1,349 @@
+"""The weight verbs of a service, under the names of their HTTP verbs. Every one may be called from any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from ...rollout.engine import Engine
+from ...rollout.errors import MemoryReleased, SamplingRefused
+from ...rollout.loop.commands import ContinueReport, HoldReport
+from ...weight_sync.delta.difference import Check
+from ...weight_sync.delta.pull import PullRecord, pull_weights
+from ...weight_sync.errors import SessionError
+from ...weight_sync.group.registry import GroupRegistry
+from ...weight_sync.group.rendezvous import Rendezvous
+from ...weight_sync.manifest import NamedTensors
+from ...weight_sync.transaction.records import UpdateRecord
+from ...weight_sync.transaction.transaction import Coverage, Undo
+from ..service_config import ServiceConfig
+from .all_ranks import Replica, on_all_ranks
+from .sessions import Commit, DigestTime, WeightSessions
+from .sources import Receive, SharedMemory, from_folder, from_group, from_named_tensors, from_payload
+
+GROUP_NAME = "weight_update_group"
+
+
+class WeightVerbs:
+    """What a service does with weights that come to it. Its heir sets the fields.
+
+    Common arguments: weight_version, the label of the weights, visible once they are committed; verify, the sender's
+    tensor roots (`digest.tensor_root`, hex) by name; abort_all_requests, end what runs first; keep_running, let what
+    is paused in_place go on with the new weights (inside a session `begin_weight_update` has both); delta_check, how
+    closely a delta looks at what it changes (`delta.Check`); timeout_s, the deadline of every wait.
+    """
+
+    engine: Engine
+    config: ServiceConfig
+    sessions: WeightSessions
+    groups: GroupRegistry
+    replica: Replica
+    _shared_memory: SharedMemory
+
+    # -- sessions ---------------------------------------------------------------------------------------------------
+
+    @on_all_ranks
+    def begin_weight_update(
+        self,
+        *,
+        weight_version: str | None = None,
+        coverage: Coverage = "full",
+        undo: Undo = "tensors",
+        digest: DigestTime = "now",
+        lease_s: float | None = None,
+        abort_all_requests: bool = False,
+        keep_running: bool = False,
+        timeout_s: float | None = None,
+    ) -> HoldReport:
+        """Open a session; nothing is sampled until it ends. One that is not ended within `lease_s` is rolled back, so
+        that a client that died leaves nothing open.
+
+        coverage "full": every parameter has to be written before it can end. undo "none" keeps nothing to go back to,
+        and a failure poisons the weights. digest: when the model digest is computed, at the end or by `finish_digest`.
+        Raises SessionError where one is open, NotIdle, naming the remedies, where requests run.
+        """
+        self._check_resident()
+        return self.sessions.begin(
+            weight_version, coverage, undo, digest, lease_s, abort_all_requests, keep_running,
+            self._deadline(timeout_s),
+        )  # fmt: skip
+
+    @on_all_ranks
+    def verify_weight_update(self, digests: Mapping[str, str]) -> None:
+        """Compare everything the open session wrote with the sender's tensor roots, hex by name.
+
+        Raises DigestMismatch naming the tensors that differ: they are restored, and sending only those again repairs
+        the session, which stays open. Raises ValueError for names that were not written.
+        """
+        self.sessions.verify(digests)
+
+    @on_all_ranks
+    def end_weight_update(self, *, weight_version: str | None = None) -> Commit:
+        """Commit the open session: its version and digest are published and a KV epoch starts.
+
+        Raises SessionError where none is open, ValueError listing what a full session misses; that one stays open.
+        """
+        return self.sessions.end(weight_version)
+
+    @on_all_ranks
+    def abort_weight_update(self, why: str = "asked for") -> None:
+        """Give the open session up: every byte is what it was, or the weights are poisoned where nothing was kept."""
+        self.sessions.abort(why)
+
+    @on_all_ranks
+    def revert_weight_update(self) -> str:
+        """Take the last commit back while what it overwrote is kept (until `release_weight_undo` or the next update);
+        returns the version that stands again."""
+        return self.sessions.revert()
+
+    @on_all_ranks
+    def release_weight_undo(self) -> None:
+        """The last commit stands: free what it overwrote."""
+        self.replica.together("release_weight_undo", self.sessions.release_undo)
+
+    def continue_generation(self, *, op_id: str | None = None, timeout_s: float | None = None) -> ContinueReport:
+        """Commit an implicit session, then end the pause.
+
+        Raises SessionError while an explicit session is open, SamplingRefused where the weights cannot be sampled from.
+        """
+        if self.sessions.is_open:
+            raise SessionError("a weight-update session is open: end it or give it up before generation continues")
+        self.commit_implicit_update()
+        if not self.engine.is_controller:  # the controller's generation continues
+            return ContinueReport(False, 0, 0)
+        if (why := self.engine.refusal) is not None:
+            raise SamplingRefused(f"generation cannot continue: {why}")
+        return self.engine.continue_generation(op_id=op_id, timeout_s=timeout_s)
+
+    @on_all_ranks
+    def commit_implicit_update(self) -> None:
+        """Commit an implicit session, where one is open."""
+        self.sessions.commit_implicit()
+
+    # -- over a process group ---------------------------------------------------------------------------------------
+
+    @on_all_ranks
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = GROUP_NAME,
+        backend: str = "nccl",
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Join a group as rank `rank_offset`; rank 0 is the sender. Blocks until all have joined, without holding the
+        engine up. Raises ValueError for a group that exists, TransferFailed when not all came in time.
+
+        Of several ranks that hold the model each joins, at `rank_offset` and its place among them, and the engine runs
+        no step meanwhile.
+        """
+        device = self.engine.model.device if backend == "nccl" else None
+        # The frameworks send the port as text, too.
+        rendezvous = Rendezvous(
+            master_address, int(master_port), rank_offset + self.replica.local_rank, world_size, group_name,
+            backend, self._deadline(timeout_s), device,  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.replica.together(
+            "init_weights_update_group",
+            lambda: self.groups.init(rendezvous),
+            lambda: self.groups.destroy(group_name),
+        )
+
+    @on_all_ranks
+    def destroy_weights_update_group(self, group_name: str = GROUP_NAME) -> None:
+        """Leave a group; ends a rendezvous that still waits. Raises ValueError for an unknown one."""
+        self.replica.together("destroy_weights_update_group", lambda: self.groups.destroy(group_name))
+
+    @on_all_ranks
+    def update_weights_from_distributed(
+        self,
+        names: Sequence[str] | None = None,
+        dtypes: Sequence[str] | None = None,
+        shapes: Sequence[Sequence[int]] | None = None,
+        group_name: str = GROUP_NAME,
+        *,
+        load_format: str | None = None,
+        manifest: str | None = None,
+        delta_check: Check = "pre",
+        weight_version: str | None = None,
+        verify: Mapping[str, str] | None = None,
+        abort_all_requests: bool = False,
+        keep_running: bool = False,
+        timeout_s: float | None = None,
+    ) -> UpdateRecord:
+        """Receive tensors from rank 0 of a group.
+
+        load_format None: one broadcast per tensor, in the order of the lists; "flattened_bucket": one of all their
+        bytes; "lockstep": our own sender's protocol (`distributed.send_update`), and with `manifest` (JSON) its plan;
+        "delta": the same with changes against the weights that are here.
+        """
+        group, deadline = self.groups.get(group_name), self._deadline(timeout_s)
+        specs = (names or (), dtypes or (), shapes or ())
+        receive = from_group(group, load_format, specs, manifest, delta_check, deadline)
+        return self._update(
+            f"group {group_name}", receive, weight_version, verify, abort_all_requests, keep_running, deadline
+        )
+
+    # -- by shared memory or CUDA IPC -------------------------------------------------------------------------------
+
+    @on_all_ranks
+    def update_weights_from_tensor(
+        self,
+        serialized_named_tensors: Sequence[str] | None = None,
+        *,
+        descriptions: Sequence[Mapping[str, object]] | None = None,
+        load_format: str | None = None,
+        delta_check: Check = "pre",
+        weight_version: str | None = None,
+        verify: Mapping[str, str] | None = None,
+        abort_all_requests: bool = False,
+        keep_running: bool = False,
+        timeout_s: float | None = None,
+    ) -> UpdateRecord:
+        """Take tensors from memory of this host; returns when the copy is complete and nothing refers to them any more.
+
+        descriptions: what our own sender yields (`tensors.SharedMemorySender`), one entry for each rank of this
+        engine, or one that all of them read. serialized_named_tensors: the frameworks' pickled payload likewise, with
+        load_format None, "direct" or "flattened_bucket"; refused where the service's `allow_pickle` is off.
+        """
+        if (serialized_named_tensors is None) == (descriptions is None):
+            raise ValueError("pass either serialized_named_tensors or descriptions")
+        deadline = self._deadline(timeout_s)
+        if descriptions is not None:
+            description = self._own(descriptions, "descriptions")
+            receive = self._shared_memory.source(description, load_format, delta_check, deadline)
+        else:
+            payload = self._own(serialized_named_tensors or (), "serialized_named_tensors")
+            receive = from_payload(payload, load_format, self.config)
+        return self._update(
+            "tensor", receive, weight_version, verify, abort_all_requests, keep_running, deadline
+        )
+
+    def update_weights_from_named_tensors(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        weight_version: str | None = None,
+        verify: Mapping[str, str] | None = None,
+        abort_all_requests: bool = False,
+        keep_running: bool = False,
+        timeout_s: float | None = None,
+    ) -> UpdateRecord:
+        """Copy tensors of this process, one at a time as the iterator yields them.
+
+        Ranks that share the model call this together, each with the same whole tensors, of which it keeps its part; an
+        iterator is drawn to its end, also where that fails, since gathering may be a collective. Raises ValueError
+        where the other ranks follow this one: they have no such tensors.
+        """
+        if self.replica.asks_followers:
+            raise ValueError("the other ranks follow this one: call update_weights_from_named_tensors on all of them")
+        receive = from_named_tensors(named_tensors, to_the_end=not self.replica.is_alone)
+        return self._update(
+            "this process", receive, weight_version, verify, abort_all_requests, keep_running,
+            self._deadline(timeout_s),
+        )  # fmt: skip
+
+    # -- from disk --------------------------------------------------------------------------------------------------
+
+    @on_all_ranks
+    def update_weights_from_disk(
+        self,
+        model_path: str | Path,
+        *,
+        weight_version: str | None = None,
+        verify: Mapping[str, str] | bool = True,
+        delta_check: Check = "pre",
+        keep_pause: bool = False,
+        abort_all_requests: bool = False,
+        keep_running: bool = False,
+        timeout_s: float | None = None,
+    ) -> UpdateRecord:
+        """Read a folder of safetensors in Hugging Face layout, or a delta folder against the weights that are here.
+
+        Everything is checked before anything is written. verify True: with the digests that the folder brings, if it
+        does. keep_pause: generation is paused afterwards also if it was not before.
+        """
+        path = Path(model_path)
+        deadline = self._deadline(timeout_s)
+        digests: dict[str, str] = {}  # filled while reading: the session compares when the tensors are there
+        receive = from_folder(path, digests if verify is True else None, delta_check, deadline)
+        given = digests if isinstance(verify, bool) else verify
+        record = self._update(
+            f"folder {path}", receive, weight_version, given, abort_all_requests, keep_running, deadline
+        )
+        if keep_pause and self.engine.is_controller and not self.engine.is_paused:
+            self.engine.pause_generation("in_place")
+        return record
+
+    def pull_weights(
+        self,
+        local_checkpoint_dir: str | Path,
+        source_dir: str | Path,
+        target_version: int,
+        *,
+        timeout_s: float | None = None,
+    ) -> PullRecord:
+        """Bring the full checkpoint of a version into a local folder from versioned folders, deltas among them."""
+        deadline = self._deadline(timeout_s)
+        return pull_weights(Path(local_checkpoint_dir), Path(source_dir), target_version, timeout_s=deadline)
+
+    # -- versions and values ----------------------------------------------------------------------------------------
+
+    def get_weight_version(self) -> str:
+        """The version that was committed last."""
+        return self.engine.weight_version
+
+    @on_all_ranks
+    def update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> None:
+        """Label the weights: those of the open session, or else those that stand. Aborts everything unless told not
+        to."""
+        if abort_all_requests and self.engine.is_controller:
+            self.engine.abort_request(abort_all=True, message="the weight version changed")
+        self.replica.together("update_weight_version", lambda: self.sessions.name_version(new_version))
+
+    @on_all_ranks
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[object]:
+        """Values of a parameter as nested lists, each dimension cut to `truncate_size`. Raises ValueError for an
+        unknown name."""
+        self._check_resident()
+        if truncate_size < 1:
+            raise ValueError(f"truncate_size must be at least 1, not {truncate_size}")
+        return self.sessions.weights.first_entries(name, truncate_size).to(torch.float32).tolist()
+
+    # -- helpers ----------------------------------------------------------------------------------------------------
+
+    def _update(
+        self,
+        source: str,
+        receive: Receive,
+        weight_version: str | None,
+        verify: Mapping[str, str] | None,
+        abort_all_requests: bool,
+        keep_running: bool,
+        timeout_s: float,
+    ) -> UpdateRecord:
+        self._check_resident()
+        return self.sessions.update(
+            source, receive, weight_version, verify, abort_all_requests, keep_running, timeout_s
+        )
+
+    def _own(self, items: Sequence[object], what: str) -> object:
+        """This rank's entry, or the one that is for all ranks."""
+        num_ranks = self.replica.peers.num_ranks
+        if len(items) not in (1, num_ranks):
+            raise ValueError(f"{what} has {len(items)} entries, one for each rank: this engine has {num_ranks}")
+        return items[self.replica.local_rank if len(items) == num_ranks else 0]
+
+    def _deadline(self, timeout_s: float | None) -> float:
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, not {timeout_s}")
+        return self.config.weight_timeout_s if timeout_s is None else timeout_s
+
+    def _check_resident(self) -> None:
+        if not self.engine.model.holds_weights:
+            raise MemoryReleased('the weights are released: resume_memory_occupation(["weights"]) first')

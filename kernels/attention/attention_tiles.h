@@ -1,0 +1,268 @@
+// What one attention call is about, and how a tile of its keys and values is multiplied: widened to fp32 in any type,
+// or as pairs of bfloat16 by the processor's own dot product, straight from the cache.
+//
+// Both have TILE positions from `open` on, and give to any row the same bits whatever other rows are asked for.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "machine/simd.h"
+
+namespace attention {
+
+using namespace simd;
+
+constexpr int TILE = 64;  // positions per online-softmax step
+
+struct Problem {
+  const void *query, *key, *value;
+  void* out;
+  const float* sinks;           // [H] or null
+  const void *new_key, *new_value;  // rows to be written at `slots` first, or null
+  const int64_t* slots;             // [N]: block * block_size + offset
+  const int32_t* block_tables;  // [S, table_stride] or null: keys are packed like the queries
+  const int32_t* query_start;   // [S + 1]
+  const int32_t* context_lens;  // [S] or null: as many keys as rows
+  int64_t num_sequences, table_width, table_stride, num_blocks, block_size;
+  int64_t num_heads, num_kv_heads, key_width, value_width;
+  int64_t query_row, query_head, key_block, key_token, key_head;  // strides, in elements
+  int64_t value_block, value_token, value_head, out_row, out_head;
+  int64_t new_key_row, new_key_head, new_value_row, new_value_head;
+  float scale, softcap;  // softcap 0: none
+  int64_t window;        // 0: none
+
+  int64_t rows(int64_t s) const { return query_start[s + 1] - query_start[s]; }
+  int64_t context(int64_t s) const { return context_lens ? context_lens[s] : rows(s); }
+};
+
+static inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Where positions [first, first + count) of sequence s lie; behind them the last one is repeated: finite, and masked.
+struct Positions {
+  int64_t key[TILE], value[TILE], count;  // offsets in elements, of head 0
+  void open(const Problem& p, int64_t s, int64_t first, int64_t num) {
+    count = num;
+    int64_t j = 0;
+    if (!p.block_tables) {
+      const int64_t row = p.query_start[s] + first;
+      for (; j < count; j++) key[j] = (row + j) * p.key_token, value[j] = (row + j) * p.value_token;
+    } else {
+      const int32_t* table = p.block_tables + s * p.table_stride;
+      int64_t block = first / p.block_size, offset = first % p.block_size;
+      while (j < count) {
+        const int64_t id = table[block++];
+        for (; j < count && offset < p.block_size; j++, offset++)
+          key[j] = id * p.key_block + offset * p.key_token, value[j] = id * p.value_block + offset * p.value_token;
+        offset = 0;
+      }
+    }
+    for (; j < TILE; j++) key[j] = key[count - 1], value[j] = value[count - 1];
+  }
+  // Heads lie apart by a stride that the processor's own prefetcher does not follow.
+  template <typename T>
+  void prefetch(const Problem& p, int64_t kv_head) const {
+    constexpr int64_t line = 64 / sizeof(T);
+    const T *keys = (const T*)p.key + kv_head * p.key_head, *values = (const T*)p.value + kv_head * p.value_head;
+    for (int64_t j = 0; j < count; j++) {
+      for (int64_t d = 0; d < p.key_width; d += line) __builtin_prefetch(keys + key[j] + d);
+      for (int64_t d = 0; d < p.value_width; d += line) __builtin_prefetch(values + value[j] + d);
+    }
+  }
+};
+
+template <typename T>
+static inline void copy_row(const T* from, int64_t width, int64_t padded, float* to) {
+  int64_t d = 0;
+  for (; d + W <= width; d += W) store(to + d, load(from + d));
+  for (; d < width; d++) to[d] = scalar(from[d]);
+  for (; d < padded; d++) to[d] = 0.0f;
+}
+
+// A tile as fp32 rows. A dot product adds its products in lanes of W along the head, then the lanes in a fixed tree;
+// values are added one position after the other.
+template <typename T>
+class Widened {
+ public:
+  static constexpr bool MULTIPLIES_ALL_ROWS = false;
+  using Element = float;  // of a query row in the workspace
+  static int64_t padded(int64_t width) { return round_up(width, W); }
+
+  static void put_query(const T* from, int64_t width, float* to) { copy_row(from, width, padded(width), to); }
+
+  void open_keys(const Problem& p, const Positions& at, int64_t kv_head) {
+    stage((const T*)p.key + kv_head * p.key_head, at.key, at.count, p.key_width);
+  }
+  void open_values(const Problem& p, const Positions& at, int64_t kv_head) {
+    stage((const T*)p.value + kv_head * p.value_head, at.value, at.count, p.value_width);
+  }
+
+  Floats scores(const float* query, int64_t, int64_t j) const {  // with W neighbouring keys
+    const float* keys = tile_.data() + j * width_;
+    Floats acc[W];
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) acc[i] = splat(0.0f);
+    for (int64_t d = 0; d < width_; d += W) {
+      Floats q = load(query + d);
+#pragma GCC unroll 16
+      for (int i = 0; i < W; i++) acc[i] = fused(q, load(keys + i * width_ + d), acc[i]);
+    }
+    return sums(acc);
+  }
+
+  // out[r] += probs[r, j] * values[j] for j in [begin, end), R rows.
+  template <int R>
+  void add(const float* probs, float* out, int64_t begin, int64_t end) const {
+    int64_t c = 0;
+    for (; c + 4 * W <= width_; c += 4 * W) add_columns<R, 4>(probs, out, c, begin, end);
+    for (; c + 2 * W <= width_; c += 2 * W) add_columns<R, 2>(probs, out, c, begin, end);
+    for (; c < width_; c += W) add_columns<R, 1>(probs, out, c, begin, end);
+  }
+
+  static Floats output(const float* out, int64_t d) { return load(out + d); }  // elements [d, d + W)
+
+ private:
+  void stage(const T* base, const int64_t* offsets, int64_t count, int64_t width) {
+    width_ = padded(width);
+    const int64_t rows = round_up(count, W);
+    if ((int64_t)tile_.size() < TILE * width_) tile_.resize(TILE * width_);
+    for (int64_t j = 0; j < count; j++) copy_row(base + offsets[j], width, width_, tile_.data() + j * width_);
+    if (count < rows) memset(tile_.data() + count * width_, 0, (rows - count) * width_ * sizeof(float));
+  }
+
+  template <int R, int C>
+  void add_columns(const float* probs, float* out, int64_t column, int64_t begin, int64_t end) const {
+    Floats acc[R][C];
+    for (int r = 0; r < R; r++)
+      for (int c = 0; c < C; c++) acc[r][c] = load(out + r * width_ + column + c * W);
+    for (int64_t j = begin; j < end; j++) {
+      Floats v[C];
+      for (int c = 0; c < C; c++) v[c] = load(tile_.data() + j * width_ + column + c * W);
+      for (int r = 0; r < R; r++) {
+        Floats p = splat(probs[r * TILE + j]);
+        for (int c = 0; c < C; c++) acc[r][c] = fused(p, v[c], acc[r][c]);
+      }
+    }
+    for (int r = 0; r < R; r++)
+      for (int c = 0; c < C; c++) store(out + r * width_ + column + c * W, acc[r][c]);
+  }
+
+  std::vector<float> tile_;
+  int64_t width_ = 0;
+};
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define ATTENTION_HAS_PAIRS 1
+
+// A tile where it lies. A dot product adds pairs of products in 16 lanes along the head, 32 elements a step, then the
+// lanes in a fixed tree; probabilities are rounded to bfloat16, as transformers' attention does, and values are added
+// two positions at a time from an even one on.
+class Paired {
+ public:
+  static constexpr bool MULTIPLIES_ALL_ROWS = false;
+  using Element = bf16;
+  static int64_t padded(int64_t width) { return round_up(width, 32); }
+
+  static void put_query(const bf16* from, int64_t width, bf16* to) {
+    memcpy(to, from, width * sizeof(bf16));
+    memset(to + width, 0, (padded(width) - width) * sizeof(bf16));
+  }
+
+  void open_keys(const Problem& p, const Positions& at, int64_t kv_head) {
+    open((const bf16*)p.key + kv_head * p.key_head, at.key, p.key_width);
+  }
+  void open_values(const Problem& p, const Positions& at, int64_t kv_head) {
+    open((const bf16*)p.value + kv_head * p.value_head, at.value, p.value_width);
+  }
+
+  Floats scores(const bf16* query, int64_t, int64_t j) const {
+    __m512 acc[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) acc[i] = _mm512_setzero_ps();
+    const bf16* const* keys = row_ + j;
+    int64_t d = 0;
+    for (; d + 32 <= width_; d += 32) {
+      const __m512bh q = (__m512bh)_mm512_loadu_si512(query + d);
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++)
+        acc[i] = _mm512_dpbf16_ps(acc[i], q, (__m512bh)_mm512_loadu_si512(keys[i] + d));
+    }
+    if (d < width_) {
+      const __m512bh q = (__m512bh)_mm512_loadu_si512(query + d);
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++)
+        acc[i] = _mm512_dpbf16_ps(acc[i], q, (__m512bh)_mm512_maskz_loadu_epi16(last_, keys[i] + d));
+    }
+    return sums((Floats*)acc);
+  }
+
+  template <int R>
+  void add(const float* probs, float* out, int64_t begin, int64_t end) const {
+    begin = begin / 2 * 2;
+    end = (end + 1) / 2 * 2;
+    alignas(64) uint32_t pairs[R][TILE / 2];
+    for (int r = 0; r < R; r++)
+      for (int64_t j = begin / 32 * 32; j < end; j += 32)
+        _mm512_store_si512(pairs[r] + j / 2, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(probs + r * TILE + j + 16),
+                                                                          _mm512_loadu_ps(probs + r * TILE + j)));
+    const int64_t stride = padded(width_);
+    int64_t d = 0;
+    for (; d + 64 <= width_; d += 64) add_columns<R, 2, false>(pairs, out, stride, d, begin, end);
+    for (; d + 32 <= width_; d += 32) add_columns<R, 1, false>(pairs, out, stride, d, begin, end);
+    if (d < width_) add_columns<R, 1, true>(pairs, out, stride, d, begin, end);
+  }
+
+  // Sums lie as the values were interleaved: per 32 elements, those of each 8's first half, then of each second half.
+  static Floats output(const float* out, int64_t d) {
+    const float* group = out + d / 32 * 32;
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i index = _mm512_add_epi32(first, _mm512_set1_epi32(d % 32 ? 8 : 0));
+    return (Floats)_mm512_permutex2var_ps(_mm512_loadu_ps(group), index, _mm512_loadu_ps(group + 16));
+  }
+
+ protected:
+  void open(const bf16* base, const int64_t* offsets, int64_t width) {
+    width_ = width;
+    last_ = width % 32 ? (1u << width % 32) - 1 : 0;
+    for (int j = 0; j < TILE; j++) row_[j] = base + offsets[j];
+  }
+
+  const bf16* row_[TILE];
+  int64_t width_ = 0;
+  __mmask32 last_ = 0;
+
+ private:
+  template <int R, int C, bool IsPart>
+  void add_columns(const uint32_t (*pairs)[TILE / 2], float* out, int64_t stride, int64_t column, int64_t begin,
+                   int64_t end) const {
+    __m512 acc[R][2 * C];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int c = 0; c < 2 * C; c++) acc[r][c] = _mm512_loadu_ps(out + r * stride + column + c * 16);
+    for (int64_t j = begin; j < end; j += 2) {
+      __m512bh v[2 * C];
+#pragma GCC unroll 2
+      for (int c = 0; c < C; c++) {
+        const bf16 *even = row_[j] + column + c * 32, *odd = row_[j + 1] + column + c * 32;
+        const __m512i a = IsPart ? _mm512_maskz_loadu_epi16(last_, even) : _mm512_loadu_si512(even);
+        const __m512i b = IsPart ? _mm512_maskz_loadu_epi16(last_, odd) : _mm512_loadu_si512(odd);
+        v[2 * c] = (__m512bh)_mm512_unpacklo_epi16(a, b);
+        v[2 * c + 1] = (__m512bh)_mm512_unpackhi_epi16(a, b);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        const __m512bh p = (__m512bh)_mm512_set1_epi32((int)pairs[r][j / 2]);
+#pragma GCC unroll 4
+        for (int c = 0; c < 2 * C; c++) acc[r][c] = _mm512_dpbf16_ps(acc[r][c], p, v[c]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int c = 0; c < 2 * C; c++) _mm512_storeu_ps(out + r * stride + column + c * 16, acc[r][c]);
+  }
+};
+#endif
+
+}  // namespace attention

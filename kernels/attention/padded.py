@@ -1,0 +1,311 @@
+"""Causal attention in plain PyTorch, on any device: the naive reference, an invariant forward and the
+backward.
+
+Sequences are gathered side by side, padded, and multiplied as batches; a long sequence is cut into runs of
+its rows. A piece never holds more scores than `score_budget`, so memory stays bounded (about six fp32 tensors
+of that size). A row's bits do not depend on the piece it lands in, by the rule measured for CPU matrix
+products: rows padded to a multiple of 16 (4 was seen to do on AMD's, 8 on Intel's with AMX), keys to a
+multiple of 16, values added in blocks of 128 keys from left to right, all in fp32.
+
+Dimension letters: N rows of a step, S sequences, P sequences in a piece, T rows of one, L keys (padded), H
+query heads, K KV heads, G = H / K, D key width, E value width.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .step import RowLayout, ScoreRule, refuse_layout
+
+ROW_MULTIPLE = 16
+KEY_MULTIPLE = 16
+VALUE_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows [first_row, first_row + num_rows) of each of these sequences, as far as they go."""
+
+    sequences: tuple[int, ...]
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """One piece as batched operands. Padding repeats the last row and the last key: finite, and masked."""
+
+    query: Tensor  # [P * K, G * T, D] fp32
+    key: Tensor  # [P * K, L, D] fp32
+    value: Tensor  # [P * K, L, E] fp32
+    seen: Tensor  # [P, 1, T, L] bool
+    rows: Tensor  # [P, T] row of the step
+    row_is_real: Tensor  # [P, T] bool
+    key_is_real: Tensor  # [P, L] bool
+
+
+def score_budget(device: torch.device) -> int:
+    """Scores of one piece: a few caches full on a CPU, enough to fill a GPU."""
+    return 1 << 21 if device.type == "cpu" else 1 << 26
+
+
+def plan_pieces(
+    rows: list[int], contexts: list[int], num_heads: int, group: int, budget: int
+) -> Iterator[Piece]:
+    """Packs sequences of like size together and cuts those that alone exceed the budget.
+
+    Every row falls in exactly one piece.
+    """
+    order = sorted((s for s, count in enumerate(rows) if count), key=lambda s: (rows[s], contexts[s]))
+    batch: list[int] = []
+    longest = 0
+    for s in order:
+        grown = max(longest, contexts[s])
+        too_many = (len(batch) + 1) * num_heads * padded_rows(rows[s], group) * padded_keys(grown) > budget
+        if batch and (too_many or rows[s] > 2 * rows[batch[0]] + 16):
+            yield Piece(tuple(batch), 0, rows[batch[-1]])
+            batch, grown = [], contexts[s]
+        height = max(ROW_MULTIPLE, budget // (num_heads * padded_keys(contexts[s])))
+        if height < rows[s]:
+            for first in range(0, rows[s], height):
+                yield Piece((s,), first, min(height, rows[s] - first))
+        else:
+            batch.append(s)
+            longest = grown
+    if batch:
+        yield Piece(tuple(batch), 0, rows[batch[-1]])
+
+
+def padded_rows(num_rows: int, group: int) -> int:
+    """Smallest T >= num_rows with G * T a multiple of ROW_MULTIPLE."""
+    step = ROW_MULTIPLE // math.gcd(group, ROW_MULTIPLE)
+    return -(-num_rows // step) * step
+
+
+def padded_keys(num_keys: int) -> int:
+    return -(-num_keys // KEY_MULTIPLE) * KEY_MULTIPLE
+
+
+def gather_piece(
+    piece: Piece,
+    query: Tensor,
+    starts: list[int],
+    rows: list[int],
+    contexts: list[int],
+    fetch: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    num_kv_heads: int,
+    rule: ScoreRule,
+) -> Gathered:
+    """A piece as operands; `fetch(sequences [P], positions [P,L])` gives keys [P,L,K,D], values [P,L,K,E]."""
+    num_heads, width = query.shape[1:]
+    group = num_heads // num_kv_heads
+
+    def column(values: list[int]) -> Tensor:
+        return torch.tensor(values, device=query.device)[:, None]
+
+    counts = [min(rows[s] - piece.first_row, piece.num_rows) for s in piece.sequences]
+    first_positions = [contexts[s] - rows[s] + piece.first_row for s in piece.sequences]
+    num_keys = [first + count for first, count in zip(first_positions, counts, strict=True)]
+    offset = torch.arange(padded_rows(piece.num_rows, group), device=query.device)[None]
+    real_offset = torch.minimum(offset, column(counts) - 1)
+    row_index = column([starts[s] + piece.first_row for s in piece.sequences]) + real_offset
+    position = (column(first_positions) + real_offset)[:, :, None]
+    other = torch.arange(padded_keys(max(num_keys)), device=query.device)[None]
+    seen = other[:, None] <= position
+    if rule.window is not None:
+        seen = seen & (other[:, None] > position - rule.window)
+    key, value = fetch(column(list(piece.sequences))[:, 0], torch.minimum(other, column(num_keys) - 1))
+    num_rows = offset.shape[1]
+    return Gathered(
+        query=_group_heads(query[row_index], num_kv_heads, num_rows),
+        key=key.transpose(1, 2).float().reshape(-1, other.shape[1], width),
+        value=value.transpose(1, 2).float().reshape(-1, other.shape[1], value.shape[-1]),
+        seen=seen[:, None],
+        rows=row_index,
+        row_is_real=offset < column(counts),
+        key_is_real=other < column(num_keys),
+    )
+
+
+def _group_heads(rows: Tensor, num_kv_heads: int, num_rows: int) -> Tensor:
+    """[P,T,H,D] -> [P*K, G*T, D] in fp32."""
+    width = rows.shape[-1]
+    grouped = rows.float().reshape(rows.shape[0], num_rows, num_kv_heads, -1, width)
+    return grouped.permute(0, 2, 3, 1, 4).reshape(rows.shape[0] * num_kv_heads, -1, width)
+
+
+def _ungroup_heads(rows: Tensor, num_sequences: int, num_rows: int) -> Tensor:
+    """[P*K, G*T, E] -> [P,T,H,E]."""
+    grouped = rows.reshape(num_sequences, -1, num_rows, rows.shape[-1])
+    return grouped.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    probs: Tensor  # [P * K, G * T, L] fp32, exact zeros where not seen
+    sink_probs: Tensor | None  # [P, H, T]
+    tanh: Tensor | None  # of score / softcap, as probs; the backward wants it
+
+
+def softmax_scores(piece: Gathered, rule: ScoreRule, sinks: Tensor | None) -> Softmax:
+    num_pieces, _, num_rows, num_keys = piece.seen.shape
+    scores = torch.bmm(piece.query, piece.key.transpose(1, 2)).mul_(rule.scale)
+    tanh = None
+    if rule.softcap is not None:
+        tanh = torch.tanh(scores / rule.softcap)
+        scores = tanh * rule.softcap
+    by_head = scores.view(num_pieces, -1, num_rows, num_keys).masked_fill(~piece.seen, -math.inf)
+    if sinks is None:
+        return Softmax(torch.softmax(by_head, dim=-1).view_as(scores), None, tanh)
+    # The sink stands in the first of sixteen columns, so that a longer row still only grows by -inf at its
+    # end.
+    column = by_head.new_full((num_pieces, by_head.shape[1], num_rows, KEY_MULTIPLE), -math.inf)
+    column[..., 0] = sinks.float()[:, None]
+    probs = torch.softmax(torch.cat([column, by_head], dim=-1), dim=-1)
+    return Softmax(probs[..., KEY_MULTIPLE:].reshape(scores.shape), probs[..., 0], tanh)
+
+
+def attend_piece(piece: Gathered, rule: ScoreRule, sinks: Tensor | None) -> Tensor:
+    """Output rows [P,T,H,E] fp32 of a piece, padding rows included."""
+    probs = softmax_scores(piece, rule, sinks).probs
+    total = None
+    for first in range(0, probs.shape[-1], VALUE_BLOCK):
+        block = slice(first, first + VALUE_BLOCK)
+        partial = torch.bmm(probs[..., block].contiguous(), piece.value[:, block].contiguous())
+        total = partial if total is None else total + partial
+    assert total is not None
+    return _ungroup_heads(total, piece.rows.shape[0], piece.rows.shape[1])
+
+
+@dataclass(frozen=True)
+class PieceGradients:
+    query: Tensor  # [P,T,H,D] fp32
+    key: Tensor  # [P,L,K,D] fp32
+    value: Tensor  # [P,L,K,E] fp32
+    sinks: Tensor | None  # [H] fp32
+
+
+def piece_gradients(
+    piece: Gathered, grad_out: Tensor, rule: ScoreRule, sinks: Tensor | None, num_kv_heads: int
+) -> PieceGradients:
+    """Gradients of a piece, given those of all output rows [N,H,E]. Probabilities are recomputed, in fp32."""
+    num_pieces, num_rows = piece.rows.shape
+    softmax = softmax_scores(piece, rule, sinks)
+    probs = softmax.probs
+    # Rows that only pad a sequence repeat a real one, so their share of every gradient is switched off here.
+    grad = _group_heads(grad_out[piece.rows] * piece.row_is_real[..., None, None], num_kv_heads, num_rows)
+    grad_value = torch.bmm(probs.transpose(1, 2), grad)
+    grad_scores = torch.bmm(grad, piece.value.transpose(1, 2))
+    delta = (probs * grad_scores).sum(dim=-1, keepdim=True)
+    grad_scores.sub_(delta).mul_(probs)
+    if softmax.tanh is not None:
+        grad_scores.mul_(1 - softmax.tanh.square())
+    grad_scores.mul_(rule.scale)
+    grad_sinks = None
+    if softmax.sink_probs is not None:
+        by_head = delta.view(num_pieces, -1, num_rows)
+        grad_sinks = -(softmax.sink_probs * by_head).sum(dim=(0, 2))
+
+    def by_key(rows: Tensor) -> Tensor:
+        return rows.view(num_pieces, num_kv_heads, *rows.shape[1:]).transpose(1, 2)
+
+    return PieceGradients(
+        query=_ungroup_heads(torch.bmm(grad_scores, piece.key), num_pieces, num_rows),
+        key=by_key(torch.bmm(grad_scores.transpose(1, 2), piece.query)),
+        value=by_key(grad_value),
+        sinks=grad_sinks,
+    )
+
+
+def padded_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, rule: ScoreRule, sinks: Tensor | None
+) -> Tensor:
+    out = query.new_empty(*query.shape[:2], value.shape[-1])
+    for _, piece in _pieces(query, key, value, layout, rule):
+        result = attend_piece(piece, rule, sinks)
+        out[piece.rows[piece.row_is_real]] = result[piece.row_is_real].to(out.dtype)
+    return out
+
+
+def _pieces(
+    query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, rule: ScoreRule
+) -> Iterator[tuple[Piece, Gathered]]:
+    """Yields (Piece, Gathered) until every row of the step was in one."""
+    starts = layout.query_start.tolist()
+    rows = [end - start for start, end in pairwise(starts)]
+    contexts = rows if layout.context_lens is None else layout.context_lens.tolist()
+    _check_on_host(starts, rows, contexts, query, key, layout)
+    start_of = layout.query_start.to(torch.int64)
+
+    def fetch(sequences: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if layout.block_tables is None:
+            packed = start_of[sequences][:, None] + positions
+            return key[packed], value[packed]
+        block_size = key.shape[1]
+        blocks = layout.block_tables[sequences[:, None], positions // block_size].to(torch.int64)
+        return key[blocks, positions % block_size], value[blocks, positions % block_size]
+
+    num_heads, num_kv_heads = query.shape[1], key.shape[-2]
+    group = num_heads // num_kv_heads
+    for piece in plan_pieces(rows, contexts, num_heads, group, score_budget(query.device)):
+        yield piece, gather_piece(piece, query, starts, rows, contexts, fetch, num_kv_heads, rule)
+
+
+def _check_on_host(
+    starts: list[int], rows: list[int], contexts: list[int], query: Tensor, key: Tensor, layout: RowLayout
+) -> None:
+    """What the native kernel checks by itself."""
+    if starts[0] != 0 or starts[-1] != query.shape[0]:
+        refuse_layout(-1, layout, query.shape[0])
+    tables = layout.block_tables
+    for s, (count, context) in enumerate(zip(rows, contexts, strict=True)):
+        fits = 0 <= count <= context
+        if fits and tables is not None:
+            used = tables[s, : -(-context // key.shape[1])]
+            fits = context <= tables.shape[1] * key.shape[1]
+            fits = fits and (not used.numel() or bool((used >= 0).all() & (used < key.shape[0]).all()))
+        if not fits:
+            refuse_layout(s, layout, query.shape[0])
+
+
+def padded_gradients(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    query_start: Tensor,
+    rule: ScoreRule,
+    grad_out: Tensor,
+) -> list[Tensor | None]:
+    """Gradients of packed attention in query, key, value, sinks: summed in fp32, cast back at the end."""
+    inputs = [query, key, value] if sinks is None else [query, key, value, sinks]
+    grads = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in inputs]
+    starts = query_start.tolist()
+    for piece, gathered in _pieces(query, key, value, RowLayout(query_start, None, None), rule):
+        found = piece_gradients(gathered, grad_out, rule, sinks, key.shape[1])
+        grads[0][gathered.rows[gathered.row_is_real]] = found.query[gathered.row_is_real]
+        _add_key_gradients(
+            grads[1:3], (found.key, found.value), gathered, [starts[s] for s in piece.sequences]
+        )
+        if found.sinks is not None:
+            grads[3] += found.sinks
+    results: list[Tensor | None] = [g.to(t.dtype) for t, g in zip(inputs, grads, strict=True)]
+    return results if sinks is not None else [*results, None]
+
+
+def _add_key_gradients(
+    grads: list[Tensor], found: tuple[Tensor, Tensor], gathered: Gathered, starts: list[int]
+) -> None:
+    if len(starts) == 1:  # perhaps one of several runs of rows of a long sequence: their shares add up
+        num_keys = int(gathered.key_is_real.sum())
+        for grad, part in zip(grads, found, strict=True):
+            grad[starts[0] : starts[0] + num_keys] += part[0, :num_keys]
+        return
+    offset = torch.arange(gathered.key_is_real.shape[1], device=grads[0].device)
+    rows = (torch.tensor(starts, device=grads[0].device)[:, None] + offset)[gathered.key_is_real]
+    for grad, part in zip(grads, found, strict=True):
+        grad[rows] = part[gathered.key_is_real]

@@ -1,0 +1,277 @@
+"""Attention for the engine (paged KV cache) and for the trainer (packed sequences), with equal bits.
+
+For equal query row, keys and values up to its position, the output has equal bits whatever the batch, the
+chunking, the block size and ids, the thread count, and whichever of the two functions computed it. (The
+native and the PyTorch path each keep that promise; between the two only closeness holds. Inputs are taken to
+be finite.)
+
+Dimension letters: N rows of a step, S sequences, H query heads, K KV heads, D key width, E value width.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..machine import native
+from ..machine.gpu import triton_serves
+from .cpp import SOURCE, native_attention
+from .padded import padded_attention, padded_gradients
+from .step import NewRows, PagedStep, RowLayout, ScoreRule
+
+__all__ = [
+    "AttentionPath",
+    "NewRows",
+    "PagedStep",
+    "attention_path",
+    "paged_attention",
+    "reference_attention",
+    "varlen_attention",
+]
+
+AttentionPath = Literal["native", "triton", "torch"]
+
+
+def attention_path(device: torch.device, dtype: torch.dtype) -> AttentionPath:
+    """Which implementation serves tensors of this kind: the one place where that is decided."""
+    if dtype in (torch.float32, torch.bfloat16, torch.float16) and triton_serves(device):
+        return "triton"
+    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and native.load(SOURCE) is not None:
+        return "native"
+    return "torch"
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    step: PagedStep,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    path: AttentionPath | None = None,
+    new: NewRows | None = None,
+) -> Tensor:
+    """Causal attention of a step's rows over the blocks of their sequences; not differentiable.
+
+    query [N,H,D], key_cache [num_blocks,block_size,K,D], value_cache [num_blocks,block_size,K,E] -> [N,H,E].
+    Row i of sequence s stands at position context_lens[s] - num_rows(s) + i; its key and value are in the
+    cache already, or are in `new` and written there first. It sees positions up to its own, the last
+    `window` of them if given. `softcap` bounds scores as Gemma-2 does (cap * tanh(score / cap)); `sinks` [H]
+    are logits that join the softmax's denominator only, as in gpt-oss. `path` overrides `attention_path`.
+    Raises ValueError naming every argument that does not fit.
+    """
+    kind = _kind(query, key_cache, value_cache, window, softcap, sinks, new)
+    if kind not in step.layout.fitting:
+        _refuse_unfitting_step(query, key_cache, value_cache, step, window, softcap, sinks, new)
+        step.layout.fitting.add(kind)
+    path = path or attention_path(query.device, query.dtype)
+    rule = ScoreRule(scale, window, softcap)
+    if path == "native":
+        return native_attention(query, key_cache, value_cache, step.layout, rule, sinks, new)
+    if new is not None:
+        key_cache.flatten(0, 1).index_copy_(0, new.slots, new.key)
+        value_cache.flatten(0, 1).index_copy_(0, new.slots, new.value)
+    return _PATHS[path](query, key_cache, value_cache, step.layout, rule, sinks)
+
+
+def _kind(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    new: NewRows | None,
+) -> tuple[Any, ...]:
+    """All that `_refuse_unfitting_step` looks at."""
+    tensors = [query, key_cache, value_cache]
+    if sinks is not None:
+        tensors.append(sinks)
+    if new is not None:
+        tensors += (new.key, new.value, new.slots)
+    described = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+    return (window, softcap, sinks is None, *described)
+
+
+def _refuse_unfitting_step(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    step: PagedStep,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    new: NewRows | None,
+) -> None:
+    wrong = _mismatches(query, key_cache, value_cache, 4, window, softcap, sinks)
+    if step.context_lens.device != query.device:
+        wrong.append(f"step is on {step.context_lens.device}, query on {query.device}")
+    if not wrong and key_cache.shape[:3] != value_cache.shape[:3]:
+        wrong.append(
+            f"key_cache {list(key_cache.shape)} and value_cache {list(value_cache.shape)} differ in blocks"
+        )
+    if not wrong and new is not None:
+        rows = query.shape[0]
+        for name, tensor, cache in (("key", new.key, key_cache), ("value", new.value, value_cache)):
+            if tensor.shape != (rows, *cache.shape[2:]) or tensor.dtype != cache.dtype or tensor.stride(-1) != 1:
+                wrong.append(f"new {name} {list(tensor.shape)} {tensor.dtype} does not fit {rows} rows of its cache")
+        if new.slots.shape != (rows,) or new.slots.dtype != torch.int64 or not new.slots.is_contiguous():
+            wrong.append(f"slots are {new.slots.dtype} {list(new.slots.shape)}, not int64 [{rows}], contiguous")
+    if wrong:
+        raise ValueError("paged_attention: " + "; ".join(wrong))
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    path: AttentionPath | None = None,
+) -> Tensor:
+    """Causal attention within each of S sequences packed in rows; differentiable once in all four tensors.
+
+    query [N,H,D], key [N,K,D], value [N,K,E], query_start [S+1] int32 -> [N,H,E]; the rest as in
+    `paged_attention`, and the same bits. The backward recomputes probabilities in fp32, many sequences at a
+    time, within a fixed budget of memory (`padded_attention`). Raises ValueError naming every argument that
+    does not fit.
+    """
+    wrong = _mismatches(query, key, value, 3, window, softcap, sinks)
+    if not wrong and not query.shape[0] == key.shape[0] == value.shape[0]:
+        wrong.append(f"query, key and value have {query.shape[0]}, {key.shape[0]} and {value.shape[0]} rows")
+    is_offsets = query_start.dtype == torch.int32 and query_start.dim() == 1 and query_start.is_contiguous()
+    if not is_offsets or query_start.shape[0] == 0 or query_start.device != query.device:
+        wrong.append(
+            f"query_start is {query_start.dtype} {list(query_start.shape)} on {query_start.device}, "
+            f"not int32 [S + 1], contiguous, on {query.device}"
+        )
+    if wrong:
+        raise ValueError("varlen_attention: " + "; ".join(wrong))
+    path = path or attention_path(query.device, query.dtype)
+    rule = ScoreRule(scale, window, softcap)
+    differentiated = [t for t in (query, key, value, sinks) if t is not None and t.requires_grad]
+    if differentiated and torch.is_grad_enabled():
+        return _VarlenAttention.apply(query, key, value, sinks, query_start, rule, path)
+    return _PATHS[path](query, key, value, RowLayout(query_start, None, None), rule, sinks)
+
+
+def _mismatches(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_dims: int,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> list[str]:
+    """What no path could serve. Runs once a layer and step: nothing is formatted before it is wrong."""
+    if query.dim() != 3 or key.dim() != key_dims or value.dim() != key_dims:
+        return [
+            f"query, key and value have {query.dim()}, {key.dim()}, {value.dim()} dimensions, "
+            f"not 3, {key_dims}, {key_dims}"
+        ]
+    wrong = []
+    if not query.dtype == key.dtype == value.dtype or not query.dtype.is_floating_point:
+        wrong.append(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}")
+    if not query.device == key.device == value.device:
+        wrong.append(f"query, key and value are on {query.device}, {key.device} and {value.device}")
+    if query.shape[2] != key.shape[-1]:
+        wrong.append(f"query and key are {query.shape[2]} and {key.shape[-1]} wide")
+    if key.shape[-2] != value.shape[-2] or key.shape[-2] == 0 or query.shape[1] % key.shape[-2]:
+        wrong.append(
+            f"{query.shape[1]} query heads do not divide among {key.shape[-2]} key heads "
+            f"and {value.shape[-2]} value heads"
+        )
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.stride(-1) != 1:
+            wrong.append(f"{name} has stride {tensor.stride(-1)} along its width, not 1")
+    if window is not None and window < 1:
+        wrong.append(f"window is {window}, not at least 1")
+    if softcap is not None and not softcap > 0:
+        wrong.append(f"softcap is {softcap}, not above 0")
+    if sinks is not None and (sinks.shape != (query.shape[1],) or sinks.device != query.device):
+        wrong.append(
+            f"sinks are {list(sinks.shape)} on {sinks.device}, not [{query.shape[1]}] on {query.device}"
+        )
+    return wrong
+
+
+def _triton_attention(*arguments: Any) -> Tensor:
+    from .triton_kernels import triton_attention  # imports Triton, which need not be installed
+
+    return triton_attention(*arguments)
+
+
+_PATHS: dict[AttentionPath, Callable[..., Tensor]] = {
+    "native": native_attention,
+    "triton": _triton_attention,
+    "torch": padded_attention,
+}
+
+
+class _VarlenAttention(torch.autograd.Function):
+    """Forward through the chosen kernel, backward in plain PyTorch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        query_start: Tensor,
+        rule: ScoreRule,
+        path: AttentionPath,
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value, sinks, query_start)
+        ctx.rule = rule
+        return _PATHS[path](query, key, value, RowLayout(query_start, None, None), rule, sinks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, query_start = ctx.saved_tensors
+        return *padded_gradients(query, key, value, sinks, query_start, ctx.rule, grad_out), None, None, None
+
+
+def reference_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The plain definition, for one sequence: query [T,H,D] at the last T of key [L,K,D] and value [L,K,E].
+
+    Softmax over all visible scores at once, in fp32. Returns [T,H,E].
+    """
+    num_rows, num_heads, _ = query.shape
+    num_keys, num_kv_heads, _ = key.shape
+    key = key.float().repeat_interleave(num_heads // num_kv_heads, dim=1)
+    value = value.float().repeat_interleave(num_heads // num_kv_heads, dim=1)
+    scores = torch.einsum("thd,lhd->htl", query.float(), key) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    position = torch.arange(num_keys - num_rows, num_keys, device=query.device)[:, None]
+    other = torch.arange(num_keys, device=query.device)[None]
+    hidden = other > position
+    if window is not None:
+        hidden = hidden | (other <= position - window)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, num_rows, 1)], dim=-1)
+    probs = torch.softmax(scores, dim=-1)[..., :num_keys]
+    return torch.einsum("htl,lhe->the", probs, value).to(query.dtype)

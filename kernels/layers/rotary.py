@@ -1,0 +1,92 @@
+"""Rotary position embedding of queries and keys in one call, in every bit what transformers' formula gives.
+
+Letters: B batch, T tokens, H query heads, K KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..machine import native
+
+SOURCE = "layers/rotary.cpp"
+PARALLEL_ELEMENTS = 1 << 13  # below, waking threads costs more than it gives
+
+
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """query [B,H,T,D], key [B,K,T,D], cos and sin [B,T,D] or [1,T,D] -> both rotated; differentiable once in query and
+    key. The results lie in memory as [B,T,heads,D]."""
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        return _Rotary.apply(query, key, cos, sin)
+    return _forward(query, key, cos, sin)
+
+
+def reference_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The formula of transformers' `apply_rotary_pos_emb`."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return query * cos + _rotate_half(query) * sin, key * cos + _rotate_half(key) * sin
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def _forward(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    function, dtype = _native(), query.dtype
+    if function is None or not query.is_cpu or dtype not in (torch.bfloat16, torch.float32):
+        return reference_rotary(query, key, cos, sin)
+    if not (key.dtype is dtype and cos.dtype is dtype and sin.dtype is dtype and cos.shape == sin.shape):
+        return reference_rotary(query, key, cos, sin)  # whose type promotion is the definition
+    query, key, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, cos, sin))
+    if cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    batch, heads, tokens, width = query.shape
+    kv_heads = key.shape[1]
+    if key.shape != (batch, kv_heads, tokens, width) or cos.shape[1:] != (tokens, width) or width % 2:
+        raise ValueError(
+            f"rotary: query is {list(query.shape)}, key {list(key.shape)}, cos and sin {list(cos.shape)}"
+        )
+    outs = query.new_empty(batch, tokens, heads, width), key.new_empty(batch, tokens, kv_heads, width)
+    threads = torch.get_num_threads() if query.numel() + key.numel() > PARALLEL_ELEMENTS else 1
+    operands = []
+    for tensor, out in zip((query, key), outs, strict=True):
+        by_batch, by_head, by_token, _ = tensor.stride()
+        operands += [tensor.data_ptr(), out.data_ptr(), by_batch, by_token, by_head, tensor.shape[1]]
+    native.run(
+        function,
+        *operands,
+        *(cos.data_ptr(), sin.data_ptr(), cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)),
+        *(batch, tokens, width, dtype is torch.bfloat16, threads),
+    )
+    return outs[0].transpose(1, 2), outs[1].transpose(1, 2)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return _forward(query, key, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = (t.unsqueeze(1) for t in ctx.saved_tensors)
+        return *(grad * cos - _rotate_half(grad * sin) for grad in (grad_query, grad_key)), None, None
+
+
+@cache
+def _native() -> Callable[..., None] | None:
+    library = native.load(SOURCE)
+    if library is None:
+        return None
+    rows = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 4]
+    types = [*rows, *rows, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 7]
+    return library.function("lockstep_rotary", types, None)

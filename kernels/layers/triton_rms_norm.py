@@ -1,0 +1,121 @@
+"""The root-mean-square norm on a GPU (Triton): one program a row, whose squares are added in an order that depends on
+the width alone. See `rms_norm.py` for the definition.
+
+Letters: M rows, D width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..machine.triton_numbers import INTERPRETED, rounded
+
+MAX_WIDTH = 1 << 16  # of a row that one program holds
+ROWS_EACH = 64  # that one program of the backward pass adds to a partial gradient of the weight
+
+# No part of what is compiled, as alignments are not: they would lay out a row's lanes otherwise, and so add its squares
+# in another order, for rows that start elsewhere in memory.
+_SIZES = ["num_rows", "width", "x_row", "grad_row"]
+
+
+def serves(x: Tensor) -> bool:
+    """Whether these kernels read such rows, on the device they are made for."""
+    return x.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64) and x.shape[-1] <= MAX_WIDTH
+
+
+def forward(x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_first: bool) -> Tensor:
+    """x [...,D] / rms(x) * weight [D], in x's dtype; round_first: to it, before the weight is applied."""
+    rows, out = _rows(x), torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out.numel():
+        width = x.shape[-1]
+        with torch.cuda.device_of(x):
+            _forward_kernel[(len(rows),)](
+                *(rows, weight.contiguous(), out, width, rows.stride(0), eps, weight_offset),
+                ROUND_FIRST=round_first, HAS_OFFSET=bool(weight_offset), IS_DOUBLE=x.dtype == torch.float64,
+                **_shape(width),
+            )  # fmt: skip
+    return out
+
+
+def backward(x: Tensor, weight: Tensor, eps: float, weight_offset: float, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """grad [...,D] of the output -> gradients of x and of weight, in their dtypes, computed wide throughout."""
+    rows, grads = _rows(x), _rows(grad)
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    width = x.shape[-1]
+    num_parts = triton.cdiv(len(rows), ROWS_EACH)
+    partials = torch.zeros(num_parts, width, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    if grad_x.numel():
+        with torch.cuda.device_of(x):
+            _backward_kernel[(num_parts,)](
+                *(rows, weight.contiguous(), grads, grad_x, partials),
+                *(len(rows), width, rows.stride(0), grads.stride(0), eps, weight_offset),
+                ROWS=ROWS_EACH, IS_DOUBLE=x.dtype == torch.float64, **_shape(width),
+            )  # fmt: skip
+    return grad_x, partials.sum(0).to(weight.dtype)
+
+
+def _rows(x: Tensor) -> Tensor:
+    if not (x.is_cuda or INTERPRETED.value):
+        raise ValueError(f"the Triton norm serves a GPU, not {x.device}")
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _shape(width: int) -> dict[str, int]:
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+
+
+@triton.jit
+def _scale(x, width, eps):
+    """1 / rms of the row x, zero beyond the width."""
+    mean = tl.sum(x * x, 0) / width + eps
+    return 1.0 / (tl.sqrt(mean) if x.dtype == tl.float64 else tl.sqrt_rn(mean))
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=["x_ptr", "weight_ptr", "out_ptr"])
+def _forward_kernel(
+    x_ptr, weight_ptr, out_ptr, width, x_row, eps, weight_offset,
+    ROUND_FIRST: tl.constexpr, HAS_OFFSET: tl.constexpr, IS_DOUBLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    wide: tl.constexpr = tl.float64 if IS_DOUBLE else tl.float32
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    r = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + r * x_row + d, mask=d < width, other=0.0).to(wide)
+    weight = tl.load(weight_ptr + d, mask=d < width, other=0.0).to(wide)
+    out = x * _scale(x, width, eps)
+    if HAS_OFFSET:
+        weight += weight_offset
+    if ROUND_FIRST:
+        out = rounded(out, dtype).to(wide)
+        if HAS_OFFSET:
+            weight = rounded(weight, dtype).to(wide)
+    tl.store(out_ptr + r * width + d, rounded(out * weight, dtype), mask=d < width)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _backward_kernel(
+    x_ptr, weight_ptr, grad_ptr, grad_x_ptr, partials_ptr, num_rows, width, x_row, grad_row, eps, weight_offset,
+    ROWS: tl.constexpr, IS_DOUBLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of ROWS rows the gradient of x, and their part of the weight's."""
+    wide: tl.constexpr = tl.float64 if IS_DOUBLE else tl.float32
+    part = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + d, mask=d < width, other=0.0).to(wide) + weight_offset
+    grad_weight = tl.zeros((BLOCK,), wide)
+    for r in range(part * ROWS, tl.minimum(part * ROWS + ROWS, num_rows)):
+        x = tl.load(x_ptr + r * x_row + d, mask=d < width, other=0.0).to(wide)
+        grad = tl.load(grad_ptr + r * grad_row + d, mask=d < width, other=0.0).to(wide)
+        scale = _scale(x, width, eps)
+        normed, grad_normed = x * scale, grad * weight
+        slope = scale * (grad_normed - normed * (tl.sum(grad_normed * normed, 0) / width))
+        tl.store(grad_x_ptr + r * width + d, rounded(slope, grad_x_ptr.dtype.element_ty), mask=d < width)
+        grad_weight += grad * normed
+    tl.store(partials_ptr + part * width + d, grad_weight, mask=d < width)

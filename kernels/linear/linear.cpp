@@ -1,0 +1,55 @@
+// y = x @ weight^T + bias, every output element a function of its row of x and its row of weight alone, on the
+// best path that this build and processor have. A path has bits of its own; a process keeps to one.
+#include "layers/gated.h"
+#include "linear/linear_amx.h"
+#include "linear/linear_call.h"
+#include "linear/linear_lanes.h"
+
+static bool uses_tiles() {
+#if defined(LOCKSTEP_AMX)
+  return amx::is_permitted();
+#else
+  return false;
+#endif
+}
+
+// The ISA level that products use, a name that native.py knows.
+extern "C" const char* lockstep_linear_path(int64_t is_bf16) {
+  if (is_bf16 && uses_tiles()) return "amx";
+#if defined(__AVX512BF16__)
+  if (is_bf16) return "avx512_bf16";
+#endif
+  return simd::W == 16 ? "avx512" : simd::W == 8 ? "avx2" : "plain";
+}
+
+template <typename Dot, typename T>
+static void multiply_gated(const Call& call, int threads) {
+  static thread_local std::vector<T> memory;
+  const Part& out = call.parts[0];
+  const int64_t size = call.M * out.N;
+  if ((int64_t)memory.size() < 2 * size) memory.resize(2 * size);
+  Part parts[] = {out, *call.up};
+  parts[0].y = memory.data(), parts[1].y = memory.data() + size;
+  lanes::multiply<Dot, T>(Call{call.x, call.M, call.K, call.x_stride, parts, 2}, threads);
+  gated::multiply((const T*)parts[0].y, (const T*)parts[1].y, (T*)out.y, size, is_worth_threads(call) ? threads : 1);
+}
+
+template <typename Dot, typename T>
+static void multiply_lanes(const Call& call, int threads) {
+  call.up ? multiply_gated<Dot, T>(call, threads) : lanes::multiply<Dot, T>(call, threads);
+}
+
+// is_gated: the two parts are a gate and what it is multiplied with, into the first one's y.
+extern "C" void lockstep_linear(const void* x, int64_t M, int64_t K, int64_t x_stride, const Part* parts,
+                                int64_t num_parts, int64_t is_gated, int64_t is_bf16, int64_t threads) {
+  const Call call{x, M, K, x_stride, parts, is_gated ? 1 : num_parts, is_gated ? parts + 1 : nullptr};
+  if (!is_bf16) return multiply_lanes<lanes::Widened<float>, float>(call, (int)threads);
+#if defined(LOCKSTEP_AMX)
+  if (uses_tiles()) return amx::multiply(call, (int)threads);
+#endif
+#if defined(__AVX512BF16__)
+  multiply_lanes<lanes::Pairs, simd::bf16>(call, (int)threads);
+#else
+  multiply_lanes<lanes::Widened<simd::bf16>, simd::bf16>(call, (int)threads);
+#endif
+}

@@ -1,0 +1,249 @@
+// The bf16 product by AMX tiles. One element of y is one chain: the tile unit adds 32 products along K at a time
+// to an fp32 sum, left to right, then the bias is added. Every element of a tile has a chain of its own, so its
+// bits do not depend on what else is in the tile. Subnormal sums are flushed to zero, as the instruction does.
+//
+// y^T = weight x^T: a tile of weights is read from memory as it lies (16 rows, 32 values each), only x is
+// rearranged, once a call, and the tile of results [16 columns, 16 rows] is transposed as it is stored.
+#pragma once
+#include "machine/amx.h"
+#if defined(LOCKSTEP_AMX)
+#include <omp.h>
+
+#include <vector>
+
+#include "layers/gated.h"
+#include "linear/linear_call.h"
+
+namespace amx {
+
+constexpr int64_t X_BYTES = 1 << 20;   // of x, rearranged, that stay in the second cache while the weights go by
+constexpr int64_t SERIAL_TILES = 64;   // of x, rearranged by one thread before the others are called
+constexpr int64_t PAIR = 2 * TILE;     // rows or columns that are computed together at most: 2 x 2 tiles of sums
+
+// Tile registers: 0..3 sums (weights 0 and 1 by x 0, then by x 1), 4 and 5 weights, 6 and 7 x.
+inline void configure(int64_t first_rows, int64_t second_rows) {
+  struct alignas(64) {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {};
+  } config;
+  for (int tile : {0, 2, 4}) config.rows[tile] = (uint8_t)first_rows;
+  for (int tile : {1, 3, 5}) config.rows[tile] = (uint8_t)second_rows;
+  for (int tile : {6, 7}) config.rows[tile] = TILE;
+  asm volatile("" ::"r"(&config) : "memory");
+  _tile_loadconfig(&config);
+}
+
+// The weights of what is computed together: twice up to 16 columns, of one part or of a gate and what it multiplies.
+struct Columns {
+  struct Half {
+    const bf16 *weight, *bias;
+    int64_t stride, count;
+  } halves[2];
+  const Tile* tail;  // [2] the last K % 32 values of each, zeros beyond
+
+  static Half half(const Part& part, int64_t n, int64_t last) {
+    return {(const bf16*)part.weight + n * part.weight_stride, part.bias ? (const bf16*)part.bias + n : nullptr,
+            part.weight_stride, std::clamp<int64_t>(last - n, 0, TILE)};
+  }
+  Columns(const Part& part, const Part* up, int64_t n, int64_t last, const Tile* tail)
+      : halves{half(part, n, last), up ? half(*up, n, last) : half(part, n + TILE, last)}, tail(tail) {}
+
+  int num() const { return halves[1].count ? 2 : 1; }
+  void copy_tail(int64_t K, Tile* to) const {
+    const int64_t k = K / STEP * STEP;
+    for (const Half& half : halves)
+      for (int64_t c = 0; c < half.count; c++)
+        _mm512_store_si512(to[&half - halves].values + c * STEP,
+                           _mm512_maskz_loadu_epi16(first_lanes(K - k), half.weight + c * half.stride + k));
+  }
+};
+
+// Fetches the weights that come next, line by line in the order of memory, while others are computed with: a few lines
+// between any two tile instructions. A processor waits for so many lines at once, and stops at the first one above.
+class Prefetch {
+ public:
+  Prefetch() = default;
+  // blocks: how often these columns are gone through, once for every few rows.
+  Prefetch(const Columns& next, int64_t K, int64_t blocks)
+      : second_(next.halves[1]), row_bytes_(K * 2), blocks_((int)blocks) {
+    begin(next.halves[0]);
+  }
+  // To be fetched after each of the instructions of a step along K.
+  int share(int lines, int instructions) const { return (lines - 1) / (instructions * blocks_) + 1; }
+  void lines(int count) {
+    if (left_ < count) {
+      if (rows_) last_lines();
+      return;
+    }
+    for (int i = 0; i < count; i++) _mm_prefetch(at_ + i * 64, _MM_HINT_T1);
+    at_ += count * 64, left_ -= count;
+  }
+
+ private:
+  void begin(const Columns::Half& half) {
+    at_ = (const char*)half.weight, gap_ = half.stride * 2 - row_bytes_, rows_ = half.count, row_lines_ = row_bytes_;
+    if (!gap_ && rows_) row_lines_ *= rows_, rows_ = 1;  // one stretch
+    left_ = row_lines_ = rows_ ? (row_lines_ + 63) / 64 : 0;
+  }
+  void last_lines() {  // of a row
+    for (; left_ > 0; left_--, at_ += 64) _mm_prefetch(at_, _MM_HINT_T1);
+    if (--rows_) {
+      at_ += gap_, left_ = row_lines_;
+    } else {
+      begin(second_);
+      second_.count = 0;
+    }
+  }
+
+  const char* at_ = nullptr;
+  Columns::Half second_ = {};
+  int64_t row_bytes_ = 0, gap_ = 0, rows_ = 0, row_lines_ = 0, left_ = 0;
+  int blocks_ = 1;
+};
+
+// Sums of NT tiles of columns by MT tiles of rows, [MT * NT][16 columns][16 rows].
+template <int NT, int MT>
+void multiply_tiles(const Columns& columns, const Tile* x, int64_t x_tiles, int64_t K, Prefetch& next,
+                    float* sums) {
+  const int64_t full_steps = K / STEP, first_stride = columns.halves[0].stride, second_stride = columns.halves[1].stride;
+  const bf16 *first = columns.halves[0].weight, *second = columns.halves[1].weight;
+  const int lines = next.share(NT * (int)TILE, NT + MT + NT * MT);
+  _tile_zero(0);
+  if (NT == 2) _tile_zero(1);
+  if (MT == 2) _tile_zero(2);
+  if (NT == 2 && MT == 2) _tile_zero(3);
+  const auto fetch = [&] { next.lines(lines); };
+  auto add = [&](const bf16* w0, int64_t w0_stride, const bf16* w1, int64_t w1_stride, int64_t s) {
+    _tile_loadd(6, x[s].values, 64);
+    fetch();
+    _tile_loadd(4, w0, w0_stride * 2);
+    fetch();
+    _tile_dpbf16ps(0, 4, 6);
+    fetch();
+    if (NT == 2) {
+      _tile_loadd(5, w1, w1_stride * 2);
+      fetch();
+      _tile_dpbf16ps(1, 5, 6);
+      fetch();
+    }
+    if (MT == 2) {
+      _tile_loadd(7, x[x_tiles + s].values, 64);
+      fetch();
+      _tile_dpbf16ps(2, 4, 7);
+      fetch();
+      if (NT == 2) {
+        _tile_dpbf16ps(3, 5, 7);
+        fetch();
+      }
+    }
+  };
+  for (int64_t s = 0; s < full_steps; s++)
+    add(first + s * STEP, first_stride, second + s * STEP, second_stride, s);
+  if (K % STEP) add(columns.tail[0].values, STEP, columns.tail[1].values, STEP, full_steps);
+  _tile_stored(0, sums, 64);
+  if (NT == 2) _tile_stored(1, sums + 256, 64);
+  if (MT == 2) _tile_stored(2, sums + NT * 256, 64);
+  if (NT == 2 && MT == 2) _tile_stored(3, sums + 768, 64);
+  asm volatile("" ::: "memory");
+}
+
+inline simd::Floats widened(__m256i row) { return (simd::Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(row), 16); }
+
+// A tile of sums as rows of up to 16 columns, with the bias, in bfloat16.
+inline void round_rows(const float* sums, const Columns::Half& half, __m256i rows[16]) {
+  const __mmask16 mask = (__mmask16)first_lanes(half.count);
+  __m512 bias = _mm512_setzero_ps();
+  if (half.bias) bias = (__m512)widened(_mm256_maskz_loadu_epi16(mask, half.bias));
+  __m512i v[16];
+  for (int i = 0; i < 16; i++) v[i] = _mm512_load_si512(sums + i * 16);
+  transpose(v);
+#pragma GCC unroll 16
+  for (int r = 0; r < 16; r++) rows[r] = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps((__m512)v[r], bias));
+}
+
+// Rows [row, row + rows) of y, whose x is given as tiles, by the columns of a part from column n on.
+inline void multiply_columns(const Part& part, const Columns& columns, bool is_gated, int64_t n, const Tile* x,
+                             int64_t row, int64_t rows, int64_t K, Prefetch next) {
+  alignas(64) static thread_local float sums[4 * 256];
+  const int64_t x_tiles = (K + STEP - 1) / STEP;
+  const int num_n = columns.num();
+  for (int64_t m = 0; m < rows; m += PAIR, x += 2 * x_tiles) {
+    const int64_t num_m = tiles_of(std::min(rows - m, PAIR));
+    if (num_n == 2)
+      (num_m == 2 ? multiply_tiles<2, 2> : multiply_tiles<2, 1>)(columns, x, x_tiles, K, next, sums);
+    else
+      (num_m == 2 ? multiply_tiles<1, 2> : multiply_tiles<1, 1>)(columns, x, x_tiles, K, next, sums);
+    for (int64_t j = 0; j < num_m; j++) {
+      const float* tile = sums + j * num_n * 256;
+      bf16* y = (bf16*)part.y + (row + m + j * TILE) * part.N + n;
+      const int64_t count = std::min(rows - m - j * TILE, TILE);
+      __m256i values[2][16];
+      for (int i = 0; i < num_n; i++) round_rows(tile + i * 256, columns.halves[i], values[i]);
+      for (int i = 0; i < (is_gated ? 1 : num_n); i++) {
+        const __mmask16 mask = (__mmask16)first_lanes(columns.halves[i].count);
+        for (int64_t r = 0; r < count; r++) {
+          __m256i out = values[i][r];
+          if (is_gated) out = (__m256i)simd::halves(gated::product<bf16>(widened(out), widened(values[1][r])));
+          _mm256_mask_storeu_epi16(y + r * part.N + i * TILE, mask, out);
+        }
+      }
+    }
+  }
+}
+
+// The columns [first, last) of a part, and of `up` if the part is its gate.
+inline void multiply_part(const Part& part, const Part* up, int64_t first, int64_t last, const Tile* x, int64_t row,
+                          int64_t rows, int64_t K) {
+  Tile tail[2];
+  const int64_t width = up ? TILE : PAIR;
+  int64_t configured[2] = {};
+  for (int64_t n = first; n < last; n += width) {
+    const Columns columns(part, up, n, last, tail);
+    const int64_t counts[2] = {columns.halves[0].count, std::max<int64_t>(columns.halves[1].count, 1)};
+    if (memcmp(counts, configured, sizeof counts)) {
+      memcpy(configured, counts, sizeof counts);
+      configure(counts[0], counts[1]);
+    }
+    if (K % STEP) columns.copy_tail(K, tail);
+    asm volatile("" ::"r"(tail) : "memory");  // the tile instructions read it unseen by the compiler
+    Prefetch next;
+    if (n + width < last) next = Prefetch(Columns(part, up, n + width, last, tail), K, (rows - 1) / PAIR + 1);
+    multiply_columns(part, columns, up != nullptr, n, x, row, rows, K, next);
+  }
+}
+
+inline void multiply(const Call& call, int threads) {
+  static thread_local std::vector<Tile> arranged;
+  const int64_t x_tiles = (call.K + STEP - 1) / STEP;
+  const int64_t row_bytes = std::max<int64_t>(x_tiles, 1) * STEP * 2;
+  const int64_t block_rows = std::min(std::max(X_BYTES / row_bytes / PAIR * PAIR, PAIR), tiles_of(call.M) * TILE);
+  if ((int64_t)arranged.size() < block_rows / TILE * x_tiles) arranged.resize(block_rows / TILE * x_tiles);
+  Tile* x = arranged.data();
+  const auto arrange_rows = [&](int64_t row, int64_t tile) {
+    row += tile * TILE;
+    arrange((const bf16*)call.x + row * call.x_stride, call.x_stride, call.M - row, call.K, x + tile * x_tiles);
+  };
+  // A few rows are sooner arranged than threads have met.
+  const bool is_small = block_rows >= call.M && tiles_of(call.M) * x_tiles <= SERIAL_TILES;
+  for (int64_t tile = 0; is_small && tile < tiles_of(call.M); tile++) arrange_rows(0, tile);
+#pragma omp parallel num_threads(threads) if (threads > 1 && is_worth_threads(call))
+  {
+    for (int64_t row = 0; row < call.M; row += block_rows) {
+      const int64_t rows = std::min(block_rows, call.M - row);
+      if (!is_small) {
+#pragma omp barrier
+#pragma omp for schedule(static)
+        for (int64_t tile = 0; tile < tiles_of(rows); tile++) arrange_rows(row, tile);
+      }
+      visit_columns(call, omp_get_thread_num(), omp_get_num_threads(),
+                    [&](const Part& part, int64_t first, int64_t last) {
+                      multiply_part(part, call.up, first, last, x, row, rows, call.K);
+                    });
+    }
+    _tile_release();
+  }
+}
+
+}  // namespace amx
+#endif

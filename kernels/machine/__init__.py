@@ -1,0 +1,1 @@
+"""Compilers, processors and GPUs."""

@@ -1,0 +1,220 @@
+"""Our C++ kernels, compiled on first use and loaded with ctypes (which releases the GIL during a call).
+
+A library is kept in `$LOCKSTEP_CACHE_DIR`, or `$XDG_CACHE_HOME/lockstep`, or `~/.cache/lockstep`, under a
+name that is a digest of everything that shaped it: sources, flags, compiler and processor.
+`LOCKSTEP_NATIVE=0` switches native code off. `LOCKSTEP_MAX_ISA`, one of `ISA_LEVELS`, keeps every kernel from
+instructions above that level, for tests and to have one machine compute as a lesser one would.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+KERNELS = Path(__file__).parent.parent  # where sources lie, and what headers are named from
+INCLUDE_FLAG = f"-I{KERNELS}"  # not among FLAGS, so that checkouts share what they compiled
+
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fopenmp")
+
+
+# From the least to the most; what takes each level's own instructions away again. "plain" is the compiler's baseline.
+ISA_LEVELS = ("plain", "avx2", "avx512", "avx512_bf16", "amx")
+_WITHOUT = {"avx2": "-mno-avx512f", "avx512": "-mno-avx512bf16", "avx512_bf16": "-mno-amx-bf16"}
+
+
+class NativeUnavailable(Exception):
+    """Why there is no native library: switched off, no compiler, or what the compiler said."""
+
+
+@dataclass(frozen=True)
+class NativeLibrary:
+    path: Path
+    compile_seconds: float  # 0.0 when it came from the cache
+    handle: ctypes.CDLL
+
+    def function(self, name: str, argument_types: list[type], result_type: type | None) -> ctypes._CFuncPtr:
+        """The exported C function `name`, typed."""
+        function = getattr(self.handle, name)
+        function.argtypes, function.restype = argument_types, result_type
+        return function
+
+
+_lock = threading.Lock()
+_loaded: dict[str, NativeLibrary | NativeUnavailable] = {}
+
+
+def load(source_name: str) -> NativeLibrary | None:
+    """The library built from `source_name`, as "linear/linear.cpp", or None (`why_unavailable` then tells why).
+
+    The first call in a process may compile (seconds); the answer, either way, holds for the life of the
+    process.
+    """
+    found = _look_up(source_name)
+    return found if isinstance(found, NativeLibrary) else None
+
+
+def why_unavailable(source_name: str) -> str | None:
+    """None when the library is there, else the reason in words."""
+    found = _look_up(source_name)
+    return str(found) if isinstance(found, NativeUnavailable) else None
+
+
+def _look_up(source_name: str) -> NativeLibrary | NativeUnavailable:
+    found = _loaded.get(source_name)
+    if found is not None:
+        return found
+    with _lock:
+        if source_name not in _loaded:
+            try:
+                _loaded[source_name] = library = build(KERNELS / source_name, os.environ)
+                logger.info(
+                    "native %s: %s (compiled in %.1f s)", source_name, library.path, library.compile_seconds
+                )
+            except NativeUnavailable as reason:
+                _loaded[source_name] = reason
+                logger.info("native %s is not available, the PyTorch path is used: %s", source_name, reason)
+        return _loaded[source_name]
+
+
+def run(function: Callable[..., Any], *arguments: Any, kept: object = None) -> Any:
+    """Call a library's function, as every kernel's door does. kept: what the arguments point into, if nothing else
+    holds it. Whoever records this thread's calls (`recorded_by`) hears of it first."""
+    if _listening.to is not None:
+        _listening.to(function, arguments, kept)
+    return function(*arguments)
+
+
+@contextmanager
+def recorded_by(listener: Callable[[Callable[..., Any], tuple[Any, ...], object], None]) -> Iterator[None]:
+    """The listener is told of every `run` of this thread: function, arguments and what is kept."""
+    before, _listening.to = _listening.to, listener
+    try:
+        yield
+    finally:
+        _listening.to = before
+
+
+class _Listening(threading.local):
+    to: Callable[[Callable[..., Any], tuple[Any, ...], object], None] | None = None
+
+
+_listening = _Listening()
+
+
+def build(source: Path, environ: Mapping[str, str], more_flags: Sequence[str] = ()) -> NativeLibrary:
+    """Compiles `source` unless the cache has it, and loads it. Many processes may do so at once.
+
+    more_flags: behind FLAGS, so that they prevail. Raises NativeUnavailable, naming the cause.
+    """
+    if environ.get("LOCKSTEP_NATIVE") == "0":
+        raise NativeUnavailable("switched off by LOCKSTEP_NATIVE=0")
+    compiler = find_compiler(environ)
+    version = _run([compiler, "--version"])
+    flags = [*compile_flags(environ), *more_flags]
+    openmp = _openmp_link_flags(is_clang="clang" in version)
+    path = _cache_dir(environ) / f"{source.stem}-{_digest(source, version, [*flags, *openmp])}.so"
+    started = time.perf_counter()
+    compiled = not path.exists()
+    if compiled:
+        _compile(compiler, source, flags, openmp, path)
+    seconds = time.perf_counter() - started if compiled else 0.0
+    try:
+        return NativeLibrary(path, seconds, ctypes.CDLL(str(path)))
+    except OSError as error:
+        raise NativeUnavailable(f"{path} does not load: {error}") from error
+
+
+def compile_flags(environ: Mapping[str, str]) -> list[str]:
+    """FLAGS, less the instructions that `LOCKSTEP_MAX_ISA` forbids. Raises ValueError for an unknown level."""
+    level = environ.get("LOCKSTEP_MAX_ISA") or ISA_LEVELS[-1]
+    if level not in ISA_LEVELS:
+        raise ValueError(f"LOCKSTEP_MAX_ISA is {level!r}, not one of {', '.join(ISA_LEVELS)}")
+    if level == "plain":
+        return [flag for flag in FLAGS if flag != "-march=native"]
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return list(FLAGS)  # it has none of the instructions that the levels are named for
+    above = ISA_LEVELS[ISA_LEVELS.index(level) : -1]
+    return [*FLAGS, *(_WITHOUT[name] for name in above)]
+
+
+def find_compiler(environ: Mapping[str, str]) -> str:
+    """$CXX, else g++, else clang++, as a path. Raises NativeUnavailable when there is none."""
+    names = [environ["CXX"]] if environ.get("CXX") else ["g++", "clang++"]
+    for name in names:
+        path = shutil.which(name, path=environ.get("PATH"))
+        if path is not None:
+            return path
+    raise NativeUnavailable(f"no C++ compiler: {' and '.join(names)} not found on PATH")
+
+
+def _cache_dir(environ: Mapping[str, str]) -> Path:
+    if environ.get("LOCKSTEP_CACHE_DIR"):
+        return Path(environ["LOCKSTEP_CACHE_DIR"])
+    home = environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "lockstep"
+
+
+def _openmp_link_flags(is_clang: bool) -> list[str]:
+    """Links the very libgomp that torch has loaded: two runtimes would keep two thread pools on the cores."""
+    torch_root = Path(torch.__file__).parent
+    bundled = sorted(
+        [*torch_root.glob("lib/libgomp*.so*"), *torch_root.with_name("torch.libs").glob("libgomp*.so*")]
+    )
+    if bundled and not is_clang:  # clang's -fopenmp emits calls that only its own runtime answers
+        return [str(bundled[0])]
+    return ["-fopenmp"]
+
+
+def _digest(source: Path, compiler_version: str, flags: list[str]) -> str:
+    parts = [*flags, compiler_version, _processor()]
+    parts += [file.read_text() for file in [source, *sorted({*source.parent.glob("*.h"), *KERNELS.rglob("*.h")})]]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _processor() -> str:
+    """What -march=native looks at: a shared cache must never serve another machine's instructions."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return f"{platform.machine()} {platform.processor()} {platform.node()}"
+    fields = ("model name", "cpu family", "model", "CPU part", "flags", "Features")
+    first = cpuinfo.read_text().split("\n\n")[0].splitlines()
+    return platform.machine() + "".join(
+        sorted(line for line in first if line.split("\t")[0].strip() in fields)
+    )
+
+
+def _compile(compiler: str, source: Path, flags: list[str], link_flags: list[str], path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.stem}-") as work:
+            compiled, linked = f"{work}/kernel.o", f"{work}/kernel.so"
+            _run([compiler, *flags, INCLUDE_FLAG, "-c", str(source), "-o", compiled])
+            _run([compiler, "-shared", compiled, "-o", linked, *link_flags])
+            os.replace(linked, path)  # atomic: another rank sees the whole library or none
+    except OSError as error:
+        raise NativeUnavailable(f"the cache folder {path.parent} cannot be written: {error}") from error
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise NativeUnavailable(f"{command[0]} cannot be run: {error}") from error
+    if done.returncode != 0:
+        raise NativeUnavailable(f"`{' '.join(command)}` failed:\n{done.stderr.strip()[:2000]}")
+    return done.stdout

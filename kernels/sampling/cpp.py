@@ -1,0 +1,138 @@
+"""The door to sampling.cpp: log-probabilities and draws on a CPU, of logits in float32 and bfloat16."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..machine import native
+
+SOURCE = "sampling/sampling.cpp"
+
+
+class _Rows(ctypes.Structure):
+    """`Rows` in sampling.cpp, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("logits", "temperatures")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("R", "V", "stride", "is_bf16", "temperature_stride", "threads")
+        ),
+    ]
+
+
+class _Draws(ctypes.Structure):
+    """`Draws` in sampling.cpp, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("seeds", "positions", "top_k", "top_p", "min_p")),
+        *((name, ctypes.c_void_p) for name in ("reshaped", "reshaped_row", "allowed", "allowed_row")),
+        ("allowed_width", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("token_ids", "logprobs", "chances")),
+    ]
+
+
+def serves(logits: Tensor) -> bool:
+    """Whether this path is the one for such logits."""
+    on_cpu = logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16)
+    return on_cpu and native.load(SOURCE) is not None
+
+
+def scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """logits [R, V], temperatures float32 [R] or [1] -> float32 [R, V]."""
+    out = torch.empty(logits.shape, dtype=torch.float32)
+    with_rows = _rows(logits := _dense(logits), temperatures := temperatures.contiguous())
+    native.run(_function("lockstep_logprobs", 1), with_rows, out.data_ptr())
+    return out
+
+
+def selected(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    """token_ids int64 [R], each below V -> float32 [R], and what `selected_gradient` needs to know again."""
+    out, stats = torch.empty(len(logits)), torch.empty(len(logits), 2)
+    with_rows = _rows(logits := _dense(logits), temperatures := temperatures.contiguous())
+    token_ids = token_ids.contiguous()
+    native.run(_function("lockstep_selected", 3), with_rows, token_ids.data_ptr(), out.data_ptr(), stats.data_ptr())
+    return out, stats
+
+
+def selected_gradient(
+    logits: Tensor, token_ids: Tensor, temperatures: Tensor, stats: Tensor, grad: Tensor
+) -> Tensor:
+    """grad [R], of `selected` -> the gradient of logits [R, V], in their dtype."""
+    out = torch.empty(logits.shape, dtype=logits.dtype)
+    with_rows = _rows(logits := _dense(logits), temperatures := temperatures.contiguous())
+    token_ids, grad = token_ids.contiguous(), grad.float().contiguous()
+    pointers = (token_ids.data_ptr(), grad.data_ptr(), stats.data_ptr(), out.data_ptr())
+    native.run(_function("lockstep_selected_gradient", 4), with_rows, *pointers)
+    return out
+
+
+def draw(
+    logits: Tensor,
+    temperatures: Tensor,
+    noise_keys: tuple[Tensor, Tensor],
+    filters: tuple[Tensor, Tensor, Tensor],
+    reshaped: tuple[Tensor, Tensor] | None,
+    allowed: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens int64 [R], their log-probabilities and chances float32 [R]; see `sampling.draw_tokens`.
+
+    noise_keys: seeds and positions, int64 [R]; filters: top_k int64, top_p float64, min_p float32 [R].
+    """
+    num_rows, vocab_size = logits.shape
+    logits = _dense(logits)
+    nowhere = torch.full((num_rows,), -1)
+    reshaped_row, rows = _places(reshaped, nowhere)
+    allowed_row, masks = _places(allowed, nowhere)
+    if rows is not None:
+        rows = rows.float().contiguous()
+    if masks is not None:  # padded to whole words of 16 tokens; what a mask does not reach is not allowed
+        missing = -(-vocab_size // 16) * 2 - masks.shape[1]
+        masks = torch.nn.functional.pad(masks, (0, missing)).contiguous()
+    token_ids, logprobs, chances = nowhere.new_empty(num_rows), torch.empty(num_rows), torch.empty(num_rows)
+    draws = _Draws(
+        *(each.data_ptr() for each in (*noise_keys, *filters)),
+        *(None if rows is None else rows.data_ptr(), reshaped_row.data_ptr()),
+        *(None if masks is None else masks.data_ptr(), allowed_row.data_ptr()),
+        *(0 if masks is None else masks.shape[1] // 2,),
+        *(token_ids.data_ptr(), logprobs.data_ptr(), chances.data_ptr()),
+    )
+    native.run(_function("lockstep_draw", 1), _rows(logits, temperatures), ctypes.addressof(draws), kept=draws)
+    return token_ids, logprobs, chances
+
+
+def _places(subset: tuple[Tensor, Tensor] | None, nowhere: Tensor) -> tuple[Tensor, Tensor | None]:
+    """For each row which of the subset's replaces it, -1: none; and the subset's values."""
+    if subset is None:
+        return nowhere, None
+    rows, values = subset
+    return nowhere.index_put((rows,), torch.arange(len(rows))), values
+
+
+def _dense(logits: Tensor) -> Tensor:
+    """The same with each row in one piece; rows may lie anywhere."""
+    return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
+
+
+def _rows(logits: Tensor, temperatures: Tensor) -> _Rows:
+    return _Rows(
+        *(logits.data_ptr(), temperatures.data_ptr(), *logits.shape, logits.stride(0)),
+        *(logits.dtype == torch.bfloat16, int(len(temperatures) > 1), torch.get_num_threads()),
+    )
+
+
+_functions: dict[str, Callable[..., None]] = {}
+
+
+def _function(name: str, num_pointers: int) -> Callable[..., None]:
+    """The exported function that takes rows and so many pointers."""
+    if name not in _functions:
+        library = native.load(SOURCE)
+        assert library is not None, native.why_unavailable(SOURCE)
+        arguments = [ctypes.POINTER(_Rows), *[ctypes.c_void_p] * num_pointers]
+        _functions[name] = library.function(name, arguments, None)
+    return _functions[name]

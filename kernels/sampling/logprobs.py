@@ -1,0 +1,138 @@
+"""Log-probabilities of rows of logits, as the engine reports them and the trainer learns from them.
+
+Letters: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..machine.gpu import triton_serves
+from . import cpp as native_sampling
+
+_MAX_WIDENED = 1 << 20  # logits that the PyTorch path holds in float32 at a time
+
+
+def scaled_logprobs(logits: Tensor, temperature: Tensor | float) -> Tensor:
+    """log_softmax(logits / temperature) over the full vocabulary, in float32.
+
+    logits [R, V]; temperature a number, or float32 [R], positive. Each row depends on itself alone. Differentiable in
+    the logits: the trainer calls these very functions on its own, which makes its log-probabilities the engine's.
+    """
+    temperatures = _per_row(temperature, logits)
+    if logits.requires_grad and torch.is_grad_enabled():
+        return _ScaledLogprobs.apply(logits, temperatures)
+    return _scaled(logits, temperatures)
+
+
+def selected_logprobs(logits: Tensor, token_ids: Tensor, temperature: Tensor | float = 1.0) -> Tensor:
+    """Log-probability float32 [R] of one token per row: logits [R, V], token_ids int64 [R].
+
+    The bits are those of `scaled_logprobs` at these tokens, and no more than a few rows of them are ever in memory.
+    Differentiable in the logits; the gradient is computed from the logits again, and is of their dtype. Raises
+    ValueError for tokens beyond the vocabulary.
+    """
+    num_rows, vocab_size = logits.shape
+    if token_ids.shape != (num_rows,):
+        raise ValueError(f"{num_rows} rows of logits, and token_ids of shape {list(token_ids.shape)}")
+    if token_ids.device.type == "cpu" and num_rows:
+        first, last = (int(end) for end in token_ids.aminmax())
+        if first < 0 or last >= vocab_size:
+            raise ValueError(f"token_ids are from {first} to {last}, the vocabulary has {vocab_size}")
+    temperatures = _per_row(temperature, logits)
+    if logits.requires_grad and torch.is_grad_enabled():
+        return _SelectedLogprobs.apply(logits, token_ids, temperatures)
+    return _selected(logits, token_ids, temperatures)[0]
+
+
+def _per_row(temperature: Tensor | float, logits: Tensor) -> Tensor:
+    """float32 [R] or [1]. A tensor, since dividing by a number multiplies by its inverse on a GPU."""
+    if isinstance(temperature, Tensor):
+        return temperature.to(logits.device, torch.float32)
+    return torch.full((1,), temperature, device=logits.device)
+
+
+def _scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
+    if native_sampling.serves(logits):
+        return native_sampling.scaled(logits, temperatures)
+    if triton_serves(logits.device):
+        from . import triton_logprobs  # Triton is imported only where it is used
+
+        return triton_logprobs.scaled(logits, temperatures)
+    return torch.log_softmax(logits.float() / temperatures.unsqueeze(-1), dim=-1)
+
+
+def _selected(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor | None]:
+    """And what the native gradient wants to know again."""
+    if native_sampling.serves(logits):
+        return native_sampling.selected(logits, token_ids, temperatures)
+    if triton_serves(logits.device):
+        from . import triton_logprobs
+
+        return triton_logprobs.selected(logits, token_ids, temperatures)
+    out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    for rows, its_temperatures in _blocks(logits, temperatures):
+        chosen = _scaled(logits[rows], its_temperatures).gather(-1, token_ids[rows].unsqueeze(-1))
+        out[rows] = chosen.squeeze(-1)
+    return out, None
+
+
+def _selected_gradient(
+    logits: Tensor, token_ids: Tensor, temperatures: Tensor, stats: Tensor | None, grad: Tensor
+) -> Tensor:
+    """(onehot - softmax) * grad / temperature, [R, V] in the logits' dtype."""
+    if stats is not None and logits.device.type != "cpu":
+        from . import triton_logprobs
+
+        return triton_logprobs.selected_gradient(logits, token_ids, temperatures, stats, grad)
+    if stats is not None:
+        return native_sampling.selected_gradient(logits, token_ids, temperatures, stats, grad)
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    for rows, its_temperatures in _blocks(logits, temperatures):
+        slope = _scaled(logits[rows], its_temperatures).exp_().neg_()
+        chosen = token_ids[rows].unsqueeze(-1)
+        slope.scatter_add_(-1, chosen, torch.ones_like(chosen, dtype=torch.float32))
+        out[rows] = slope.mul_((grad[rows] / its_temperatures).unsqueeze(-1)).to(logits.dtype)
+    return out
+
+
+def _blocks(logits: Tensor, temperatures: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Rows, a few at a time, with their temperatures."""
+    count = max(1, _MAX_WIDENED // max(logits.shape[1], 1))
+    for start in range(0, len(logits), count):
+        rows = slice(start, start + count)
+        yield rows, temperatures[rows] if len(temperatures) > 1 else temperatures
+
+
+class _ScaledLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, temperatures: Tensor) -> Tensor:
+        out = _scaled(logits, temperatures)
+        ctx.save_for_backward(out, temperatures)
+        ctx.dtype = logits.dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        out, temperatures = ctx.saved_tensors
+        slope = grad - out.exp() * grad.sum(-1, keepdim=True)
+        return (slope / temperatures.unsqueeze(-1)).to(ctx.dtype), None
+
+
+class _SelectedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> Tensor:
+        out, stats = _selected(logits, token_ids, temperatures)
+        ctx.save_for_backward(logits, token_ids, temperatures, stats)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _selected_gradient(*ctx.saved_tensors, grad), None, None

@@ -1,0 +1,153 @@
+"""Log-probabilities of rows of logits on a GPU, without a float32 copy of them (Triton).
+
+One program looks at one row, in tiles of fixed size from the first token to the last: each lane keeps its own running
+maximum and sum, and the lanes meet once, at the end. So a row's bits depend on that row alone. What is reported of a
+row follows from its `statistics` by one division and two subtractions, whichever tokens are asked for.
+
+Letters: R rows, V vocabulary, C columns asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..machine.triton_numbers import INTERPRETED, rounded
+
+BLOCK_V = 4096
+NUM_WARPS = 8
+# No part of what is compiled, nor is the place of the logits in memory: it would lay out a tile's lanes otherwise, and
+# so add them in another order, for rows that start elsewhere.
+SIZES = ["vocab_size", "logits_row", "temperature_step"]
+
+
+def scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """logits [R, V], temperatures float32 [R] or [1] -> float32 [R, V]."""
+    logits = dense(logits)
+    return _logprobs(logits, temperatures, statistics(logits, temperatures), None)
+
+
+def selected(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    """token_ids int64 [R] -> float32 [R], NaN for tokens beyond V; and what `selected_gradient` needs to know again."""
+    logits = dense(logits)
+    stats = statistics(logits, temperatures)
+    return _logprobs(logits, temperatures, stats, token_ids.unsqueeze(-1)).squeeze(-1), stats
+
+
+def statistics(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """float32 [R, 2]: of logits [R, V] / temperature the maximum and the log of the sum of exp(what is less it)."""
+    stats = torch.empty(len(logits), 2, dtype=torch.float32, device=logits.device)
+    if len(logits):
+        rows = (logits, temperatures, logits.shape[1], logits.stride(0), _step(temperatures))
+        with torch.cuda.device_of(logits):
+            _statistics_kernel[(len(logits),)](*rows, stats, BLOCK=BLOCK_V, num_warps=NUM_WARPS)
+    return stats
+
+
+def selected_gradient(logits: Tensor, token_ids: Tensor, temperatures: Tensor, stats: Tensor, grad: Tensor) -> Tensor:
+    """grad [R], of `selected` -> the gradient of logits [R, V], in their dtype."""
+    logits = dense(logits)
+    num_rows, vocab_size = logits.shape
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if num_rows:
+        with torch.cuda.device_of(logits):
+            _gradient_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK_V))](
+                *(logits, temperatures, vocab_size, logits.stride(0), _step(temperatures), stats),
+                *(token_ids.contiguous(), grad.float().contiguous(), out),
+                BLOCK=BLOCK_V, num_warps=NUM_WARPS,
+            )  # fmt: skip
+    return out
+
+
+def dense(logits: Tensor) -> Tensor:
+    """logits [R, V] whose rows are contiguous. Raises ValueError where there is no such path."""
+    if not logits.is_floating_point() or not (logits.is_cuda or INTERPRETED.value):
+        raise ValueError(f"Triton reads floating-point logits on a GPU, not {logits.dtype} on {logits.device}")
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+def _step(temperatures: Tensor) -> int:
+    return temperatures.stride(0) if len(temperatures) > 1 else 0
+
+
+def _logprobs(logits: Tensor, temperatures: Tensor, stats: Tensor, columns: Tensor | None) -> Tensor:
+    """columns int64 [R, C], or None: all -> float32 [R, C]."""
+    num_rows, vocab_size = logits.shape
+    width = vocab_size if columns is None else columns.shape[1]
+    out = torch.empty(num_rows, width, dtype=torch.float32, device=logits.device)
+    if out.numel():
+        block = min(BLOCK_V, triton.next_power_of_2(width))
+        with torch.cuda.device_of(logits):
+            _logprobs_kernel[(num_rows, triton.cdiv(width, block))](
+                *(logits, temperatures, vocab_size, logits.stride(0), _step(temperatures), stats),
+                *(None if columns is None else columns.contiguous(), width, out),
+                HAS_COLUMNS=columns is not None, BLOCK=block, num_warps=NUM_WARPS if block == BLOCK_V else 1,
+            )  # fmt: skip
+    return out
+
+
+@triton.jit
+def scaled_tile(row, v, vocab_size, temperature):
+    """The logits of tokens v of a row, divided by the temperature; -inf beyond V."""
+    return tl.div_rn(tl.load(row + v, mask=v < vocab_size, other=-float("inf")).to(tl.float32), temperature)
+
+
+@triton.jit
+def row_statistics(row, vocab_size, temperature, BLOCK: tl.constexpr):
+    """The maximum of a row's scaled logits, and the log of the sum of the exponentials of what is less it."""
+    largest = tl.full((BLOCK,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocab_size, BLOCK):
+        x = scaled_tile(row, start + tl.arange(0, BLOCK), vocab_size, temperature)
+        previous = largest
+        largest = tl.maximum(previous, x)
+        base = tl.where(largest == -float("inf"), 0.0, largest)  # a lane that has seen only -inf stays at 0
+        total = total * tl.exp(previous - base) + tl.exp(x - base)
+    maximum = tl.max(largest, 0)
+    base = tl.where(maximum == -float("inf"), 0.0, maximum)
+    return maximum, tl.log(tl.sum(total * tl.exp(largest - base), 0))
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["logits_ptr"])
+def _statistics_kernel(
+    logits_ptr, temperatures_ptr, vocab_size, logits_row, temperature_step, stats_ptr, BLOCK: tl.constexpr
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures_ptr + r * temperature_step)
+    maximum, log_sum = row_statistics(logits_ptr + r * logits_row, vocab_size, temperature, BLOCK)
+    tl.store(stats_ptr + 2 * r, maximum)
+    tl.store(stats_ptr + 2 * r + 1, log_sum)
+
+
+@triton.jit
+def _logprobs_kernel(
+    logits_ptr, temperatures_ptr, vocab_size, logits_row, temperature_step, stats_ptr, columns_ptr, width, out_ptr,
+    HAS_COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    temperature = tl.load(temperatures_ptr + r * temperature_step)
+    maximum, log_sum = tl.load(stats_ptr + 2 * r), tl.load(stats_ptr + 2 * r + 1)
+    v = tl.load(columns_ptr + r * width + c, mask=c < width, other=0) if HAS_COLUMNS else c
+    exists = (v >= 0) & (v < vocab_size)
+    x = scaled_tile(logits_ptr + r * logits_row, tl.where(exists, v, 0), vocab_size, temperature)
+    out = tl.where(exists, x - maximum - log_sum, float("nan"))
+    tl.store(out_ptr + r * width + c, out, mask=c < width)
+
+
+@triton.jit
+def _gradient_kernel(
+    logits_ptr, temperatures_ptr, vocab_size, logits_row, temperature_step, stats_ptr, ids_ptr, grad_ptr, out_ptr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(onehot - softmax) * grad / temperature of one tile of a row."""
+    r = tl.program_id(0).to(tl.int64)
+    v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    temperature = tl.load(temperatures_ptr + r * temperature_step)
+    maximum, log_sum = tl.load(stats_ptr + 2 * r), tl.load(stats_ptr + 2 * r + 1)
+    x = scaled_tile(logits_ptr + r * logits_row, v, vocab_size, temperature)
+    chosen = tl.where(v == tl.load(ids_ptr + r), 1.0, 0.0)
+    slope = (chosen - tl.exp(x - maximum - log_sum)) * tl.div_rn(tl.load(grad_ptr + r), temperature)
+    tl.store(out_ptr + r * vocab_size + v, rounded(slope, out_ptr.dtype.element_ty), mask=v < vocab_size)

@@ -1,0 +1,105 @@
+"""SHA-256 of the tiles of a block: the leaves of the model digest.
+
+Letters used in shapes: a block has k bands of r rows by m cells of c columns, [k, r, m, c]; a cell is [r, c]. A cell is
+cut into strips of whole rows, or, where a strip is one row, that row into pieces: these are the tiles.
+
+The native path hashes two tiles at a time on each thread and reads a cell where it lies, so it is faster than hashlib
+over the same bytes; hashlib pays a copy of the block and a switch of threads per tile. What lies on a GPU that Triton
+serves is hashed there, all tiles at once, and only digests are copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..machine import native
+from ..machine.gpu import triton_serves
+
+DIGEST_BYTES = 32
+SOURCE = "sha256/sha256_tiles.cpp"
+
+
+def tile_hashes(block: Tensor, strip_rows: int, piece_cols: int) -> bytes:
+    """The digests of all tiles of a block, 32 bytes each, in the order band, cell, strip, piece.
+
+    block: [k, r, m, c] of any dtype, device and strides; it is not changed, and copied once where its columns are not
+    contiguous, or it is neither on the CPU nor on a GPU that Triton serves. Either strip_rows is 1 or piece_cols is c.
+    Releases the GIL while it hashes.
+    """
+    if triton_serves(block.device):
+        return _triton_hashes([(block, strip_rows, piece_cols)])[0]
+    native_hashes = _native()
+    if native_hashes is None or block.numel() == 0:
+        return tile_hashes_reference(block, strip_rows, piece_cols)
+    block = block.detach().resolve_conj().resolve_neg()
+    if block.device.type != "cpu" or block.stride(3) != 1:
+        block = block.contiguous().cpu()
+    (bands, rows, cells, cols), size = block.shape, block.element_size()
+    band_stride, row_stride, cell_stride, _ = (stride * size for stride in block.stride())
+    num_tiles = bands * cells * -(-rows // strip_rows) * -(-cols // piece_cols)
+    out = ctypes.create_string_buffer(num_tiles * DIGEST_BYTES)
+    native_hashes(
+        block.data_ptr(),
+        *(bands, rows, cells, cols * size),
+        *(band_stride, row_stride, cell_stride),
+        *(strip_rows, piece_cols * size),
+        out,
+    )
+    return out.raw
+
+
+def tile_hashes_of_all(blocks: Sequence[tuple[Tensor, int, int]]) -> list[bytes]:
+    """`tile_hashes` of each (block, strip_rows, piece_cols): a GPU hashes its blocks together, and is fast only so."""
+    hashes = [b""] * len(blocks)
+    for device in {block.device for block, _, _ in blocks}:
+        indices = [i for i, (block, _, _) in enumerate(blocks) if block.device == device]
+        its_blocks = [blocks[i] for i in indices]
+        found = _triton_hashes(its_blocks) if triton_serves(device) else [tile_hashes(*fields) for fields in its_blocks]
+        for i, digests in zip(indices, found, strict=True):
+            hashes[i] = digests
+    return hashes
+
+
+def _triton_hashes(blocks: Sequence[tuple[Tensor, int, int]]) -> list[bytes]:
+    from .triton_kernels import triton_tile_hashes  # imports Triton, which need not be installed
+
+    return triton_tile_hashes(blocks)
+
+
+def tile_hashes_reference(block: Tensor, strip_rows: int, piece_cols: int) -> bytes:
+    """`tile_hashes` by hashlib: one copy of the block, cell after cell, and one call per tile."""
+    _, rows, _, cols = block.shape
+    cells = block.detach().permute(0, 2, 1, 3).contiguous().cpu().resolve_conj().resolve_neg()
+    raw = memoryview(cells.reshape(-1).view(torch.uint8).numpy())
+    row_bytes, piece_bytes = cols * cells.element_size(), piece_cols * cells.element_size()
+    bounds = [
+        (row * row_bytes + start, (min(row + strip_rows, rows) - 1) * row_bytes + min(start + piece_bytes, row_bytes))
+        for row in range(0, rows, strip_rows)
+        for start in range(0, row_bytes, piece_bytes)
+    ]
+    sha256 = hashlib.sha256
+    return b"".join(
+        sha256(raw[cell + start : cell + stop]).digest()
+        for cell in range(0, len(raw), rows * row_bytes or 1)
+        for start, stop in bounds
+    )
+
+
+def is_native() -> bool:
+    """Whether tiles are hashed by our own code: there is a C++ compiler, and the processor has SHA instructions."""
+    return _native() is not None
+
+
+@cache
+def _native() -> ctypes._CFuncPtr | None:
+    library = native.load(SOURCE)
+    if library is None or not library.function("sha256_tiles_supported", [], ctypes.c_int)():
+        return None
+    types = [ctypes.c_void_p, *[ctypes.c_int64] * 9, ctypes.c_void_p]
+    return library.function("sha256_tiles", types, None)

@@ -1,0 +1,1 @@
+"""From any thread to the loop, and back: requests, commands, locks, answers."""

@@ -1,0 +1,112 @@
+"""From what a caller passes to requests: prompts, settings, seeds, checked before anything is queued."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from ...kernels.sampling.draws import derive_seed
+from ..grammars.catalog import Grammars
+from ..grammars.compiler import CompiledGrammar
+from ..sampling_params import SamplingParams
+from ..sequences.detokenizer import IncrementalDetokenizer
+from ..sequences.request import Request, RequestOptions
+from ..sequences.sequence import Sequence as TokenSequence
+
+Prompt = str | Sequence[int]
+Params = SamplingParams | Mapping[str, object] | None
+Settings = tuple[SamplingParams, CompiledGrammar | None]  # how to sample, and the grammar that this asks for
+
+
+class Intake:
+    """Makes requests; counts them, so that each has a place in the order of arrival and a seed of its own."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, seed: int, grammars: Grammars
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._grammars = grammars
+        self._vocab_size = vocab_size
+        self._seed = seed
+        self._num_made = 0
+
+    def settings(self, params: Iterable[Params]) -> list[Settings]:
+        """Parameters with their grammars, which are waited for: not under a lock. Raises ValueError naming every fault
+        of the first wrong parameters, or of all grammars."""
+        checked = [as_params(one) for one in params]
+        return list(zip(checked, self._grammars.compiled(checked), strict=True))
+
+    def requests(
+        self, prompt: Prompt, settings: Settings, options: RequestOptions | None, ids: Sequence[str]
+    ) -> list[Request]:
+        """One request per id: the prompt's samples. Raises ValueError for a bad prompt or setting."""
+        (params, grammar), options = settings, options or RequestOptions()
+        its_ids = prompt_ids(prompt, self._tokenizer, self._vocab_size)
+        if self._tokenizer is None and params.needs_text:
+            raise ValueError("stop strings need a tokenizer, and this engine has none")
+        if options.logprob_start_len > len(its_ids):
+            start = options.logprob_start_len
+            raise ValueError(f"logprob_start_len {start} is beyond the {len(its_ids)} prompt tokens")
+        if bad := [id for id in params.logit_bias or () if id >= self._vocab_size]:
+            raise ValueError(f"logit_bias names tokens {bad[:5]}, but the vocabulary ends at {self._vocab_size - 1}")
+        if bad := [id for id in options.token_ids_logprob if id >= self._vocab_size]:
+            raise ValueError(f"token_ids_logprob names {bad[:5]}, but the vocabulary ends at {self._vocab_size - 1}")
+        now = time.monotonic()
+        requests = [self._request(id, its_ids, params, options, index, now) for index, id in enumerate(ids)]
+        if grammar is not None:
+            for request in requests:
+                request.grammar = self._grammars.state(grammar, params)
+        return requests
+
+    def _request(
+        self, id: str, its_ids: list[int], params: SamplingParams, options: RequestOptions, index: int, now: float
+    ) -> Request:
+        self._num_made += 1
+        if params.sampling_seed is None:
+            seed = derive_seed(self._seed, self._num_made)
+        else:
+            seed = derive_seed(params.sampling_seed, index)
+        detokenizer = IncrementalDetokenizer(self._tokenizer, its_ids, params) if self._tokenizer else None
+        sequence = TokenSequence(id, its_ids)
+        request = Request(sequence, params, options, index, seed, now, self._num_made, detokenizer)
+        if options.logprob_start_len == 0:  # nothing comes before the first token
+            request.prompt_logprobs.append(None)
+            if options.top_logprobs_num:
+                request.prompt_top_logprobs.append(None)
+            if options.token_ids_logprob:
+                request.prompt_listed_logprobs.append(None)
+        return request
+
+
+def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:
+    """The token ids of a prompt. Raises ValueError for an empty one, ids outside the vocabulary, or text without a
+    tokenizer."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer, and this engine has none: pass token ids")
+        prompt = tokenizer(prompt)["input_ids"]
+    if not isinstance(prompt, Sequence):
+        raise ValueError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
+    ids = list(prompt)
+    if not ids:
+        raise ValueError("the prompt is empty")
+    bad = [id for id in ids if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < vocab_size]
+    if bad:
+        raise ValueError(f"prompt token ids must be integers from 0 to {vocab_size - 1}, not {bad[:5]}")
+    return ids
+
+
+def as_params(params: Params) -> SamplingParams:
+    """Sampling parameters from whatever a caller passed. Raises ValueError naming every fault."""
+    if params is None:
+        return SamplingParams()
+    return params if isinstance(params, SamplingParams) else SamplingParams.from_dict(params)
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or a list of them, as a list."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,57 @@
+"""One id, one call: a call that is sent again under its id gets the first one's answer instead of a second run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import OpIdTaken
+
+_NUM_REMEMBERED = 1024  # ids whose answers are kept
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    name: str
+    arguments: str  # their SHA-256: some are large
+    answer: Future[Any] = field(default_factory=Future)
+
+
+class OncePerId:
+    """Remembers the answers of the newest calls that had an id (`op_id`). Thread-safe.
+
+    An engine has one, which HTTP uses too: an id stands for one call, whichever way it came.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: OrderedDict[str, _Call] = OrderedDict()
+
+    def claim(self, op_id: str | None, name: str, arguments: object = None) -> tuple[Future[Any], bool]:
+        """Return the answer of the call that has this id, and whether the caller is the one that has to run it.
+
+        arguments: plain values that tell this call from others of its name. Without an id every call is new. Raises
+        ValueError for an empty id, and OpIdTaken, naming the other call, for an id that stands for another one.
+        """
+        if op_id is None:
+            return Future(), True
+        if not op_id:
+            raise ValueError("op_id must not be empty")
+        text = json.dumps(arguments, sort_keys=True, default=str)
+        call = _Call(name, hashlib.sha256(text.encode()).hexdigest())
+        with self._lock:
+            known = self._calls.get(op_id)
+            if known is None:
+                self._calls[op_id] = call
+                if len(self._calls) > _NUM_REMEMBERED:
+                    self._calls.popitem(last=False)
+                return call.answer, True
+        if (known.name, known.arguments) != (call.name, call.arguments):
+            what = f"{known.name} with other arguments" if known.name == name else known.name
+            raise OpIdTaken(f"op_id {op_id!r} stands for another operation: {what}")
+        return known.answer, False

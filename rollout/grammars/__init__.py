@@ -1,0 +1,1 @@
+"""What an output has to look like: compiled grammars, masks, jumps."""

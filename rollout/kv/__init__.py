@@ -1,0 +1,1 @@
+"""The ledger of KV blocks: pool, prefix cache, pins, events, tensors."""

@@ -1,0 +1,289 @@
+"""Which request owns which KV blocks. The only place that moves blocks between free, cached and held.
+
+One request's block table, token ranges from left to right:
+
+    | nodes[0] | nodes[1] | ... | own | own | own partly filled |
+      published: in the tree,     private: computed by this
+      held by this request        request, in nobody's tree
+
+`nodes` is a path in the tree from its root, so entry i of the path is about block i of the table. The block in the
+table is the node's own, except where two requests computed the same block at the same time: then the second holds the
+first one's node and keeps its own copy as a private block.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..config import PIN_BUDGET
+from ..errors import LedgerError
+from ..sequences.request import Request
+from .block_pool import BlockPool
+from .events import KVEventLog
+from .pins import Pins
+from .prefix import Prefix
+from .radix_cache import Node, RadixCache
+
+_PRESSURE_MEMORY = 0.9  # how much of the eviction pressure so far each further allocation leaves standing
+
+
+@dataclass(eq=False)
+class _Account:
+    """The blocks of one admitted request."""
+
+    blocks: list[int] = field(default_factory=list)  # the block table
+    nodes: list[Node] = field(default_factory=list)  # its published part
+    is_publishing: bool = True  # False after a hash collision or an epoch change: its blocks stay private
+    num_matched: int = 0  # blocks that came from the cache
+
+
+@dataclass(frozen=True)
+class KVUsage:
+    """Blocks of the pool by owner; they sum up to `num_blocks`."""
+
+    num_blocks: int
+    num_free: int
+    num_cached: int  # in the tree, held by nobody and not pinned: eviction can have them
+    num_pinned: int  # in the tree, held by nobody, kept by pins on them or on blocks below them
+    num_held: int  # owned by running sequences
+
+
+class KVLedger:
+    """Allocates, publishes and releases blocks for requests."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_cache: bool,
+        *,
+        pin_budget: float = PIN_BUDGET,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """pin_budget: share of the pool that pins may protect; clock: seconds, for their expiry."""
+        self.block_size = block_size
+        self.prefix_cache = prefix_cache
+        self.events = KVEventLog()
+        self._pool = BlockPool(num_blocks)
+        self.cache = RadixCache(block_size, self.events)
+        self.pins = Pins(self.cache, int(num_blocks * pin_budget), self.events, clock)
+        self._accounts: dict[Request, _Account] = {}
+        self._prefixes: dict[Request, Prefix] = {}  # of live requests
+        self.epoch = 0
+        self.num_looked_up_tokens = 0  # known tokens of everybody admitted, again after a retraction
+        self.num_hit_tokens = 0  # those of them whose KV was there
+        self.eviction_pressure = 0.0  # recent share of allocated blocks that had to be evicted first, 0 to 1
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be had now: free ones and those that eviction would free."""
+        return self._pool.num_free + self.cache.num_cached
+
+    @property
+    def usage(self) -> KVUsage:
+        """The ledger in numbers; `num_held` is what the others leave."""
+        total, free, cached = self._pool.num_blocks, self._pool.num_free, self.cache.num_cached
+        pinned = self.cache.num_guarded_idle
+        return KVUsage(total, free, cached, pinned, total - free - cached - pinned)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def prefix(self, request: Request) -> Prefix:
+        """The blocks of a live request's tokens, by hash."""
+        prefix = self._prefixes.get(request)
+        if prefix is None:
+            prefix = Prefix(request.sequence.token_ids, self.block_size, request.options.extra_key)
+            self._prefixes[request] = prefix
+        return prefix
+
+    def hash_of_block(self, request: Request, index: int) -> int:
+        """Chained hash of the request's full block number `index`."""
+        return self.prefix(request).hash(index)
+
+    def match(self, request: Request) -> list[Node]:
+        """The cached path of the request's prefix, as far as it may be reused. Changes nothing."""
+        if not self.prefix_cache:
+            return []
+        return self.path_of(self.prefix(request), request.max_reusable_tokens // self.block_size)
+
+    def path_of(self, prefix: Prefix, num_blocks: int) -> list[Node]:
+        """The cached nodes of a prefix's first blocks, up to the first that is not there. Changes nothing."""
+        nodes: list[Node] = []
+        parent = None
+        for hash, tokens in prefix.blocks(0, num_blocks):
+            parent = self.cache.find(hash, tokens, parent, prefix.salt)
+            if parent is None:
+                break
+            nodes.append(parent)
+        return nodes
+
+    def open(self, request: Request, nodes: list[Node]) -> None:
+        """Admit the request with the matched path as the first blocks of its table."""
+        assert request not in self._accounts
+        for node in nodes:
+            self.cache.hold(node)
+            node.num_hits += 1
+        account = _Account([node.block for node in nodes], list(nodes), self.prefix_cache, len(nodes))
+        self._accounts[request] = account
+        self.num_looked_up_tokens += request.sequence.num_tokens
+        self.num_hit_tokens += len(nodes) * self.block_size
+
+    def block_table(self, request: Request) -> list[int]:
+        return self._accounts[request].blocks
+
+    def num_missing(self, request: Request, num_tokens: int) -> int:
+        """Blocks that the table lacks for `num_tokens`; not positive when it has enough."""
+        return self.num_blocks_for(num_tokens) - len(self._accounts[request].blocks)
+
+    def grow(self, request: Request, num_tokens: int) -> list[int] | None:
+        """Make the table long enough for `num_tokens`, evicting cached blocks if need be.
+
+        Returns the blocks that were added, or None, and leaves every table as it is, when there are not enough.
+        """
+        account = self._accounts[request]
+        num_missing = -(-num_tokens // self.block_size) - len(account.blocks)
+        if num_missing <= 0:
+            return []
+        if num_missing > self.num_available:
+            self._merge_copies()
+        if num_missing > self.num_available:
+            return None
+        if (num_short := max(num_missing - self._pool.num_free, 0)) > 0:
+            for block in self.cache.evict(num_short):
+                self._pool.give(block)
+        share = num_short / num_missing
+        self.eviction_pressure += (1 - _PRESSURE_MEMORY) * (share - self.eviction_pressure)
+        blocks = self._pool.take(num_missing)
+        account.blocks += blocks
+        return blocks
+
+    def _merge_copies(self) -> None:
+        """Where a request holds a node besides its own copy of the block, and nobody else does, the node takes the copy
+        and its block is free: no table names it."""
+        for account in self._accounts.values():
+            for block, node in zip(account.blocks, account.nodes, strict=False):
+                if node.block != block and node.num_holders == 1:
+                    self._pool.give(node.block)
+                    node.block = block
+
+    def publish(self, request: Request, num_tokens: int) -> None:
+        """The KV of the first `num_tokens` tokens is complete: put the newly full blocks in the tree."""
+        account, cache = self._accounts[request], self.cache
+        first, end = len(account.nodes), num_tokens // self.block_size
+        if not account.is_publishing or end <= first:
+            return
+        prefix = self.prefix(request)
+        parent = account.nodes[-1] if account.nodes else None
+        for block, (hash, tokens) in zip(account.blocks[first:end], prefix.blocks(first, end), strict=True):
+            node = cache.find(hash, tokens, parent, prefix.salt)
+            if node is not None:
+                cache.hold(node)
+            else:
+                node = cache.insert(hash, tokens, block, parent, prefix.salt)
+            if node is None:
+                account.is_publishing = False
+                return
+            account.nodes.append(node)
+            parent = node
+
+    def roll_back(self, request: Request, num_tokens: int) -> int:
+        """The tokens from number `num_tokens` on will be computed anew, and may be others. Blocks in the tree are not
+        written to: the request gives those up that hold any of them, with all after them.
+
+        Returns from where on it has to compute: `num_tokens`, or the beginning of the first block that it gave up.
+        """
+        account, num_full = self._accounts[request], num_tokens // self.block_size
+        if (prefix := self._prefixes.get(request)) is not None:
+            prefix.cut(num_full)
+        if len(account.nodes) <= num_full:
+            return num_tokens
+        for index in range(num_full, len(account.blocks)):
+            if index >= len(account.nodes) or account.nodes[index].block != account.blocks[index]:
+                self._pool.give(account.blocks[index])
+        for block in self.cache.drop(account.nodes[num_full:]):
+            self._pool.give(block)
+        del account.blocks[num_full:], account.nodes[num_full:]
+        account.num_matched = min(account.num_matched, num_full)
+        return num_full * self.block_size
+
+    def close(self, request: Request) -> None:
+        """The request gives everything back: published blocks stay cached, the rest is free."""
+        account = self._accounts.pop(request)
+        for index, block in enumerate(account.blocks):
+            if index >= len(account.nodes) or account.nodes[index].block != block:
+                self._pool.give(block)
+        for block in self.cache.drop(account.nodes):
+            self._pool.give(block)
+
+    def forget(self, request: Request) -> None:
+        """The request is answered: drop what is remembered of its hashes. It must be closed."""
+        assert request not in self._accounts
+        self._prefixes.pop(request, None)
+
+    def flush(self) -> tuple[int, int]:
+        """Free every cached block and drop every pin; returns how many blocks, and how many of them had pins. Blocks of
+        running requests stay theirs, and stay where others find them."""
+        if not self._accounts:
+            return self._clear("flush_cache")
+        num_pins = self.pins.drop_all("flush_cache")
+        blocks = self.cache.evict(len(self.cache))
+        for block in blocks:
+            self._pool.give(block)
+        return len(blocks), num_pins
+
+    def start_epoch(self) -> tuple[int, int]:
+        """New weights: nothing computed so far may match again, and no pin stands. Returns as `flush`.
+
+        Running requests keep their blocks, as private ones, and publish nothing more.
+        """
+        self.epoch += 1
+        for account in self._accounts.values():
+            account.is_publishing = False
+        return self._clear("new weights were committed")
+
+    def _clear(self, why: str) -> tuple[int, int]:
+        num_pins = self.pins.drop_all(why)
+        blocks = self.cache.clear()
+        for block in blocks:
+            self._pool.give(block)
+        return len(blocks), num_pins
+
+    def evict_below(self, node: Node) -> int:
+        """Free every block below `node` that nobody holds and no pin protects; returns how many."""
+        blocks = self.cache.evict_below(node)
+        for block in blocks:
+            self._pool.give(block)
+        return len(blocks)
+
+    def check_idle(self) -> None:
+        """With nobody admitted, free + cached + pinned must be the pool. Raises LedgerError; cheap enough for each idle
+        time."""
+        usage = self.usage
+        if not self._accounts and usage.num_held:
+            parts = f"free {usage.num_free} + cached {usage.num_cached} + pinned {usage.num_pinned}"
+            raise LedgerError(f"idle, but {parts} != pool {usage.num_blocks}")
+
+    def check(self) -> None:
+        """Sum up the ledger block by block. Raises LedgerError listing everything that is wrong. Changes nothing."""
+        wrong = self.cache.check() + self.pins.check()
+        free = self._pool.free_ids()
+        if len(free) != self._pool.num_free:
+            wrong.append("a block is in the free list twice")
+        cached = {node.block for node in self.cache if node.num_holders == 0}
+        held: set[int] = set()
+        for request, account in self._accounts.items():
+            held.update(account.blocks)
+            held.update(node.block for node in account.nodes)
+            if len(set(account.blocks)) != len(account.blocks):
+                wrong.append(f"the block table of {request.id} names a block twice")
+        for name, overlap in (("free and cached", free & cached), ("free and held", free & held),
+                              ("cached and held", cached & held)):
+            if overlap:
+                wrong.append(f"blocks {sorted(overlap)} are {name}")
+        if len(free) + len(cached) + len(held) != self._pool.num_blocks:
+            wrong.append(f"free {len(free)} + cached {len(cached)} + held {len(held)} != pool {self._pool.num_blocks}")
+        if wrong:
+            raise LedgerError("; ".join(wrong))

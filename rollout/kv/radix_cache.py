@@ -1,0 +1,326 @@
+"""Which blocks hold the KV of which token prefix: a tree with one node per full block.
+
+A node is found by the chained hash of its whole prefix, and its own tokens, parent and salt are compared before it is
+used, so a collision can cost a hit but never serve another prefix's KV. One node per block means that no node is ever
+split: prefixes part ways at a block boundary or not at all.
+
+Who may take a block of the tree away:
+
+    num_holders > 0     nobody: held by that many running sequences; so are all its ancestors
+    num_guards > 0      nobody: it is pinned, or a block below it is
+    neither             eviction: leaves first, least recently used first
+
+Holds and guards are separate counts, so that a sequence that ends never lifts a pin, nor an unpin a hold.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from .events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventLog
+from .prefix import token_list
+
+
+class Node:
+    """One full block of KV and the tokens it stands for."""
+
+    __slots__ = (
+        "hash", "tokens", "salt", "block", "parent", "depth", "children", "num_holders", "is_pinned", "num_guards",
+        "last_used", "last_used_at", "num_hits",
+    )  # fmt: skip
+
+    def __init__(self, hash: int, tokens: bytes, block: int, parent: Node | None, salt: str) -> None:
+        self.hash = hash
+        self.tokens = tokens
+        self.salt = salt
+        self.block = block
+        self.parent = parent  # None: the first block of a prefix
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.children: dict[int, Node] | None = None  # by hash; None until the first one
+        self.num_holders = 0
+        self.is_pinned = False
+        self.num_guards = 0  # 1 if it is pinned, and 1 for each child that has guards
+        self.last_used = 0  # ticks of the cache's own clock
+        self.last_used_at = time.monotonic()
+        self.num_hits = 0
+
+    @property
+    def is_free_to_go(self) -> bool:
+        """Whether nobody holds it and no pin protects it."""
+        return self.num_holders == 0 and self.num_guards == 0
+
+    @property
+    def is_evictable_leaf(self) -> bool:
+        return self.num_holders == 0 and self.num_guards == 0 and not self.children
+
+    @property
+    def token_ids(self) -> list[int]:
+        return token_list(self.tokens)
+
+
+class RadixCache:
+    """The tree, its index from hash to node, and the eviction order."""
+
+    def __init__(self, block_size: int = 0, events: KVEventLog | None = None) -> None:
+        """block_size: only for the events."""
+        self._block_size = block_size
+        self._events = events or KVEventLog()
+        self._index: dict[int, Node] = {}
+        self._leaves: list[tuple[int, int, Node]] = []  # heap of (last_used, tie, leaf); stale entries are skipped
+        self._clock = 0
+        self._num_pushed = 0
+        self.num_cached = 0  # nodes that eviction could take away: not held, not guarded
+        self.num_guarded = 0  # nodes that pins protect, held ones included
+        self.num_guarded_idle = 0  # those of them that nobody holds
+        self.num_evicted = 0  # since the cache was made
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def num_eviction_candidates(self) -> int:
+        """Entries of the eviction order, stale ones included: in proportion to the tree, however long it is used."""
+        return len(self._leaves)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._index.values())
+
+    def get(self, hash: int) -> Node | None:
+        """The node of that hash, whatever its tokens are. Changes nothing."""
+        return self._index.get(hash)
+
+    def find(self, hash: int, tokens: bytes, parent: Node | None, salt: str = "") -> Node | None:
+        """The node of this block, or None. Changes nothing."""
+        node = self._index.get(hash)
+        if node is None or node.parent is not parent or node.tokens != tokens or node.salt != salt:
+            return None
+        return node
+
+    def insert(self, hash: int, tokens: bytes, block: int, parent: Node | None, salt: str = "") -> Node | None:
+        """Put a block in the tree, held once by the caller. None, and nothing changed, where the hash is taken."""
+        if hash in self._index:
+            return None
+        node = Node(hash, tokens, block, parent, salt)
+        self._index[hash] = node
+        if parent is not None:
+            assert parent.num_holders > 0, "a sequence holds every ancestor of the block it publishes"
+            if parent.children is None:
+                parent.children = {hash: node}
+            else:
+                parent.children[hash] = node
+        node.num_holders = 1
+        node.last_used = self._clock
+        if self._events.is_on:
+            parent_hash = None if parent is None else parent.hash
+            self._events.append(
+                BlockStored((hash,), parent_hash, tuple(node.token_ids), self._block_size, cache_salt=salt)
+            )
+        return node
+
+    def hold(self, node: Node) -> None:
+        """One more holder; the caller holds, or is about to hold, every ancestor too."""
+        if node.num_holders == 0:
+            if node.num_guards:
+                self.num_guarded_idle -= 1
+            else:
+                self.num_cached -= 1
+        node.num_holders += 1
+
+    def drop(self, nodes: Sequence[Node]) -> list[int]:
+        """One holder less for each of a path's nodes, given root first; they stay cached, most recently used.
+
+        Returns the blocks of detached nodes that nobody holds any more: those are not cached but free.
+        """
+        self._clock += 1
+        now = time.monotonic()
+        freed = []
+        for node in reversed(nodes):  # children first, so that a leaf is known to be one when it is pushed
+            node.last_used, node.last_used_at = self._clock, now
+            node.num_holders -= 1
+            assert node.num_holders >= 0
+            if node.num_holders > 0:
+                continue
+            if self._index.get(node.hash) is not node:
+                freed.append(node.block)
+            elif node.num_guards:
+                self.num_guarded_idle += 1
+            else:
+                self._let_go(node)
+        return freed
+
+    # -- guards: what pins protect ----------------------------------------------------------------------------------
+
+    def num_newly_guarded(self, node: Node) -> int:
+        """How many more nodes a pin on this one would protect. Changes nothing."""
+        count, at = 0, node
+        while at is not None and at.num_guards == 0:
+            count, at = count + 1, at.parent
+        return count
+
+    def pin(self, node: Node) -> None:
+        """Protect the node and its ancestors from eviction. It must not be pinned already."""
+        assert not node.is_pinned
+        node.is_pinned = True
+        at: Node | None = node
+        while at is not None:
+            at.num_guards += 1
+            if at.num_guards > 1:
+                break  # it was guarded before, and so were its ancestors
+            self.num_guarded += 1
+            if at.num_holders == 0:
+                self.num_cached -= 1
+                self.num_guarded_idle += 1
+            at = at.parent
+
+    def touch(self, node: Node) -> None:
+        """A guarded node was used. (Others are used by holding them: the eviction order must hear of it.)"""
+        assert node.num_guards > 0
+        self._clock += 1
+        node.last_used, node.last_used_at = self._clock, time.monotonic()
+
+    def unpin(self, node: Node) -> int:
+        """Lift the node's pin; returns how many blocks that leaves to eviction."""
+        assert node.is_pinned
+        node.is_pinned = False
+        num_let_go, at = 0, node
+        while at is not None:
+            at.num_guards -= 1
+            if at.num_guards > 0:
+                break
+            self.num_guarded -= 1
+            if at.num_holders == 0:
+                self.num_guarded_idle -= 1
+                self._let_go(at)
+                num_let_go += 1
+            at = at.parent
+        return num_let_go
+
+    # -- taking away ------------------------------------------------------------------------------------------------
+
+    def evict(self, num_blocks: int) -> list[int]:
+        """Remove up to `num_blocks` cached leaves, least recently used first; returns their blocks."""
+        gone: list[Node] = []
+        while len(gone) < num_blocks and self._leaves:
+            entry = heapq.heappop(self._leaves)
+            at = entry[2] if self._is_current(entry) else None
+            while at is not None:
+                gone.append(at)
+                at = self._remove(at)
+                if at is not None and (len(gone) == num_blocks or self._has_earlier(at)):
+                    self._push(at)
+                    break  # else it is next in any case: up the path without a detour through the heap
+        self.num_evicted += len(gone)
+        if gone and self._events.is_on:
+            self._events.append(BlockRemoved(tuple(node.hash for node in gone)))
+        return [node.block for node in gone]
+
+    def evict_below(self, top: Node) -> list[int]:
+        """Remove every node below `top` that nobody holds and no pin protects; returns their blocks."""
+        gone: list[Node] = []
+        for node in reversed(list(self.below(top))):  # deepest last in the walk, so children go before their parents
+            if node.is_evictable_leaf:
+                gone.append(node)
+                if (parent := self._remove(node)) is not None:
+                    self._push(parent)
+        self.num_evicted += len(gone)
+        if gone and self._events.is_on:
+            self._events.append(BlockRemoved(tuple(node.hash for node in gone)))
+        return [node.block for node in gone]
+
+    def below(self, top: Node) -> Iterator[Node]:
+        """Every node below `top`, parents before their children. Changes nothing."""
+        todo = [top]
+        while todo:
+            for child in (todo.pop().children or {}).values():
+                yield child
+                todo.append(child)
+
+    def clear(self) -> list[int]:
+        """Forget the whole tree: nothing matches any more. No node may be pinned.
+
+        Returns the blocks of the nodes nobody holds; those that are held are free when their last holder drops them.
+        """
+        assert self.num_guarded == 0, "drop the pins first"
+        blocks = [node.block for node in self if node.num_holders == 0]
+        if self._index:
+            self._events.append(AllBlocksCleared())
+        self._index.clear()
+        self._leaves.clear()
+        self.num_cached = 0
+        return blocks
+
+    def _let_go(self, node: Node) -> None:
+        """Nobody holds or guards the node any more."""
+        self.num_cached += 1
+        if not node.children:
+            self._push(node)
+
+    def _remove(self, node: Node) -> Node | None:
+        """Take a leaf away; returns its parent where that may go now: the caller pushes it, or takes it too."""
+        del self._index[node.hash]
+        self.num_cached -= 1
+        parent = node.parent
+        if parent is None:
+            return None
+        assert parent.children is not None
+        del parent.children[node.hash]
+        return parent if parent.is_evictable_leaf else None
+
+    def _has_earlier(self, node: Node) -> bool:
+        """Whether a leaf in the eviction order may go before this one, which is not in it."""
+        return bool(self._leaves) and self._leaves[0][0] <= node.last_used
+
+    def _push(self, node: Node) -> None:
+        self._num_pushed += 1
+        heapq.heappush(self._leaves, (node.last_used, self._num_pushed, node))
+        if len(self._leaves) > 2 * len(self._index) + 64:  # mostly stale: without evictions nothing else removes them
+            self._leaves = [entry for entry in self._leaves if self._is_current(entry)]
+            heapq.heapify(self._leaves)
+
+    def _is_current(self, entry: tuple[int, int, Node]) -> bool:
+        last_used, _, node = entry
+        return node.last_used == last_used and node.is_evictable_leaf and self._index.get(node.hash) is node
+
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    def check(self) -> list[str]:
+        """What is inconsistent in the tree, in words; empty when nothing is. Cost grows with the tree."""
+        wrong = []
+        for hash, node in self._index.items():
+            wrong += self._check_node(hash, node)
+        counted = (self.num_cached, self.num_guarded, self.num_guarded_idle)
+        found = (
+            _count(node.is_free_to_go for node in self),
+            _count(node.num_guards > 0 for node in self),
+            _count(node.num_guards > 0 and node.num_holders == 0 for node in self),
+        )
+        if counted != found:
+            wrong.append(f"cached, guarded, guarded and idle: {found} found, {counted} counted")
+        in_order = {entry[2].hash for entry in self._leaves if self._is_current(entry)}
+        lost = {node.hash for node in self if node.is_evictable_leaf} - in_order
+        wrong += [f"leaf {hash} is not up for eviction" for hash in sorted(lost)]
+        return wrong
+
+    def _check_node(self, hash: int, node: Node) -> list[str]:
+        wrong = []
+        children = list((node.children or {}).values())
+        if node.hash != hash:
+            wrong.append(f"node {node.hash} stands under hash {hash}")
+        if any(child.parent is not node or self._index.get(child.hash) is not child for child in children):
+            wrong.append(f"node {hash} names a child that is not in the tree, or not its own")
+        guards = int(node.is_pinned) + _count(child.num_guards > 0 for child in children)
+        if node.num_guards != guards:
+            wrong.append(f"node {hash} counts {node.num_guards} guards, has {guards}")
+        parent = node.parent
+        if parent is not None:
+            if self._index.get(parent.hash) is not parent or (parent.children or {}).get(hash) is not node:
+                wrong.append(f"parent of node {hash} is not in the tree, or does not know it")
+            if node.num_holders > 0 and parent.num_holders == 0:
+                wrong.append(f"node {hash} is held but its parent is not")
+        return wrong
+
+
+def _count(flags: Iterable[bool]) -> int:
+    return sum(flags)

@@ -1,0 +1,93 @@
+"""The KV tensors, and how large they are made."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels.machine.huge_pages import use_huge_pages
+from ..config import KVSize
+from ..model.attention import KVShape
+
+_AUTO_FRACTION = {"cpu": 0.25, "cuda": 0.85}  # of the memory that is free now; a host's memory is shared with others
+
+
+@dataclass(frozen=True)
+class KVPlan:
+    """The size of a pool, and why."""
+
+    num_blocks: int
+    bytes_per_block: int
+    reason: str
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block
+
+
+def plan_kv_pool(
+    size: KVSize, shapes: list[KVShape], block_size: int, max_num_seqs: int, max_model_len: int, device: torch.device
+) -> KVPlan:
+    """Turn what was asked into blocks. Raises ValueError when that is not even one block."""
+    per_block = block_size * sum((s.key_dim + s.value_dim) * s.num_kv_heads * s.dtype.itemsize for s in shapes)
+    if size.num_blocks:
+        return KVPlan(size.num_blocks, per_block, f"{size.num_blocks} blocks, as configured")
+    if size.num_bytes:
+        if size.num_bytes < per_block:
+            raise ValueError(f"kv_cache of {size.num_bytes} bytes is less than one block of {per_block}")
+        return KVPlan(size.num_bytes // per_block, per_block, f"{size.num_bytes} bytes, as configured")
+    usable = int(_free_bytes(device) * _AUTO_FRACTION[device.type])
+    wanted = max_num_seqs * -(-max_model_len // block_size)
+    num_blocks = max(min(wanted, usable // per_block), 1)
+    share = f"{_AUTO_FRACTION[device.type]:.0%} of the memory free on {device}"
+    reason = (
+        f"{max_num_seqs} sequences of {max_model_len} tokens fit in {share}"
+        if num_blocks == wanted
+        else f"{share} ({usable / 2**30:.1f} GiB)"
+    )
+    return KVPlan(num_blocks, per_block, reason)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class KVCache:
+    """Per layer one tensor for keys and one for values, [num_blocks, block_size, num_kv_heads, dim].
+
+    Pages are touched as they are first written, so a large pool costs nothing until it is used.
+    """
+
+    def __init__(self, plan: KVPlan, shapes: list[KVShape], block_size: int, device: torch.device) -> None:
+        self._plan, self._shapes, self._block_size, self._device = plan, shapes, block_size, device
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.allocate()
+
+    @property
+    def is_allocated(self) -> bool:
+        return bool(self.keys)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.nbytes for t in (*self.keys, *self.values))
+
+    def allocate(self) -> None:
+        """Make the tensors. Does nothing when they are there."""
+        if self.is_allocated:
+            return
+        rows = (self._plan.num_blocks, self._block_size)
+        for shape in self._shapes:
+            options = {"dtype": shape.dtype, "device": self._device}
+            self.keys.append(torch.empty(*rows, shape.num_kv_heads, shape.key_dim, **options))
+            self.values.append(torch.empty(*rows, shape.num_kv_heads, shape.value_dim, **options))
+        use_huge_pages([*self.keys, *self.values], now=False)
+
+    def release(self) -> None:
+        """Drop the tensors; whoever still reads them keeps them alive."""
+        self.keys, self.values = [], []

@@ -1,0 +1,1 @@
+"""One step after another, and what may happen between two."""

@@ -1,0 +1,129 @@
+"""Control commands: values with an id, a deadline and a reply, which run between two steps.
+
+A command runs once or never: one whose deadline passed before it began never runs later.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from ..errors import DeadlineExceeded
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+@dataclass(frozen=True)
+class PauseReport:
+    """What a pause found and did; it holds when the call returns."""
+
+    mode: PauseMode
+    num_running: int  # sequences that hold blocks now
+    num_waiting: int  # sequences that wait now, retracted ones included
+    num_retracted: int  # by this call
+    num_aborted: int  # by this call
+
+
+@dataclass(frozen=True)
+class ContinueReport:
+    """What goes on."""
+
+    was_paused: bool
+    num_running: int
+    num_waiting: int
+
+
+@dataclass(frozen=True)
+class AbortReport:
+    """Ids of the sequences that were ended, and what was asked for but is not live."""
+
+    aborted: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FlushReport:
+    """Whether the cache was emptied, how many blocks that freed, and why not."""
+
+    success: bool
+    flushed_items: int
+    error_msg: str
+    num_unpinned: int = 0  # pinned blocks among them: no pin survives a flush
+
+
+@dataclass(frozen=True)
+class CommitReport:
+    """What new weights cost the cache."""
+
+    num_blocks_dropped: int  # cached KV of the version before
+    num_unpinned: int  # pinned blocks among them: no pin survives a commit
+    lifted: Mapping[str, str] = field(default_factory=dict)  # refusals to sample that ended, by key
+
+
+@dataclass(frozen=True)
+class HoldReport:
+    """What a weight update found as it began."""
+
+    num_aborted: int  # by it
+    num_running: int  # that hold blocks and go on with the new weights
+    num_waiting: int
+
+
+@dataclass(frozen=True)
+class EvictReport:
+    """What was freed below a block, and what stayed."""
+
+    is_known: bool  # False: no cached block has that hash
+    num_evicted: int
+    num_held: int  # blocks below it that running sequences hold
+    num_pinned: int  # blocks below it that pins protect and nobody holds
+
+
+def check_pause_mode(mode: str) -> None:
+    """Raises ValueError naming the allowed modes."""
+    if mode not in get_args(PauseMode):
+        raise ValueError(f"mode must be one of {', '.join(get_args(PauseMode))}, not {mode!r}")
+
+
+@dataclass(eq=False)
+class Command:
+    """One thing to do between two steps."""
+
+    name: str
+    run: Callable[[], Any]
+    reply: Future[Any]
+    timeout_s: float | None = None
+    deadline: float | None = field(init=False)  # of time.monotonic()
+    _begun: threading.Lock = field(default_factory=threading.Lock)  # taken once, by whoever runs it or gives it up
+
+    def __post_init__(self) -> None:
+        self.deadline = None if self.timeout_s is None else time.monotonic() + self.timeout_s
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the deadline, never negative; None without one."""
+        return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
+
+    def execute(self) -> None:
+        """Run, unless it was given up or is too late, and answer."""
+        if not self._begun.acquire(blocking=False):
+            return
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            self.reply.set_exception(self.too_late())
+            return
+        try:
+            self.reply.set_result(self.run())
+        except Exception as error:  # noqa: BLE001 - a thread boundary: whoever waits for the reply gets it
+            self.reply.set_exception(error)
+
+    def give_up(self) -> None:
+        """The deadline has passed: it will not run, unless it has begun."""
+        if self._begun.acquire(blocking=False):
+            self.reply.set_exception(self.too_late())
+
+    def too_late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"{self.name} did not begin within {self.timeout_s} s and will not run")

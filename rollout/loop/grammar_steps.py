@@ -1,0 +1,200 @@
+"""What grammars add to a step between its schedule and its launch: which tokens may be sampled, and which are committed
+without sampling because the grammar leaves no choice.
+
+A jump is part of the step that runs its tokens through the model: it begins as the managers take the schedule, stands
+when the step has landed, and never happened when the step fails or its sequence is preempted before. So no pause, abort
+or preemption finds a sequence between its jump and the forward that scores it.
+
+    known tokens     | prompt | a | b | c |            c was sampled last: its row would run next
+    jump             | prompt | a | b | cd | e |       c is rolled back, two tokens take its place
+    rows of the step               | b | cd | e |      b again, whose logits score cd; e's are sampled from
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..completion import FinishReason
+from ..grammars.jump import NO_JUMP, Jump
+from ..grammars.jump_forward import cut_jump
+from ..grammars.state import GrammarState
+from ..kv.ledger import KVLedger
+from ..reports.metrics import Metrics
+from ..reports.trace import Trace
+from ..scheduling.scheduler import Scheduler, StepLimits
+from ..sequences.event_log import ManagerPair
+from ..sequences.request import Request
+from ..sequences.sequence import HOLDS_BLOCKS
+from ..sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
+
+
+class GrammarSteps:
+    """Extends steps, and ends sequences whose grammar has. Belongs to the loop."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        managers: ManagerPair,
+        ledger: KVLedger,
+        limits: StepLimits,
+        max_jump_blocks: int,
+        metrics: Metrics,
+        trace: Trace,
+    ) -> None:
+        """max_jump_blocks: KV blocks that one jump may take."""
+        self._scheduler, self._managers, self._ledger = scheduler, managers, ledger
+        self._limits, self._max_jump_blocks = limits, max_jump_blocks
+        self._metrics, self._trace = metrics, trace
+
+    def prepare(self, output: ScheduleOutput) -> ScheduleOutput:
+        """The step with its masks and jumps, about to be launched. Changes the ledger, and preempts where a jump needs
+        the room; the managers are told by what is returned."""
+        if not self._managers.engine.num_constrained:
+            return output
+        requests = self._managers.engine.requests_of(output.scheduled)
+        started = time.perf_counter()
+        draft = _Draft(requests, self._limits.max_num_batched_tokens - output.num_tokens)
+        for item in output.scheduled:
+            if item.id in draft.preempted:
+                continue
+            request = requests[item.id]
+            draft.fixed.add(request)
+            draft.items[item.id] = item if request.grammar is None else self._constrain(item, request, draft)
+        self._metrics.grammar_seconds += time.perf_counter() - started
+        return replace(
+            output,
+            scheduled=tuple(item for item in draft.items.values() if item.id not in draft.preempted),
+            preempted=(*output.preempted, *draft.preempted),
+        )
+
+    def end(self, results: Sequence[SequenceResult]) -> None:
+        """The step landed: finish those whose grammar allows no further token, not even a stop token."""
+        engine = self._managers.engine
+        if not engine.num_constrained:
+            return
+        for result in results:
+            if result.token_id is None or result.id not in engine:
+                continue
+            request = engine.request(result.id)
+            if result.jump:
+                self._count(request, result.jump)
+            if request.grammar is None or request.finish_reason is not None:
+                continue
+            started = time.perf_counter()
+            request.grammar.follow(request.sequence.output_ids)
+            if request.grammar.is_over:
+                self._managers.finish(request.id, _why_over(request.grammar))
+            self._metrics.grammar_seconds += time.perf_counter() - started
+
+    def _constrain(self, item: ScheduledSequence, request: Request, draft: _Draft) -> ScheduledSequence:
+        """This sequence's share with a jump, if there is one, and the mask of what comes after it."""
+        sequence, state = request.sequence, request.grammar
+        assert state is not None
+        is_sampled = item.start + item.num_tokens == sequence.num_tokens
+        if not is_sampled or request.params.max_new_tokens == 0:
+            return item
+        output_ids = sequence.output_ids
+        state.follow(output_ids)
+        jump = self._plan(item, request, output_ids, draft)
+        if jump:
+            started = time.perf_counter()
+            item = self._jump(item, request, jump, draft)
+            if item.jump:
+                output_ids = output_ids[: len(output_ids) - jump.num_rolled_back] + list(item.jump.token_ids)
+            self._metrics.jump_forward_seconds += time.perf_counter() - started
+        state.wants_retokenisation = state.mode == "text" and bool(item.jump) and item.jump.num_gained > 0
+        state.follow(output_ids)
+        mask = state.mask()
+        assert mask.any(), f"{request.id} should have ended with its grammar"
+        return item._replace(allowed=mask.tobytes())
+
+    def _plan(self, item: ScheduledSequence, request: Request, output_ids: list[int], draft: _Draft) -> Jump:
+        """What the grammar forces here, as far as the step, the sequence and the model have room for it."""
+        state, sequence = request.grammar, request.sequence
+        assert state is not None
+        if state.mode == "off":
+            return NO_JUMP
+        started = time.perf_counter()
+        num_wanted = request.params.max_new_tokens - len(output_ids)
+        num_left = min(num_wanted, self._limits.max_model_len - sequence.num_tokens)
+        if state.mode == "exact":
+            jump = state.plan_exact(min(num_left, draft.budget))
+        else:
+            self._metrics.num_retokenisations += state.wants_retokenisation
+            jump = state.plan_text()
+            back = jump.num_rolled_back
+            if request.num_flights and sequence.num_tokens - back - 1 < item.start:
+                return NO_JUMP  # rows of an earlier chunk, which is in the air, would have to be taken back
+            jump = cut_jump(jump, output_ids, min(num_left + back, draft.budget - self._ledger.block_size), state.text)
+        if jump:
+            state.follow(output_ids[: len(output_ids) - jump.num_rolled_back] + list(jump.token_ids))
+            if state.is_over:  # something has to be sampled in this step: the last token is
+                jump = cut_jump(jump, output_ids, len(jump.token_ids) - 1, state.text)
+        self._metrics.jump_forward_seconds += time.perf_counter() - started
+        return jump
+
+    def _jump(self, item: ScheduledSequence, request: Request, jump: Jump, draft: _Draft) -> ScheduledSequence:
+        """The share with the jump, or as much of it as there is memory for."""
+        ledger, sequence, state = self._ledger, request.sequence, request.grammar
+        assert state is not None
+        first = sequence.num_tokens - jump.num_rolled_back
+        table_size = len(ledger.block_table(request))
+        most = (table_size + self._max_jump_blocks) * ledger.block_size - first
+        jump = cut_jump(jump, sequence.token_ids, most, state.text)
+        # What a rollback gives up may be pinned, or others may hold it: it is not counted on.
+        num_given_up = max(table_size - (first - 1) // ledger.block_size, 0) if jump.num_rolled_back else 0
+        num_wanted = ledger.num_blocks_for(first + len(jump.token_ids)) - table_size + num_given_up
+        if num_wanted > ledger.num_available:
+            victims = self._scheduler.make_room_for_jump(request, num_wanted, draft.fixed)
+            draft.preempted += [victim.id for victim in victims]
+        num_blocks = min(num_wanted, ledger.num_available)
+        jump = cut_jump(
+            jump, sequence.token_ids, (table_size - num_given_up + num_blocks) * ledger.block_size - first, state.text
+        )
+        if not jump:
+            return item
+        num_kept = table_size - len(item.new_blocks)  # that the managers know
+        start = item.start
+        if jump.num_rolled_back:
+            start = ledger.roll_back(request, min(start, first - 1))
+        table = ledger.block_table(request)
+        num_kept = min(num_kept, len(table))
+        end = first + len(jump.token_ids)
+        assert ledger.grow(request, end) is not None, "room was made"
+        draft.budget -= end - start - item.num_tokens
+        self._trace.instant(
+            "jump_forward", id=request.id, tokens=len(jump.token_ids), rolled_back=jump.num_rolled_back
+        )
+        return item._replace(
+            start=start, num_tokens=end - start, new_blocks=tuple(table[num_kept:]), jump=jump,
+            num_blocks_kept=num_kept,
+        )  # fmt: skip
+
+    def _count(self, request: Request, jump: Jump) -> None:
+        """The jump stands; the request has recorded what its step brought."""
+        metrics, num_net = self._metrics, request.num_undelivered - jump.num_rolled_back
+        num_sampled = request.num_undelivered > len(jump.token_ids)
+        metrics.num_jumps += 1
+        metrics.num_jump_forward_tokens += max(num_net - num_sampled, 0)
+        metrics.num_forwards_saved += max(num_net - 1, 0)
+        metrics.num_jump_rollbacks += jump.num_rolled_back > 0
+        metrics.num_rolled_back_tokens += jump.num_rolled_back
+
+
+class _Draft:
+    """A step while grammars extend it."""
+
+    def __init__(self, requests: dict[str, Request], budget: int) -> None:
+        self.budget = budget  # rows that it may still take
+        self.items: dict[str, ScheduledSequence] = {}
+        # Those in `items`, and those that the managers do not know to hold blocks yet: they cannot be preempted.
+        self.fixed = {r for r in requests.values() if r.sequence.state not in HOLDS_BLOCKS}
+        self.preempted: list[str] = []
+
+
+def _why_over(state: GrammarState) -> FinishReason:
+    if state.is_complete:
+        return FinishReason("stop")
+    return FinishReason("abort", message="no token of this vocabulary goes on as the grammar wants it")

@@ -1,0 +1,310 @@
+"""The engine's loop: schedule, run, commit, deliver. One thread at a time, whoever holds the engine's lock.
+
+With overlap the model runs on a thread of its own, and while it runs step n, step n + 1 is scheduled and what step
+n - 1 produced becomes text and goes to its callers:
+
+    model thread   | forward n                      |                      | forward n+1
+    this thread    | deliver n-1, schedule n+1, wait | commit n, launch n+1 | deliver n, schedule n+2, ...
+
+Only what step n + 1 must know of step n stands between the two forwards: the tokens, and who ended by token or length.
+A stop string is found at delivery, when its sequence may be running one step more; that step's result is dropped.
+
+With several stages as many steps are in the air, of different sequences or of successive chunks of one prompt:
+
+    first stage    | n         | n+1           | n+2           | n+3
+    last stage     |           | n             | n+1           | n+2
+    this thread    | launch n  | launch n+1    | commit n, launch n+2          | commit n+1, launch n+3
+
+Steps land in the order of their launches, and every stage runs them in that order. So blocks may change hands while
+steps are in the air: a sequence that is preempted may still be in one of them, which reads and writes its old blocks on
+every stage before a later step writes there. What it brings is dropped, by incarnation; nothing of it was published.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+
+from ..completion import Completion, FinishReason
+from ..kv.ledger import KVLedger
+from ..reports.latencies import Latencies
+from ..reports.metrics import Metrics
+from ..reports.trace import Trace
+from ..running.runner import Runner, StepHandle
+from ..scheduling.scheduler import Scheduler
+from ..sequences.event_log import ManagerPair
+from ..sequences.request import Request
+from ..sequences.sequence import HOLDS_BLOCKS
+from ..sequences.step import ScheduleOutput, SequenceResult
+from .grammar_steps import GrammarSteps
+
+
+@dataclass(eq=False)
+class Flight:
+    """A step from its launch to its delivery."""
+
+    output: ScheduleOutput
+    requests: dict[str, Request]  # those it runs, by id
+    handle: StepHandle
+    started: float  # of time.perf_counter()
+    results: list[SequenceResult] = field(default_factory=list)  # once landed: those that were committed
+
+
+class Loop:
+    """Moves requests from the queue to their answers."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        managers: ManagerPair,
+        ledger: KVLedger,
+        runner: Runner,
+        metrics: Metrics,
+        latencies: Latencies,
+        trace: Trace,
+        grammars: GrammarSteps,
+        *,
+        overlap: bool,
+        on_token: Callable[[Request], None],
+        on_answer: Callable[[Request, Completion], None],
+        is_interrupted: Callable[[], bool],
+    ) -> None:
+        """overlap: plan ahead while the one stage runs; `runner` does not run in this thread then. Raises ValueError
+        with more stages."""
+        if overlap and runner.num_stages > 1:
+            raise ValueError(
+                f"overlap plans the next step while the only stage runs, and there are {runner.num_stages}, which have "
+                "several steps at a time: leave it off"
+            )
+        self._scheduler = scheduler
+        self._managers = managers
+        self._ledger = ledger
+        self._runner = runner
+        self._metrics = metrics
+        self._latencies = latencies
+        self._trace = trace
+        self._grammars = grammars
+        self._on_token = on_token
+        self._on_answer = on_answer
+        self._is_interrupted = is_interrupted  # whether a command waits for the step under way
+        self._overlap = overlap
+        self._flights: deque[Flight] = deque()  # in the air, in the order of their launches
+        self._landed: Flight | None = None  # has run and is committed, not delivered
+        self._last_landing = 0.0  # of time.perf_counter()
+        self.last_throughput = 0.0  # tokens per second of the newest step
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work or bool(self._flights) or self._landed is not None
+
+    def step(self) -> None:
+        """Put as many steps in the air as there are stages, as far as somebody can run, and land the oldest.
+
+        When a step fails its error is raised; what is in the air is dropped, and everybody in it waits again.
+        """
+        if self._overlap:
+            self._step_ahead()
+        else:
+            while len(self._flights) < self._runner.num_stages and self._launch(self._schedule()):
+                pass
+            self._land()
+            self._deliver()
+        if not self.has_work:
+            self._ledger.check_idle()
+
+    def _step_ahead(self) -> None:
+        """Complete the step that runs and launch the next, which is planned while it runs."""
+        if not self._flights:
+            self._deliver()
+            self._launch(self._schedule())
+        if not self._flights:
+            return
+        self._deliver()  # before the schedule, which then knows who ended
+        ahead = self._schedule()
+        if not self._is_interrupted():
+            with self._starting_over_on_failure():
+                self._runner.anticipate(ahead, self._managers.engine.requests_of(ahead.scheduled))
+        self._land()
+        if ahead.exhausted:
+            self._deliver()  # they end with the token that has just landed
+        wanted = self._still_wanted(ahead)
+        if self._is_interrupted():
+            self._shelve(wanted)  # a command waits: it would have to wait for this step too
+            self._runner.settle()
+        elif not self._launch(wanted):
+            self._runner.settle()
+
+    def drain(self) -> None:
+        """Wait for what is in the air and deliver it; afterwards nothing is in flight."""
+        self._deliver()
+        while self._flights:
+            self._land()
+            self._deliver()
+
+    def retract(self, request: Request) -> None:
+        """Take a running request's blocks back and queue it again. Nothing may be in flight."""
+        self._managers.preempt(request.id)
+        self._scheduler.retract(request)
+        self._note_retraction(request.id)
+
+    def abort(self, request: Request, reason: FinishReason) -> None:
+        """End a live request with what it has. Nothing may be in flight."""
+        self._managers.finish(request.id, reason)
+        self._answer(request)
+
+    def close(self) -> None:
+        self._runner.close()
+
+    # -- one step, phase by phase -------------------------------------------------------------------------------
+
+    def _schedule(self) -> ScheduleOutput:
+        with self._trace.span("schedule", running=self._scheduler.num_running, waiting=self._scheduler.num_waiting):
+            return self._scheduler.schedule()
+
+    def _launch(self, output: ScheduleOutput) -> bool:
+        """Tell the managers what was decided and put the step in the air; returns whether there is anything to run."""
+        output = self._grammars.prepare(output)
+        self._decide(output)
+        if not output.scheduled:
+            return False
+        requests = self._managers.engine.requests_of(output.scheduled)
+        with self._starting_over_on_failure():
+            for item, request in zip(output.scheduled, requests.values(), strict=True):
+                request.launched(item)
+                if request.first_step_time is None:
+                    self._latencies.on_launch(request)
+            started = time.perf_counter()
+            flight = Flight(output, requests, self._runner.launch(output, requests), started)
+            self._flights.append(flight)
+            if self._runner.num_stages > 1:
+                self._leave_first_stage(flight)
+        return True
+
+    def _leave_first_stage(self, flight: Flight) -> None:
+        """Wait until the first stage is through with the step: from now on prompts may go on with their next chunk."""
+        flight.handle.wait_first_stage()
+        self._managers.on_stage_completed(flight.output.scheduled)
+        for item in flight.output.scheduled:
+            flight.requests[item.id].left_first_stage(item)
+
+    def _decide(self, output: ScheduleOutput) -> None:
+        """Tell the managers what was decided, and answer those that will not run."""
+        self._managers.on_schedule(output)
+        for id in output.preempted:
+            self._note_retraction(id)
+        for id, _ in (*output.ignored, *output.exhausted):
+            self._answer(self._managers.engine.request(id))
+
+    def _shelve(self, output: ScheduleOutput) -> None:
+        """A step that was decided does not run after all: everybody in it is between two steps, with their blocks."""
+        self._decide(output)
+        self._managers.on_step_cancelled(output.scheduled)
+
+    def _land(self) -> None:
+        """Wait for the oldest step in the air and commit its tokens: states, KV, who ended by token or length."""
+        if not self._flights:
+            return
+        flight = self._flights[0]
+        with self._starting_over_on_failure():
+            results = flight.handle.results()
+        self._flights.popleft()
+        for item in flight.output.scheduled:
+            flight.requests[item.id].landed(item)
+        with self._trace.span("commit", step=flight.output.step):
+            takes = self._managers.engine.takes
+            flight.results = [r for r in results if takes(r, flight.requests[r.id])]
+            self._managers.on_step_completed(flight.results)
+            self._scheduler.on_step_completed(flight.output, flight.requests)
+            self._grammars.end(flight.results)
+        self._landed = flight
+        if len(flight.results) < len(results):
+            for result in results:  # the sampler took note of those that ended while they ran
+                if result.id not in self._managers.engine:
+                    self._runner.forget(flight.requests[result.id])
+        self._measure(flight)
+
+    def _deliver(self) -> None:
+        """Text, streams and answers of the step that landed last."""
+        flight, self._landed = self._landed, None
+        if flight is None:
+            return
+        with self._trace.span("deliver", step=flight.output.step):
+            now = time.monotonic()
+            for result in flight.results:
+                request = flight.requests[result.id]
+                has_token = result.token_id is not None and request.params.max_new_tokens > 0
+                if has_token:
+                    self._managers.deliver(request)
+                    self._latencies.on_token(request, now)
+                if request.finish_reason is not None:
+                    self._answer(request)
+                elif has_token:
+                    self._on_token(request)
+
+    def _answer(self, request: Request) -> None:
+        """The request has ended: give everything back and answer it, once."""
+        engine = self._managers.engine
+        completion = request.completion(engine.weight_version, engine.weight_digest)
+        self._scheduler.remove(request)
+        self._runner.forget(request)
+        self._managers.free(request.id)
+        self._latencies.on_answer(request)
+        self._trace.instant("answer", id=request.id, reason=request.finish_reason.type)
+        self._on_answer(request, completion)
+
+    def _still_wanted(self, ahead: ScheduleOutput) -> ScheduleOutput:
+        """A schedule made ahead, less what has ended since."""
+        engine = self._managers.engine
+
+        def lives(id: str) -> bool:
+            return id in engine and engine.request(id).finish_reason is None
+
+        return replace(
+            ahead,
+            scheduled=tuple(item for item in ahead.scheduled if lives(item.id)),
+            preempted=tuple(id for id in ahead.preempted if lives(id)),
+            exhausted=tuple(pair for pair in ahead.exhausted if lives(pair[0])),
+        )
+
+    @contextmanager
+    def _starting_over_on_failure(self) -> Iterator[None]:
+        """When a step fails or is interrupted nobody stays half in one: all that are in the air are dropped; whoever
+        holds blocks, and whatever was planned ahead, waits again, as after a preemption."""
+        with ExitStack() as undo:
+            undo.callback(self._start_over)
+            yield
+            undo.pop_all()
+
+    def _start_over(self) -> None:
+        if self._overlap:
+            self._runner.settle()
+        self._deliver()
+        while self._flights:
+            self._flights.popleft().handle.abandon()
+        for request in self._managers.engine.requests():
+            request.forget_flights()
+            if request.sequence.state in HOLDS_BLOCKS:
+                self._managers.preempt(request.id)
+                self._note_retraction(request.id)
+            self._scheduler.requeue(request)
+
+    def _note_retraction(self, id: str) -> None:
+        self._metrics.num_retractions += 1
+        self._trace.instant("retract", id=id)
+
+    def _measure(self, flight: Flight) -> None:
+        now = time.perf_counter()
+        # With several in the air: what this one added, or steps would take as many times as long as there are stages.
+        seconds = now - max(flight.started, self._last_landing)
+        self._last_landing = now
+        self._metrics.num_steps += 1
+        self._metrics.num_rows += flight.output.num_tokens
+        self._metrics.num_sequence_forwards += len(flight.output.scheduled)
+        self._metrics.step_seconds += seconds
+        self._scheduler.on_step_timed(flight.output, seconds)
+        self.last_throughput = sum([result.token_id is not None for result in flight.results]) / seconds
+        usage = self._ledger.usage
+        self._trace.counter("blocks", free=usage.num_free, cached=usage.num_cached, held=usage.num_held)

@@ -1,0 +1,1 @@
+"""The hosted Hugging Face module, its attention, experts and numerics."""

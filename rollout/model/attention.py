@@ -1,0 +1,146 @@
+"""The attention that a hosted module calls: paged in a rollout step, packed or padded in the trainer's forward.
+
+Registered with transformers' AttentionInterface, once per path of the kernel. Both forms end in the same kernel, which
+is why the trainer's log-probabilities are the engine's. Letters: N rows, B batch, T tokens, H query heads, K KV heads,
+D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ...kernels.attention.paged import AttentionPath, NewRows, PagedStep, paged_attention, varlen_attention
+
+ATTENTION_NAMES: dict[AttentionPath, str] = {
+    "native": "lockstep",
+    "triton": "lockstep_triton",
+    "torch": "lockstep_torch",
+}
+STEP_KEYWORD = "lockstep_step"  # carries a StepContext through the module's forward down to its attention
+
+# What transformers' modules pass on to every attention without changing its result.
+_HARMLESS = frozenset(
+    {"position_ids", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states", "is_causal",
+     "cache_position", "cu_seq_lens_k", "max_length_q", "max_length_k", "logits_to_keep", "num_items_in_batch"}
+)
+# A 4-D attention mask is handed on untouched by transformers' mask functions: this one says "the attention knows".
+NO_MASK = torch.zeros(1, 1, 1, 1)
+_PACKED = torch.zeros(1, 1, 1, 0)  # mask of a packed row: needs cu_seq_lens_q
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """KV of one layer, per token."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+
+@dataclass
+class StepContext:
+    """One forward of the rollout: where its rows stand and where their KV goes."""
+
+    slots: Tensor  # int64 [N]: block * block_size + offset of each row
+    paged: PagedStep
+    key_caches: list[Tensor]  # per layer of this rank [num_blocks, block_size, K, D]
+    value_caches: list[Tensor]
+    first_layer: int = 0  # index in the whole model of the layer that the first cache belongs to
+
+
+@dataclass
+class Probe:
+    """Stands in for a StepContext in the start-up forward: records the KV shape of each layer."""
+
+    layers: dict[int, KVShape] = field(default_factory=dict)
+
+
+def hosted_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    path: AttentionPath,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' AttentionInterface calls it.
+
+    query [B, H, T, D], key and value [B, K, T, D], after rotary; returns ([B, T, H, D], None). Raises ValueError naming
+    every keyword that it does not know, rather than ignoring it.
+    """
+    step = others.pop(STEP_KEYWORD, None)
+    unknown = sorted(name for name, value in others.items() if value is not None and name not in _HARMLESS)
+    if unknown:
+        raise ValueError(f"{type(module).__name__} asks its attention for {', '.join(unknown)}: not supported")
+    if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise ValueError(f"{type(module).__name__} is not causal: not supported")
+    if dropout:
+        raise ValueError(f"attention dropout ({dropout}) would make the trainer differ from the engine: set it to 0")
+    batch, num_heads, num_rows, head_dim = query.shape
+    if key.shape[2] != num_rows:
+        raise ValueError(
+            f"{type(module).__name__} brought {key.shape[2]} keys for {num_rows} queries: the hosted attention keeps "
+            "its own KV, so call the module with use_cache=False and not through generate()"
+        )
+    rows = [t.transpose(1, 2).reshape(batch * num_rows, t.shape[1], t.shape[3]) for t in (query, key, value)]
+    options = {
+        "scale": head_dim**-0.5 if scaling is None else scaling,
+        "window": sliding_window,
+        "softcap": softcap,
+        "sinks": s_aux,
+        "path": path,
+    }
+    if isinstance(step, StepContext):
+        layer = module.layer_idx - step.first_layer
+        new = NewRows(rows[1], rows[2], step.slots)
+        out = paged_attention(
+            rows[0], step.key_caches[layer], step.value_caches[layer], step.paged, new=new, **options
+        )
+    else:
+        if isinstance(step, Probe):
+            step.layers[module.layer_idx] = KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
+        query_start = _query_start(attention_mask, cu_seq_lens_q, batch, num_rows, query.device)
+        out = varlen_attention(*rows, query_start, **options)
+    return out.view(batch, num_rows, num_heads, value.shape[3]), None
+
+
+def _query_start(mask: Tensor | None, packed: Tensor | None, batch: int, num_rows: int, device: torch.device) -> Tensor:
+    """Row offsets [S + 1] of the sequences of a training forward: as packed by the caller, or one per batch row."""
+    if packed is not None:
+        if batch != 1:
+            raise ValueError(f"packed sequences (cu_seq_lens_q) stand in one row, not in a batch of {batch}")
+        return packed.to(device=device, dtype=torch.int32)
+    if mask is not None and mask is not NO_MASK and mask is not _PACKED:
+        raise ValueError("a 4-D attention mask is not supported: attention is causal within each sequence")
+    if mask is _PACKED:
+        raise ValueError("position_ids start over within a row: pass cu_seq_lens_q to say where sequences begin")
+    return torch.arange(0, (batch + 1) * num_rows, num_rows, dtype=torch.int32, device=device)
+
+
+def hosted_mask(
+    *, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **_: object
+) -> Tensor | None:
+    """What stands in for a mask: nothing, since the attention is causal per sequence and rows after a sequence's end
+    change no other. attention_mask [B, T], true where a token is. Raises ValueError for padding on the left."""
+    if attention_mask is not None and bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
+        raise ValueError("attention_mask has padding before tokens: pad on the right")
+    return None if allow_is_causal_skip else _PACKED
+
+
+for _path, _name in ATTENTION_NAMES.items():
+    AttentionInterface.register(_name, partial(hosted_attention, path=_path))
+    AttentionMaskInterface.register(_name, hosted_mask)

@@ -1,0 +1,189 @@
+"""Parts of a hosted module that one of our kernels can compute in one pass: norms, gated MLPs, rotary embedding.
+
+A part is recognised by what its own code computes, not by its name: the code runs on a trial input, and only where its
+bits are those of a kernel's definition does the kernel take its place. What is not recognised keeps its own code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterable
+from functools import cache
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+from transformers import activations
+
+from ...kernels.layers.rms_norm import NormRule, reference_rms_norm, rms_norm
+from ...kernels.layers.rotary import reference_rotary, rotary
+from ...kernels.layers.swiglu import swiglu
+from ...kernels.linear.linear import native_products
+
+Forward = Callable[..., object]
+
+_ROTARY = "apply_rotary_pos_emb"  # what transformers' attention modules call, by this global name of their file
+_SILU = (nn.SiLU, activations.SiLUActivation)
+_NORM_RULES = ((0.0, True), (0.0, False), (1.0, False))  # weight_offset, round_first: Llama, gpt-oss, Gemma
+_DTYPES = (torch.float32, torch.bfloat16)
+# What code that is not of the tried form raises on the trial's stand-ins: it is then simply not recognised.
+_UNLIKE = (AttributeError, TypeError, ValueError, RuntimeError, IndexError)
+
+
+def fused_forward(module: nn.Module, is_native: Callable[[nn.Module], bool] = lambda _: False) -> Forward | None:
+    """What may stand in for the module's forward, or None. It reads the module's parameters at every call, and calls
+    its children.
+
+    is_native: whether a child is a linear layer that computes the native product and nothing else. Where no gradient is
+    asked for and nobody has hooks on such children, they may be computed in its place.
+    """
+    if "forward" in vars(module):
+        return None
+    return _norm_forward(module) or _gated_mlp_forward(module, is_native) or _attention_forward(module)
+
+
+def _norm_forward(module: nn.Module) -> Forward | None:
+    parameters = dict(module.named_parameters(recurse=False))
+    if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or any(True for _ in module.children()):
+        return None
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(eps, float):
+        return None
+    rule = _norm_rule(type(module), eps)
+    if rule is None:
+        return None
+    own = module.forward
+
+    def forward(hidden_states: Tensor) -> Tensor:
+        weight = module.weight
+        if weight.dtype is not hidden_states.dtype:
+            return own(hidden_states)
+        return rms_norm(hidden_states, weight, rule)
+
+    return forward
+
+
+@cache
+def _norm_rule(kind: type[nn.Module], eps: float) -> NormRule | None:
+    """The rule that gives the bits of `kind`'s forward, tried on few and tiny numbers, so that eps shows."""
+    if _parameters_of(kind.forward) != 2:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    rules = [NormRule(eps, offset, first) for offset, first in _NORM_RULES]
+    for dtype in _DTYPES:
+        stand_in = kind.__new__(kind)
+        nn.Module.__init__(stand_in)
+        weight = torch.randn(48, generator=generator).to(dtype)
+        stand_in.weight = nn.Parameter(weight, requires_grad=False)
+        stand_in.variance_epsilon = stand_in.eps = eps
+        x = torch.randn(3, 5, 48, generator=generator) * torch.tensor([1e-3, 1.0, 30.0])[:, None, None]
+        x = x.to(dtype)
+        try:
+            found = kind.forward(stand_in, x)
+        except _UNLIKE:
+            return None
+        rules = [rule for rule in rules if _same(found, reference_rms_norm(x, weight, rule))]
+    # In float32 the place of the rounding does not show; in bfloat16 exactly one is left.
+    return rules[0] if len(rules) == 1 else None
+
+
+def _gated_mlp_forward(module: nn.Module, is_native: Callable[[nn.Module], bool]) -> Forward | None:
+    children = dict(module.named_children())
+    if set(children) != {"gate_proj", "up_proj", "down_proj", "act_fn"} or list(module.parameters(recurse=False)):
+        return None
+    if type(children["act_fn"]) not in _SILU or not _is_gated_mlp(type(module)):
+        return None
+
+    def forward(hidden_states: Tensor) -> Tensor:
+        layers = module.gate_proj, module.up_proj
+        if all(map(is_native, layers)) and not has_hooks(layers) and not needs_grad(hidden_states, layers):
+            (hidden,) = native_products(hidden_states, [(layer.weight, layer.bias) for layer in layers], gated=True)
+        else:
+            hidden = swiglu(*(layer(hidden_states) for layer in layers))
+        return module.down_proj(hidden)
+
+    return forward
+
+
+def has_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether Python that is not the modules' own wants to see their calls."""
+    if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
+        return True
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
+def needs_grad(x: Tensor, layers: Iterable[nn.Module]) -> bool:
+    """Whether what the layers make of x is to be differentiated."""
+    needed = x.requires_grad or any(p.requires_grad for layer in layers for p in layer.parameters())
+    return needed and torch.is_grad_enabled()
+
+
+@cache
+def _is_gated_mlp(kind: type[nn.Module]) -> bool:
+    """Whether its forward is down(act(gate(x)) * up(x)) and looks at nothing but these four children."""
+    if _parameters_of(kind.forward) != 2:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    gate, up, down = (torch.randn(6, 6, generator=generator, dtype=torch.float64) for _ in range(3))
+    stand_in = SimpleNamespace(
+        gate_proj=lambda x: x @ gate, up_proj=lambda x: x @ up, down_proj=lambda x: x @ down, act_fn=torch.sin
+    )
+    x = torch.randn(2, 3, 6, generator=generator, dtype=torch.float64)
+    try:
+        found = kind.forward(stand_in, x)
+    except _UNLIKE:
+        return False
+    return _same(found, (torch.sin(x @ gate) * (x @ up)) @ down)
+
+
+def _attention_forward(module: nn.Module) -> Forward | None:
+    """The module's own code, in which the name of the rotary function means our kernel."""
+    code = type(module).forward
+    if not isinstance(code, types.FunctionType) or _ROTARY not in code.__code__.co_names:
+        return None
+    function = code.__globals__.get(_ROTARY)
+    if not isinstance(function, types.FunctionType) or not _is_rotary(function):
+        return None
+    names = {**code.__globals__, _ROTARY: _rotary_of(function)}
+    copy = types.FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
+    copy.__kwdefaults__ = code.__kwdefaults__
+    return types.MethodType(copy, module)
+
+
+def _rotary_of(function: Forward) -> Forward:
+    def apply_rotary_pos_emb(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: object, **named: object
+    ) -> object:
+        if others or named or q.dim() != 4 or cos.dim() != 3 or cos.requires_grad:
+            return function(q, k, cos, sin, *others, **named)
+        return rotary(q, k, cos, sin)
+
+    return apply_rotary_pos_emb
+
+
+@cache
+def _is_rotary(function: Forward) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    for dtype in _DTYPES:
+        query, key, cos, sin = (
+            torch.randn(shape, generator=generator).to(dtype)
+            for shape in ((2, 4, 5, 16), (2, 2, 5, 16), (2, 5, 16), (2, 5, 16))
+        )
+        try:
+            found = function(query, key, cos, sin)
+        except _UNLIKE:
+            return False
+        expected = reference_rotary(query, key, cos, sin)
+        if type(found) is not tuple or len(found) != 2 or not all(map(_same, found, expected)):
+            return False
+    return True
+
+
+def _same(found: object, expected: Tensor) -> bool:
+    return isinstance(found, Tensor) and found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def _parameters_of(function: Forward) -> int:
+    return len(inspect.signature(function).parameters)

@@ -1,0 +1,74 @@
+"""Linear layers that read the same tensor one after another, computed in one call of the native product.
+
+Siblings are looked for by transformers' names and shared only once a forward has shown that the module gives all of
+them the very same tensor, unchanged, in their order. The bits are those of separate calls (`native_products`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.linear.linear import native_products
+from .fused_layers import needs_grad
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def siblings_of(parent: nn.Module) -> Iterator[list[nn.Linear]]:
+    """Children that may read one tensor: plain linear layers of equal width, under names of SIBLINGS."""
+    children = dict(parent.named_children())
+    for names in SIBLINGS:
+        layers = [children.get(name) for name in names]
+        if all(type(layer) is nn.Linear for layer in layers) and len({layer.in_features for layer in layers}) == 1:
+            yield layers
+
+
+class SharedInput:
+    """The forwards of such siblings. One forward without gradients is watched; from then on the first layer's call
+    computes all, and the others find their results as long as they are asked with the same tensor."""
+
+    def __init__(self, layers: Sequence[nn.Linear], alone: Callable[..., Tensor]) -> None:
+        """alone: x [...,K], weight [N,K], bias [N] or None -> [...,N], the product of one layer."""
+        self._layers = layers
+        self._alone = alone
+        self._is_shared: bool | None = None  # None until a forward was watched to its last layer
+        self._x: Tensor | None = None  # what the first layer was given, until the last is served
+        self._seen: Tensor | None = None  # its values then, while a forward is watched
+        self._num_seen = 0  # layers of that forward
+        self._outs: list[Tensor] = []  # of the layers to come, the next one last
+
+    def forward_of(self, index: int) -> Callable[[Tensor], Tensor]:
+        return lambda x: self._forward(index, x)
+
+    def _forward(self, index: int, x: Tensor) -> Tensor:
+        layer = self._layers[index]
+        if self._is_shared is False or not x.is_cpu or needs_grad(x, self._layers):
+            return self._alone(x, layer.weight, layer.bias)
+        if self._is_shared is None:
+            self._watch(index, x)
+            return self._alone(x, layer.weight, layer.bias)
+        if index == 0:
+            outs = native_products(x, [(layer.weight, layer.bias) for layer in self._layers])
+            self._x, self._outs = x, outs[:0:-1]
+            return outs[0]
+        if x is not self._x or len(self._outs) != len(self._layers) - index:
+            return self._alone(x, layer.weight, layer.bias)
+        out = self._outs.pop()
+        if not self._outs:
+            self._x = None
+        return out
+
+    def _watch(self, index: int, x: Tensor) -> None:
+        if index == 0:
+            self._x, self._seen, self._num_seen = x, x.clone(), 1
+            return
+        if x is not self._x or index != self._num_seen or not torch.equal(x, self._seen):
+            self._is_shared = False
+        elif index == len(self._layers) - 1:
+            self._is_shared = True
+        self._num_seen += 1
+        if self._is_shared is not None:
+            self._x = self._seen = None

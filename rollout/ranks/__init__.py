@@ -1,0 +1,1 @@
+"""Wires and signs of life between ranks."""

@@ -1,0 +1,132 @@
+"""The runner of a replica of several ranks: the controller's, whose followers do as its messages say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..ranks.channel import RankChannel
+from ..ranks.remote_errors import error_from
+from ..ranks.wire import Kind
+from ..reports.metrics import Metrics
+from ..sequences.event_log import Event
+from ..sequences.request import Request
+from ..sequences.step import ScheduleOutput, SequenceResult
+from .messages import EventWriter, results_from
+from .stage import Stage
+
+
+class ReplicaRunner:
+    """Sends each step to the followers, once, with what the managers were told since the last one, and runs the
+    controller's own share of it."""
+
+    def __init__(self, ranks: RankChannel, stage: Stage, metrics: Metrics, state_check_steps: int) -> None:
+        self.num_stages = ranks.mesh.pp
+        self.workers = stage.workers
+        self._ranks, self._stage, self._metrics = ranks, stage, metrics
+        self._check_every = state_check_steps
+        self._num_launched = 0
+        self._writer = EventWriter()
+        self._new: dict[str, Request] = {}  # that no follower has heard of
+        self.sampling_rank = ranks.mesh.num_ranks - ranks.mesh.tp  # local
+
+    @property
+    def num_forwards(self) -> int:
+        return self._stage.num_forwards
+
+    @num_forwards.setter
+    def num_forwards(self, value: int) -> None:
+        self._stage.num_forwards = value
+
+    def on_event(self, event: Event) -> None:
+        """The managers are about to be told this: so will the followers, with the next message."""
+        began = time.perf_counter()
+        name, args = event
+        if name == "add":
+            self._new[args[0].id] = args[0]
+        elif name == "on_schedule":
+            self._writer.schedule(args[0], self.workers, self._new)
+            for item in args[0].scheduled:
+                self._new.pop(item.id, None)
+        elif name == "on_step_completed":
+            self._writer.results(args[0])
+        elif name == "on_step_cancelled":
+            self._writer.cancelled(args[0])
+        elif name == "preempt":
+            self._writer.preempt(args[0])
+        elif name == "free":
+            self._new.pop(args[0], None)
+            if args[0] in self._writer:
+                self._writer.free(args[0])
+        self._metrics.control_seconds += time.perf_counter() - began
+
+    def launch(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> ReplicaStep:
+        """Tell the followers and run the first stage here."""
+        self._ranks.await_followers(self._ranks.timeout_s)
+        began = time.perf_counter()
+        self._num_launched += 1
+        if self._num_launched % self._check_every == 0:
+            self._writer.check(self.workers.state_hash())
+        self._writer.run(output.step)
+        self._send(output.step)
+        self._metrics.control_seconds += time.perf_counter() - began
+        own = self._stage.run(output, requests)
+        self._ranks.watch.enter("waiting for results")
+        return ReplicaStep(self, output, own)
+
+    def check_states(self) -> None:
+        """Have the followers compare their state with the controller's now, if they follow. Returns at once."""
+        if len(self._ranks.present) == self._ranks.mesh.num_ranks - 1:
+            self._writer.check(self.workers.state_hash())
+            self._send(0)
+
+    def anticipate(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> None:
+        """Followers run what was launched."""
+
+    def settle(self) -> None:
+        """Nothing was begun."""
+
+    def forget(self, request: Request) -> None:
+        self._stage.forget(request)
+
+    def close(self) -> None:
+        """Nothing runs on its own here."""
+
+    def results(self, output: ScheduleOutput) -> list[SequenceResult]:
+        """Wait for the sampling rank. Raises what failed on a rank, and RankFailure."""
+        message = self._ranks.await_step(output.step, self.sampling_rank)
+        began = time.perf_counter()
+        if message.kind is Kind.STEP_FAILED:
+            rank, _, text = message.payload.partition(b"\n")
+            raise error_from(text, self._ranks.watch.describe(int(rank)))
+        results = results_from(message.payload, output.scheduled)
+        self._metrics.control_seconds += time.perf_counter() - began
+        return results
+
+    def abandon(self, output: ScheduleOutput) -> None:
+        self._ranks.abandon_step(output.step)
+
+    def _send(self, step: int) -> None:
+        self._ranks.send(Kind.STEP, step, self._writer.take())
+        self._metrics.control_bytes = self._ranks.num_bytes_sent
+        self._metrics.control_messages = self._ranks.num_messages_sent
+
+
+@dataclass(frozen=True)
+class ReplicaStep:
+    """A step under way through the stages."""
+
+    runner: ReplicaRunner
+    output: ScheduleOutput
+    own: list[SequenceResult]  # where the controller samples itself
+
+    def wait_first_stage(self) -> None:
+        """`launch` ran it."""
+
+    def results(self) -> list[SequenceResult]:
+        return self.own if self.runner.sampling_rank == 0 else self.runner.results(self.output)
+
+    def abandon(self) -> None:
+        if self.runner.sampling_rank != 0:
+            self.runner.abandon(self.output)

@@ -1,0 +1,344 @@
+"""What the controller tells its followers about a step, and what the sampling rank answers, as bytes.
+
+A step's message is a stream of int32 words: the events of the worker manager since the last message, in order, then the
+step to run, if there is one. A sequence is a handle after first sight, and one that decodes its next token is one word:
+
+    decode row, nothing new        ~handle
+    other rows                     handle, start, rows, n, n blocks
+    first sight                    handle, start, rows, n, n blocks, incarnation, t, t tokens, c, c bytes of JSON
+    with a grammar                 ~n in the place of n; behind the blocks: blocks kept or -1, tokens rolled back,
+                                   j, j tokens of the jump, m, m words of mask
+    result: one row, one token     handle, token
+    other results                  ~handle, rows, token or -1, prompt log-probabilities recorded
+
+Both ends keep handles in the same order of events. `EventWriter` and `EventReader` are pure: no tensors, no ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import Any, Protocol
+
+from ..grammars.jump import Jump
+from ..sampling_params import SamplingParams
+from ..sequences.request import Request, RequestOptions
+from ..sequences.sequence import Sequence as TokenSequence
+from ..sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
+
+_RESULTS_HEADER = struct.Struct("<ii")  # results, bytes of JSON behind them
+
+
+class Op(IntEnum):
+    """What comes next in a stream."""
+
+    SCHEDULE = 1  # step, p, p preempted, e, e exhausted, s, s entries
+    RESULTS = 2  # r, r entries
+    CANCELLED = 3  # c, c handles
+    PREEMPT = 4  # handle
+    FREE = 5  # handle
+    CHECK = 6  # 8 words of the state's hash
+    RUN = 7  # step: run it now
+
+
+class FollowedState(Protocol):
+    """What a decode row leaves out, for the manager at either end knows it."""
+
+    def incarnation(self, id: str) -> int: ...
+
+    def next_row(self, id: str) -> int:
+        """The first row of it that has not gone through this stage."""
+        ...
+
+
+@dataclass(frozen=True)
+class Event:
+    """One decoded event: what to tell the manager, or to do, and its argument."""
+
+    op: Op
+    value: Any
+
+
+class EventWriter:
+    """The controller's end. Keeps what has happened since the last message."""
+
+    def __init__(self) -> None:
+        self._words = array("i")
+        self._handles: dict[str, int] = {}
+        self._num_handles = 0
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._handles
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._words
+
+    def schedule(self, output: ScheduleOutput, manager: FollowedState, requests: Mapping[str, Request]) -> None:
+        """A decision that the manager has not taken yet; requests: of those never seen."""
+        words = self._words
+        words.extend((Op.SCHEDULE, output.step, len(output.preempted)))
+        words.extend(self._handles[id] for id in output.preempted)
+        words.append(len(output.exhausted))
+        words.extend(self._handles[id] for id, _ in output.exhausted)
+        words.append(len(output.scheduled))
+        for item in output.scheduled:
+            handle = self._handles.get(item.id)
+            is_next = handle is not None and item.num_tokens == 1 and item.start == manager.next_row(item.id)
+            is_constrained = item.allowed is not None
+            if is_next and not item.new_blocks and not is_constrained:
+                words.append(~handle)
+                continue
+            words.append(self._num_handles if handle is None else handle)
+            num_blocks = len(item.new_blocks)
+            words.extend((item.start, item.num_tokens, ~num_blocks if is_constrained else num_blocks))
+            words.extend(item.new_blocks)
+            if is_constrained:
+                self._constrain(item)
+            if handle is None:
+                self._introduce(item, requests[item.id])
+
+    def _introduce(self, item: ScheduledSequence, request: Request) -> None:
+        assert item.token_ids is not None
+        self._handles[item.id] = self._num_handles
+        self._num_handles += 1
+        text = request_json(request)
+        self._words.extend((item.incarnation, len(item.token_ids), *item.token_ids, len(text)))
+        self._words.frombytes(text + bytes(-len(text) % 4))
+
+    def _constrain(self, item: ScheduledSequence) -> None:
+        assert item.allowed is not None
+        num_kept = -1 if item.num_blocks_kept is None else item.num_blocks_kept
+        self._words.extend((num_kept, item.jump.num_rolled_back, len(item.jump.token_ids), *item.jump.token_ids))
+        self._words.append(len(item.allowed) // 4)
+        self._words.frombytes(item.allowed)
+
+    def results(self, results: Iterable[SequenceResult]) -> None:
+        """What was committed of a step."""
+        entries = [result for result in results if result.id in self._handles]
+        self._words.extend((Op.RESULTS, len(entries)))
+        for result in entries:
+            handle, num_scored = self._handles[result.id], len(result.prompt_logprobs)
+            token = -1 if result.token_id is None else result.token_id
+            if result.num_tokens == 1 and token >= 0 and not num_scored:
+                self._words.extend((handle, token))
+            else:
+                self._words.extend((~handle, result.num_tokens, token, num_scored))
+
+    def cancelled(self, items: Sequence[ScheduledSequence]) -> None:
+        self._words.extend((Op.CANCELLED, len(items), *(self._handles[item.id] for item in items)))
+
+    def preempt(self, id: str) -> None:
+        self._words.extend((Op.PREEMPT, self._handles[id]))
+
+    def free(self, id: str) -> None:
+        self._words.extend((Op.FREE, self._handles.pop(id)))
+
+    def check(self, state_hash: str) -> None:
+        """Followers compare their state with this SHA-256, in hex."""
+        self._words.append(Op.CHECK)
+        self._words.frombytes(bytes.fromhex(state_hash))
+
+    def run(self, step: int) -> None:
+        self._words.extend((Op.RUN, step))
+
+    def take(self) -> bytes:
+        """The message; the next one begins empty."""
+        words, self._words = self._words, array("i")
+        return words.tobytes()
+
+
+class EventReader:
+    """A follower's end."""
+
+    def __init__(self) -> None:
+        self._ids: dict[int, str] = {}
+
+    def read(self, message: bytes, manager: FollowedState) -> Iterator[Event]:
+        """The events of a message, in order. Each is decoded after the one before was taken: the manager knows by then
+        what a decode row leaves out."""
+        words = array("i")
+        words.frombytes(message)
+        at = 0
+        while at < len(words):
+            op = Op(words[at])
+            value, at = _READERS[op](self, words, at + 1, manager)
+            yield Event(op, value)
+
+    def _schedule(self, words: array, at: int, manager: FollowedState) -> tuple[Any, int]:
+        step, num = words[at], words[at + 1]
+        preempted = [self._ids[h] for h in words[at + 2 : at + 2 + num]]
+        at += 2 + num
+        num = words[at]
+        exhausted = [(self._ids[h], "") for h in words[at + 1 : at + 1 + num]]
+        at += 1 + num
+        num, at = words[at], at + 1
+        items, requests = [], []
+        for _ in range(num):
+            item, request, at = self._entry(words, at, manager)
+            items.append(item)
+            if request is not None:
+                requests.append(request)
+        if preempted:  # who comes back in the same step does so in its next incarnation
+            items = [item._replace(incarnation=item.incarnation + (item.id in preempted)) for item in items]
+        output = ScheduleOutput(step, tuple(items), tuple(preempted), exhausted=tuple(exhausted))
+        return (output, requests), at
+
+    def _entry(
+        self, words: array, at: int, manager: FollowedState
+    ) -> tuple[ScheduledSequence, Request | None, int]:
+        word = words[at]
+        if word < 0:
+            id = self._ids[~word]
+            return ScheduledSequence(id, manager.incarnation(id), manager.next_row(id), 1, (), None), None, at + 1
+        start, rows, num_blocks = words[at + 1 : at + 4]
+        is_constrained = num_blocks < 0
+        num_blocks = ~num_blocks if is_constrained else num_blocks
+        at += 4 + num_blocks
+        blocks = tuple(words[at - num_blocks : at])
+        constraint, at = _constraint(words, at) if is_constrained else ({}, at)
+        if (id := self._ids.get(word)) is not None:
+            return ScheduledSequence(id, manager.incarnation(id), start, rows, blocks, None, **constraint), None, at
+        incarnation, num_tokens = words[at : at + 2]
+        token_ids, at = tuple(words[at + 2 : at + 2 + num_tokens]), at + 2 + num_tokens
+        num_bytes, num_words = words[at], -(-words[at] // 4)
+        request = request_of(words[at + 1 : at + 1 + num_words].tobytes()[:num_bytes], token_ids)
+        self._ids[word] = request.id
+        item = ScheduledSequence(request.id, incarnation, start, rows, blocks, token_ids, **constraint)
+        return item, request, at + 1 + num_words
+
+    def _results(self, words: array, at: int, manager: FollowedState) -> tuple[Any, int]:
+        num, at = words[at], at + 1
+        results = []
+        for _ in range(num):
+            word = words[at]
+            if word >= 0:
+                id = self._ids[word]
+                results.append(SequenceResult(id, manager.incarnation(id), 1, words[at + 1]))
+                at += 2
+            else:
+                id, (rows, token, num_scored) = self._ids[~word], words[at + 1 : at + 4]
+                results.append(
+                    SequenceResult(
+                        id, manager.incarnation(id), rows, None if token < 0 else token,
+                        prompt_logprobs=(0.0,) * num_scored,
+                    )
+                )  # fmt: skip
+                at += 4
+        return results, at
+
+    def _cancelled(self, words: array, at: int, manager: FollowedState) -> tuple[Any, int]:
+        num = words[at]
+        items = [ScheduledSequence(self._ids[h], 0, 0, 0, (), None) for h in words[at + 1 : at + 1 + num]]
+        return items, at + 1 + num
+
+    def _preempt(self, words: array, at: int, manager: FollowedState) -> tuple[Any, int]:
+        return self._ids[words[at]], at + 1
+
+    def _free(self, words: array, at: int, manager: FollowedState) -> tuple[Any, int]:
+        return self._ids.pop(words[at]), at + 1
+
+    def _check(self, words: array, at: int, manager: FollowedState) -> tuple[Any, int]:
+        return words[at : at + 8].tobytes().hex(), at + 8
+
+    def _run(self, words: array, at: int, manager: FollowedState) -> tuple[Any, int]:
+        return words[at], at + 1
+
+
+def _constraint(words: array, at: int) -> tuple[dict[str, Any], int]:
+    """What a grammar adds to an entry."""
+    num_kept, num_rolled_back, num_jumped = words[at : at + 3]
+    at += 3 + num_jumped
+    jump = Jump(num_rolled_back, tuple(words[at - num_jumped : at]))
+    end = at + 1 + words[at]
+    allowed = words[at + 1 : end].tobytes()
+    return {"jump": jump, "num_blocks_kept": None if num_kept < 0 else num_kept, "allowed": allowed}, end
+
+
+_Reader = Callable[[EventReader, array, int, FollowedState], tuple[Any, int]]
+_READERS: dict[Op, _Reader] = {
+    Op.SCHEDULE: EventReader._schedule,
+    Op.RESULTS: EventReader._results,
+    Op.CANCELLED: EventReader._cancelled,
+    Op.PREEMPT: EventReader._preempt,
+    Op.FREE: EventReader._free,
+    Op.CHECK: EventReader._check,
+    Op.RUN: EventReader._run,
+}
+
+
+# -- requests: what a sampler needs of them, once ---------------------------------------------------------------------
+
+_CONTROLLERS_OWN = {"n", "stop", "stop_regex", "stream_interval", "custom_params", "no_stop_trim",
+                    "skip_special_tokens", "spaces_between_special_tokens", "json_schema", "regex", "ebnf",
+                    "structural_tag", "jump_forward"}  # fmt: skip
+
+
+def request_json(request: Request) -> bytes:
+    """A request's settings, defaults left out."""
+    data: dict[str, Any] = {"id": request.id, "index": request.index, "seed": request.seed}
+    data["params"] = {k: v for k, v in _changed(request.params).items() if k not in _CONTROLLERS_OWN}
+    data["options"] = _changed(request.options)
+    return json.dumps(data, separators=(",", ":"), default=list).encode()
+
+
+def request_of(data: bytes, token_ids: Sequence[int]) -> Request:
+    """A follower's request: what a step reads of it."""
+    given = json.loads(data)
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in given["options"].items()}
+    request = Request(
+        TokenSequence(given["id"], token_ids), SamplingParams(**given["params"]), RequestOptions(**options),
+        given["index"], given["seed"], 0.0, 0, None,
+    )  # fmt: skip
+    if request.options.logprob_start_len == 0:  # nothing comes before the first token
+        request.prompt_logprobs.append(None)
+    return request
+
+
+def _changed(value: Any) -> dict[str, Any]:
+    default = type(value)()
+    pairs = ((f.name, getattr(value, f.name)) for f in fields(value))
+    return {name: dict(v) if isinstance(v, Mapping) else v for name, v in pairs if v != getattr(default, name)}
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+_EXTRAS = ("top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "listed_logprobs", "prompt_listed_logprobs",
+           "masked_prob", "was_only_choice", "jump_logprobs", "jump_top_logprobs", "jump_listed_logprobs")  # fmt: skip
+
+
+def results_bytes(results: Sequence[SequenceResult]) -> bytes:
+    """A step's results, in the order of its schedule: tokens, log-probabilities, and what else was asked for."""
+    tokens = array("i", (-1 if r.token_id is None else r.token_id for r in results))
+    logprobs = array("d", (0.0 if r.logprob is None else r.logprob for r in results))
+    found = ((i, [getattr(r, name) for name in _EXTRAS]) for i, r in enumerate(results))
+    extras = {i: values for i, values in found if any(values)}
+    text = json.dumps(extras, separators=(",", ":")).encode() if extras else b""
+    return _RESULTS_HEADER.pack(len(results), len(text)) + tokens.tobytes() + logprobs.tobytes() + text
+
+
+def results_from(data: bytes, items: Sequence[ScheduledSequence]) -> list[SequenceResult]:
+    """The other end; `items` are those of the step."""
+    num, num_text = _RESULTS_HEADER.unpack_from(data)
+    assert num == len(items), f"{num} results for {len(items)} sequences"
+    tokens, logprobs = array("i"), array("d")
+    at = _RESULTS_HEADER.size
+    tokens.frombytes(data[at : at + 4 * num])
+    logprobs.frombytes(data[at + 4 * num : at + 12 * num])
+    extras = json.loads(data[at + 12 * num : at + 12 * num + num_text] or b"{}")
+    results = []
+    for index, (item, token, logprob) in enumerate(zip(items, tokens, logprobs, strict=True)):
+        sampled = {} if token < 0 else {"token_id": token, "logprob": logprob}
+        more = {name: _tuples(v) for name, v in zip(_EXTRAS, extras.get(str(index), ()), strict=False)}
+        if more.get("jump_logprobs"):
+            more["jump"] = item.jump
+        results.append(SequenceResult(item.id, item.incarnation, item.num_tokens, **sampled, **more))
+    return results
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

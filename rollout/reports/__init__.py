@@ -1,0 +1,1 @@
+"""What an engine tells of itself: counters, latencies, traces, views."""

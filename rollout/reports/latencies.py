@@ -1,0 +1,61 @@
+"""How long requests waited for what: plain histograms of one engine, which the HTTP edge turns into Prometheus ones."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from ..sequences.request import Request
+
+_STEPS = (1, 2, 4, 6, 8)
+# Upper bounds, seconds: 1 ms .. 8 s for one token, 1 ms .. 800 s for what takes a whole request.
+TOKEN_BOUNDS = tuple(float(f"{step}e{power}") for power in range(-3, 1) for step in _STEPS)
+REQUEST_BOUNDS = tuple(float(f"{step}e{power}") for power in range(-3, 3) for step in _STEPS)
+
+
+@dataclass
+class Histogram:
+    """Counts by upper bound. Written by one thread; whoever reads beside it sees at worst one observation in part."""
+
+    bounds: tuple[float, ...]  # ascending, inclusive
+    counts: list[int] = field(default_factory=list)  # one each, not cumulative, and one for what is above all of them
+    total: float = 0.0  # seconds
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(self.bounds, seconds)] += 1
+        self.total += seconds
+
+
+@dataclass
+class Latencies:
+    """Since the engine was made. Written by the engine's loop only, at launch and at delivery."""
+
+    queue: Histogram = field(default_factory=lambda: Histogram(REQUEST_BOUNDS))  # arrival to the first step
+    first_token: Histogram = field(default_factory=lambda: Histogram(REQUEST_BOUNDS))  # arrival to delivery
+    inter_token: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))  # pauses and retractions included
+    request: Histogram = field(default_factory=lambda: Histogram(REQUEST_BOUNDS))  # of what ended by stop or length
+
+    def on_launch(self, request: Request) -> None:
+        """A step with rows of this request starts."""
+        if request.first_step_time is None:
+            request.first_step_time = time.monotonic()
+            self.queue.observe(request.first_step_time - request.arrival_time)
+
+    def on_token(self, request: Request, now: float) -> None:
+        """A token of this request is delivered, at `now` of time.monotonic()."""
+        if request.first_token_time is None:
+            request.first_token_time = now
+            self.first_token.observe(now - request.arrival_time)
+        else:
+            assert request.last_token_time is not None
+            self.inter_token.observe(now - request.last_token_time)
+        request.last_token_time = now
+
+    def on_answer(self, request: Request) -> None:
+        """This request is answered."""
+        if request.finish_reason is not None and request.finish_reason.type in ("stop", "length"):
+            self.request.observe(time.monotonic() - request.arrival_time)

@@ -1,0 +1,1 @@
+"""One step on one rank: batch, forward, draws, recorded decode steps."""

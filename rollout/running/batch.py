@@ -1,0 +1,180 @@
+"""The tensors of one step, from what the scheduler decided and what the worker manager knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.attention.paged import PagedStep
+from ..sequences.managers import WorkerSequenceManager
+from ..sequences.request import Request
+from ..sequences.step import ScheduledSequence, ScheduleOutput
+
+
+@dataclass(frozen=True)
+class KnownRows:
+    """Rows whose logits give log-probabilities of tokens that one sequence has already."""
+
+    request: Request
+    token_ids: list[int]  # one a row: the token after it, as it was then; a preemption may undo a jump meanwhile
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step as tensors. Rows stand sequence by sequence, in the order of the schedule."""
+
+    token_ids: Tensor  # int64 [N]
+    positions: Tensor  # int64 [N]
+    slots: Tensor  # int64 [N]: where each row's KV goes
+    paged: PagedStep
+    logit_rows: Tensor  # int64: rows whose logits are needed: those sampled from, then the prompts', then the jumps'
+    sampled: tuple[Request, ...]  # one per sampled row
+    prompts: tuple[KnownRows, ...]
+    jumps: tuple[KnownRows, ...] = ()  # of tokens that were not sampled
+    allowed: tuple[bytes | None, ...] = ()  # per sampled row: what a grammar allows; empty: nobody has one
+    is_decode: bool = False  # one row a sequence, each sampled from, and nothing else asked of it
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on a device; itself where it is there."""
+        if self.slots.device == device:
+            return self
+        to = {"device": device, "non_blocking": True}
+        paged = self.paged
+        return replace(
+            self,
+            token_ids=self.token_ids.to(**to), positions=self.positions.to(**to), slots=self.slots.to(**to),
+            paged=PagedStep(
+                paged.block_tables.to(**to), paged.query_start.to(**to), paged.context_lens.to(**to)
+            ),
+            logit_rows=self.logit_rows.to(**to),
+        )  # fmt: skip
+
+
+def build_batch(
+    output: ScheduleOutput,
+    workers: WorkerSequenceManager,
+    requests: Mapping[str, Request],
+    block_size: int,
+    device: torch.device,
+) -> Batch:
+    """Lay out the scheduled rows. Changes nothing. A decode step costs the same however long its contexts are."""
+    items = output.scheduled
+    if output.num_tokens == len(items) and (rows := _decode_rows(items, workers, requests)) is not None:
+        return _decode_batch(rows, workers, block_size, device)
+    num_rows = np.fromiter((item.num_tokens for item in items), np.int32, len(items))
+    query_start = np.zeros(len(items) + 1, np.int32)
+    np.cumsum(num_rows, out=query_start[1:])
+    starts = np.fromiter((item.start for item in items), np.int32, len(items))
+    context_lens = starts + num_rows
+    owner = np.repeat(np.arange(len(items)), num_rows)
+    positions = np.arange(query_start[-1], dtype=np.int64) - query_start[owner] + starts[owner]
+    tables = workers.block_tables.gather([item.id for item in items])
+    slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    token_ids: list[int] = []
+    sampled, sampled_rows, prompts, prompt_rows, jumps, jump_rows = [], [], [], [], [], []
+    allowed: list[bytes | None] = []
+    for index, item in enumerate(items):
+        sequence, request = workers.sequence(item.id), requests[item.id]
+        end = item.start + item.num_tokens
+        if item.num_tokens == 1:
+            token_ids.append(sequence.token_ids[item.start])
+        else:
+            token_ids += sequence.token_ids[item.start : end]
+        if end == sequence.num_tokens:
+            sampled.append(request)
+            sampled_rows.append(query_start[index + 1] - 1)
+            allowed.append(item.allowed)
+        if request.wants_prompt_logprobs and item.start < request.sequence.num_prompt_tokens:
+            rows = _prompt_rows(request, item, query_start[index])
+            if len(rows):
+                first_token = int(positions[rows[0]]) + 1
+                prompts.append(KnownRows(request, sequence.token_ids[first_token : first_token + len(rows)]))
+                prompt_rows += rows
+        if item.jump:
+            num_jumped, end_row = len(item.jump.token_ids), int(query_start[index + 1]) - 1
+            jumps.append(KnownRows(request, sequence.token_ids[-num_jumped:]))
+            jump_rows += range(end_row - num_jumped, end_row)
+    to = {"device": device, "non_blocking": True}
+    return Batch(
+        token_ids=torch.tensor(token_ids).to(**to),
+        positions=torch.from_numpy(positions).to(**to),
+        slots=torch.from_numpy(slots).to(**to),
+        paged=PagedStep(
+            block_tables=torch.from_numpy(tables).to(**to),
+            query_start=torch.from_numpy(query_start).to(**to),
+            context_lens=torch.from_numpy(context_lens).to(**to),
+        ),
+        logit_rows=torch.tensor(sampled_rows + prompt_rows + jump_rows, dtype=torch.int64).to(**to),
+        sampled=tuple(sampled),
+        prompts=tuple(prompts),
+        jumps=tuple(jumps),
+        allowed=tuple(allowed) if any(mask is not None for mask in allowed) else (),
+    )
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """A step of one row a sequence, before it is tensors."""
+
+    ids: list[str]
+    token_ids: list[int]
+    positions: list[int]
+    requests: tuple[Request, ...]
+    allowed: tuple[bytes | None, ...]
+
+
+def _decode_rows(
+    items: tuple[ScheduledSequence, ...], workers: WorkerSequenceManager, requests: Mapping[str, Request]
+) -> DecodeRows | None:
+    """The rows of a step that samples after one row of each sequence; None where it is another kind of step."""
+    ids, token_ids, positions, batched, allowed = [], [], [], [], []
+    for id, _, start, _, _, _, jump, _, mask in items:
+        tokens, request = workers.sequence(id).token_ids, requests[id]
+        if start != len(tokens) - 1 or jump.token_ids or request.wants_prompt_logprobs:
+            return None
+        ids.append(id)
+        token_ids.append(tokens[start])
+        positions.append(start)
+        batched.append(request)
+        allowed.append(mask)
+    has_masks = any(mask is not None for mask in allowed)
+    return DecodeRows(ids, token_ids, positions, tuple(batched), tuple(allowed) if has_masks else ())
+
+
+def _decode_batch(
+    rows: DecodeRows, workers: WorkerSequenceManager, block_size: int, device: torch.device
+) -> Batch:
+    num_rows = len(rows.ids)
+    positions = np.array(rows.positions, np.int64)
+    tables = workers.block_tables.gather(rows.ids)
+    steps = np.arange(num_rows + 1)
+    blocks, offsets = np.divmod(positions, block_size)
+    slots = tables[steps[:-1], blocks] * np.int64(block_size) + offsets
+    to = {"device": device, "non_blocking": True}
+    return Batch(
+        token_ids=torch.tensor(rows.token_ids).to(**to),
+        positions=torch.from_numpy(positions).to(**to),
+        slots=torch.from_numpy(slots).to(**to),
+        paged=PagedStep(
+            block_tables=torch.from_numpy(tables).to(**to),
+            query_start=torch.from_numpy(steps.astype(np.int32)).to(**to),
+            context_lens=torch.from_numpy((positions + 1).astype(np.int32)).to(**to),
+        ),
+        logit_rows=torch.from_numpy(steps[:-1]).to(**to),
+        sampled=rows.requests,
+        prompts=(),
+        allowed=rows.allowed,
+        is_decode=True,
+    )
+
+
+def _prompt_rows(request: Request, item: ScheduledSequence, first_row: int) -> range:
+    """Rows of this item whose logits are about prompt tokens that are asked for and not yet recorded."""
+    first_token = max(request.options.logprob_start_len + len(request.prompt_logprobs), item.start + 1)
+    last_token = min(item.start + item.num_tokens, request.sequence.num_prompt_tokens - 1)
+    start = int(first_row) + first_token - 1 - item.start
+    return range(start, start + max(last_token - first_token + 1, 0))

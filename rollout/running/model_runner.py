@@ -1,0 +1,227 @@
+"""Runs steps on one rank that has the whole model: batch, forward, sampling."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..kv.tensors import KVCache
+from ..model.attention import StepContext
+from ..model.hosted_model import HostedModel
+from ..reports.trace import Trace
+from ..sequences.managers import WorkerSequenceManager
+from ..sequences.request import Request
+from ..sequences.step import ScheduleOutput, SequenceResult
+from .batch import Batch, build_batch
+from .decode_graphs import DecodedStep, DecodeGraphs, DecodeInputs
+from .results import drawn_results, results_of
+from .sampler import Sampler
+
+Results = Callable[[], list[SequenceResult]]
+
+
+class ModelRunner:
+    """The runner of one rank. It reads what the worker manager knows and writes KV.
+
+    With `overlap` steps run beside the caller, one after another, and `launch` returns at once: on a thread of their
+    own, or in the queue of a GPU that replays graphs. With graphs and `begins_ahead` a decode step is even begun before
+    the last one has landed (`anticipate`): its tokens are on the device.
+    """
+
+    num_stages = 1
+    on_event = None
+
+    def __init__(
+        self,
+        model: HostedModel,
+        kv_cache: KVCache,
+        sampler: Sampler,
+        block_size: int,
+        trace: Trace,
+        *,
+        overlap: bool,
+        graphs: DecodeGraphs | None = None,
+        begins_ahead: bool = False,
+    ) -> None:
+        self._model, self._kv_cache, self._sampler, self._block_size = model, kv_cache, sampler, block_size
+        self._trace, self._graphs, self._overlap = trace, graphs, overlap
+        self._begins_ahead = begins_ahead and graphs is not None
+        has_queue = graphs is not None and model.device.type == "cuda"
+        self._thread = ThreadPoolExecutor(1, "lockstep-model") if overlap and not has_queue else None
+        self.workers = WorkerSequenceManager(self.num_stages)
+        self.num_forwards = 0
+        self.num_begun = 0  # steps that were begun before the one before had landed
+        self._newest: _Decode | None = None  # the newest step, where its tokens are in the graphs' buffers
+        self._begun: _Decode | None = None  # a step that will probably be launched
+
+    def launch(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> LaunchedStep:
+        """Run the step, or give it to the thread or the GPU. The managers are read here, and nowhere else."""
+        begun, self._begun = self._begun, None
+        if begun is not None and begun.holds(output):
+            self._newest = begun
+            return LaunchedStep(lambda: begun.results(output, requests))
+        # A GPU gets its copies with those of the graphs, or all at once.
+        on = torch.device("cpu") if self._graphs is not None else self._model.device
+        batch = build_batch(output, self.workers, requests, self._block_size, on)
+        self._newest = None
+        if self._graphs is None or not batch.is_decode or self._graphs.size_for(len(batch.sampled)) is None:
+            return LaunchedStep(self._start(output, lambda: self._run(output, batch)))
+        settings = None if batch.allowed else self._sampler.settings_of(batch.sampled)
+        inputs = DecodeInputs(
+            batch.token_ids.numpy(), batch.positions.numpy(), batch.slots.numpy(), batch.paged.block_tables.numpy(),
+            settings,
+        )  # fmt: skip
+        if settings is None:  # the host has a say in what is sampled
+            return LaunchedStep(self._start(output, lambda: self._decode_with_host(output, batch, inputs)))
+        self._newest = step = self._decode(output, inputs)
+        return LaunchedStep(lambda: step.results(output, requests))
+
+    def anticipate(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> None:
+        """Begin a step that will be launched once the one in the air has landed, less those that end with it, if that
+        takes nothing which the host has yet to learn. The managers do not know the step yet.
+
+        What ends wastes a row: it writes behind the sequence's last token, into a block that nobody else has before
+        a later step. A step that is not launched after all has changed nothing that is read again: `settle` comes then.
+        """
+        newest, graphs = self._newest, self._graphs
+        if not self._begins_ahead or newest is None or output.preempted or output.exhausted or output.ignored:
+            return
+        assert graphs is not None
+        if graphs.size_for(len(output.scheduled)) is None or not output.scheduled:
+            return
+        sources = []
+        for item in output.scheduled:
+            source = newest.rows.get((item.id, item.incarnation))
+            if source is None or item.num_tokens != 1 or item.start != self.workers.sequence(item.id).num_tokens:
+                return
+            sources.append(source)
+        settings = self._sampler.settings_of([requests[item.id] for item in output.scheduled])
+        if settings is None:
+            return
+        positions = np.array([item.start for item in output.scheduled], np.int64)
+        tables = self.workers.block_tables.gather_ahead([(item.id, item.new_blocks) for item in output.scheduled])
+        blocks, offsets = np.divmod(positions, self._block_size)
+        slots = tables[np.arange(len(positions)), blocks] * np.int64(self._block_size) + offsets
+        inputs = DecodeInputs(positions, positions, slots, tables, settings, np.array(sources, np.int64))
+        self.num_begun += 1
+        self._begun = self._decode(output, inputs)
+
+    def settle(self) -> None:
+        """A step that was begun, if there is one, is not wanted: wait until it touches nothing any more."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._newest = None  # the buffers hold tokens that never were
+            begun.settle()
+
+    def release_memory(self) -> None:
+        """KV or weights are about to be released: keep nothing that was recorded of them. Nothing is in flight."""
+        self.settle()
+        if self._graphs is not None:
+            self._graphs.forget()
+
+    def forget(self, request: Request) -> None:
+        self._sampler.forget(request)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _start(self, output: ScheduleOutput, run: Callable[[], Results]) -> Results:
+        """Run a step whose results its last call makes: here and now, on the thread, or into the GPU's queue."""
+        size = {"rows": output.num_tokens, "sequences": len(output.scheduled)}
+        launched = time.perf_counter()
+
+        def traced() -> list[SequenceResult]:
+            with self._trace.span("forward", since=launched, step=output.step, **size):
+                return run()()
+
+        if self._thread is not None:
+            return self._thread.submit(traced).result
+        if self._overlap:
+            return run()
+        results = traced()
+        return lambda: results
+
+    @torch.inference_mode()
+    def _run(self, output: ScheduleOutput, batch: Batch) -> Results:
+        batch = batch.to(self._model.device)
+        context = StepContext(batch.slots, batch.paged, self._kv_cache.keys, self._kv_cache.values)
+        # A step of mid-prompt chunks needs no logits; the module wants at least one row to make them for.
+        rows = batch.logit_rows if len(batch.logit_rows) else batch.slots.new_zeros(1)
+        logits = self._model.forward(batch.token_ids, batch.positions, rows, context)
+        self.num_forwards += 1
+        return torch.inference_mode()(lambda: results_of(output, batch, logits, self._sampler))
+
+    @torch.inference_mode()
+    def _decode_with_host(self, output: ScheduleOutput, batch: Batch, inputs: DecodeInputs) -> Results:
+        assert self._graphs is not None
+        self.num_forwards += 1
+        logits = self._graphs.run(inputs).logits
+        return torch.inference_mode()(lambda: results_of(output, batch, logits, self._sampler))
+
+    def _decode(self, output: ScheduleOutput, inputs: DecodeInputs) -> _Decode:
+        """Run a decode step that the device can do alone, or have it run."""
+        launched, graphs = time.perf_counter(), self._graphs
+        assert graphs is not None
+
+        @torch.inference_mode()
+        def run() -> DecodedStep:
+            with self._trace.span("forward", since=launched, step=output.step, rows=len(inputs.positions)):
+                self.num_forwards += 1
+                step = graphs.run(inputs)
+                if not self._overlap or self._thread is not None:
+                    step.wait()
+                return step
+
+        return _Decode(output, self._thread.submit(run) if self._thread is not None else run())
+
+
+@dataclass
+class _Decode:
+    """A decode step whose tokens are in the graphs' buffers."""
+
+    output: ScheduleOutput
+    step: Future[DecodedStep] | DecodedStep
+    rows: dict[tuple[str, int], int] = field(init=False)  # by sequence and incarnation
+
+    def __post_init__(self) -> None:
+        self.rows = {(item.id, item.incarnation): row for row, item in enumerate(self.output.scheduled)}
+
+    def holds(self, output: ScheduleOutput) -> bool:
+        """Whether this is the step, less some of its rows."""
+        if output.step != self.output.step:
+            return False
+        return output.scheduled == self.output.scheduled or set(output.scheduled) <= set(self.output.scheduled)
+
+    def results(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> list[SequenceResult]:
+        """Of the rows that are wanted. Raises BrokenLogits, and what failed."""
+        step = self.step.result() if isinstance(self.step, Future) else self.step
+        token_ids, logprobs = step.drawn()
+        if len(output.scheduled) < len(token_ids):
+            rows = [self.rows[item.id, item.incarnation] for item in output.scheduled]
+            token_ids, logprobs = [token_ids[row] for row in rows], [logprobs[row] for row in rows]
+        return drawn_results(output.scheduled, requests, token_ids, logprobs)
+
+    def settle(self) -> None:
+        if isinstance(self.step, Future):
+            wait([self.step])
+        else:
+            self.step.wait()
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step on the only stage there is."""
+
+    results: Results
+
+    def wait_first_stage(self) -> None:
+        """Nothing comes behind it on this stage."""
+
+    def abandon(self) -> None:
+        """Who is launched next waits for its turn, and nobody keeps what comes of this step."""

@@ -1,0 +1,106 @@
+"""What a step gives back, from its logits: the tokens sampled, and log-probabilities of prompts to be scored and of
+tokens that a jump put there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..completion import ListedLogprobs, TopLogprobs
+from ..sequences.request import Request
+from ..sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
+from .batch import Batch, KnownRows
+from .sampler import Sampled, Sampler, prompt_listed_logprobs, prompt_logprobs, refuse_broken
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities of the tokens that follow the rows asked for."""
+
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    listed_logprobs: tuple[ListedLogprobs, ...] = ()
+
+
+def results_of(output: ScheduleOutput, batch: Batch, logits: Tensor, sampler: Sampler) -> list[SequenceResult]:
+    """One result per scheduled sequence, in order; logits [rows, V] of `batch.logit_rows`. Raises BrokenLogits."""
+    if batch.is_decode:
+        choices = sampler.sample(logits, batch.sampled, batch.allowed)
+        return [
+            SequenceResult(
+                item.id, item.incarnation, 1, sampled.token_id, sampled.logprob, sampled.top_logprobs, (), (),
+                sampled.listed_logprobs, (), sampled.masked_prob, sampled.was_only_choice,
+            )
+            for item, sampled in zip(output.scheduled, choices, strict=True)
+        ]  # fmt: skip
+    sampled = _sample(batch, logits, sampler)
+    if not batch.prompts and not batch.jumps:
+        return [_result(item, sampled.get(item.id), None, None) for item in output.scheduled]
+    first_jump = len(batch.sampled) + sum(len(rows.token_ids) for rows in batch.prompts)
+    prompts = _score(batch.prompts, logits[len(batch.sampled) :])
+    jumps = _score(batch.jumps, logits[first_jump:])
+    return [_result(i, sampled.get(i.id), prompts.get(i.id), jumps.get(i.id)) for i in output.scheduled]
+
+
+def drawn_results(
+    items: Sequence[ScheduledSequence], requests: Mapping[str, Request], token_ids: list[int], logprobs: list[float]
+) -> list[SequenceResult]:
+    """One result per row of a decode step that drew all tokens itself. Raises BrokenLogits."""
+    refuse_broken([requests[item.id] for item in items], logprobs)
+    return [
+        SequenceResult(item.id, item.incarnation, 1, token_id, logprob)
+        for item, token_id, logprob in zip(items, token_ids, logprobs, strict=True)
+    ]
+
+
+def _sample(batch: Batch, logits: Tensor, sampler: Sampler) -> dict[str, Sampled]:
+    if not batch.sampled:
+        return {}
+    choices = sampler.sample(logits[: len(batch.sampled)], batch.sampled, batch.allowed)
+    return {request.id: choice for request, choice in zip(batch.sampled, choices, strict=True)}
+
+
+def _score(known: Iterable[KnownRows], logits: Tensor) -> dict[str, Scores]:
+    """By sequence; logits [rows, V] of these rows, one after another."""
+    scored, first = {}, 0
+    for rows in known:
+        ids = torch.tensor(rows.token_ids, device=logits.device)
+        its_logits = logits[first : first + len(rows.token_ids)]
+        scored[rows.request.id] = Scores(
+            *prompt_logprobs(its_logits, ids, rows.request), prompt_listed_logprobs(its_logits, rows.request)
+        )
+        first += len(rows.token_ids)
+    return scored
+
+
+def _result(
+    item: ScheduledSequence, sampled: Sampled | None, prompt: Scores | None, jump: Scores | None
+) -> SequenceResult:
+    scores = prompt or Scores()
+    result = SequenceResult(
+        item.id,
+        item.incarnation,
+        item.num_tokens,
+        prompt_logprobs=scores.logprobs,
+        prompt_top_logprobs=scores.top_logprobs,
+        prompt_listed_logprobs=scores.listed_logprobs,
+    )
+    if sampled is None:
+        return result
+    result = result._replace(
+        token_id=sampled.token_id,
+        logprob=sampled.logprob,
+        top_logprobs=sampled.top_logprobs,
+        listed_logprobs=sampled.listed_logprobs,
+        masked_prob=sampled.masked_prob,
+        was_only_choice=sampled.was_only_choice,
+    )
+    if jump is None:
+        return result
+    return result._replace(
+        jump=item.jump, jump_logprobs=jump.logprobs, jump_top_logprobs=jump.top_logprobs,
+        jump_listed_logprobs=jump.listed_logprobs,
+    )  # fmt: skip

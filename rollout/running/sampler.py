@@ -1,0 +1,272 @@
+"""Chooses the next token of each row. A row's choice depends on its own logits, settings, seed and position alone.
+
+The reported log-probability is log_softmax(logits / temperature) over the full vocabulary of the *model's* logits:
+penalties, logit_bias, a grammar and the top-k / top-p / min-p filters shape what is chosen, not what is reported, so
+that the trainer, which knows nothing of them, computes the same number. Letters: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.sampling.draws import KEEP_ALL, RowSettings, draw_tokens
+from ...kernels.sampling.logprobs import scaled_logprobs, selected_logprobs
+from ..completion import ListedLogprobs, TopLogprobs
+from ..errors import BrokenLogits
+from ..sampling_params import SamplingParams
+from ..sequences.request import Request
+
+# Beyond every logit, and still finite after division by the lowest temperature: a row never loses all its tokens.
+_FAR = 1e30
+
+
+class Sampled(NamedTuple):
+    """The choice made for one row."""
+
+    token_id: int
+    logprob: float
+    top_logprobs: TopLogprobs
+    listed_logprobs: ListedLogprobs = ()
+    masked_prob: float | None = None  # with a grammar: among the tokens it allowed, at the temperature
+    was_only_choice: bool = False  # it allowed no other
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is asked for these requests, row by row: it stays while the batch does."""
+
+    requests: list[Request]
+    settings: RowSettings
+    reshaped: list[int]  # rows whose logits are changed at every step
+    reshaped_at_first: list[int]  # others that are until they have min_new_tokens
+    with_top: list[int]  # rows of which alternatives are wanted
+    with_listed: list[int]
+
+    @classmethod
+    def of(cls, requests: list[Request], device: torch.device) -> _Plan:
+        params = [r.params for r in requests]
+        top_k = [1 if p.is_greedy else p.top_k if p.top_k > 0 else KEEP_ALL for p in params]
+        filtered = [i for i, p in enumerate(params) if not p.is_greedy and _filters(p)]
+        always = [i for i, p in enumerate(params) if p.needs_penalties or p.logit_bias]
+        return cls(
+            requests,
+            RowSettings(
+                temperatures=torch.tensor([_temperature(r) for r in requests], dtype=torch.float32, device=device),
+                seeds=torch.tensor([r.seed for r in requests], dtype=torch.int64, device=device),
+                top_k=torch.tensor([min(k, KEEP_ALL) for k in top_k], dtype=torch.int64, device=device),
+                top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
+                min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
+                filtered=torch.tensor(filtered, dtype=torch.int64, device=device),
+            ),
+            reshaped=always,
+            reshaped_at_first=[i for i, p in enumerate(params) if p.min_new_tokens > 0 and i not in set(always)],
+            with_top=[i for i, r in enumerate(requests) if r.options.top_logprobs_num],
+            with_listed=[i for i, r in enumerate(requests) if r.options.token_ids_logprob],
+        )
+
+
+class Sampler:
+    """Samples batches; keeps token counts for the requests whose penalties need them."""
+
+    def __init__(self, eos_token_ids: frozenset[int]) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._counts: dict[Request, _Counts] = {}
+        self._plan: _Plan | None = None  # of the newest batch
+        self._host_plan: _Plan | None = None  # likewise, of the newest that is drawn from without the host
+
+    def sample(
+        self, logits: Tensor, requests: Sequence[Request], allowed: Sequence[bytes | None] = ()
+    ) -> list[Sampled]:
+        """One token per row of logits [R, V] (any float dtype), requests in row order. Raises BrokenLogits.
+
+        allowed: per row the tokens that may be chosen, one bit each; None: all. Empty: all in every row.
+        """
+        device = logits.device
+        plan = self._plan_of(requests, device)
+        positions = torch.tensor([r.sequence.num_tokens for r in requests], dtype=torch.int64, device=device)
+        masked = [row for row, mask in enumerate(allowed) if mask is not None]
+        packed = np.stack([np.frombuffer(allowed[row], np.uint8) for row in masked]) if masked else None
+        masks = None if packed is None else (_on(device, masked), torch.from_numpy(packed).to(device))
+        drawn = draw_tokens(logits, plan.settings, positions, self._reshaped(logits, plan, allowed), masks)
+        logprobs = drawn.logprobs.tolist()
+        refuse_broken(requests, logprobs)
+        tops, listed = _alternatives(logits, plan)
+        rows = zip(drawn.token_ids.tolist(), logprobs, tops, listed)  # noqa: B905 the last two may be endless
+        choices = [Sampled(*row) for row in rows]
+        if packed is not None:
+            chances, num_choices = drawn.chances.tolist(), np.bitwise_count(packed).sum(-1).tolist()
+            for row, num in zip(masked, num_choices, strict=True):
+                choices[row] = choices[row]._replace(masked_prob=chances[row], was_only_choice=num == 1)
+        return choices
+
+    def forget(self, request: Request) -> None:
+        """The request is answered."""
+        self._counts.pop(request, None)
+        plan, host_plan = self._plan, self._host_plan
+        if plan is not None and request in plan.requests:
+            self._plan = None
+        if host_plan is not None and request in host_plan.requests:
+            self._host_plan = None
+
+    def settings_of(self, requests: Sequence[Request]) -> RowSettings | None:
+        """How these rows are drawn where `draw_tokens` is all there is to it: tensors of the host, the same object
+        while the batch is the same. None where logits are reshaped, or more is reported than the token. Grammars are
+        the caller's to know of."""
+        plan, wanted = self._host_plan, list(requests)
+        if plan is None or plan.requests != wanted:
+            plan = self._host_plan = _Plan.of(wanted, torch.device("cpu"))
+        if plan.reshaped or plan.with_top or plan.with_listed:
+            return None
+        waiting = (plan.requests[row] for row in plan.reshaped_at_first)
+        if any(r.sequence.num_output_tokens < r.params.min_new_tokens for r in waiting):
+            return None
+        return plan.settings
+
+    def _plan_of(self, requests: Sequence[Request], device: torch.device) -> _Plan:
+        plan, wanted = self._plan, list(requests)
+        if plan is None or plan.requests != wanted:
+            plan = self._plan = _Plan.of(wanted, device)
+        return plan
+
+    def _reshaped(self, logits: Tensor, plan: _Plan, allowed: Sequence[bytes | None]) -> tuple[Tensor, Tensor] | None:
+        """The rows whose logits are not to be drawn from as they are, and what to draw from there."""
+        rows = list(plan.reshaped)
+        for row in plan.reshaped_at_first:
+            request = plan.requests[row]
+            if request.sequence.num_output_tokens < request.params.min_new_tokens:
+                rows.append(row)
+        if not rows:
+            return None
+        for row in rows:
+            if allowed and allowed[row] is not None:
+                self._counts.pop(plan.requests[row], None)  # a jump may have replaced tokens that were counted
+        values = torch.stack([self._reshape(logits[row].float(), plan.requests[row]) for row in rows])
+        return _on(logits.device, rows), values
+
+    def _reshape(self, logits: Tensor, request: Request) -> Tensor:
+        """Penalties, logit_bias and the ban on stopping early, on one row [V]."""
+        params = request.params
+        if params.needs_penalties:
+            counts = self._counts.get(request)
+            if counts is None:
+                counts = self._counts[request] = _Counts(logits.shape[-1], logits.device)
+            counts.catch_up(request)
+            logits = counts.penalise(logits, request)
+        if params.logit_bias:
+            ids = torch.tensor(list(params.logit_bias), device=logits.device)
+            bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64, device=logits.device)
+            logits = logits.index_add(0, ids, bias.clamp(-_FAR, _FAR).float())
+        if request.sequence.num_output_tokens < params.min_new_tokens:
+            stops = self._eos_token_ids | set(params.stop_token_ids)
+            banned = [id for id in stops if id < len(logits)]  # a tokenizer may know more ids than the model has rows
+            logits = logits.index_fill(0, torch.tensor(banned, dtype=torch.int64, device=logits.device), -2 * _FAR)
+        return logits
+
+
+class _Counts:
+    """How often each token stands in a sequence, kept up as it grows. Work per step is the new tokens only."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._in_output = torch.zeros(vocab_size, device=device)
+        self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)  # in the prompt or the output
+        self._num_counted = 0
+
+    def catch_up(self, request: Request) -> None:
+        sequence = request.sequence
+        new = torch.tensor(sequence.token_ids[self._num_counted :], device=self._seen.device, dtype=torch.int64)
+        self._seen[new] = True
+        outputs = new[max(sequence.num_prompt_tokens - self._num_counted, 0) :]
+        self._in_output.index_add_(0, outputs, torch.ones_like(outputs, dtype=torch.float32))
+        self._num_counted = sequence.num_tokens
+
+    def penalise(self, logits: Tensor, request: Request) -> Tensor:
+        params = request.params
+        repetition = params.repetition_penalty
+        punished = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(self._seen, punished, logits)
+        logits = logits - self._in_output * params.frequency_penalty
+        return logits - (self._in_output > 0).float() * params.presence_penalty
+
+
+def refuse_broken(requests: Sequence[Request], logprobs: Sequence[float]) -> None:
+    """Raises BrokenLogits where the log-probability of a row's token is NaN."""
+    if any(value != value for value in logprobs):
+        broken = [r.id for r, value in zip(requests, logprobs, strict=True) if value != value]
+        count = f"{len(broken)} sequences, {broken[0]!r} first"
+        raise BrokenLogits(f"the model's logits are NaN or infinite for {count}")
+
+
+def _temperature(request: Request) -> float:
+    """What logits are divided by: greedy rows report the plain log_softmax."""
+    return 1.0 if request.params.is_greedy else float(request.params.temperature)
+
+
+def _filters(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def _on(device: torch.device, rows: Sequence[int]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def _alternatives(logits: Tensor, plan: _Plan) -> tuple[Iterable[TopLogprobs], Iterable[ListedLogprobs]]:
+    """Of each row the most likely tokens and those it names, where a request asks for them."""
+    wanted = sorted({*plan.with_top, *plan.with_listed})
+    if not wanted:
+        return repeat(()), repeat(())
+    rows = _on(logits.device, wanted)
+    logprobs = scaled_logprobs(logits[rows], plan.settings.temperatures[rows])
+    requests = [plan.requests[row] for row in wanted]
+    tops: list[TopLogprobs] = [()] * len(logits)
+    listed: list[ListedLogprobs] = [()] * len(logits)
+    for row, top in zip(wanted, top_logprobs(logprobs, [r.options.top_logprobs_num for r in requests]), strict=True):
+        tops[row] = top
+    for place, (row, request) in enumerate(zip(wanted, requests, strict=True)):
+        listed[row] = listed_logprobs(logprobs[place : place + 1], request)[0]
+    return tops, listed
+
+
+def top_logprobs(logprobs: Tensor, num_wanted: Sequence[int]) -> list[TopLogprobs]:
+    """For each row of [R, V] its `num_wanted[row]` most likely tokens with their log-probabilities."""
+    most = min(max(num_wanted, default=0), logprobs.shape[-1])
+    if most == 0:
+        return [()] * len(num_wanted)
+    values, ids = logprobs.topk(most, dim=-1)
+    rows = zip(values.tolist(), ids.tolist(), num_wanted, strict=True)
+    return [tuple(zip(row_values[:num], row_ids[:num], strict=True)) for row_values, row_ids, num in rows]
+
+
+def listed_logprobs(logprobs: Tensor, request: Request) -> tuple[ListedLogprobs, ...]:
+    """For each row of [R, V] the log-probabilities of the tokens that the request names."""
+    ids = request.options.token_ids_logprob
+    if not ids:
+        return ((),) * len(logprobs)
+    columns = logprobs[:, torch.tensor(ids, device=logprobs.device)].tolist()
+    return tuple(tuple(zip(row, ids, strict=True)) for row in columns)
+
+
+def prompt_listed_logprobs(logits: Tensor, request: Request) -> tuple[ListedLogprobs, ...]:
+    """The same of rows of logits [R, V] before prompt tokens; nothing where none are named."""
+    if not request.options.token_ids_logprob:
+        return ()
+    return listed_logprobs(scaled_logprobs(logits, _temperature(request)), request)
+
+
+def prompt_logprobs(
+    logits: Tensor, token_ids: Tensor, request: Request
+) -> tuple[tuple[float, ...], tuple[TopLogprobs, ...]]:
+    """Log-probabilities of known tokens: logits [R, V] of the rows before them, token_ids int64 [R]."""
+    temperature = _temperature(request)
+    num_top = request.options.top_logprobs_num
+    if num_top == 0:
+        return tuple(selected_logprobs(logits, token_ids, temperature).tolist()), ()
+    logprobs = scaled_logprobs(logits, temperature)
+    chosen = logprobs.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+    return tuple(chosen.tolist()), tuple(top_logprobs(logprobs, [num_top] * len(token_ids)))

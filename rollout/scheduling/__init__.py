@@ -1,0 +1,1 @@
+"""Chooses the sequences of the next step."""

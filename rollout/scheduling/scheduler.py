@@ -1,0 +1,332 @@
+"""What runs in the next step: decodes first, then chunks of prompts under way, then waiting requests."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+
+from ..config import ADMISSION_RATIO, DEADLINE_MULTIPLIER, MIN_DEADLINE_S
+from ..kv.ledger import KVLedger
+from ..sequences.request import Request
+from ..sequences.sequence import State
+from ..sequences.step import ScheduleDraft, ScheduledSequence, ScheduleOutput
+from .admission import Admission
+from .pipelining import Pipelining
+from .policies import Policy, find_policy, pick_victim
+from .prefill_time import PrefillTimePredictor
+from .prompts_under_way import PromptsUnderWay
+from .waiting_queue import Priority
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """How much one step may hold."""
+
+    max_num_seqs: int  # sequences that hold blocks
+    max_num_batched_tokens: int  # rows
+    chunked_prefill_size: int  # rows of one prompt
+    max_model_len: int  # tokens of one sequence
+
+
+class Scheduler:
+    """Queues and decisions. It reads sequences and writes none: the managers do, from its output.
+
+    What a step costs grows with the sequences that run and are taken up, not with those that wait.
+    """
+
+    def __init__(
+        self,
+        ledger: KVLedger,
+        limits: StepLimits,
+        policy: str = "fcfs",
+        *,
+        deadline_multiplier: float = DEADLINE_MULTIPLIER,
+        min_deadline_s: float = MIN_DEADLINE_S,
+        admission_ratio: float = ADMISSION_RATIO,
+        pipelining: Pipelining | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """clock: seconds, the one that arrival times were read from. Raises ValueError for an unknown policy."""
+        self._ledger = ledger
+        self._limits = limits
+        self._pipelining = pipelining or Pipelining()
+        self._clock = clock
+        self._now = clock()  # of the newest step
+        self._predictor = PrefillTimePredictor(min(limits.chunked_prefill_size, limits.max_num_batched_tokens))
+        self._policy: Policy = find_policy(policy)(self._predictor, deadline_multiplier, min_deadline_s)
+        self._admission = Admission(ledger, limits.max_model_len, admission_ratio)
+        self._queue = self._policy.make_queue()
+        self._queued: set[Request] = set()  # waiting, in the queue or parked
+        self._running: dict[Request, None] = {}  # holds blocks, in order of admission
+        self._under_way = PromptsUnderWay(ledger)
+        self._step = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queued)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._queued)
+
+    @property
+    def admission_ratio(self) -> float:
+        """Share of what running sequences may still generate that admission keeps room for."""
+        return self._admission.ratio
+
+    def reset_admission(self) -> None:
+        """Set the admission ratio back to its initial value, as when the cache is flushed."""
+        self._admission.reset()
+
+    def waiting(self) -> list[Request]:
+        """Queued requests in the order of the policy, for reports."""
+        return sorted(self._queued, key=self._rank)
+
+    def running(self) -> list[Request]:
+        """Requests that hold blocks, in order of admission."""
+        return list(self._running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request: a new one, or one that was preempted."""
+        assert request not in self._queued and request not in self._running
+        self._policy.arrive(request)
+        self._queued.add(request)
+        self._queue.push(request)
+
+    def on_step_completed(self, output: ScheduleOutput, requests: dict[str, Request]) -> None:
+        """The step ran: publish the KV that is complete now. `requests` holds the live ones by id."""
+        block_size, running = self._ledger.block_size, self._running
+        for item in output.scheduled:
+            start, end = item.start, item.start + item.num_tokens
+            if start // block_size == end // block_size:
+                continue  # no block is full that was not
+            request = requests.get(item.id)
+            if request in running and item.incarnation == request.num_retractions:
+                # A step may bring more tokens than are wanted: those behind the end have KV, and no name.
+                self._ledger.publish(request, min(end, request.sequence.num_tokens))
+                self._look_again(self._under_way.end(request, end))
+
+    def on_step_timed(self, output: ScheduleOutput, seconds: float) -> None:
+        """The model ran this step in so many seconds: what deadlines and slacks are predicted from."""
+        self._predictor.observe(output, seconds)
+
+    def remove(self, request: Request) -> None:
+        """The request ended: take it out of its queue, give back what it holds."""
+        if request in self._running:
+            self._give_back(request)
+        self._queued.discard(request)
+        self._queue.discard(request)
+        self._policy.forget(request)
+        self._ledger.forget(request)
+        if not self.has_work:
+            self.reset_admission()
+
+    def retract(self, request: Request) -> None:
+        """Take back the blocks of a running request and queue it again. The caller tells the managers."""
+        self._give_back(request)
+        self.add(request)
+
+    def requeue(self, request: Request) -> None:
+        """Make a live request wait, wherever it is now."""
+        if request in self._running:
+            self._give_back(request)
+        if request not in self._queued:
+            self.add(request)
+
+    def forget_under_way(self) -> None:
+        """What is computed now will never be in the cache: let those who wait for it compute it themselves."""
+        self._look_again(self._under_way.end_all())
+
+    def schedule(self) -> ScheduleOutput:
+        """Decide the next step. Changes queues and the ledger; sequences change when the managers take the output."""
+        self._step += 1
+        self._now = self._clock()
+        self._ledger.pins.expire()
+        draft = ScheduleDraft(self._limits.max_num_batched_tokens)
+        self._continue_running(draft)
+        if draft.preempted:
+            self._admission.on_retraction(self._running)
+        else:
+            self._admit(draft)
+            if draft.scheduled:
+                self._admission.on_good_step()
+        return draft.output(self._step)
+
+    # -- running sequences --------------------------------------------------------------------------------------
+
+    def _continue_running(self, draft: ScheduleDraft) -> None:
+        """The next rows of those that hold blocks: decodes, up to this step's share of them, then prompts under way."""
+        running = self._running
+        max_decodes = self._pipelining.max_decodes(running)
+        num_decodes = 0
+        in_step: set[Request] = set()
+        decodes: list[Request] = []
+        prompts: list[Request] = []
+        for request in running:
+            (prompts if request.is_prefilling_ahead else decodes).append(request)
+        for index, request in enumerate(decodes + prompts):
+            if draft.budget == 0:
+                break
+            if request not in running:
+                continue  # preempted by an earlier one of this loop
+            num_tokens = self._num_next(request, draft.budget)
+            is_decode = index < len(decodes)
+            if num_tokens == 0 or (is_decode and num_decodes == max_decodes):
+                continue
+            new_blocks = self._make_room(request, num_tokens, in_step, draft)
+            if new_blocks is not None:
+                self._put(draft, request, num_tokens, new_blocks)
+                in_step.add(request)
+                num_decodes += is_decode
+            elif request in self._running:
+                draft.exhausted.append((request.id, self._why_exhausted(request)))
+
+    def _num_next(self, request: Request, budget: int) -> int:
+        """Rows of the request's next chunk; 0 when it has to wait for a step in the air, which may be its last."""
+        num_ahead = request.num_tokens_ahead
+        if request.num_tokens_in_flight and (request.is_ending or num_ahead >= self._limits.max_model_len):
+            return 0
+        if not self._pipelining.may_run(request):
+            return 0
+        num_left = num_ahead - request.num_processed_ahead
+        return 1 if num_left == 1 else min(num_left, self._limits.chunked_prefill_size, budget)
+
+    def _make_room(
+        self, request: Request, num_tokens: int, in_step: set[Request], draft: ScheduleDraft
+    ) -> list[int] | None:
+        """Grow the request's table for its next rows, preempting others if it must, also such as are in the air: on
+        every stage what is in the air comes before this step writes to their blocks.
+
+        None when it was preempted itself (then the draft says so), or when it is alone and the pool is full.
+        """
+        needed = request.num_processed_ahead + num_tokens
+        while (blocks := self._ledger.grow(request, needed)) is None:
+            candidates = [r for r in self._running if r not in in_step]
+            if candidates == [request]:
+                if not in_step:
+                    if self._unpin(request, lambda: self._ledger.num_missing(request, needed)):
+                        continue
+                    return None
+                victim = request  # others run this step and will free blocks: wait for them
+            else:
+                victim = pick_victim(candidates, self._rank)
+            draft.preempted.append(victim.id)
+            self._give_back(victim)
+            self.add(victim)
+            if victim is request:
+                return None
+        return blocks
+
+    def _why_exhausted(self, request: Request) -> str:
+        usage = self._ledger.usage
+        return (
+            f"the KV pool of {usage.num_blocks} blocks of {self._ledger.block_size} tokens is full with this sequence "
+            f"alone at {request.num_tokens_ahead} tokens"
+        )
+
+    def make_room_for_jump(self, request: Request, num_blocks: int, in_step: Collection[Request]) -> list[Request]:
+        """Preempt running requests that come after this one in the policy's order, but none of `in_step`, until so many
+        blocks can be had or none is left to preempt; cached blocks count as available. Returns whom: they are queued
+        again, and the caller tells the managers."""
+        victims = []
+        while self._ledger.num_available < num_blocks:
+            rank = self._rank(request)
+            candidates = [r for r in self._running if r not in in_step and self._rank(r) > rank]
+            if not candidates:
+                break
+            victim = pick_victim(candidates, self._rank)
+            self._give_back(victim)
+            self.add(victim)
+            victims.append(victim)
+        return victims
+
+    # -- waiting sequences --------------------------------------------------------------------------------------
+
+    def _admit(self, draft: ScheduleDraft) -> None:
+        """Take waiting requests in the order of the policy until rows, places or blocks run out.
+
+        Parks, and gives up on, at most as many as may run, so that a step never looks at all who wait.
+        """
+        most = self._limits.max_num_seqs
+        reserve: int | None = None  # counted once there is a request to admit
+        while draft.budget > 0 and len(self._running) < most and self._under_way.num_parked < most:
+            request = self._queue.peek(self._now)
+            if request is None or len(draft.ignored) + len(draft.exhausted) >= most:
+                break
+            if (why := self._admission.why_never(request)) is not None:
+                self._queue.discard(request)
+                self._queued.discard(request)
+                (draft.exhausted if request.num_retractions else draft.ignored).append((request.id, why))
+                continue
+            nodes = self._ledger.match(request)
+            if (hash := self._under_way.hash_to_wait_for(request, len(nodes))) is not None:
+                self._queue.discard(request)
+                self._under_way.park(request, hash)
+                continue
+            if not self._running:  # or those that run will make room as they end
+                self._unpin(request, partial(self._admission.num_blocks_to_take, request, nodes))
+            if reserve is None:
+                reserve = self._admission.num_blocks_reserved(self._running)
+            if not self._admission.fits(request, nodes, reserve, is_alone=not self._running):
+                break
+            self._queue.discard(request)
+            self._queued.discard(request)
+            self._running[request] = None
+            self._ledger.open(request, nodes)
+            num_known, num_cached = request.sequence.num_tokens, len(nodes) * self._ledger.block_size
+            num_tokens = min(num_known - num_cached, self._limits.chunked_prefill_size, draft.budget)
+            blocks = self._ledger.grow(request, num_cached + num_tokens)
+            assert blocks is not None
+            reserve += self._admission.num_blocks_reserved((request,))
+            if request.num_retractions == 0:
+                request.num_cached_tokens = num_cached
+            self._under_way.begin(request, len(nodes))
+            self._put(draft, request, num_tokens, [node.block for node in nodes] + blocks, start=num_cached)
+
+    def _unpin(self, request: Request, num_blocks: Callable[[], int]) -> bool:
+        """Where pins leave less than `num_blocks()` to the only request that could run, lift the fewest that help;
+        returns whether any was."""
+        ledger = self._ledger
+        if not len(ledger.pins) or num_blocks() <= ledger.num_available:
+            return False
+        why = f"request {request.id} needs {num_blocks()} blocks, {ledger.num_available} were left"
+        released = ledger.pins.release_until(lambda: num_blocks() - ledger.num_available, why)
+        if released:
+            logger.warning("pins on %d blocks were lifted, %d stand: %s", len(released), len(ledger.pins), why)
+        return bool(released)
+
+    # -- helpers ------------------------------------------------------------------------------------------------
+
+    def _give_back(self, request: Request) -> None:
+        del self._running[request]
+        self._ledger.close(request)
+        self._look_again(self._under_way.end(request, request.sequence.num_tokens))
+
+    def _look_again(self, parked: list[Request]) -> None:
+        """What these waited for is in the cache, or never will be: back to the queue with those who still wait."""
+        for request in parked:
+            if request in self._queued:
+                self._queue.push(request)
+
+    def _rank(self, request: Request) -> Priority:
+        return self._policy.rank(request, self._now)
+
+    def _put(
+        self, draft: ScheduleDraft, request: Request, num_tokens: int, new_blocks: list[int], start: int | None = None
+    ) -> None:
+        """Its next rows are in this step. Ranks are told the tokens of those that they have not heard of."""
+        sequence = request.sequence
+        token_ids = tuple(sequence.token_ids) if sequence.state is State.WAITING else None
+        start = request.num_processed_ahead if start is None else start
+        draft.put(ScheduledSequence(
+            sequence.id, request.num_retractions, start, num_tokens, tuple(new_blocks), token_ids
+        ))  # fmt: skip

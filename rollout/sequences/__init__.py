@@ -1,0 +1,1 @@
+"""Requests, their states, and the managers that alone write them."""

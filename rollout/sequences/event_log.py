@@ -1,0 +1,105 @@
+"""The managers' event stream, recorded and replayed: equal events give equal state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from .managers import EngineSequenceManager, SequenceManager
+from .request import Request
+from .sequence import Sequence
+
+Event = tuple[str, tuple[object, ...]]  # the manager's method, its arguments
+
+
+class ManagerPair:
+    """The controller's manager and this rank's: every event goes to both, and to the log when there is one."""
+
+    def __init__(
+        self,
+        engine: EngineSequenceManager,
+        worker: SequenceManager,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        """on_event: told of every event before the managers are."""
+        self.engine, self.worker = engine, worker
+        self.log: list[Event] | None = None
+        self._on_event = on_event
+
+    def add(self, request: Request) -> None:
+        self._record("add", fresh_copy(request))
+        self.engine.add(request)
+
+    def on_schedule(self, output: object) -> None:
+        self._record("on_schedule", output)
+        self.engine.on_schedule(output)
+        self.worker.on_schedule(output)
+
+    def on_stage_completed(self, items: tuple) -> None:
+        """Of the controller's stage; a rank of another stage knows best when its own has run these rows."""
+        self._record("on_stage_completed", items)
+        self.engine.on_stage_completed(items)
+        self.worker.on_stage_completed(items)
+
+    def on_step_completed(self, results: list) -> list[str]:
+        self._record("on_step_completed", results)
+        finished = self.engine.on_step_completed(results)
+        self.worker.on_step_completed(results)
+        return finished
+
+    def on_step_cancelled(self, items: tuple) -> None:
+        self._record("on_step_cancelled", items)
+        self.engine.on_step_cancelled(items)
+        self.worker.on_step_cancelled(items)
+
+    def deliver(self, request: Request) -> None:
+        """Text is the controller's alone; what it ends is an event."""
+        was_live = request.finish_reason is None
+        if self.engine.deliver(request) and was_live:
+            self._record("finish", request.id, request.finish_reason)
+
+    def preempt(self, id: str) -> None:
+        self._record("preempt", id)
+        self.engine.preempt(id)
+        if id in self.worker:
+            self.worker.preempt(id)
+
+    def finish(self, id: str, reason: object) -> None:
+        self._record("finish", id, reason)
+        self.engine.finish(id, reason)
+
+    def free(self, id: str) -> None:
+        self._record("free", id)
+        self.engine.free(id)
+        if id in self.worker:
+            self.worker.free(id)
+
+    def _record(self, name: str, *args: object) -> None:
+        if self.log is not None:
+            self.log.append((name, args))
+        if self._on_event is not None:
+            self._on_event((name, args))
+
+
+def fresh_copy(request: Request) -> Request:
+    """The request as it was when it arrived, sharing nothing that changes; it makes no text."""
+    prompt = request.sequence.token_ids[: request.sequence.num_prompt_tokens]
+    records = ("logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "span_starts", "forced",
+               "masked_probs")  # fmt: skip
+    blank: dict[str, Any] = {**{name: [] for name in records}, "grammar": None}
+    return replace(request, sequence=Sequence(request.id, prompt), detokenizer=None, **blank)
+
+
+def replay(events: Iterable[Event], manager: SequenceManager) -> None:
+    """Feed a log to a fresh manager of either kind; a worker takes the events that concern it."""
+    is_engine = isinstance(manager, EngineSequenceManager)
+    for name, args in events:
+        if name == "add":
+            if is_engine:
+                manager.add(fresh_copy(args[0]))
+        elif name == "finish":
+            if is_engine:
+                manager.finish(*args)
+        elif is_engine or name.startswith("on_") or args[0] in manager:
+            getattr(manager, name)(*args)

@@ -1,0 +1,151 @@
+"""A sequence, its states, and the one function that moves it from state to state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from enum import Enum
+
+from ..errors import IllegalTransition
+
+
+class State(Enum):
+    """Where a sequence stands in its life."""
+
+    WAITING = "waiting"  # arrived, holds no block
+    RUNNING = "running"  # holds blocks, is in the step being run
+    PAUSED = "paused"  # holds blocks, between two steps
+    WAITING_PREEMPT = "waiting_preempt"  # gave its blocks back, keeps its tokens
+    FINISHED = "finished"  # terminal: answered, holds no block
+    IGNORED = "ignored"  # terminal: could never have run; answered with the reason
+
+    __hash__ = object.__hash__  # members are single: Enum's own takes the hash of the name, in Python, at every look-up
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.RUNNING, State.IGNORED, State.FINISHED}),
+    State.RUNNING: frozenset({State.PAUSED, State.WAITING_PREEMPT, State.FINISHED}),
+    State.PAUSED: frozenset({State.RUNNING, State.WAITING_PREEMPT, State.FINISHED}),
+    State.WAITING_PREEMPT: frozenset({State.RUNNING, State.FINISHED}),
+    State.FINISHED: frozenset(),
+    State.IGNORED: frozenset(),
+}
+
+HOLDS_BLOCKS = frozenset({State.RUNNING, State.PAUSED})
+QUEUED = frozenset({State.WAITING, State.WAITING_PREEMPT})
+TERMINAL = frozenset({State.FINISHED, State.IGNORED})
+
+
+class Sequence:
+    """Tokens, progress and state of one sequence, as both managers keep it.
+
+    The two progress counters differ only in a pipeline: `num_tokens_step_processed` counts tokens that went through
+    all stages (output and stop conditions read this one), `num_tokens_stage_processed` those that went through this
+    stage, so that chunk k+1 may enter the first stage while chunk k is in the second.
+    """
+
+    __slots__ = (
+        "id",
+        "token_ids",
+        "num_prompt_tokens",
+        "num_tokens_step_processed",
+        "num_tokens_stage_processed",
+        "_state",
+        "_replaced",
+        "_num_jumped",
+    )
+
+    def __init__(self, id: str, prompt_ids: SequenceOf[int]) -> None:
+        self.id = id
+        self.token_ids: list[int] = list(prompt_ids)  # the prompt, then what was generated
+        self.num_prompt_tokens = len(self.token_ids)  # never changes, whatever preempts the sequence
+        self.num_tokens_step_processed = 0
+        self.num_tokens_stage_processed = 0
+        self._state = State.WAITING
+        self._replaced: list[int] | None = None  # by the tokens of a jump that is under way
+        self._num_jumped = 0  # tokens of that jump
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def move(self, to: State) -> None:
+        """Enter state `to`. The only writer of the state.
+
+        Raises IllegalTransition, and changes nothing, when the present state does not lead there.
+        """
+        if to not in TRANSITIONS[self._state]:
+            raise IllegalTransition(f"sequence {self.id!r} is {self._state.name} and cannot become {to.name}")
+        self._state = to
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def settled_output(self, first: int = 0) -> list[int]:
+        """The output from its token number `first` on, without a jump that is under way."""
+        if self._replaced is None:
+            return self.token_ids[self.num_prompt_tokens + first :]
+        settled = self.token_ids[self.num_prompt_tokens : self.num_tokens - self._num_jumped] + self._replaced
+        return settled[first:]
+
+    def begin_jump(self, num_rolled_back: int, token_ids: SequenceOf[int]) -> None:
+        """Put these in the place of the last `num_rolled_back` output tokens, until the step with them is done or
+        undone. The KV of what is replaced must have been given up."""
+        assert self._replaced is None and 0 <= num_rolled_back <= self.num_output_tokens, self
+        start = self.num_tokens - num_rolled_back
+        assert self.num_tokens_stage_processed <= start, self
+        self._replaced, self._num_jumped = self.token_ids[start:], len(token_ids)
+        self.token_ids[start:] = token_ids
+
+    def settle_jump(self) -> None:
+        """The jump under way, if there is one, stands."""
+        self._replaced, self._num_jumped = None, 0
+
+    def undo_jump(self) -> None:
+        """As if the jump under way, if there is one, had never begun. Comes with `forget_progress`."""
+        if self._replaced is not None:
+            self.token_ids[self.num_tokens - self._num_jumped :] = self._replaced
+            self.settle_jump()
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether known tokens beyond the last one still lack KV at this stage."""
+        return self.num_tokens_stage_processed < len(self.token_ids) - 1
+
+    @property
+    def is_terminal(self) -> bool:
+        return self._state in TERMINAL
+
+    def stage_processed(self, num_tokens: int) -> None:
+        """Count `num_tokens` more through this stage. Never more than are known."""
+        self.num_tokens_stage_processed += num_tokens
+        assert num_tokens > 0 and self.num_tokens_stage_processed <= len(self.token_ids), self
+
+    def step_processed(self, num_tokens: int) -> None:
+        """Count `num_tokens` more through all stages. Never more than went through this one."""
+        self.num_tokens_step_processed += num_tokens
+        assert num_tokens > 0 and self.num_tokens_step_processed <= self.num_tokens_stage_processed, self
+
+    def give_up_progress(self, num_tokens: int) -> None:
+        """What lies beyond the first `num_tokens` will be computed anew."""
+        self.num_tokens_step_processed = min(self.num_tokens_step_processed, num_tokens)
+        self.num_tokens_stage_processed = min(self.num_tokens_stage_processed, num_tokens)
+
+    def forget_progress(self) -> None:
+        """Both counters to zero, as when the blocks are given back; tokens and prompt boundary stay."""
+        self.num_tokens_step_processed = 0
+        self.num_tokens_stage_processed = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.id!r}, {self._state.name}, prompt={self.num_prompt_tokens}, tokens={self.num_tokens}, "
+            f"step={self.num_tokens_step_processed}, stage={self.num_tokens_stage_processed})"
+        )

@@ -1,0 +1,1 @@
+"""Which part of the module a rank has."""

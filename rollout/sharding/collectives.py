@@ -1,0 +1,89 @@
+"""Collectives of the ranks that share a layer: sums of partial products, gathered columns, rows looked up.
+
+What a row-parallel product costs, per layer, with M rows of N features: in invariant mode each rank receives
+k_blocks * (tp - 1) / tp * M * N elements (an all-gather of the partial products), otherwise about
+2 * (tp - 1) / tp * M * N (an all-reduce): k_blocks / 2 times as much. A layer has two such products. Everything travels
+in the activations' dtype. Example: 28 layers, N = 1024, bfloat16, tp = k_blocks = 2, M = 32 decode rows: 64 KiB a
+product and 3.5 MiB a step. Over gloo on one host such a sum took 0.7 ms instead of 0.3, and with 2048 rows 79 ms
+instead of 19: few rows pay for latency, many for gloo's slow all-gather.
+
+Letters: B K-blocks of the layer, M rows, N features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...kernels.linear.linear import Product, add_blocks, block_partials
+
+
+@dataclass(frozen=True)
+class RowReduction:
+    """How partial products over parts of K become the product.
+
+    In order: the partial products over `num_blocks` fixed blocks on each rank, each rounded to the activations' dtype,
+    are gathered by everybody and added in fp32 from the first block to the last, then the bias is added, and the sum
+    rounded once. Every division of the blocks among ranks gives the same bits. Otherwise one partial product a rank,
+    an all-reduce, and the bias.
+    """
+
+    in_order: bool
+    num_blocks: int  # of this rank
+    tp: int
+    group: dist.ProcessGroup | None  # None when tp == 1
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+        """x [M, K / tp], weight [N, K / tp], bias [N] of the whole -> [M, N], on every rank. Without autograd."""
+        return self.sum(block_partials(x, weight, product, self.num_blocks), bias)
+
+    def sum(self, partials: Tensor, bias: Tensor | None) -> Tensor:
+        """partials [num_blocks, M, N] of this rank -> the sum over all ranks [M, N]. bias: [N] or [M, N]."""
+        if self.in_order:
+            return add_blocks(gather(partials, self.tp, self.group).flatten(0, 1), bias)
+        total = partials[0].contiguous()
+        if self.group is not None:
+            dist.all_reduce(total, group=self.group)
+        return total if bias is None else (total + bias).to(total.dtype)
+
+
+def gather(part: Tensor, tp: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Every rank's part, equal in shape, stacked by rank: [tp, *part.shape]."""
+    if group is None:
+        return part.unsqueeze(0)
+    out = part.new_empty(tp, *part.shape)
+    dist.all_gather(list(out.unbind(0)), part.contiguous(), group=group)
+    return out
+
+
+def gather_columns(part: Tensor, tp: int, group: dist.ProcessGroup | None) -> Tensor:
+    """[..., N / tp] of every rank -> [..., N] in their order."""
+    return gather(part, tp, group).movedim(0, -2).flatten(-2)
+
+
+@dataclass(frozen=True)
+class VocabularyLookup:
+    """F.embedding of a matrix of which this rank has the rows from `first` on."""
+
+    first: int
+    group: dist.ProcessGroup
+
+    def __call__(self, ids: Tensor, rows: Tensor, *_: object, **__: object) -> Tensor:
+        """ids [...], rows [V / tp, N] -> [..., N], bit for bit what stands in the whole matrix.
+
+        Each rank brings its rows and zeros for the others. They are added as integers: each word comes from one rank,
+        so not even the sign of a zero is lost.
+        """
+        local = ids - self.first
+        is_mine = (local >= 0) & (local < rows.shape[0])
+        found = F.embedding(local.clamp(0, rows.shape[0] - 1), rows)
+        found = torch.where(is_mine.unsqueeze(-1), found, torch.zeros_like(found)).contiguous()
+        words = torch.int32 if found.shape[-1] * found.itemsize % 4 == 0 else torch.uint8
+        dist.all_reduce(found.view(words), group=self.group)
+        return found
+
+

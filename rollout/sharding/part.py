@@ -1,0 +1,152 @@
+"""A rank's part of a model: built on the meta device, cut to the rank's stage and shards, and only then given memory.
+
+Filled from a folder of safetensors files, of which it reads its slices and nothing else, or from a module.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from ..ranks.mesh import Mesh
+from .checkpoint_slices import CheckpointSlices
+from .division import Division, divide
+from .pp_cut import PassedLayer, cut_stage, stage_layers, stage_problems
+from .shards import Shard
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank runs: the module without what stands elsewhere, and where it stands in the whole."""
+
+    module: PreTrainedModel
+    division: Division
+    stage_input: PassedLayer | None  # hands what the stage received to its first layer; None on the first stage
+
+
+def load_part(
+    path: str | Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, mesh: Mesh, k_blocks: int
+) -> Part:
+    """This rank's part of a model folder. Raises ValueError listing what cannot be divided, or is not in the folder."""
+    part = build_part(config, dtype, mesh, k_blocks)
+    with CheckpointSlices(path, _skeleton(config, dtype)) as slices:
+        slices.require(name for name, _ in part.module.named_parameters())
+        _materialise(part, device, slices.read)
+        _compute_buffers(part.module, device, slices)
+    if (Path(path) / GENERATION_CONFIG_NAME).is_file():
+        part.module.generation_config = GenerationConfig.from_pretrained(path)
+    return Part(part.module.eval(), part.division, part.stage_input)
+
+
+def copy_part(source: PreTrainedModel, mesh: Mesh, k_blocks: int) -> Part:
+    """This rank's part of a module that stands whole, or as DTensors, on every rank: a copy of its own.
+
+    With DTensors a collective of the ranks that share them, one parameter after another.
+    """
+    parameters = dict(source.named_parameters(remove_duplicate=False))
+    part = build_part(copy.deepcopy(source.config), next(source.parameters()).dtype, mesh, k_blocks, like=parameters)
+    gathered = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
+    shards = part.division.shards
+    whole: dict[str, Tensor] = {}
+    own = {name for name, _ in part.module.named_parameters()}
+    for name, parameter in gathered.items():  # by everybody, wanted or not: gathering is collective
+        full = parameter.detach().full_tensor()
+        if name in own:
+            whole[name] = take(full, shards[name])
+
+    def read(name: str, shard: Shard) -> Tensor:
+        return whole[name] if name in whole else take(parameters[name].detach(), shard)
+
+    _materialise(part, next(source.parameters()).device, read)
+    buffers = dict(source.named_buffers(remove_duplicate=False))
+    for owner_name, owner in part.module.named_modules():
+        for leaf, buffer in list(owner.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                owner._buffers[leaf] = buffers[f"{owner_name}.{leaf}" if owner_name else leaf].detach().clone()
+    part.module.generation_config = copy.deepcopy(source.generation_config)
+    return Part(part.module.eval(), part.division, part.stage_input)
+
+
+def take(full: Tensor, shard: Shard) -> Tensor:
+    """The shard of a whole tensor; views where the ranges are one."""
+    if shard.is_whole:
+        return full
+    parts = [full.narrow(shard.dim, start, stop - start) for start, stop in shard.ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=shard.dim)
+
+
+def build_part(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    mesh: Mesh,
+    k_blocks: int,
+    like: Mapping[str, Tensor] | None = None,
+) -> Part:
+    """The part without memory: every tensor on the meta device, whole still. Raises ValueError for what cannot be.
+
+    like: parameters whose dtypes it takes, where they are not all the same.
+    """
+    module = _skeleton(config, dtype)
+    for name, parameter in module.named_parameters() if like else ():
+        parameter.data = parameter.data.to(like[name].dtype)
+    if mesh.pp > 1 and (problems := stage_problems(module)):
+        raise ValueError("; ".join(problems))
+    layers = stage_layers(module.config.get_text_config(decoder=True).num_hidden_layers, mesh.pp, mesh.pp_rank)
+    division = divide(module, mesh, k_blocks, layers)
+    stage_input = None
+    if mesh.pp > 1:
+        stage_input = cut_stage(module, layers, is_first=mesh.is_first_stage, is_last=mesh.is_last_stage)
+    return Part(module, division.only(_names(module)), stage_input)
+
+
+def _skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False)
+
+
+def _names(module: nn.Module) -> set[str]:
+    tensors = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    return {name for pairs in tensors for name, _ in pairs}
+
+
+def _materialise(part: Part, device: torch.device, read: Callable[[str, Shard], Tensor]) -> None:
+    """Replace the parameters by tensors of their shard's shape, filled one by one; tied ones stay one."""
+    made: dict[int, nn.Parameter] = {}
+    for owner_name, owner in part.module.named_modules():
+        for leaf, skeleton in list(owner.named_parameters(recurse=False)):
+            name = f"{owner_name}.{leaf}" if owner_name else leaf
+            if id(skeleton) not in made:
+                shard = part.division.shards[name]
+                tensor = torch.empty(shard.shape, dtype=skeleton.dtype, device=device)
+                tensor.copy_(read(name, shard))
+                made[id(skeleton)] = nn.Parameter(tensor, requires_grad=False)
+            owner._parameters[leaf] = made[id(skeleton)]
+        if isinstance(owner, nn.Linear):
+            owner.out_features, owner.in_features = owner.weight.shape
+
+
+@torch.no_grad()
+def _compute_buffers(module: PreTrainedModel, device: torch.device, slices: CheckpointSlices) -> None:
+    """Give the buffers their values as transformers does when it loads: from the folder, or computed by the module."""
+    for owner_name, owner in module.named_modules():
+        buffers = [(leaf, buffer) for leaf, buffer in owner.named_buffers(recurse=False) if buffer.is_meta]
+        if not buffers:
+            continue
+        for leaf, buffer in buffers:
+            owner._buffers[leaf] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+        kept = {leaf: p.clone() for leaf, p in owner.named_parameters(recurse=False)}
+        module._init_weights(owner)  # computes the buffers, and draws the module's own weights anew: put them back
+        for leaf, parameter in owner.named_parameters(recurse=False):
+            parameter.copy_(kept[leaf])
+        for leaf, _ in buffers:
+            name = f"{owner_name}.{leaf}" if owner_name else leaf
+            if slices.holds(name):
+                owner._buffers[leaf].copy_(slices.read(name, Shard.whole(tuple(owner._buffers[leaf].shape))))

@@ -1,0 +1,308 @@
+"""The house: which folders are packages, who may import whom, and what the wheel is made of."""
+
+import ast
+import configparser
+import importlib
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_PACKAGES = {"tests", "configs", "build", "dist", "runs"}  # data, and what tools leave behind
+ROOMS = {  # room: the rooms that it may import
+    "kernels": {"kernels"},
+    "rollout": {"rollout", "kernels"},
+    "weight_sync": {"weight_sync", "kernels"},
+    "integration": {"integration", "rollout", "weight_sync", "kernels"},
+}
+# Inside a room: a place (a sub-room, or a module that stands in the folder of a room with sub-rooms) and the places of
+# the same room that it may import. docs/architecture.md shows the same arrows.
+PLACES = {
+    "rollout.engine": "completion config control errors grammars loop ranks replica sampling_params sequences",
+    "rollout.control": "completion errors grammars kv loop model ranks reports sampling_params sequences",
+    "rollout.loop": "completion config errors grammars kv model ranks replica reports running scheduling sequences",
+    "rollout.replica": "completion errors grammars kv model ranks reports running sampling_params sequences",
+    "rollout.running": "completion errors kv model reports sampling_params sequences",
+    "rollout.scheduling": "config kv sequences",
+    "rollout.kv": "config errors model sequences",
+    "rollout.model": "errors ranks sharding",
+    "rollout.reports": "completion sequences",
+    "rollout.sequences": "completion errors grammars sampling_params",
+    "rollout.sharding": "ranks",
+    "rollout.grammars": "sampling_params",
+    "rollout.ranks": "errors",
+    "rollout.completion": "",
+    "rollout.config": "",
+    "rollout.errors": "",
+    "rollout.sampling_params": "",
+    "weight_sync.transports": "delta disk errors group layout manifest same_host target",
+    "weight_sync.delta": "digests disk errors layout manifest",
+    "weight_sync.disk": "digests errors layout manifest",
+    "weight_sync.pickles": "errors layout manifest same_host",
+    "weight_sync.digests": "layout manifest",
+    "weight_sync.group": "errors layout manifest",
+    "weight_sync.same_host": "errors layout manifest",
+    "weight_sync.transaction": "errors layout manifest",
+    "weight_sync.layout": "manifest",
+    "weight_sync.target": "errors",
+    "weight_sync.errors": "",
+    "weight_sync.manifest": "",
+    "integration.cli": (
+        "grpo http.edge http.server lost_ranks ranks router.config router.server service service_config "
+        "version"
+    ),
+    "integration.bench.serve": "bench.parts http.edge http.server service",
+    "integration.grpo": (
+        "http.edge http.server lost_ranks push.adapters push.local_target push.pusher push.remote_engine "
+        "ranks service"
+    ),
+    "integration.http.server": "http.app http.edge service",
+    "integration.router.server": "router.app router.changes router.config router.fleet",
+    "integration.bench.gpu": "bench.decode bench.parts bench.pause service",
+    "integration.http.app": "http.admin http.edge http.generation http.observe http.openai service version",
+    "integration.router.app": (
+        "http.edge router.changes router.config router.fleet router.metrics router.proxy router.router "
+        "router.worker_paths"
+    ),
+    "integration.bench.cache": "bench.parts",
+    "integration.bench.decode": "bench.parts",
+    "integration.bench.grammar": "bench.parts",
+    "integration.bench.overlap": "bench.parts",
+    "integration.bench.pause": "bench.parts",
+    "integration.bench.pin": "bench.parts",
+    "integration.bench.pipeline": "bench.parts",
+    "integration.bench.rollout": "bench.parts",
+    "integration.bench.schedule": "bench.parts",
+    "integration.bench.soak": "bench.parts",
+    "integration.bench.sync": "bench.parts push.adapters service",
+    "integration.http.openai": "http.edge http.generation http.observe",
+    "integration.router.worker_paths": "http.edge router.fleet router.router",
+    "integration.bench.parts": "push.local_target push.remote_engine service",
+    "integration.http.observe": "http.admin http.edge service version",
+    "integration.router.router": (
+        "http.edge router.calls router.changes router.config router.counters router.fleet router.metrics "
+        "router.proxy"
+    ),
+    "integration.http.admin": "http.edge push.local_target service weights",
+    "integration.push.remote_engine": "push.local_target service",
+    "integration.router.metrics": "router.changes router.counters router.fleet",
+    "integration.router.proxy": "http.edge router.calls router.config router.counters router.fleet router.relay",
+    "integration.push.local_target": "service weights",
+    "integration.router.changes": "http.edge router.calls router.config router.counters router.fleet",
+    "integration.router.relay": "router.calls router.counters router.fleet",
+    "integration.router.fleet": "http.edge router.config",
+    "integration.service": "service_config weights",
+    "integration.http.generation": "http.edge",
+    "integration.push.pusher": "push.adapters",
+    "integration.router.config": "http.edge",
+    "integration.weights": "service_config",
+    "integration.http.edge": "",
+    "integration.kv_events": "",
+    "integration.lost_ranks": "",
+    "integration.push.adapters": "",
+    "integration.push.http_target": "",
+    "integration.ranks": "",
+    "integration.router.calls": "",
+    "integration.router.counters": "",
+    "integration.service_config": "",
+    "integration.version": "",
+    "kernels.self_test": "attention linear machine",
+    "kernels.attention": "machine",
+    "kernels.layers": "machine",
+    "kernels.linear": "machine",
+    "kernels.sampling": "machine",
+    "kernels.sha256": "machine",
+    "kernels.machine": "",
+}
+
+
+def package_folders() -> Iterator[Path]:
+    """Folders below the root that hold Python files of ours."""
+    for folder in sorted(ROOT.rglob("*/")):
+        parts = folder.relative_to(ROOT).parts
+        if not parts or parts[0] in NOT_PACKAGES or any(p.startswith((".", "__")) for p in parts):
+            continue
+        if any(folder.glob("*.py")):
+            yield folder
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name without the leading `lockstep.`."""
+    files = [path for folder in package_folders() for path in sorted(folder.glob("*.py"))]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
+
+
+def imported_modules(name: str, source: str, known: set[str]) -> set[str]:
+    """Modules of ours that `source`, the text of module `name`, imports anywhere, TYPE_CHECKING included."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+            candidates = [t.removeprefix("lockstep.") for t in targets if t.startswith("lockstep.")]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                base = name.split(".")[: -node.level]
+                assert len(name.split(".")) >= node.level, f"{name} imports from above the package"
+                module = ".".join([*base, module]).strip(".")
+            elif module == "lockstep" or module.startswith("lockstep."):
+                module = module.removeprefix("lockstep").strip(".")
+            else:
+                continue
+            # `from .a import b` may name the module a.b or something in a.
+            candidates = [".".join(filter(None, (module, alias.name))) for alias in node.names]
+            candidates = [c if c in known else module for c in candidates]
+        else:
+            continue
+        found.update(candidates)
+    return found - {""}
+
+
+def import_graph() -> dict[str, set[str]]:
+    known = modules()
+    return {name: imported_modules(name, path.read_text(), set(known)) for name, path in known.items()}
+
+
+def wrong_arrows(graph: dict[str, set[str]]) -> list[str]:
+    """Imports from a room that stands above, or beside."""
+    return [
+        f"{name} imports {target}"
+        for name, targets in graph.items()
+        for target in sorted(targets)
+        if target.split(".")[0] not in ROOMS[name.split(".")[0]]
+    ]
+
+
+def place_of(module: str, places: Iterable[str]) -> str:
+    """The place that a module stands in: itself, or the innermost sub-room."""
+    parts = module.split(".")
+    return next(place for n in range(len(parts), 0, -1) if (place := ".".join(parts[:n])) in places)
+
+
+def arrows(graph: dict[str, set[str]], places: Iterable[str]) -> dict[str, set[str]]:
+    """The places of the same room that each place imports, without the room's name."""
+    found: dict[str, set[str]] = {place: set() for place in places}
+    for name, targets in graph.items():
+        if name.endswith("__init__"):
+            continue
+        here, room = place_of(name, found), name.split(".")[0]
+        ours = {place_of(target, found) for target in targets if target.split(".")[0] == room}
+        found[here] |= {place.removeprefix(f"{room}.") for place in ours - {here}}
+    return found
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """The modules that lie on import cycles or lead only to them; empty where there is no cycle."""
+    left = {name: targets & graph.keys() for name, targets in graph.items()}
+    while free := {name for name, targets in left.items() if not targets}:
+        left = {name: targets - free for name, targets in left.items() if name not in free}
+    return sorted(left)
+
+
+def setup_cfg() -> configparser.ConfigParser:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    return config
+
+
+def test_package_list_equals_the_folders():
+    listed = setup_cfg()["options"]["packages"].split()
+    folders = [".".join(("lockstep", *folder.relative_to(ROOT).parts)) for folder in package_folders()]
+    assert listed == ["lockstep", *folders]
+
+
+def test_every_data_file_beside_the_code_is_shipped():
+    patterns = {k: v.replace(",", " ").split() for k, v in setup_cfg()["options.package_data"].items()}
+    for folder in [*package_folders(), ROOT / "configs"]:
+        package = (
+            "lockstep"
+            if folder.name == "configs"
+            else ".".join(("lockstep", *folder.relative_to(ROOT).parts))
+        )
+        prefix = "configs/" if folder.name == "configs" else ""
+        shipped = {
+            path
+            for pattern in patterns.get(package, [])
+            for path in folder.glob(pattern.removeprefix(prefix))
+        }
+        others = {p for p in folder.iterdir() if p.is_file() and p.suffix not in {".py", ".pyc"}}
+        assert others <= shipped, package
+
+
+def test_rooms_import_only_what_stands_below_them():
+    assert wrong_arrows(import_graph()) == []
+
+
+def test_places_of_a_room_import_the_places_that_this_file_names_and_no_others():
+    assert arrows(import_graph(), PLACES) == {place: set(targets.split()) for place, targets in PLACES.items()}
+
+
+def test_arrows_between_places_run_downward():
+    rooms = {place: place.split(".")[0] for place in PLACES}
+    graph = {place: {f"{rooms[place]}.{target}" for target in PLACES[place].split()} for place in PLACES}
+    assert cycle(graph) == []
+
+
+def test_no_folder_holds_more_modules_than_one_can_survey():
+    crowded = {}
+    for folder in package_folders():
+        count = len([path for path in folder.glob("*.py") if path.name != "__init__.py"])
+        if count > 18:
+            crowded[folder.relative_to(ROOT).as_posix()] = count
+    assert crowded == {}
+
+
+def test_no_two_files_import_each_other_in_a_circle():
+    assert cycle(import_graph()) == []
+
+
+def test_the_checks_see_wrong_arrows_and_cycles():
+    known = {"rollout.a", "rollout.b", "kernels.c", "weight_sync.d", "integration.e.f"}
+    sources = {
+        "rollout.a": "def f():\n    from .b import x\n    from ..weight_sync import d\n    import torch",
+        "rollout.b": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from . import a",
+        "kernels.c": "import lockstep.rollout.a",
+        "integration.e.f": "from ...kernels.c import y\nfrom lockstep.rollout import b",
+    }
+    graph = {name: imported_modules(name, source, known) for name, source in sources.items()}
+    assert graph["integration.e.f"] == {"kernels.c", "rollout.b"}
+    assert wrong_arrows(graph) == ["rollout.a imports weight_sync.d", "kernels.c imports rollout.a"]
+    assert {"rollout.a", "rollout.b"} <= set(cycle(graph))
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_packages_have_an_init_with_nothing_but_a_docstring():
+    inits = [ROOT / "__init__.py"]
+    inits += [folder / "__init__.py" for folder in package_folders() if folder.name != "kernels"]
+    for init in inits:
+        body = ast.parse(init.read_text()).body
+        assert len(body) == 1, f"{init} must hold a docstring and nothing else"
+        assert isinstance(body[0], ast.Expr), f"{init} must hold a docstring and nothing else"
+        assert ast.get_docstring(ast.parse(init.read_text()))
+
+
+def test_kernels_and_tests_have_no_init_and_the_root_no_stray_module():
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not (ROOT / "tests" / "__init__.py").exists()
+    assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
+
+
+def test_imports_of_the_package_are_relative():
+    absolute = [name for name, path in modules().items() if "import lockstep" in path.read_text()]
+    absolute += [name for name, path in modules().items() if "from lockstep" in path.read_text()]
+    assert absolute == []
+
+
+@pytest.mark.parametrize("room", [*ROOMS, "integration.bench"])
+def test_a_module_has_one_name(room):
+    package = importlib.import_module(f"lockstep.{room}")
+    assert [Path(path).resolve() for path in package.__path__] == [ROOT.joinpath(*room.split("."))]
+    ours = {path.resolve() for path in modules().values()}
+    names: dict[Path, list[str]] = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and Path(file).resolve() in ours:
+            names.setdefault(Path(file).resolve(), []).append(name)
+    assert [found for found in names.values() if len(found) > 1] == []

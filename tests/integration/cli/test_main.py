@@ -1,0 +1,143 @@
+"""The command `lockstep`: help, versions, one-line refusals."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.integration.cli import main as cli
+from lockstep.kernels.machine import native
+
+CONFIG = str(Path(cli.__file__).parents[2] / "configs" / "arithmetic_cpu.toml")
+
+
+def lockstep(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "lockstep.integration.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, input="", check=False)
+
+
+def test_help_lists_every_command_and_imports_nothing_heavy():
+    code = (
+        "import sys\nfrom lockstep.integration.cli import main as cli\n"
+        "try:\n    cli.main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(f"\n  {name} " in done.stdout for name in ("generate", "train", "bench", "doctor"))
+
+
+@pytest.mark.parametrize("command", ["generate", "train", "doctor", "bench"])
+def test_every_command_has_a_help(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "--help"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: lockstep {command}")
+
+
+def test_version_is_that_of_setup_cfg(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    text = (Path(cli.__file__).parents[2] / "setup.cfg").read_text()
+    number = next(line.split("=")[1].strip() for line in text.splitlines() if line.startswith("version"))
+    assert capsys.readouterr().out.split()[:2] == ["lockstep", number]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["bogus"], "bogus"),
+        ([], "COMMAND"),
+        (["generate"], "--model"),
+        (
+            ["generate", "--model", "m", "--sampling", "temperature=-1", "foo=2"],
+            "unknown key 'foo'; temperature must",
+        ),
+        (["generate", "--model", "m", "--sampling", "{broken"], "--sampling '{broken' is not JSON"),
+        (["generate", "--model", "m", "--sampling", "hot"], "--sampling 'hot' is neither"),
+        (["generate", "--model", "m", "--engine", "kv_cash=1"], "--engine: unknown engine setting: kv_cash"),
+        (["generate", "--model", "m", "--engine", "max_num_seqs=many"], "--engine: max_num_seqs must be"),
+        (["generate", "--model", "m"], "--input standard input: holds no prompt"),
+        (["generate", "--model", "m", "--input", "nowhere"], "--input nowhere: cannot be read"),
+        (["train", "nowhere.toml"], "config 'nowhere.toml' cannot be read"),
+        (["train", CONFIG, "train.lerning_rate=1"], "unknown key train.lerning_rate"),
+        (
+            ["train", CONFIG, "rollout.prompts_per_step=7", "--nproc-per-node", "2"],
+            "does not divide by 2 ranks",
+        ),
+        (["train", CONFIG, "--nproc-per-node", "0"], "--nproc-per-node must be at least 1"),
+        (["bench", "bogus"], "bogus"),
+        (["bench", "rollout", "--model", "huge"], "--model 'huge' is neither tiny nor small"),
+        (["bench", "rollout", "--batch", "0"], "--batch: must be at least 1"),
+        (["bench", "rollout", "--device", "tpu"], "--device must be cpu or cuda"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line_with_exit_code_2(arguments, words, capfd, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with open("/dev/null") as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        try:
+            code = cli.main(arguments)
+        except SystemExit as end:  # argparse leaves this way
+            code = end.code
+    errors = capfd.readouterr().err
+    assert code == 2
+    assert words in errors
+    assert errors.startswith("lockstep: error: ")
+    assert errors.count("\n") == 1
+
+
+def test_the_exit_code_reaches_the_shell():
+    done = lockstep("generate", "--model", "m", "--engine", "kv_cash=1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "lockstep: error: --engine: unknown engine setting: kv_cash\n"
+
+
+def test_settings_are_read_as_json_then_as_text_and_the_last_wins():
+    items = [
+        '{"n": 2, "stop": ["a"]}',
+        "n=3",
+        "ignore_eos=true",
+        "kv_cache=2GiB",
+        "temperature=0.5",
+        "stop=\\n=",
+    ]
+    assert cli.read_settings("--sampling", items) == {
+        "n": 3, "stop": "\\n=", "ignore_eos": True, "kv_cache": "2GiB", "temperature": 0.5,
+    }  # fmt: skip
+
+
+def test_train_check_prints_the_plan_and_runs_nothing(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", CONFIG, "--check", "run.name=trial", "--nproc-per-node", "4"]) == 0
+    assert "ranks      4" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_train_becomes_torchrun_of_the_same_interpreter(monkeypatch):
+    commands = []
+    monkeypatch.setattr(cli.os, "execv", lambda path, command: commands.append((path, command)))
+    cli.main(["train", CONFIG, "run.num_steps=3", "--resume", "--nproc-per-node", "2", "run.name=trial"])
+    [(path, command)] = commands
+    assert path == command[0] == sys.executable
+    assert command[1:3] == ["-m", "torch.distributed.run"]
+    assert command[command.index("--nproc-per-node") + 1] == "2"
+    job = command.index("lockstep.integration.grpo")
+    assert command[job - 1 :] == [
+        "-m", "lockstep.integration.grpo", CONFIG, "run.num_steps=3", "run.name=trial", "--resume",
+    ]  # fmt: skip
+
+
+def test_doctor_reports_kernels_and_the_guarantee():
+    done = lockstep("doctor")
+    assert done.returncode == 0, done.stderr
+    report = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if not line.startswith("cpu "))
+    assert {"torch", "processor", "features", "Triton", "linear.cpp", "paged_attention.cpp", "products"} <= set(report)
+    if not report["linear.cpp"].startswith("not used"):
+        _, in_float32, _, in_bfloat16 = report["products"].replace(",", "").split()[:4]
+        assert {in_float32, in_bfloat16} <= set(native.ISA_LEVELS)
+    guarantees = [line for line in done.stdout.splitlines() if line.startswith("cpu ")]
+    assert [line.split()[1] for line in guarantees] == ["float32", "bfloat16"]
+    assert all("; invariant: " in line for line in guarantees)

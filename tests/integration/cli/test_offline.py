@@ -1,0 +1,292 @@
+"""`lockstep generate`: answers that survive a kill, and are the ones of an uninterrupted run."""
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from lockstep.integration.cli import offline
+from lockstep.integration.cli.offline import AnswerFile, OfflineJob, generate, read_prompts
+from lockstep.integration.grpo.warm_start import ModelSpec, build_model
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.sampling_params import SamplingParams
+
+ENGINE = EngineConfig(kv_cache=256, max_num_seqs=4)
+SAMPLING = SamplingParams(max_new_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch, restore_threads):
+    """Here and in the processes started here: these models are too small to share out."""
+    torch.set_num_threads(1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory) -> str:
+    """A small random model with its tokenizer."""
+    from lockstep.integration.grpo.arithmetic import build_tokenizer
+
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = build_tokenizer()
+    build_model(ModelSpec(64, 96, 2, 4, 2, 32), tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def make_job(model_folder, tmp_path):
+    """make_job(lines, sampling=...): a job on an input file of these JSON values, written to answers.jsonl."""
+
+    def make(records: list[object], **changes: object) -> OfflineJob:
+        file = tmp_path / "prompts.jsonl"
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+        settings = {"sampling": SAMPLING, "engine": ENGINE, **changes}
+        return OfflineJob(model_folder, str(file), str(tmp_path / "answers.jsonl"), **settings)
+
+    return make
+
+
+def answers_of(job: OfflineJob) -> list[dict]:
+    """In the order of the input."""
+    answers = [json.loads(line) for line in Path(job.output).read_text().splitlines()]
+    return sorted(answers, key=lambda answer: (answer["index"], answer["sample"]))
+
+
+SUMS = [{"prompt": f"{a}+{a + 7}="} for a in range(10, 22)]
+
+
+def test_answers_carry_what_the_engine_gave(make_job):
+    job = make_job([{"prompt": "12+34=", "id": "first"}, {"prompt": [1, 2, 3]}])
+    assert generate(job).num_written == 2
+    text, ids = answers_of(job)
+    engine = Engine(job.model, job.engine)
+    [expected] = engine.generate("12+34=", SamplingParams(max_new_tokens=6, ignore_eos=True, sampling_seed=0))
+    assert (text["id"], text["prompt"], ids["prompt"]) == ("first", "12+34=", [1, 2, 3])
+    assert "id" not in ids
+    assert text["num_prompt_tokens"] == expected.num_prompt_tokens
+    assert text["text"] == engine.tokenizer.decode(text["token_ids"], skip_special_tokens=True)
+    assert len(text["token_ids"]) == len(text["logprobs"]) == text["num_completion_tokens"] == 6
+    assert text["finish_reason"] == {"type": "length", "length": 6}
+    assert len(text["weight_digest"]) == 64
+    assert text["weight_version"] == expected.weight_version
+
+
+def test_samples_of_a_prompt_differ_and_answers_do_not_depend_on_their_neighbours(make_job, tmp_path):
+    job = make_job([*SUMS, SUMS[0]], sampling=SamplingParams(max_new_tokens=6, ignore_eos=True, n=2))
+    assert generate(job).num_written == 26
+    answers = answers_of(job)
+    assert len({tuple(answer["token_ids"]) for answer in answers}) > 13
+    alone = make_job(SUMS[:1])
+    os.rename(job.output, tmp_path / "both.jsonl")
+    generate(alone)
+    assert answers_of(alone)[0]["logprobs"] == answers[0]["logprobs"]
+
+
+def test_greedy_answers_are_those_of_the_engine(make_job):
+    job = make_job(SUMS, sampling=SamplingParams(max_new_tokens=5, temperature=0.0))
+    generate(job)
+    completions = Engine(job.model, job.engine).generate([s["prompt"] for s in SUMS], job.sampling)
+    assert [a["text"] for a in answers_of(job)] == [c.text for c in completions]
+    assert [tuple(a["logprobs"]) for a in answers_of(job)] == [c.logprobs for c in completions]
+
+
+def test_a_second_run_answers_only_what_is_missing(make_job):
+    job = make_job(SUMS)
+    generate(job)
+    whole = answers_of(job)
+    lines = Path(job.output).read_text().splitlines(keepends=True)
+    Path(job.output).write_text("".join(lines[:5]) + lines[5][:40])  # as a kill may leave it
+    tally = generate(job)
+    assert (tally.num_before, tally.num_written) == (5, len(SUMS) - 5)
+    assert Path(job.output).read_text().startswith("".join(lines[:5]))
+    resumed = answers_of(job)
+    for answer in (*whole, *resumed):
+        answer.pop("num_cached_tokens")  # whoever came first computed the prefix
+    assert resumed == whole
+    assert generate(job).num_written == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sampling": SamplingParams(max_new_tokens=7)}, "line 1: made from other --sampling settings"),
+        (
+            {"engine": EngineConfig(kv_cache=256, max_num_seqs=4, seed=1)},
+            "line 1: made from other --engine settings",
+        ),
+    ],
+)
+def test_changed_settings_are_refused_by_name(make_job, changes, message):
+    generate(make_job(SUMS[:2]))
+    with pytest.raises(ValueError, match=message):
+        generate(make_job(SUMS[:2], **changes))
+
+
+def test_a_changed_or_shortened_input_is_refused_by_line(make_job):
+    generate(make_job(SUMS[:2], engine=EngineConfig(kv_cache=256, max_num_seqs=1, max_num_batched_tokens=64)))
+    with pytest.raises(ValueError, match=r"answers\.jsonl, line 2: input line 2: made from another prompt"):
+        generate(make_job([SUMS[0], SUMS[5]]))
+    with pytest.raises(ValueError, match=r"answers\.jsonl, line 2: answers sample 0 of input line 2"):
+        generate(make_job(SUMS[:1]))
+
+
+def test_changed_weights_are_refused(make_job, tmp_path):
+    job = make_job(SUMS[:2])
+    generate(job)
+    module = transformers.AutoModelForCausalLM.from_pretrained(job.model)
+    module.model.norm.weight.data[0] += 1
+    other = tmp_path / "other"
+    module.save_pretrained(other)
+    transformers.AutoTokenizer.from_pretrained(job.model).save_pretrained(other)
+    with pytest.raises(ValueError, match="line 1: made from other weights"):
+        generate(OfflineJob(**{**vars(make_job(SUMS[:3])), "model": str(other)}))
+
+
+@pytest.mark.parametrize(
+    "content", ['{"prompt": "1+1="}\n', '{"prompt": "1+1="}', "notes", '{"index": 0}\n', "[]\n"]
+)
+def test_a_foreign_file_is_refused_and_left_alone(tmp_path, content):
+    file = tmp_path / "mine.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match="line 1: not an answer of lockstep generate"):
+        AnswerFile(str(file))
+    assert file.read_text() == content
+
+
+def test_two_runs_cannot_share_an_output(tmp_path):
+    name = str(tmp_path / "answers.jsonl")
+    with open(name, "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another run is writing to it"):
+            AnswerFile(name)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "a"}\nnonsense\n', r"line 2: not JSON .*; --text takes lines as prompts"),
+        ('\n\n{"question": "a"}\n', "line 3: field 'prompt' is missing"),
+        ('{"prompt": ""}\n[]\n', "line 1: field 'prompt' must be .*; line 2: must be a JSON object"),
+        ('{"prompt": [1, -2]}\n', "line 1: field 'prompt' must be"),
+        ('{"prompt": [1, true]}\n', "line 1: field 'prompt' must be"),
+        (b'{"prompt": "a"}\n\xff\n', "line 2: not UTF-8"),
+        ("\n", "holds no prompt"),
+    ],
+)
+def test_wrong_input_names_the_line(tmp_path, content, message):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=message):
+        read_prompts(OfflineJob("model", str(file)))
+
+
+def test_an_input_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match=r"--input nowhere\.jsonl: cannot be read"):
+        read_prompts(OfflineJob("model", "nowhere.jsonl"))
+
+
+def test_text_lines_are_prompts_as_they_stand(monkeypatch):
+    monkeypatch.setattr(
+        sys, "stdin", io.TextIOWrapper(io.BytesIO('{"prompt": 1}\n\n two \r\n\u2028x'.encode()))
+    )
+    prompts = read_prompts(OfflineJob("model", as_text=True))
+    assert [(p.index, p.prompt) for p in prompts] == [(0, '{"prompt": 1}'), (2, " two "), (3, "\u2028x")]
+
+
+def test_a_token_id_beyond_the_vocabulary_names_its_line(make_job):
+    with pytest.raises(ValueError, match="line 2: prompt token ids must be integers from 0 to"):
+        generate(make_job([SUMS[0], {"prompt": [10**6]}]))
+
+
+def test_a_prompt_beyond_the_context_is_answered_as_ignored(make_job):
+    job = make_job([{"prompt": [1] * 5000}, SUMS[0]])
+    assert generate(job).num_ignored == 1
+    ignored, answered = answers_of(job)
+    assert ignored["finish_reason"]["type"] == "ignored"
+    assert answered["finish_reason"]["type"] == "length"
+
+
+def wait_until(is_true, process: subprocess.Popen, seconds: float = 60.0) -> None:
+    """Look again and again until it holds. Fails when the deadline passes or the process ends first."""
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline, "timed out"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.01)
+            pytest.fail("the process ended too early")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kill", "code"),
+    [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)],
+)
+def test_a_killed_run_resumes_and_ends_with_the_answers_of_an_uninterrupted_one(
+    make_job, tmp_path, kill, code
+):
+    records = [{"prompt": f"{a}+{b}="} for a in range(10, 30) for b in range(10, 20)]
+    job = make_job(records, sampling=SamplingParams(max_new_tokens=16, ignore_eos=True))
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep.integration.cli",
+        "generate",
+        "--model",
+        job.model,
+        "--input",
+        job.input,
+    ]
+    command += ["--output", job.output, "--sampling", '{"max_new_tokens": 16, "ignore_eos": true}']
+    command += ["--engine", "kv_cache=256", "max_num_seqs=4"]
+    output = Path(job.output)
+    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job may ignore it
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=listen)
+    wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 8, process)
+    process.send_signal(kill)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == code, errors
+    if kill == signal.SIGINT:
+        assert errors.splitlines()[-1].startswith("lockstep: interrupted")
+    kept = output.read_bytes()
+    num_kept = kept.count(b"\n")
+    assert 8 <= num_kept < len(records)
+    tally = generate(job)  # the same settings, given as values
+    assert (tally.num_before, tally.num_written) == (num_kept, len(records) - num_kept)
+    assert output.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
+    resumed = [(a["index"], a["token_ids"], a["logprobs"]) for a in answers_of(job)]
+    uninterrupted = OfflineJob(**{**vars(job), "output": str(tmp_path / "again.jsonl")})
+    generate(uninterrupted)
+    assert resumed == [(a["index"], a["token_ids"], a["logprobs"]) for a in answers_of(uninterrupted)]
+
+
+def test_standard_input_to_standard_output(model_folder):
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep.integration.cli", "generate", "--model", model_folder, "--text",
+         "--sampling", "max_new_tokens=3", "n=2", "--engine", "kv_cache=64", "max_num_seqs=4"],
+        input="1+1=\n2+2=\n", capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert sorted((a["index"], a["sample"], a["prompt"]) for a in answers) == [
+        (0, 0, "1+1="), (0, 1, "1+1="), (1, 0, "2+2="), (1, 1, "2+2="),
+    ]  # fmt: skip
+    assert "4 answers written" in done.stderr
+    assert "KV pool: 64 blocks" in done.stderr
+
+
+def test_the_module_imports_nothing_heavy():
+    assert offline.STANDARD == "-"
+    code = "import sys, lockstep.integration.cli.offline; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

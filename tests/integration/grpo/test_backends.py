@@ -1,0 +1,290 @@
+"""Every backend trains the same model to the same weights, with a gap of 0.0, on ranks that agree to the bit.
+
+Run as a script, this file is one rank of the jobs below: `python test_trainer_backends.py FOLDER KIND...`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from lockstep.integration.grpo.backends import TrainerState
+from lockstep.integration.grpo.config import DeepSpeedSettings, JobConfig, RunSettings, TrainSettings
+from lockstep.integration.grpo.packing import Sample
+from lockstep.integration.grpo.trainer import GrpoTrainer, make_backend
+from lockstep.integration.ranks import Ranks, process_group, this_rank
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.model.hosted_model import HostedModel
+from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support.forked_ranks import free_port
+from lockstep.weight_sync.digests.model_digest import model_digest
+
+NUM_RANKS = 2
+NUM_STEPS = 3
+SETTINGS = TrainSettings(learning_rate=1e-4, num_warmup_steps=2, microbatch_tokens=40, kl_coefficient=0.1)
+# "plain": one micro-batch and no clipping, so that only sums over two ranks and AdamW are left.
+PLAIN = replace(SETTINGS, microbatch_tokens=4000, max_grad_norm=100.0)
+TORCH_KINDS = ("ddp", "fsdp2", "ddp plain", "fsdp2 plain", "fsdp2 bf16")
+ZERO_KINDS = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero3 bf16")
+ZERO_BF16_KINDS = ("zero0 bf16", "zero1 bf16", "zero2 bf16", "zero3 bf16")
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def tiny_qwen3(dtype: torch.dtype) -> PreTrainedModel:
+    """0.9 million parameters in tensors large enough for ZeRO-3 to cut; the head is tied to the embedding."""
+    sizes = {"hidden_size": 64, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 2048, "head_dim": 32}
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True, eos_token_id=None
+    )
+    model = Qwen3ForCausalLM(config).to(dtype)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.normal_(0.0, 0.1)  # gradients that have to be clipped
+    return model
+
+
+def job_config(kind: str, settings: TrainSettings = SETTINGS) -> JobConfig:
+    trainer, stage = ("deepspeed", int(kind[4])) if kind.startswith("zero") else (kind.split()[0], 2)
+    return JobConfig(RunSettings("x"), trainer=trainer, train=settings, deepspeed=DeepSpeedSettings(zero_stage=stage))
+
+
+class Trained:
+    """A trainer and the engine that samples for it, as the job has them."""
+
+    def __init__(self, kind: str, ranks: Ranks) -> None:
+        self.ranks = ranks
+        settings = PLAIN if "plain" in kind else SETTINGS
+        self.backend = make_backend(job_config(kind, settings), ranks)
+        self.model = tiny_qwen3(torch.bfloat16 if "bf16" in kind else torch.float32)
+        hosted_here = self.model if self.backend.shares_storage else copy.deepcopy(self.model)
+        self.engine = Engine(hosted_here, EngineConfig(kv_cache="64 blocks", max_num_seqs=8))
+        hosted = self.engine.model
+        if not self.backend.shares_storage:
+            hosted = HostedModel.adopt(self.model, dtype=None, device=None, invariant=True)
+        self.trainer = GrpoTrainer(hosted, self.backend, settings, 1.0, ranks)
+        self.commit("0")
+
+    def commit(self, version: str) -> None:
+        resident = dict(self.engine.resident_tensors())
+        for name, tensor in self.backend.named_tensors():
+            if self.backend.shares_storage:
+                assert resident[name].data_ptr() == tensor.data_ptr(), name
+            else:
+                resident[name].data.copy_(tensor)
+        self.engine.commit_weights(version, None)
+
+    def samples(self, step: int) -> list[Sample]:
+        """More on rank 0 than on rank 1: a different number of micro-batches."""
+        num_samples = 4 if self.ranks.is_first else 2
+        params = SamplingParams(
+            n=num_samples, max_new_tokens=9, temperature=1.0, sampling_seed=10 * step + self.ranks.rank
+        )
+        prompt = [5 + self.ranks.rank, 6, 7 + step] * 4
+        return [
+            Sample(c.prompt_ids, c.token_ids, c.logprobs, (-1.0) ** i + 0.1 * self.ranks.rank)
+            for i, c in enumerate(self.engine.generate([prompt], params))
+        ]
+
+    def step(self, step: int, samples: list[Sample]) -> dict[str, object]:
+        stats = self.trainer.update(samples, step)
+        self.commit(str(step + 1))
+        digest = self.digest()
+        return {
+            "gap": stats.logprob_gap, "norm": stats.grad_norm, "loss": stats.loss, "kl": stats.kl, "digest": digest,
+            "engine_digest": model_digest(self.engine.resident_tensors()),
+        }  # fmt: skip
+
+    def digest(self) -> str:
+        return model_digest([(name, tensor.clone()) for name, tensor in self.backend.named_tensors()])
+
+
+def one_kind(kind: str, ranks: Ranks, folder: Path) -> dict[str, object]:
+    """Three steps; a checkpoint after two of them, which another trainer goes on from."""
+    path = folder / kind.replace(" ", "-")
+    straight = Trained(kind, ranks)
+    lines = []
+    for step in range(NUM_STEPS):
+        samples = straight.samples(step)
+        if step == NUM_STEPS - 1:
+            save(straight.backend.state(), path, ranks)
+        lines.append(straight.step(step, samples))
+    tensors = {name: tensor.clone() for name, tensor in straight.backend.named_tensors()}
+    if ranks.is_first:
+        save_file(tensors, f"{path}.safetensors")
+        straight.model.save_pretrained(f"{path}-saved", state_dict=tensors)
+    resumed = Trained(kind, ranks)
+    resumed.backend.load_state(TrainerState(load_file(path / "model"), load_file(path / "optimizer")))
+    return {"steps": lines, "resumed": resumed.step(step, samples), "refusal": refusal(resumed, path)}
+
+
+def save(state: TrainerState, path: Path, ranks: Ranks) -> None:
+    if ranks.is_first:
+        path.mkdir()
+        save_file(state.model, path / "model")
+        save_file({name: tensor.contiguous() for name, tensor in state.optimizer.items()}, path / "optimizer")
+    else:
+        assert not state.model and not state.optimizer
+    torch.distributed.barrier()
+
+
+def refusal(resumed: Trained, path: Path) -> list[object]:
+    """What is said to a state with a tensor missing, and whether anything was written."""
+    before = resumed.digest()
+    state = TrainerState(load_file(path / "model"), load_file(path / "optimizer"))
+    said = []
+    for broken in (
+        TrainerState({k: v for k, v in state.model.items() if "norm" not in k}, state.optimizer),
+        TrainerState(state.model, {f"{k}9": v for k, v in state.optimizer.items()}),
+    ):
+        with pytest.raises(ValueError) as caught:
+            resumed.backend.load_state(broken)
+        said.append(str(caught.value))
+    return [*said, resumed.digest() == before]
+
+
+def rank_main(folder: Path, kinds: Iterable[str]) -> None:
+    torch.set_num_threads(1)
+    transformers_logging.disable_progress_bar()
+    ranks = this_rank("cpu")
+    with process_group(ranks, 60):
+        results = {kind: one_kind(kind, ranks, folder) for kind in kinds}
+    (folder / f"rank{ranks.rank}.json").write_text(json.dumps(results))
+
+
+# -- the jobs ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """What both ranks told, by kind, and where their files are."""
+
+    ranks: list[dict[str, dict[str, object]]]
+    folder: Path
+    log: str
+
+    def path(self, kind: str) -> Path:
+        return self.folder / kind.replace(" ", "-")
+
+    def tensors(self, kind: str) -> Mapping[str, torch.Tensor]:
+        return load_file(f"{self.path(kind)}.safetensors")
+
+    def steps(self, kind: str) -> list[dict[str, object]]:
+        return self.ranks[0][kind]["steps"]
+
+
+def launch(folder: Path, *kinds: str) -> Job:
+    port = free_port()
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(NUM_RANKS)}
+    common |= {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
+    processes = []
+    try:
+        for rank in range(NUM_RANKS):
+            environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with (folder / f"log{rank}").open("wb") as log:
+                command = [sys.executable, __file__, str(folder), *kinds]
+                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        codes = [process.wait(240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    logs = [(folder / f"log{rank}").read_text() for rank in range(NUM_RANKS)]
+    assert codes == [0] * NUM_RANKS, "\n".join(log[-4000:] for log in logs)
+    return Job([json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(NUM_RANKS)], folder, logs[0])
+
+
+def check(job: Job) -> None:
+    """What holds for every kind of trainer."""
+    first, second = job.ranks
+    before = model_digest(tiny_qwen3(torch.float32).named_parameters())
+    for kind, told in first.items():
+        steps = told["steps"]
+        assert second[kind]["steps"] == steps, kind
+        assert [step["gap"] for step in steps] == [0.0] * NUM_STEPS, kind
+        assert all(step["engine_digest"] == step["digest"] for step in steps), kind
+        assert len({before, *(step["digest"] for step in steps)}) == NUM_STEPS + 1, kind
+        assert [step["kl"] > 0 for step in steps] == [False, True, True], kind
+        assert all(step["norm"] > 2 * SETTINGS.max_grad_norm for step in steps), kind  # so that clipping is at work
+        assert told["resumed"] == steps[-1], kind
+        assert "the state is of another model: model.layers.0.input_layernorm.weight" in told["refusal"][0], kind
+        assert "state is of another trainer" in told["refusal"][1] and told["refusal"][2], kind
+        saved = AutoModelForCausalLM.from_pretrained(f"{job.path(kind)}-saved")
+        assert model_digest(saved.named_parameters()) == steps[-1]["digest"], kind
+        assert saved.config.architectures == ["Qwen3ForCausalLM"], kind
+
+
+def difference(job: Job, kind: str, other: str) -> float:
+    """How far apart two kinds end, in parts of the way that they went."""
+    start = dict(tiny_qwen3(torch.float32).named_parameters())
+    tensors, others = job.tensors(kind), job.tensors(other)
+    apart = sum((tensors[name] - others[name]).double().abs().sum().item() for name in start)
+    return apart / sum((others[name] - start[name].detach()).double().abs().sum().item() for name in start)
+
+
+@pytest.mark.slow
+def test_ddp_and_fsdp2_train_alike(tmp_path):
+    job = launch(tmp_path, *TORCH_KINDS)
+    check(job)
+    plain = job.steps("ddp plain")
+    assert job.steps("fsdp2 plain") == [{**step, "norm": pytest.approx(step["norm"], rel=1e-4)} for step in plain]
+    assert difference(job, "fsdp2", "ddp") < 1e-3
+    assert difference(job, "ddp plain", "ddp") > 1e-3  # the measure sees what clipping changes
+    for part in ("model", "optimizer"):  # checkpoints of one serve the other
+        ddp, fsdp2 = (load_file(job.path(kind) / part) for kind in ("ddp", "fsdp2"))
+        assert {name: t.shape for name, t in ddp.items()} == {name: t.shape for name, t in fsdp2.items()}
+
+
+@pytest.mark.slow
+def test_every_zero_stage_trains_as_ddp_does(tmp_path):
+    pytest.importorskip("deepspeed")
+    job = launch(tmp_path, *ZERO_KINDS)
+    check(job)
+    assert job.steps("zero0") == job.steps("ddp")
+    for kind in ("zero1", "zero2", "zero3"):
+        assert difference(job, kind, "ddp") < 1e-3, kind
+        norms = [step["norm"] for step in job.steps(kind)]
+        assert norms == pytest.approx([step["norm"] for step in job.steps("ddp")], rel=1e-4), kind
+    assert not list(tmp_path.glob("extensions/**/*.so")), "nothing was compiled"
+    for noise in ("[INFO]", "FutureWarning"):
+        assert noise not in job.log
+
+
+@pytest.mark.exhaustive
+def test_every_zero_stage_trains_in_bfloat16(tmp_path):
+    pytest.importorskip("deepspeed")
+    check(launch(tmp_path, *ZERO_BF16_KINDS))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shares_storage", "talks_in_forward"),
+    [
+        ("ddp", True, False),
+        ("fsdp2", False, True),
+        ("zero0", True, False),
+        ("zero1", True, False),
+        ("zero2", True, True),
+        ("zero3", False, True),
+    ],
+)
+def test_a_backend_tells_before_wrapping_whether_an_engine_may_alias_the_model(kind, shares_storage, talks_in_forward):
+    backend = make_backend(job_config(kind), Ranks(0, 1, torch.device("cpu")))
+    assert (backend.shares_storage, backend.talks_in_forward) == (shares_storage, talks_in_forward)
+
+
+if __name__ == "__main__":
+    rank_main(Path(sys.argv[1]), sys.argv[2:])

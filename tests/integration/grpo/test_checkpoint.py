@@ -1,0 +1,71 @@
+"""Checkpoints are whole or not there, and bring back model and optimizer to the bit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lockstep.integration.grpo.backends import DdpBackend
+from lockstep.integration.grpo.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from lockstep.integration.grpo.config import TrainSettings
+from lockstep.integration.grpo.run_log import drop_lines_after, read_metrics
+
+
+class OneProcess(DdpBackend):
+    """The backend without its process group: what it keeps of a model and its AdamW is the same."""
+
+    def __init__(self, model):
+        ranks = SimpleNamespace(rank=0, num_ranks=1, is_first=True, device=torch.device("cpu"))
+        super().__init__(TrainSettings(learning_rate=1e-3), ranks)
+        self.model, self._ddp, self.optimizer = model, model, self.adamw(model)
+
+
+def train(backend, num_steps):
+    for step in range(num_steps):
+        ids = torch.arange(step, step + 12)[None] % 256
+        backend.model(ids, labels=ids).loss.backward()
+        backend.step()
+
+
+def test_a_loaded_checkpoint_trains_on_to_the_same_bits(make_model, tmp_path):
+    straight, broken, other = (OneProcess(make_model("qwen2")) for _ in range(3))
+    train(straight, 5)
+    train(broken, 5)
+    path = save_checkpoint(tmp_path, 5, broken.state())
+    assert newest_checkpoint(tmp_path) == path
+    step, state = load_checkpoint(path)
+    other.load_state(state)
+    assert step == 5
+    train(straight, 3)
+    train(other, 3)
+    for a, b in zip(straight.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_only_the_newest_two_are_kept_and_unfinished_ones_do_not_count(make_model, tmp_path):
+    backend = OneProcess(make_model("qwen2"))
+    assert newest_checkpoint(tmp_path / "none") is None
+    (tmp_path / ".partial-1").mkdir()
+    assert newest_checkpoint(tmp_path) is None
+    for step in (1, 2, 10):
+        save_checkpoint(tmp_path, step, backend.state())
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-000002", "step-000010"]
+    assert newest_checkpoint(tmp_path).name == "step-000010"
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(make_model, tmp_path):
+    backend, other = OneProcess(make_model("qwen2")), OneProcess(make_model("qwen2", num_hidden_layers=1))
+    path = save_checkpoint(tmp_path, 1, backend.state())
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp"):
+        other.load_state(load_checkpoint(path)[1])
+
+
+def test_metrics_lose_their_half_written_line_and_what_comes_after_the_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert read_metrics(path) == []
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
+    assert [line["step"] for line in drop_lines_after(path, 2)] == [1, 2]
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'

@@ -1,0 +1,93 @@
+"""Settings: what is wrong is named by its key, all of it at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.integration.grpo.config import load_config
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    return path
+
+
+def test_every_shipped_config_is_valid():
+    names = sorted(path.name for path in CONFIGS.glob("*.toml"))
+    assert {"arithmetic_cpu.toml", "eight_gpus.toml"} <= set(names)
+    for name in names:
+        load_config(CONFIGS / name)
+
+
+def test_overrides_replace_the_files_values_and_keep_their_types(tmp_path):
+    path = write(tmp_path, '[run]\nname = "x"\nnum_steps = 3\n')
+    config = load_config(path, ["run.num_steps=7", "train.learning_rate=1e-4", "model.path=/some/folder",
+                                "warm_start.enabled=false", 'run.name="y"', "rollout.temperature=1"])  # fmt: skip
+    assert (config.run.num_steps, config.run.name) == (7, "y")
+    assert (config.train.learning_rate, config.rollout.temperature) == (1e-4, 1.0)
+    assert (config.model.path, config.warm_start.enabled) == ("/some/folder", False)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ('[run]\nname = "x"\nspeed = 3\n', [], "unknown key run.speed"),
+        ('[run]\nname = "x"\n[trian]\nlr = 1\n', [], "unknown key trian"),
+        ("[run]\nnum_steps = 3\n", [], "missing key run.name"),
+        ("", [], "missing key run.name"),
+        ('[run]\nname = "x"\nnum_steps = "many"\n', [], "run.num_steps must be a whole number, not 'many'"),
+        ('[run]\nname = "x"\nnum_steps = true\n', [], "run.num_steps must be a whole number, not True"),
+        ('[run]\nname = "x"\n', ["train.clip_low=high"], "train.clip_low must be a number, not 'high'"),
+        ('run = 3\n', [], "run must be a section, not 3"),
+        ('[run]\nname = "x"\n', ["rollout.group_size=1"], "rollout.group_size must be at least 2"),
+        ('[run]\nname = "x"\n', ["num_steps"], "override 'num_steps' is not of the form key=value"),
+        ('[run]\nname = "x"\n', ["run.name.deep=1"], "run.name.deep: name is a value, not a section"),
+        ('[run]\nname = "x"\n', ["http.port=70000"], "http.port must be from 0 to 65535, not 70000"),
+        ('[run]\nname = "x"\n', ["model.path=/m"], "warm_start.enabled must be false with model.path"),
+        ('[run]\nname = "x"\n', ["trainer=pp"], """trainer must be "ddp", "fsdp2" or "deepspeed", not 'pp'"""),
+        ('[run]\nname = "x"\n', ["sync=magic"], 'sync must be "in_place", "distributed", "tensor", "disk" or "delta"'),
+        ('[run]\nname = "x"\n', ["engines=far"], """engines must be "local" or "separate", not 'far'"""),
+        ('[run]\nname = "x"\n', ["engines=separate"], 'sync must not be "in_place" with engines="separate"'),
+        ('[run]\nname = "x"\n', ["deepspeed.zero_stage=4"], "deepspeed.zero_stage must be from 0 to 3, not 4"),
+        ('[run]\nname = "x"\n', ["weights.undo=some"], """weights.undo must be "tensors" or "none", not 'some'"""),
+        ('[run]\nname = "x"\n', ["weights.timeout_s=0"], "weights.timeout_s must be at least 1"),
+        ('[run]\nname = "x"\n', ["weights.bucket_bytes=64 blocks"], "weights.bucket_bytes must be bytes"),
+        ('[run]\nname = "x"\n', ["weights.bucket_bytes=lots"], """must be bytes ("512MiB"), not 'lots'"""),
+        ("[run\n", [], "is not TOML"),
+    ],
+)
+def test_what_is_wrong_is_named_by_its_key(tmp_path, text, overrides, message):
+    with pytest.raises(ValueError) as caught:
+        load_config(write(tmp_path, text), overrides)
+    assert message in str(caught.value)
+
+
+def test_every_way_to_train_and_to_sync_can_be_asked_for(tmp_path):
+    text = 'trainer = "deepspeed"\nengines = "separate"\n[run]\nname = "x"\n[deepspeed]\nzero_stage = 3\n'
+    path = write(tmp_path, text)
+    for sync in ("distributed", "tensor", "disk", "delta"):
+        config = load_config(path, [f"sync={sync}", "weights.bucket_bytes=1.5MiB", "weights.undo=none"])
+        assert (config.trainer, config.sync, config.engines, config.deepspeed.zero_stage) == (
+            "deepspeed", sync, "separate", 3
+        )  # fmt: skip
+        assert config.weights.num_bucket_bytes == 3 << 19
+    for trainer in ("ddp", "fsdp2", "deepspeed"):
+        assert load_config(path, [f"trainer={trainer}", "engines=local"]).sync == "in_place"
+
+
+def test_all_faults_are_named_at_once(tmp_path):
+    path = write(tmp_path, "[run]\nnum_steps = 1.5\nspeed = 3\n[engine]\nkv_cach = 1\n")
+    with pytest.raises(ValueError) as caught:
+        load_config(path)
+    for part in ("unknown key run.speed", "missing key run.name", "run.num_steps must", "unknown key engine.kv_cach"):
+        assert part in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere\.toml.*No such file"):
+        load_config(tmp_path / "nowhere.toml")

@@ -1,0 +1,253 @@
+"""The main job as its users run it: torchrun, two ranks, a config shrunk to seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lockstep.integration.grpo import main as grpo
+from lockstep.integration.grpo.main import main
+from lockstep.integration.grpo.run_log import read_metrics
+
+ROOT = Path(__file__).parents[3]
+CONFIG = ROOT / "configs" / "arithmetic_cpu.toml"
+SHRUNK = [
+    "run.num_steps=4", "run.eval_every=2", "run.checkpoint_every=2", "run.timeout_s=60", "warm_start.num_steps=12",
+    "warm_start.batch_size=16", "data.num_heldout=16", "rollout.prompts_per_step=4", "rollout.group_size=4",
+    "model.num_layers=2", "model.hidden_size=64", "engine.kv_cache=4MiB", "reward=text_reward:by_text",
+    "train.learning_rate=1e-3",
+]  # fmt: skip
+# Tells samples of an untrained model apart, so that every step changes the weights; and ends the whole job, as kill -9
+# from outside would, when KILL_AFTER_STEP steps stand in its log.
+REWARD = """
+import os, signal
+from pathlib import Path
+
+def by_text(prompt, completion, answer):
+    after, log = int(os.environ.get("KILL_AFTER_STEP", "0")), Path("runs/arithmetic/metrics.jsonl")
+    if after and log.exists() and log.read_text().count("\\n") >= after:
+        launcher = os.getppid()
+        ranks = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        for pid in [launcher, *(int(rank) for rank in ranks if int(rank) != os.getpid()), os.getpid()]:
+            os.kill(pid, signal.SIGKILL)
+    return sum(map(ord, completion)) % 97 / 97
+"""
+SAME_IN_EVERY_RUN = ("step", "reward_mean", "logprob_gap", "sync_bytes", "weight_version", "weight_digest",
+                     "heldout_accuracy", "loss")  # fmt: skip
+
+
+def torchrun(folder: Path, *arguments: str, num_ranks: int = 2, kill_after_step: int = 0) -> subprocess.Popen:
+    """Start the job in `folder`, in a process group of its own, its output in `folder`/log."""
+    (folder / "text_reward.py").write_text(REWARD)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks),
+               "-m", "lockstep.integration.grpo", *arguments]  # fmt: skip
+    with open(folder / "log", "w") as log:
+        environment = os.environ | {"KILL_AFTER_STEP": str(kill_after_step)}
+        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True, env=environment)
+
+
+def finish(process: subprocess.Popen, seconds: float = 150) -> int:
+    try:
+        return process.wait(seconds)
+    finally:
+        kill(process)
+
+
+def kill(process: subprocess.Popen) -> None:
+    """End the launcher and its ranks, each in a session of its own, at once."""
+    if process.poll() is None:
+        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        for pid in [process.pid, *map(int, ranks)]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def lines_of(folder: Path) -> list[dict[str, object]]:
+    lines = read_metrics(folder / "runs/arithmetic/metrics.jsonl")
+    return [{key: line.get(key) for key in SAME_IN_EVERY_RUN} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def straight_run(tmp_path_factory):
+    """One uninterrupted run, which several tests look at."""
+    folder = tmp_path_factory.mktemp("straight")
+    assert finish(torchrun(folder, str(CONFIG), *SHRUNK)) == 0, (folder / "log").read_text()
+    return folder
+
+
+def test_two_ranks_train_with_a_gap_of_zero_and_no_byte_moved(straight_run):
+    lines = read_metrics(straight_run / "runs/arithmetic/metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["logprob_gap"] == 0.0 and line["sync_bytes"] == 0 for line in lines)
+    assert [line["weight_version"] for line in lines] == ["1", "2", "3", "4"]
+    assert len({line["weight_digest"] for line in lines}) == 4, "every step changes the weights"
+    assert [("heldout_accuracy" in line) for line in lines] == [False, True, False, True]
+    assert all(line[key] > 0 for line in lines for key in ("rollout_tokens_per_s", "rollout_s", "train_s", "sync_s"))
+    assert (straight_run / "runs/arithmetic/progress.png").stat().st_size > 1000
+    assert "held-out accuracy:" in (straight_run / "log").read_text()
+
+
+def test_the_trained_model_loads_in_transformers_and_is_what_was_committed_last(straight_run):
+    from lockstep.weight_sync.digests.model_digest import model_digest
+
+    folder = straight_run / "runs/arithmetic/model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "What is 12 + 34?\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+    last = read_metrics(straight_run / "runs/arithmetic/metrics.jsonl")[-1]
+    assert model.dtype == torch.float32
+    assert model_digest(model.named_parameters()) == last["weight_digest"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill_after_step", [1, 3])
+def test_a_killed_and_resumed_run_ends_as_an_uninterrupted_one(straight_run, tmp_path, kill_after_step):
+    os.symlink(straight_run / ".cache", tmp_path / ".cache")  # the warm start is shared: it is skipped
+    assert finish(torchrun(tmp_path, str(CONFIG), *SHRUNK, kill_after_step=kill_after_step)) == -signal.SIGKILL
+    assert len(lines_of(tmp_path)) == kill_after_step, (tmp_path / "log").read_text()
+    assert finish(torchrun(tmp_path, str(CONFIG), *SHRUNK, "--resume")) == 0, (tmp_path / "log").read_text()
+    assert lines_of(tmp_path) == lines_of(straight_run)
+    assert "warm start" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_brings_the_other_down_within_seconds(straight_run, tmp_path):
+    (tmp_path / "failing_reward.py").write_text(
+        "import os\n\ndef reward(prompt, completion, answer):\n"
+        "    if os.environ['RANK'] == '1':\n        raise RuntimeError('reward of rank 1 failed')\n    return 1.0\n"
+    )
+    os.symlink(straight_run / ".cache", tmp_path / ".cache")
+    process = torchrun(tmp_path, str(CONFIG), *SHRUNK, "reward=failing_reward:reward", "run.timeout_s=600")
+    assert finish(process) != 0
+    assert "reward of rank 1 failed" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
+def test_own_data_model_and_reward(straight_run, tmp_path):
+    problems = [{"question": f"Say {n}:", "solution": n} for n in range(10, 40)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    reward = "def length(prompt, completion, answer):\n    return min(len(completion), 24) / 24\n"
+    (tmp_path / "my_reward.py").write_text(reward)
+    process = torchrun(
+        tmp_path, str(CONFIG), *SHRUNK, f"model.path={straight_run}/runs/arithmetic/model", "warm_start.enabled=false",
+        "data.path=data.jsonl", "data.prompt_field=question", "data.answer_field=solution", "reward=my_reward:length",
+        "model.dtype=bfloat16", "run.tensorboard=true",
+    )  # fmt: skip
+    assert finish(process) == 0, (tmp_path / "log").read_text()
+    lines = read_metrics(tmp_path / "runs/arithmetic/metrics.jsonl")
+    assert [line["logprob_gap"] for line in lines] == [0.0] * 4
+    assert all(0 < line["reward_mean"] <= 1 for line in lines)
+    assert list((tmp_path / "runs/arithmetic/tensorboard").iterdir())
+
+
+def run_alone(capsys, *arguments: str) -> tuple[int, str]:
+    code = main([str(CONFIG), *arguments])
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run.speed=1"], "unknown key run.speed"),
+        (["run.num_steps=few"], "run.num_steps must be a whole number"),
+        (["data.path=empty.jsonl"], "empty.jsonl: holds no problems"),
+        (["data.path=broken.jsonl"], "broken.jsonl:2: "),
+        (["data.path=long.jsonl"], "long.jsonl:3: the prompt has"),
+        (["data.path=nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
+        (["rollout.max_new_tokens=64"], "rollout.max_new_tokens"),
+        (["reward=nowhere:reward"], "reward 'nowhere:reward': cannot import"),
+        (["model.path=nowhere", "warm_start.enabled=false"], "model.path: 'nowhere'"),
+        (["run.num_ranks=3"], "run.num_ranks is 3"),
+        (["engine.device=cuda"], "engine.device is 'cuda'"),
+        (["engine.kv_cache=lots"], "kv_cache must be"),
+        (["model.hidden_size=33"], "hidden_size=33"),
+    ],
+)
+def test_bad_input_ends_in_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, overrides, message):
+    if overrides == ["engine.device=cuda"] and torch.cuda.is_available():
+        pytest.skip("has a CUDA device")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    good = json.dumps({"prompt": "What is 1 + 1?", "answer": "2"}) + "\n"
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "broken.jsonl").write_text(good + '{"prompt": "What?"}\n')
+    long = json.dumps({"prompt": "1 + " * 100, "answer": "2"}) + "\n"
+    (tmp_path / "long.jsonl").write_text(good * 2 + long + good * 9)
+    code, err = run_alone(capsys, *overrides)
+    assert code == 2
+    assert err.count("\n") == 1 and err.startswith("lockstep: error: ") and message in err
+
+
+def test_check_prints_the_plan_of_every_shipped_config(capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name in ("arithmetic_cpu.toml", "eight_gpus.toml"):
+        assert main([str(ROOT / "configs" / name), "--check"]) == 0
+        plan = capsys.readouterr().out
+        for part in ("M parameters", "ranks ", "prompts x", "memory     per rank: weights", "KV pool"):
+            assert part in plan, (name, plan)
+    assert "ranks      8" in plan
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_job_is_freed_before_the_group_that_its_model_holds_ends(monkeypatch, tmp_path, fails):
+    class Job:
+        step = 0
+        engine = None
+
+        def __init__(self, config, ranks, *, resume):
+            self.itself, jobs[:] = self, [weakref.ref(self)]
+
+        def run(self):
+            if fails:
+                raise ValueError("no such model")
+
+        def close(self):
+            pass
+
+    def end_group():
+        assert jobs[0]() is None
+        ended.append(True)
+        end()
+
+    jobs, ended, end = [], [], torch.distributed.destroy_process_group
+    monkeypatch.setattr("lockstep.integration.grpo.job.GrpoJob", Job)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", end_group)
+    assert main([str(CONFIG), f"run.dir={tmp_path}"]) == (2 if fails else 0)
+    assert ended
+
+
+def test_bad_input_under_torchrun_names_the_key_once_and_hangs_nobody(tmp_path):
+    started = time.monotonic()
+    assert finish(torchrun(tmp_path, str(CONFIG), "run.speed=1"), 60) != 0
+    log = (tmp_path / "log").read_text()
+    assert log.count("lockstep: error: unknown key run.speed") == 1
+    assert "exitcode  : 2" in log
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_rank_leaves_the_refusal_to_the_first_unless_no_launcher_ends_it(monkeypatch, capsys, comes):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(grpo, "REFUSAL_S", 60 if comes else 0.01)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        if comes:
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        assert main([str(CONFIG), "run.speed=1"]) == 2
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert ("unknown key run.speed" in capsys.readouterr().err) is not comes

@@ -1,0 +1,143 @@
+import math
+
+import pytest
+import torch
+
+from lockstep.integration.grpo.loss import group_advantages, kl_k3, policy_loss
+
+
+def ones_mask(tensor):
+    return torch.ones_like(tensor, dtype=torch.bool)
+
+
+def test_advantages_are_rewards_normalised_within_their_group():
+    advantages = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0], [3.0, 0.0, 0.0, 0.0]]), epsilon=0.0)
+    root3 = math.sqrt(3.0)
+    expected = torch.tensor([[1.0, -1.0, -1.0, 1.0], [root3, -1 / root3, -1 / root3, -1 / root3]])
+    torch.testing.assert_close(advantages, expected)
+
+
+def test_advantages_without_std_are_differences_from_the_mean():
+    advantages = group_advantages(torch.tensor([[3.0, 0.0, 0.0, 1.0]]), scale_by_std=False)
+    assert advantages.tolist() == [[2.0, -1.0, -1.0, 0.0]]
+
+
+@pytest.mark.parametrize("scale_by_std", [True, False])
+def test_groups_of_equal_rewards_have_advantages_of_exactly_zero(scale_by_std):
+    # The float mean of three times 0.1 is not 0.1.
+    rewards = torch.tensor([[0.1, 0.1, 0.1], [1e-30, 1e-30, 1e-30], [0.7, 0.7, 0.7]])
+    assert group_advantages(rewards, scale_by_std, epsilon=0.0).tolist() == [[0.0] * 3] * 3
+
+
+def test_a_group_of_one_sample_has_no_advantage():
+    assert group_advantages(torch.tensor([[0.3]])).tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize("rewards", [torch.ones(4), torch.ones(2, 0), torch.ones(2, 2, dtype=torch.int64)])
+def test_rewards_of_another_form_are_refused(rewards):
+    with pytest.raises(ValueError, match="rewards must be"):
+        group_advantages(rewards)
+
+
+def test_loss_and_gradient_on_policy_are_those_of_reinforce():
+    logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    advantages = torch.tensor([1.0, -0.5, 2.0])
+    result = policy_loss(logprobs, logprobs.detach().clone(), advantages, ones_mask(logprobs), num_tokens=3)
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(-(1.0 - 0.5 + 2.0) / 3)
+    torch.testing.assert_close(logprobs.grad, -advantages / 3)
+    assert (result.clip_fraction, result.kl, result.ratio_deviation) == (0.0, 0.0, 0.0)
+
+
+def test_the_clip_cuts_the_gradient_only_where_the_ratio_went_the_advantages_way():
+    ratios = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1])
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0])
+    logprobs = ratios.log().requires_grad_()
+    result = policy_loss(
+        logprobs, torch.zeros(5), advantages, ones_mask(ratios), num_tokens=5, clip_low=0.2, clip_high=0.3
+    )
+    result.loss.backward()
+    # min(1.5, 1.3), min(-1.5, -1.3), min(0.5, 0.8), min(-0.5, -0.8), 2 * 1.1
+    assert result.loss.item() == pytest.approx(-(1.3 - 1.5 + 0.5 - 0.8 + 2.2) / 5)
+    torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, 1.5, -0.5, 0.0, -2.2]) / 5)
+    assert result.clip_fraction == pytest.approx(2 / 5)
+    assert result.ratio_deviation == pytest.approx(0.5)
+
+
+def test_kl_adds_its_estimate_and_its_gradient():
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    reference = torch.tensor([-1.0 + math.log(2.0), -2.0])
+    result = policy_loss(
+        logprobs,
+        logprobs.detach(),
+        torch.zeros(2),
+        ones_mask(logprobs),
+        num_tokens=2,
+        reference_logprobs=reference,
+        kl_coefficient=0.1,
+    )
+    result.loss.backward()
+    kl = (2.0 - math.log(2.0) - 1.0) / 2
+    assert result.kl == pytest.approx(kl)
+    assert result.loss.item() == pytest.approx(0.1 * kl)
+    # d/dx (exp(r - x) - (r - x) - 1) = 1 - exp(r - x)
+    torch.testing.assert_close(logprobs.grad, torch.tensor([0.1 * (1 - 2.0) / 2, 0.0]))
+
+
+def test_the_mean_of_k3_over_the_policy_is_the_kl_divergence():
+    policy, reference = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    estimate = (policy * kl_k3(reference.log() - policy.log())).sum()
+    torch.testing.assert_close(estimate, (policy * (policy / reference).log()).sum())
+    assert (kl_k3(torch.linspace(-3, 3, 13)) >= 0).all()
+
+
+def test_values_under_a_false_mask_change_neither_loss_nor_gradient():
+    mask = torch.tensor([[True, True], [True, False]])
+    junk = torch.tensor([[0.0, 0.0], [0.0, float("inf")]])
+    logprobs = torch.full((2, 2), -1.0, requires_grad=True)
+    advantages = torch.tensor([[1.0, 1.0], [-2.0, 5.0]])
+    result = policy_loss(
+        logprobs, -1.0 - junk, advantages + junk, mask, 3, reference_logprobs=-1.0 + junk, kl_coefficient=0.5
+    )
+    result.loss.backward()
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[-1.0, -1.0], [2.0, 0.0]]) / 3)
+    assert (result.loss.item(), result.ratio_deviation, result.kl) == (0.0, 0.0, 0.0)
+
+
+def test_shares_of_ranks_and_micro_batches_add_up_to_the_whole():
+    generator = torch.Generator().manual_seed(0)
+    logprobs, behaviour, advantages, reference = (torch.randn(6, 4, generator=generator) for _ in range(4))
+    mask = torch.rand(6, 4, generator=generator) < 0.7
+    num_tokens = int(mask.sum())
+
+    def share(rows):
+        return policy_loss(
+            logprobs[rows],
+            behaviour[rows],
+            advantages[rows],
+            mask[rows],
+            num_tokens,
+            0.2,
+            0.2,
+            reference[rows],
+            0.1,
+        )
+
+    whole, parts = share(slice(None)), [share(slice(0, 1)), share(slice(1, 6))]
+    torch.testing.assert_close(sum(part.loss for part in parts), whole.loss)
+    assert sum(part.clip_fraction for part in parts) == pytest.approx(whole.clip_fraction)
+    assert whole.clip_fraction > 0
+    assert sum(part.kl for part in parts) == pytest.approx(whole.kl)
+
+
+def test_every_fault_of_a_call_is_named():
+    values = torch.zeros(3)
+    with pytest.raises(ValueError) as error:
+        policy_loss(values, torch.zeros(2), values, torch.zeros(3), num_tokens=0, kl_coefficient=0.1)
+    for part in (
+        "behaviour_logprobs has shape (2,)",
+        "mask must be bool",
+        "num_tokens must be",
+        "reference_logprobs",
+    ):
+        assert part in str(error.value)

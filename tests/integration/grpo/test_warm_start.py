@@ -1,0 +1,167 @@
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lockstep.integration.grpo.arithmetic import (
+    ArithmeticSpec,
+    arithmetic_problems,
+    build_tokenizer,
+    worked_solution,
+)
+from lockstep.integration.grpo.warm_start import (
+    ModelSpec,
+    WarmStartSpec,
+    build_model,
+    train_supervised,
+    warm_start,
+    warm_start_key,
+)
+from lockstep.tests.support.forked_ranks import free_port
+
+TINY = WarmStartSpec(
+    model=ModelSpec(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1),
+    data=ArithmeticSpec(min_digits=2, max_digits=3),
+    num_steps=4,
+    batch_size=6,
+    num_warmup_steps=2,
+)
+
+
+def weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def same_bits(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_the_folder_loads_with_transformers_and_is_reused(tmp_path):
+    losses = []
+    folder = warm_start(TINY, tmp_path, on_progress=lambda progress: losses.append(progress.loss))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.dtype == torch.float32
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert len(losses) == 4
+    assert warm_start(TINY, tmp_path, on_progress=lambda progress: losses.append(progress.loss)) == folder
+    assert len(losses) == 4
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+    assert json.loads((folder / "warm_start.json").read_text())["num_steps"] == 4
+
+
+def test_training_is_a_function_of_the_spec_and_leaves_the_generator_alone(tmp_path):
+    torch.manual_seed(1)
+    state = torch.random.get_rng_state()
+    first = warm_start(TINY, tmp_path / "a")
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert same_bits(weights(first), weights(warm_start(TINY, tmp_path / "b")))
+    assert not same_bits(weights(first), weights(warm_start(replace(TINY, seed=1), tmp_path / "b")))
+
+
+def test_whatever_determines_the_result_changes_the_key():
+    variants = [
+        (TINY, 1, "cpu", ""),
+        (replace(TINY, slip_rate=0.5), 1, "cpu", ""),
+        (replace(TINY, model=replace(TINY.model, num_layers=2)), 1, "cpu", ""),
+        (replace(TINY, data=replace(TINY.data, seed=1)), 1, "cpu", ""),
+        (TINY, 2, "cpu", ""),
+        (TINY, 1, "cuda", ""),
+        (TINY, 1, "cpu", "invariant"),
+    ]
+    assert len({warm_start_key(*variant) for variant in variants}) == len(variants)
+
+
+def test_an_interrupted_warm_start_leaves_nothing_that_passes_for_a_result(tmp_path):
+    def stop(progress):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        warm_start(TINY, tmp_path, on_progress=stop)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failing_save_leaves_nothing_behind(tmp_path):
+    def fill_disk(folder):
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError("disk full")
+
+    def prepare(model):
+        model.save_pretrained = fill_disk
+
+    with pytest.raises(OSError, match="disk full"):
+        warm_start(TINY, tmp_path, prepare=prepare)
+    assert not list(tmp_path.iterdir())
+
+
+def test_prepare_sees_the_module_before_it_is_trained(tmp_path):
+    num_forwards = []
+
+    def prepare(model):
+        model.register_forward_hook(lambda *_: num_forwards.append(1))
+
+    warm_start(TINY, tmp_path, prepare=prepare, prepared_as="hooked")
+    assert len(num_forwards) == TINY.num_steps
+
+
+def test_it_learns(tmp_path):
+    losses = []
+    spec = replace(TINY, num_steps=30, batch_size=16, learning_rate=1e-2)
+    warm_start(spec, tmp_path, on_progress=lambda progress: losses.append(progress.loss))
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_the_loss_is_the_token_mean_over_completions_and_end_tokens():
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer()
+    model = build_model(TINY.model, tokenizer)
+    spec = replace(TINY, num_steps=1, slip_rate=0.0)
+    total, num_tokens = 0.0, 0
+    with torch.no_grad():
+        for problem in arithmetic_problems(spec.data).train_problems(-1, spec.batch_size):
+            prompt = tokenizer(problem.prompt).input_ids
+            completion = tokenizer(worked_solution(problem), add_special_tokens=False).input_ids
+            ids = torch.tensor([prompt + completion + [tokenizer.eos_token_id]])
+            logprobs = model(input_ids=ids[:, :-1]).logits[0].log_softmax(-1)
+            picked = logprobs.gather(1, ids[0, 1:, None])[len(prompt) - 1 :]
+            total -= picked.sum().item()
+            num_tokens += len(picked)
+    losses = []
+    train_supervised(model, tokenizer, spec, lambda progress: losses.append(progress.loss))
+    assert losses == [pytest.approx(total / num_tokens, rel=1e-5)]
+
+
+def _rank(rank, port, cache, queue):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    losses = []
+    folder = warm_start(TINY, cache, on_progress=lambda progress: losses.append(progress.loss))
+    queue.put((str(folder), losses))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_train_what_one_process_trains(tmp_path):
+    port = free_port()
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_rank, args=(port, tmp_path / "two", queue), nprocs=2)
+    results = [queue.get() for _ in range(2)]
+    assert results[0] == results[1]
+    losses = []
+    alone = warm_start(TINY, tmp_path / "one", on_progress=lambda progress: losses.append(progress.loss))
+    assert results[0][1] == pytest.approx(losses, rel=1e-4)
+    pairs = [weights(results[0][0]), weights(alone)]
+    for name in pairs[0]:
+        torch.testing.assert_close(pairs[0][name], pairs[1][name], atol=2e-3, rtol=0)
+
+
+def test_every_fault_of_a_spec_is_named():
+    with pytest.raises(ValueError, match=r"hidden_size=48 .*num_layers=0 .*num_heads=3 is not a multiple"):
+        ModelSpec(hidden_size=48, num_layers=0, num_heads=3)
+    with pytest.raises(ValueError, match=r"num_steps.*slip_rate.*learning_rate.*max_grad_norm"):
+        WarmStartSpec(num_steps=0, slip_rate=2.0, learning_rate=float("nan"), max_grad_norm=0.0)

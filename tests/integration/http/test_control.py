@@ -1,0 +1,302 @@
+"""Pause, continue, abort, flush and profiles over a socket, with requests that are under way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+
+import httpx
+import pytest
+
+from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.http.server import serve_in_background
+from lockstep.integration.service import RolloutService
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.sampling_params import SamplingParams
+
+LONG = SamplingParams(max_new_tokens=400, temperature=0.0, ignore_eos=True)
+PROMPT = list(range(1, 40))
+
+
+@pytest.fixture
+def service(make_model, tmp_path):
+    make_model("qwen2").save_pretrained(tmp_path)
+    service = RolloutService(Engine(tmp_path, EngineConfig(kv_cache="80 blocks", max_num_seqs=4)))
+    yield service
+    service.close()
+
+
+class Asked:
+    """A completion that is asked for in a thread, and how many of its chunks have come."""
+
+    def __init__(self, engine: Engine, prompt: list[int] = PROMPT, params: SamplingParams = LONG) -> None:
+        self._stream = engine.stream(prompt, params)
+        self.num_chunks, self.completion = 0, None
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        for chunk in self._stream:
+            self.num_chunks += 1
+            self._begun.set()
+            self.completion = chunk.completion
+
+    def begun(self) -> Asked:
+        assert self._begun.wait(10)
+        return self
+
+    def result(self):
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        return self.completion
+
+
+@pytest.fixture
+def expected(service):
+    [completion] = service.engine.generate([PROMPT], LONG)
+    service.engine.flush_cache()
+    return completion
+
+
+# -- pause and continue -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_paused_request_goes_on_with_the_same_tokens(client, service, expected, mode, until):
+    asked = Asked(service.engine).begun()
+    paused = client.post("/pause_generation", json={"mode": mode})
+    assert paused.status_code == 200
+    assert (paused.json()["message"], paused.json()["status"]) == ("Generation paused successfully.", "ok")
+    assert (paused.json()["num_paused_requests"], paused.json()["engine_paused"]) == (1, True)
+    assert paused.json()["report"]["num_retracted"] == (mode == "retract")
+    num_chunks = asked.num_chunks
+    waiting = Asked(service.engine, [7, 8, 9], SamplingParams(max_new_tokens=2, ignore_eos=True))
+    until(lambda: client.get("/state").json()["num_waiting"] == 1 + (mode == "retract"))
+    flushed = client.get("/flush_cache")
+    assert flushed.status_code == (200 if mode == "retract" else 400)
+    assert asked.num_chunks - num_chunks <= 1 and waiting.num_chunks == 0  # one may have been on its way
+    continued = client.post("/continue_generation", json={})
+    assert (continued.json()["message"], continued.json()["status"]) == ("Generation continued successfully.", "ok")
+    assert asked.result().token_ids == expected.token_ids
+    assert len(waiting.result().token_ids) == 2
+
+
+def test_a_pause_without_a_mode_aborts_and_the_engine_is_idle_when_it_answers(client, service):
+    asked = Asked(service.engine).begun()
+    assert client.post("/pause_generation", json={}).json()["mode"] == "abort"
+    state = client.get("/state").json()
+    assert (state["num_running"], state["num_waiting"], state["paused"]) == (0, 0, True)
+    assert asked.result().finish_reason.type == "abort"
+    assert client.get("/flush_cache").status_code == 200
+    assert client.post("/pause_generation", json={}).status_code == 200  # again
+    assert client.post("/continue_generation", json={}).json()["report"]["was_paused"]
+    assert not client.post("/continue_generation").json()["report"]["was_paused"]  # harmless, and without a body
+
+
+def test_a_mode_that_there_is_not_is_a_400_and_pauses_nothing(client):
+    for mode in ("freeze", "", ["abort"], {"a": 1}):
+        answer = client.post("/pause_generation", json={"mode": mode})
+        assert (answer.status_code, answer.json()["param"]) == (400, "mode")
+    assert not client.get("/state").json()["paused"]
+
+
+def test_a_null_mode_is_the_default(client):
+    assert client.post("/pause_generation", json={"mode": None, "unknown": [1]}).json()["mode"] == "abort"
+
+
+def test_a_pause_with_a_ttl_ends_by_itself_with_a_reason_in_the_log(client, service, caplog, until):
+    caplog.set_level(logging.WARNING)
+    asked = Asked(service.engine).begun()
+    client.post("/pause_generation", json={"mode": "in_place", "ttl": 0.3})
+    assert 0 < client.get("/state").json()["pause_seconds_left"] <= 0.3
+    until(lambda: not client.get("/state").json()["paused"])
+    assert asked.result().finish_reason.type == "length"
+    assert "the pause expired after 0.3 s (ttl): generation continues" in caplog.text
+    assert client.get("/state").json()["pause_seconds_left"] is None
+
+
+def test_the_last_pause_decides_whether_it_ends_by_itself(client, service):
+    client.post("/pause_generation", json={"mode": "in_place", "ttl": 0.2})
+    client.post("/pause_generation", json={"mode": "in_place"})
+    assert client.get("/state").json()["pause_seconds_left"] is None
+    client.post("/pause_generation", json={"mode": "in_place", "ttl": 60})
+    client.post("/continue_generation", json={})
+    assert client.get("/state").json()["pause_seconds_left"] is None
+    [lease] = [t for t in threading.enumerate() if t.name == "lockstep-pause-lease"] or [None]
+    if lease is not None:  # cancelled: it ends without anything
+        lease.join(5)
+        assert not lease.is_alive()
+
+
+def test_a_pause_that_expires_in_the_middle_of_an_update_waits_for_its_end(client, caplog, until):
+    client.post("/pause_generation", json={"mode": "retract", "ttl": 0.1})
+    assert client.post("/begin_weight_update", json={}).status_code == 200
+    until(lambda: "cannot continue: a weight-update session is open" in caplog.text)
+    assert client.get("/state").json()["paused"]
+    assert client.post("/end_weight_update", json={}).status_code == 200
+    until(lambda: not client.get("/state").json()["paused"])
+
+
+# -- abort ------------------------------------------------------------------------------------------------------------
+
+
+def test_abort_ends_one_or_all_and_answers_nothing(client, service):
+    [one] = service.engine.add(PROMPT, LONG)
+    others = [Asked(service.engine).begun() for _ in range(2)]
+    answer = client.post("/abort_request", json={"rid": one, "abort_message": "enough"})
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert one not in client.get("/state").json()["running_ids"]
+    assert client.post("/abort_request", json={"abort_all": True}).content == b""
+    for other in others:
+        reason = other.result().finish_reason
+        assert (reason.type, reason.message) == ("abort", "Aborted")
+    assert [c.finish_reason.message for c in service.engine.step() if c.id == one] == ["enough"]
+
+
+def test_an_abort_of_nobody_is_ignored(client, service):
+    asked = Asked(service.engine, params=SamplingParams(max_new_tokens=100, ignore_eos=True)).begun()
+    for body in ({}, {"rid": ""}, {"rid": "nobody"}, {"rid": None, "abort_all": False}):
+        answer = client.post("/abort_request", json=body)
+        assert (answer.status_code, answer.content) == (200, b"")
+    assert asked.result().finish_reason.type == "length"
+
+
+# -- flush ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_flush_empties_the_cache_and_answers_text(client, service, method):
+    service.engine.generate([PROMPT], SamplingParams(max_new_tokens=1))
+    assert client.get("/state").json()["num_cached_blocks"] > 0
+    answer = client.request(method, "/flush_cache")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
+    assert client.get("/state").json()["num_cached_blocks"] == 0
+
+
+def test_a_flush_of_a_busy_engine_fails_at_once_or_after_its_time(client, service):
+    asked = Asked(service.engine).begun()
+    client.post("/pause_generation", json={"mode": "in_place"})
+    answer = client.get("/flush_cache")
+    assert answer.status_code == 400 and answer.text.startswith("Flush cache failed. 1 running")
+    started = time.monotonic()
+    answer = client.get("/flush_cache", params={"timeout": 0.3})
+    assert answer.status_code == 400 and answer.text.startswith("Timed out waiting for idle state.")
+    assert time.monotonic() - started >= 0.3
+    client.post("/continue_generation", json={})
+    assert client.post("/flush_cache", params={"timeout": 15}).status_code == 200  # it ends in the meantime
+    assert asked.result().finish_reason.type == "length"
+
+
+def test_a_second_flush_while_one_waits_is_refused(client, service, until):
+    asked = Asked(service.engine).begun()
+    client.post("/pause_generation", json={"mode": "in_place"})
+    answers = []
+
+    def flush() -> None:
+        answer = client.get("/flush_cache", params={"timeout": 10})
+        while "already in progress" in answer.text:  # of the one below, which asks again and again
+            answer = client.get("/flush_cache", params={"timeout": 10})
+        answers.append(answer)
+
+    first = threading.Thread(target=flush)
+    first.start()
+    until(lambda: "already in progress" in (again := client.get("/flush_cache")).text and again.status_code == 400)
+    client.post("/abort_request", json={"abort_all": True})
+    first.join(15)
+    assert answers[0].status_code == 200
+    assert asked.result().finish_reason.type == "abort"
+    assert client.get("/flush_cache").status_code == 200
+
+
+def test_a_flush_timeout_that_is_none_is_a_400(client):
+    for timeout in ("-1", "nan", "inf", "soon", "1e9"):
+        answer = client.get("/flush_cache", params={"timeout": timeout})
+        assert (answer.status_code, answer.json()["param"]) == (400, "timeout")
+
+
+def test_what_changes_state_is_never_get(client):
+    for path in ("/pause_generation", "/continue_generation", "/abort_request", "/start_profile", "/stop_profile"):
+        assert client.get(path).status_code == 405
+
+
+# -- profiles ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_covers_the_loops_thread_and_is_written_when_stop_answers(client, service, tmp_path):
+    body = {"output_dir": str(tmp_path / "p"), "profile_id": "run-1", "profile_prefix": "a.", "activities": ["CPU"]}
+    answer = client.post("/start_profile", json=body)
+    assert (answer.status_code, answer.text) == (200, "Start profiling.\n")
+    again = client.post("/start_profile", json=body)
+    assert again.status_code == 409
+    service.engine.generate([PROMPT], SamplingParams(max_new_tokens=4))
+    answer = client.post("/stop_profile")
+    assert (answer.status_code, answer.text) == (200, "Stop profiling. This will take some time.\n")
+    ours, file = sorted((tmp_path / "p").iterdir())
+    assert {"schedule", "forward", "commit", "deliver"} <= {e.get("name") for e in json.loads(ours.read_text())}
+    assert file.name.startswith("a.run-1") and answer.headers["x-profile-path"] == str(file)
+    names = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
+    assert any(str(name).startswith("aten::") for name in names)
+    assert client.post("/stop_profile").status_code == 400
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_profile_begins_at_its_step_and_ends_after_so_many(make_model, tmp_path, overlap, until):
+    engine = Engine(make_model("qwen2"), EngineConfig(kv_cache="80 blocks", max_num_seqs=4, overlap=overlap))
+    service = RolloutService(engine)
+    with (
+        service.rollout(),
+        serve_in_background(service, HttpConfig(port=0)) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        engine.generate([PROMPT], SamplingParams(max_new_tokens=3, ignore_eos=True))
+        first = engine.metrics.num_steps + 4
+        body = {"output_dir": str(tmp_path), "activities": ["CPU"], "start_step": first, "num_steps": 5,
+                "record_shapes": True, "with_stack": True}  # fmt: skip
+        assert client.post("/start_profile", json=body).text == "Start profiling.\n"
+        assert client.post("/start_profile", json=body).status_code == 409  # it has not begun, and is the one
+        assert list(tmp_path.iterdir()) == []
+        [alone] = engine.generate([PROMPT], SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=0.0))
+        assert engine.metrics.num_steps >= first + 20
+        until(lambda: not server.app.state.profiler.is_running)
+        answer = client.post("/stop_profile")
+        assert answer.status_code == 200
+        ours, file = sorted(tmp_path.iterdir())
+        assert answer.headers["x-profile-path"] == str(file)
+        spans = json.loads(ours.read_text())
+        assert len([event for event in spans if event.get("name") == "forward"]) == 5
+        events = json.loads(file.read_text())["traceEvents"]
+        assert any(str(event.get("name")).startswith("aten::") for event in events)
+        assert any("Input Dims" in event.get("args", {}) for event in events)
+        assert client.post("/stop_profile").status_code == 400  # its file was asked for
+        [again] = engine.generate([PROMPT], SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=0.0))
+        assert again.token_ids == alone.token_ids
+        engine.stop()
+
+
+def test_a_profile_that_has_not_begun_is_called_off_and_one_that_cannot_begin_harms_no_step(client, service, tmp_path):
+    folder = tmp_path / "profiles"
+    body = {"output_dir": str(folder), "start_step": 10**9}
+    assert client.post("/start_profile", json=body).status_code == 200
+    said = client.post("/stop_profile")
+    assert said.status_code == 400 and "had not begun" in said.json()["message"]
+    steps = service.engine.metrics.num_steps
+    assert client.post("/start_profile", json=body | {"start_step": steps + 2}).status_code == 200
+    folder.rmdir()  # where the engine's trace was to lie
+    [completion] = service.engine.generate([PROMPT], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    assert len(completion.token_ids) == 8
+    assert client.post("/stop_profile").status_code == 400
+    assert client.post("/start_profile", json={"output_dir": str(tmp_path / "next")}).status_code == 200
+    assert client.post("/stop_profile").status_code == 200
+
+
+def test_a_profile_that_cannot_be_is_a_400_naming_the_field(client):
+    wrong = {"activities": ["RPD"], "num_steps": 0, "start_step": -1, "profile_by_stage": True, "profile_id": "../x",
+             "profile_stages": ["decode"], "merge_profiles": True, "detailed_annotations": True}  # fmt: skip
+    for field, value in wrong.items():
+        answer = client.post("/start_profile", json={field: value})
+        assert answer.status_code == 400 and field in answer.json()["message"]
+    assert client.post("/stop_profile").status_code == 400

@@ -1,0 +1,378 @@
+"""The debug page: its file against the app's own paths, and, where there is a Chromium, in a browser without a head."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from lockstep.integration.http.app import create_app
+from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.http.observe.debug_page import page, security_policy
+from lockstep.integration.http.server import BackgroundServer, serve_in_background
+from lockstep.integration.service import RolloutService
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.weight_sync.digests.model_digest import model_digest
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PATIENCE = 30.0  # seconds that nothing here comes near
+KEY = "an-admin-key"
+NASTY = '<img src=x onerror="document.title=\'pwned\'"><script>document.title="pwned"</script>'
+
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Tags, ids and attributes, in order; and whether every tag that is opened is closed."""
+
+    VOID = frozenset({"meta", "input", "link", "br", "img"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attributes]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def ids(self) -> list[str]:
+        return [value for _, name, value in self.attributes if name == "id"]
+
+
+def script() -> str:
+    [text] = re.findall(r"<script>(.*?)</script>", page(), re.DOTALL)
+    return text
+
+
+def test_the_page_is_whole_and_loads_nothing_from_elsewhere():
+    parsed = Page(page())
+    assert parsed.open == []
+    assert len(parsed.ids()) == len(set(parsed.ids()))
+    assert not [a for a in parsed.attributes if a[1] in ("src", "href", "action", "style") or a[1].startswith("on")]
+    assert not re.search(r"https?://|@import|url\(", page())
+
+
+def test_every_element_that_the_script_names_exists():
+    named = set(re.findall(r"\$\(\"([a-z-]+)\"\)", script()))
+    [actions] = re.findall(r"const actions = \{(.*?)\n\};", script(), re.DOTALL)
+    named |= set(re.findall(r"^  \"?([a-z-]+)\"?: (?:async|loadTree)", actions, re.MULTILINE))
+    assert len(named) > 25
+    assert named <= set(Page(page()).ids())
+
+
+def test_every_path_that_the_script_calls_is_one_of_the_apps(service):
+    [table] = re.findall(r"const PATHS = \{(.*?)\};", script(), re.DOTALL)
+    paths = set(re.findall(r'"(/[a-z_/]+)"', table))
+    known = {getattr(route, "path", "") for route in create_app(service, HttpConfig()).routes}
+    known |= {"/lockstep/sequences"} & set(create_app(service, HttpConfig()).openapi()["paths"])
+    assert len(paths) == len(table.strip().splitlines())
+    assert paths <= known | set(create_app(service, HttpConfig()).openapi()["paths"])
+
+
+def test_nothing_is_made_of_markup():
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function|srcdoc", script())
+
+
+def test_the_page_comes_with_a_policy_for_its_own_script_alone(service):
+    with serve_in_background(service, HttpConfig(port=0, api_key="k", admin_api_key=KEY)) as server:
+        response = httpx.get(server.url + "/")
+    assert response.status_code == 200 and response.text == page()
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    policy = response.headers["content-security-policy"]
+    assert policy == security_policy(page())
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+    assert security_policy(page().replace("EVERY_MS = 1000", "EVERY_MS = 1001")) != policy
+
+
+# -- a browser ---------------------------------------------------------------------------------------------------------
+
+
+_WAIT = """new Promise((resolve, reject) => {
+  const until = performance.now() + %d;
+  const look = () => {
+    let value = null;
+    try { value = %s } catch { }
+    value ? resolve(value) : performance.now() > until ? reject(new Error("never")) : setTimeout(look, 20);
+  };
+  look();
+})"""
+
+
+class Browser:
+    """Chromium without a head, driven by the DevTools protocol over two pipes."""
+
+    def __init__(self, profile: Path) -> None:
+        to_browser, self._out = os.pipe()
+        self._in, from_browser = os.pipe()
+
+        def pipes() -> None:  # the browser reads from descriptor 3 and writes to 4
+            copies = os.dup(to_browser), os.dup(from_browser)
+            os.dup2(copies[0], 3)
+            os.dup2(copies[1], 4)
+
+        assert CHROMIUM is not None
+        self._process = subprocess.Popen(
+            [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+             "--no-first-run", "--disable-extensions", "--disable-background-networking", "--no-proxy-server",
+             f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank"],
+            close_fds=False, preexec_fn=pipes, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(to_browser)
+        os.close(from_browser)
+        self._buffer, self._num, self.session = b"", 0, ""
+        self.errors: list[str] = []  # what the page's console and its policy complained about
+        targets = self._call("Target.getTargets")["targetInfos"]
+        target = next(t["targetId"] for t in targets if t["type"] == "page")
+        self.session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self._call(f"{domain}.enable")
+
+    def open(self, url: str, scheme: str = "light") -> None:
+        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self._call("Page.navigate", url=url)
+
+    def run(self, expression: str) -> object:
+        """The value of an expression in the page."""
+        answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def text(self, id: str) -> str:
+        return str(self.run(f"document.getElementById({id!r}).textContent"))
+
+    def click(self, id: str) -> None:
+        self.run(f"document.getElementById({id!r}).click()")
+
+    def fill(self, id: str, value: object) -> None:
+        self.run(f"document.getElementById({id!r}).value = {json.dumps(value)}")
+
+    def wait_for(self, expression: str) -> object:
+        """The first value of the expression that is true."""
+        return self.run(_WAIT % (PATIENCE * 1000, expression))
+
+    def wait_for_text(self, id: str, part: str) -> None:
+        self.wait_for(f"document.getElementById({id!r}).textContent.includes({json.dumps(part)})")
+
+    def close(self) -> None:
+        os.close(self._out)  # it ends when its pipe does
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._in)
+
+    def _call(self, method: str, **params: object) -> dict:
+        self._num += 1
+        message = {"id": self._num, "method": method, "params": params}
+        if self.session:
+            message["sessionId"] = self.session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        until = time.monotonic() + 2 * PATIENCE
+        while time.monotonic() < until:
+            answer = self._receive()
+            if answer.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
+                self.errors.append(json.dumps(answer["params"]))
+            if answer.get("id") == self._num:
+                assert "error" not in answer, answer
+                return answer["result"]
+        raise AssertionError(f"{method} was not answered")
+
+    def _receive(self) -> dict:
+        while b"\0" not in self._buffer:
+            part = os.read(self._in, 1 << 16)
+            assert part, "the browser has ended"
+            self._buffer += part
+        line, _, self._buffer = self._buffer.partition(b"\0")
+        return json.loads(line)
+
+
+@pytest.fixture
+def browser(tmp_path) -> Iterator[Browser]:
+    browser = Browser(tmp_path / "profile")
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def serve(service) -> Iterator[Callable[..., BackgroundServer]]:
+    servers: list[BackgroundServer] = []
+
+    def serve(**settings: object) -> BackgroundServer:
+        servers.append(serve_in_background(service, HttpConfig(port=0, **settings)))  # type: ignore[arg-type]
+        return servers[-1]
+
+    yield serve
+    for server in servers:
+        server.close()
+
+
+@needs_chromium
+def test_a_person_generates_pauses_sees_it_paused_and_continues(browser, serve, service, model):
+    browser.open(serve().url + "/")
+    browser.wait_for_text("status", "idle")
+    browser.fill("prompt", ", ".join(map(str, range(40))))
+    browser.fill("new-tokens", 6)
+    browser.fill("temperature", 0)
+    browser.click("send")
+    browser.wait_for_text("answer-status", "finished: length")
+    expected = model.generate(torch.arange(40)[None], max_new_tokens=6, min_new_tokens=6, do_sample=False)[0, 40:]
+    assert browser.text("answer") == " ".join(map(str, expected.tolist()))
+    assert "6 tokens, weights default" in browser.text("answer-status")
+    browser.wait_for_text("pool-legend", "2 cached")
+
+    browser.click("pause")
+    browser.wait_for_text("status", "paused (retract)")
+    assert service.engine.pause_mode == "retract"
+    browser.click("send")
+    browser.wait_for_text("sequences", "waiting")
+    assert browser.text("answer-status") == "waiting"
+    browser.click("continue")
+    browser.wait_for_text("answer-status", "finished")
+    browser.wait_for_text("status", "idle")
+    assert not service.engine.is_paused
+
+    browser.click("pin-prompt")
+    browser.wait_for_text("notice", "pinned: 2")
+    browser.click("load-tree")
+    browser.wait_for_text("tree", "pinned by debug page")
+    hashes = [node.hash for node in service.engine.cache_tree().nodes]
+    browser.run("[...document.querySelectorAll('#tree button')].find(b => b.textContent === 'unpin').click()")
+    browser.wait_for_text("notice", "unpinned: 1")
+    assert service.engine.cache_tree(under=hashes[0]).nodes[0].num_pins == 0
+    browser.click("flush")
+    browser.wait_for_text("notice", "flushed")
+    assert service.state()["num_cached_blocks"] == 0
+    assert browser.errors == []
+
+
+@needs_chromium
+def test_running_sequences_show_their_tokens_and_versions_and_can_be_aborted(browser, serve, service):
+    service.engine.pause_generation("in_place")
+    browser.open(serve().url + "/", scheme="dark")
+    service.engine.add([7, 8, 9], SamplingParams(max_new_tokens=400, ignore_eos=True), rid=NASTY)
+    browser.wait_for_text("sequences", NASTY)
+    assert browser.run("document.title") == "Lockstep"
+    assert browser.run("document.querySelectorAll('img').length") == 0
+    assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
+    service.engine.continue_generation()
+    deadline = time.monotonic() + PATIENCE
+    while service.engine.live_sequences()[0].num_output_tokens < 3:
+        assert time.monotonic() < deadline
+    service.engine.pause_generation("in_place")
+    [view] = service.engine.live_sequences(24)
+    versions = f"default ×{view.num_output_tokens}"
+    browser.wait_for(f"document.querySelector('#sequences td:nth-child(8)').textContent === {versions!r}")
+    browser.wait_for(
+        f"document.querySelector('#sequences td:nth-child(9)').title === {' '.join(map(str, view.newest_ids))!r}"
+    )
+    browser.wait_for_text("pool-legend", "held")
+    assert browser.run("parseFloat(document.querySelector('#pool-bar .held').style.width)") > 0
+    browser.run("document.querySelector('#sequences button').click()")
+    browser.wait_for_text("notice", "aborted")
+    assert service.state()["num_running"] == 0
+    assert browser.errors == []
+
+
+@needs_chromium
+def test_weights_that_differ_from_what_was_published_are_marked(browser, serve, service, model):
+    browser.open(serve().url + "/")
+    browser.wait_for_text("ranks", "none")
+    browser.click("check")
+    browser.wait_for_text("ranks", "nothing was published")  # that says nothing of the bytes
+    service.begin_weight_update(weight_version=NASTY)
+    service.update_weights_from_named_tensors(list(model.named_parameters()))
+    service.end_weight_update()
+    browser.wait_for_text("ranks", model_digest(model.named_parameters()))
+    browser.click("check")
+    browser.wait_for_text("ranks", "equal")
+    assert browser.run("document.querySelectorAll('tr.differs').length") == 0
+    with torch.no_grad():
+        next(iter(service.engine.resident_tensors()))[1].add_(1)
+    browser.click("check")
+    browser.wait_for_text("ranks", "DIFFERS from what was published")
+    assert browser.run("document.querySelectorAll('tr.differs').length") == 1
+    assert browser.run("document.title") == "Lockstep"
+    assert browser.errors == []
+
+
+@needs_chromium
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_the_rank_whose_bytes_differ_is_marked(model, run_world, tmp_path, tp, pp):
+    digest, changed = model_digest(model.named_parameters()), "model.layers.1.mlp.gate_proj.weight"
+
+    def rank(rank: int) -> object:
+        service = RolloutService(Engine(model, EngineConfig(tp=tp, pp=pp, k_blocks=2, kv_cache="32 blocks")))
+        engine = service.engine
+
+        def corrupt() -> None:
+            if rank == 1:
+                dict(engine.resident_tensors())[changed].data.add_(1)
+
+        engine.ranks.handlers["corrupt"] = corrupt
+        service.commit_in_place("one", source=model.named_parameters())
+        if rank == 1:
+            ended = engine.follow()
+            service.close()
+            return ended
+        browser = Browser(tmp_path / "profile")
+        with serve_in_background(service, HttpConfig(port=0)) as server:
+            browser.open(server.url + "/")
+            browser.wait_for_text("ranks", f"1 (stage {pp - 1}, tp {tp - 1})one{digest}not checked")
+            browser.click("check")
+            browser.wait_for("[...document.querySelectorAll('#ranks tr')].every(r => r.textContent.endsWith('equal'))")
+            marked = [browser.run("document.querySelectorAll('tr.differs').length")]
+            engine.between_steps("corrupt", lambda: engine.ranks.run_everywhere("corrupt", {}))
+            browser.click("check")
+            browser.wait_for_text("ranks", f"DIFFERS from what was published: {changed}")
+            marked += browser.run("[...document.querySelectorAll('tr.differs')].map(row => row.textContent[0])")
+            service.update_weight_version("two")
+            browser.wait_for("[...document.querySelectorAll('#ranks tr')].every(r => r.cells[1].textContent === 'two')")
+            marked.append(browser.run("document.querySelectorAll('tr.differs').length"))
+        browser.close()
+        service.close()
+        return marked, browser.errors
+
+    (marked, errors), ended = run_world(2, rank)
+    assert (marked, errors, ended) == ([0, "1", 0], [], "closed")
+
+
+@needs_chromium
+def test_with_an_admin_key_the_page_asks_for_it_and_then_obeys(browser, serve, service):
+    browser.open(serve(admin_api_key=KEY).url + "/")
+    browser.wait_for_text("sequences-none", "with the key only")
+    assert not browser.run("document.getElementById('key-dialog').open")  # looking asks for nothing
+    browser.click("pause")
+    browser.wait_for("document.getElementById('key-dialog').open")
+    assert not service.engine.is_paused
+    browser.fill("key", KEY)
+    browser.run("document.querySelector('#key-form button').click()")
+    browser.wait_for("!document.getElementById('key-dialog').open")
+    browser.click("pause")
+    browser.wait_for_text("status", "paused")
+    assert service.engine.is_paused
+    browser.wait_for_text("sequences-none", "none")
+    assert browser.run("localStorage.length + sessionStorage.length + document.cookie.length") == 0

@@ -1,0 +1,162 @@
+"""Grammars over HTTP: their fields, OpenAI's response_format, what an answer tells, streams, and mistakes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+
+import httpx
+import jsonschema
+import pytest
+import torch
+import transformers
+
+from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.http.server import serve_in_background
+from lockstep.integration.service import RolloutService
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+
+PATIENCE = 60.0
+SCHEMA = {
+    "type": "object",
+    "properties": {"città": {"enum": ["日本", "日本語€", "ключ"]}, "name": {"type": "string", "maxLength": 8}},
+    "required": ["città", "name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def served(bpe_tokenizer):
+    config = transformers.Qwen3Config(
+        vocab_size=1024, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=512, bos_token_id=None, eos_token_id=0,
+        pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(2)
+    module = transformers.Qwen3ForCausalLM(config).eval()
+    service = RolloutService(Engine(module, EngineConfig(kv_cache="256 blocks"), tokenizer=bpe_tokenizer))
+    service.engine.start()
+    with (
+        service.rollout(),
+        serve_in_background(service, HttpConfig(port=0)) as server,
+        httpx.Client(base_url=server.url, timeout=PATIENCE) as client,
+    ):
+        yield service.engine, client
+    service.close()
+
+
+def events(client: httpx.Client, path: str, body: dict) -> list[dict]:
+    with client.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("mode", ["text", "exact", "off"])
+def test_generate_takes_a_schema_and_tells_what_was_forced(served, mode):
+    _, client = served
+    params = {"json_schema": json.dumps(SCHEMA), "jump_forward": mode, "max_new_tokens": 80, "sampling_seed": 1}
+    answer = client.post("/generate", json={"text": "q", "sampling_params": params, "return_logprob": True}).json()
+    jsonschema.validate(json.loads(answer["text"]), SCHEMA)
+    meta = answer["meta_info"]
+    assert (meta["num_jump_forward_tokens"] > 0) == (mode != "off")
+    num_tokens = meta["completion_tokens"]
+    assert len(meta["output_token_forced"]) == len(meta["output_token_masked_probs"]) == num_tokens
+    assert len(meta["output_token_logprobs"]) == num_tokens and any(meta["output_token_forced"])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_streams_last_chunk_is_what_the_ones_before_it_grew_to(served, seed):
+    _, client = served
+    params = {"json_schema": SCHEMA, "max_new_tokens": 60, "sampling_seed": seed}
+    chunks = events(client, "/generate", {"text": "q", "sampling_params": params, "return_logprob": True})
+    last = chunks[-1]
+    for before, after in itertools.pairwise(chunks):
+        assert after["text"].startswith(before["text"])
+        assert len(before["output_ids"]) == len(before["meta_info"]["output_token_logprobs"])
+    assert [triple[1] for triple in last["meta_info"]["output_token_logprobs"]] == last["output_ids"]
+
+
+FORMATS = [
+    ({"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}, SCHEMA),
+    ({"type": "json_object"}, {"type": "object"}),
+]
+
+
+@pytest.mark.parametrize(("given", "schema"), FORMATS)
+def test_response_format_constrains_a_completion(served, given, schema):
+    _, client = served
+    body = {"prompt": "q", "max_tokens": 80, "seed": 3, "response_format": given}
+    choice = client.post("/v1/completions", json=body).json()["choices"][0]
+    if choice["finish_reason"] == "stop":
+        jsonschema.validate(json.loads(choice["text"]), schema)
+    assert choice["text"].startswith("{")
+
+
+def test_a_stream_of_pieces_never_takes_tokens_back(served):
+    _, client = served
+    body = {"prompt": "q", "max_tokens": 60, "seed": 3, "logprobs": 1, "return_token_ids": True,
+            "response_format": FORMATS[0][0]}  # fmt: skip
+    chunks = events(client, "/v1/completions", body)
+    ids = [id for chunk in chunks for c in chunk["choices"] for id in c.get("token_ids") or ()]
+    whole = client.post("/v1/completions", json={**body, "jump_forward": "exact"}).json()["choices"][0]
+    assert ids == whole["token_ids"]
+    assert "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == whole["text"]
+    refused = client.post("/v1/completions", json={**body, "stream": True, "jump_forward": "text"})
+    assert refused.status_code == 400 and "jump_forward" in refused.text
+
+
+@pytest.mark.parametrize(
+    ("params", "why"),
+    [
+        ({"regex": "a(b"}, "position 4"),
+        ({"json_schema": '{"type": '}, "line 1, column 10"),
+        ({"json_schema": {"minimum": 3}}, "#/minimum"),
+        ({"ebnf": 'root ::= "a" foo'}, "column 14"),
+        ({"regex": "a", "ebnf": "b"}, "only one"),
+        ({"regex": "a", "jump_forward": "far"}, "jump_forward"),
+        ({"json_schema": "[" * 5000}, "nested more than 64"),
+    ],
+)
+def test_a_mistake_in_a_grammar_is_a_400_that_quotes_its_place(served, params, why):
+    engine, client = served
+    response = client.post("/generate", json={"text": "q", "sampling_params": params})
+    assert response.status_code == 400 and why in response.text
+    assert not engine.has_work
+
+
+def test_many_slow_grammars_hold_up_nobody_else(served, monkeypatch):
+    engine, client = served
+    may_go_on, compile = threading.Event(), engine._core.grammars.cache._compile
+
+    def slow(constraint):
+        assert may_go_on.wait(PATIENCE)
+        return compile(constraint)
+
+    monkeypatch.setattr(engine._core.grammars.cache, "_compile", slow)
+    answers = []
+
+    def ask(number: int) -> None:
+        params = {"regex": f"name {number}", "max_new_tokens": 20}
+        answers.append(httpx.post(f"{client.base_url}/generate", json={"text": "q", "sampling_params": params},
+                                  timeout=PATIENCE).json()["text"])  # fmt: skip
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    free = client.post("/generate", json={"text": "q", "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}})
+    assert free.json()["meta_info"]["completion_tokens"] == 3 and not answers
+    may_go_on.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert sorted(answers) == [f"name {number}" for number in range(8)]
+
+
+def test_metrics_count_jumps(served):
+    _, client = served
+    text = client.get("/metrics").text
+    for name in ("jump_forward_tokens", "forwards_saved", "retokenisations", "grammar_seconds"):
+        assert f"lockstep:{name}" in text

@@ -1,0 +1,174 @@
+"""Between the engine's thread and the event loop: who is told what, and what becomes of those that nobody waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lockstep.integration.http.generation.subscriptions import Asked, Hub, first_of
+from lockstep.rollout.completion import Completion, StreamChunk
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.errors import EngineStopped
+from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.rollout.sequences.request import RequestOptions
+
+PATIENCE = 30.0
+PROMPTS = [[5, 6, 7], [8, 9]]
+PARAMS = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(make_model) -> Iterator[Engine]:
+    """Started, and idle at the end with nothing leaked."""
+    torch.set_num_threads(1)
+    engine = Engine(make_model("qwen3"), EngineConfig(kv_cache=64))
+    with engine.model.rollout_phase():
+        engine.start()
+        yield engine
+        engine.abort_request(abort_all=True)
+        engine.continue_generation()
+        engine.check_integrity()
+        assert engine.state()["num_held_blocks"] == 0
+    engine.close()
+
+
+class Told:
+    """A listener that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.chunks: list[StreamChunk] = []
+        self.failure: EngineStopped | None = None
+        self.num_ended = 0
+        self._news = threading.Condition()
+
+    def on_chunk(self, chunk: StreamChunk) -> None:
+        with self._news:
+            self.chunks.append(chunk)
+            self.num_ended += chunk.completion is not None
+            self._news.notify_all()
+
+    def on_failure(self, error: EngineStopped) -> None:
+        with self._news:
+            self.failure = error
+            self._news.notify_all()
+
+    def wait(self, num_ended: int) -> list[Completion]:
+        with self._news:
+            assert self._news.wait_for(lambda: self.num_ended >= num_ended or self.failure is not None, PATIENCE)
+        return [chunk.completion for chunk in self.chunks if chunk.completion is not None]
+
+
+def asked(params: SamplingParams = PARAMS) -> Asked:
+    return Asked(PROMPTS, [params] * 2, [RequestOptions()] * 2, ["a", "b"])
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_listener_is_told_of_answers_and_of_every_step_where_it_wants_them(engine, streamed):
+    expected = engine.generate(PROMPTS, PARAMS)
+    told = Told()
+    groups = engine.submit(PROMPTS, [PARAMS] * 2, told, rids=["a", "b"], streamed=streamed)
+    assert groups == [["a"], ["b"]]
+    answers = {completion.id: completion.token_ids for completion in told.wait(2)}
+    assert answers == {"a": expected[0].token_ids, "b": expected[1].token_ids}
+    assert (len(told.chunks) > 2) == streamed
+    for id, completion in zip("ab", expected, strict=True):
+        mine = [chunk for chunk in told.chunks if chunk.id == id]
+        assert sum((chunk.token_ids for chunk in mine), ()) == completion.token_ids
+        assert all(chunk.num_prompt_tokens == len(completion.prompt_ids) for chunk in mine)
+
+
+def test_one_bad_prompt_or_an_id_twice_and_nothing_is_queued(engine):
+    told = Told()
+    engine.pause_generation("in_place")
+    with pytest.raises(ValueError, match="duplicate request ID detected: a"):
+        engine.submit(PROMPTS, [PARAMS] * 2, told, rids=["a", "a"])
+    with pytest.raises(ValueError, match="prompt is empty"):
+        engine.submit([[1], []], [PARAMS] * 2, told)
+    with pytest.raises(ValueError, match="2 prompts, but 1 sampling_params"):
+        engine.submit(PROMPTS, [PARAMS], told)
+    assert not engine.has_work and told.chunks == []
+    engine.submit(PROMPTS[:1], [PARAMS], told, rids=["a"])
+    with pytest.raises(ValueError, match="duplicate request ID detected: a"):
+        engine.submit(PROMPTS[:1], [PARAMS], told, rids=["a"])
+
+
+def test_withdrawn_listener_hears_nothing_more_and_others_are_not_touched(engine):
+    mine, others = Told(), Told()
+    engine.pause_generation("in_place")
+    engine.submit(PROMPTS, [LONG] * 2, mine, rids=["a", "b"])
+    engine.submit(PROMPTS[:1], [PARAMS], others, rids=["c"])
+    assert sorted(engine.withdraw([mine])) == ["a", "b"] and engine.withdraw([mine]) == []
+    engine.submit(PROMPTS[:1], [PARAMS], others, rids=["a"])  # the id is free again, and another's now
+    assert engine.withdraw([mine]) == []
+    engine.continue_generation()
+    assert {completion.id for completion in others.wait(2)} == {"a", "c"}
+    assert mine.chunks == []
+
+
+def test_listener_is_told_when_the_loop_ends(engine):
+    told = Told()
+    engine.pause_generation("in_place")
+    engine.submit(PROMPTS, [PARAMS] * 2, told)
+    with torch.no_grad():
+        engine.model.module.lm_head.weight.fill_(float("nan"))
+    engine.continue_generation()
+    assert told.wait(2) == [] and isinstance(told.failure, EngineStopped)
+    with pytest.raises(EngineStopped):
+        engine.submit(PROMPTS, [PARAMS] * 2, told)
+
+
+def test_subscription_that_is_cancelled_while_it_is_queued_leaves_nothing(engine):
+    """The thread that queues it cannot be stopped: what it queues is withdrawn."""
+    began, go_on = threading.Event(), threading.Event()
+
+    def prepare() -> Asked:
+        began.set()
+        assert go_on.wait(PATIENCE)
+        return asked(LONG)
+
+    async def leave() -> None:
+        hub = Hub(engine)
+        opening = asyncio.ensure_future(hub.subscribe(prepare, streamed=True))
+        await asyncio.to_thread(began.wait, PATIENCE)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        before = engine.metrics.num_aborted
+        go_on.set()
+        while engine.metrics.num_aborted < before + 2:
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(leave(), PATIENCE))
+    assert engine.state()["num_running"] == engine.state()["num_waiting"] == 0
+
+
+def test_event_loop_that_has_closed_does_not_disturb_the_engine(engine):
+    async def begin() -> None:
+        await Hub(engine).subscribe(asked, streamed=True)
+
+    engine.pause_generation("in_place")
+    asyncio.run(begin())
+    engine.continue_generation()
+    assert len(engine.generate(PROMPTS, PARAMS)) == 2
+
+
+def test_first_of_cancels_the_other_one():
+    async def forever() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def at_once() -> None:
+        return None
+
+    async def both() -> None:
+        working = asyncio.ensure_future(forever())
+        assert not await first_of(working, at_once()) and working.cancelled()
+        working = asyncio.ensure_future(at_once())
+        assert await first_of(working, forever())
+
+    asyncio.run(asyncio.wait_for(both(), PATIENCE))

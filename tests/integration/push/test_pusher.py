@@ -1,0 +1,321 @@
+"""A push to several engines: all of them have the new version afterwards, or all of them the old one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.integration.push.local_target import LocalTarget
+from lockstep.integration.push.pusher import PushFailed, WeightPusher
+from lockstep.integration.service import RolloutService
+from lockstep.integration.service_config import ServiceConfig
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support.pushes import TRANSPORTS
+from lockstep.weight_sync.digests.model_digest import model_digest
+from lockstep.weight_sync.manifest import specs_of
+from lockstep.weight_sync.target import TargetError
+from lockstep.weight_sync.transports.transport import (
+    DiskTransport,
+)
+
+PATIENCE = 20.0  # seconds that nothing here comes near
+PARAMS = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def services(model, shm) -> Iterator[list[RolloutService]]:
+    engines = [Engine(copy.deepcopy(model), EngineConfig(kv_cache="16 blocks", max_num_seqs=4)) for _ in range(2)]
+    services = [RolloutService(engine, ServiceConfig(shared_memory_folder=shm)) for engine in engines]
+    yield services
+    for service in services:
+        service.close()
+
+
+@pytest.fixture
+def make_pusher(services, shm):
+    made: list[WeightPusher] = []
+
+    def make(transport: str, targets: list | None = None, **options: object) -> WeightPusher:
+        targets = targets or [LocalTarget(service, f"e{index}") for index, service in enumerate(services)]
+        made.append(WeightPusher(targets, TRANSPORTS[transport](shm), **{"timeout_s": PATIENCE, **options}))
+        return made[-1]
+
+    yield make
+    for pusher in made:
+        pusher.close()
+
+
+def train(model: nn.Module, share: float = 0.05) -> None:
+    """Change some of the elements."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_((torch.rand_like(parameter) < share) * 0.1)
+
+
+def digest_of(model: nn.Module) -> str:
+    return model_digest(model.named_parameters())
+
+
+def standing(service: RolloutService) -> tuple[object, ...]:
+    return service.engine.weight_version, service.model_digest()
+
+
+class Failing(LocalTarget):
+    """Fails at the n-th call of a verb, before it or, its answer lost, after it."""
+
+    def __init__(
+        self, service: RolloutService, verb: str, nth: int = 1, *, is_done: bool = False, kind: str = ""
+    ) -> None:
+        super().__init__(service, "the failing one")
+        self._verb, self._left, self._is_done, self._kind = verb, nth, is_done, kind
+
+    def call(self, verb: str, *, timeout_s: float, **arguments: object) -> dict[str, object]:
+        self._left -= verb == self._verb
+        fails = verb == self._verb and self._left == 0
+        if fails and not self._is_done:
+            raise TargetError(self.name, verb, "lost", self._kind)
+        answer = super().call(verb, timeout_s=timeout_s, **arguments)
+        if fails:
+            raise TargetError(self.name, verb, "its answer was lost", self._kind)
+        return answer
+
+
+# -- pushes that land --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_transport_brings_the_weights_to_all_targets(make_pusher, services, model, transport):
+    pusher = make_pusher(transport)
+    services[0].engine.generate([list(range(40))], PARAMS)
+    for version in ("1", "2", "3"):
+        train(model)
+        pushed = pusher.push(model, version)
+        assert pushed.digest == digest_of(model)
+        for service in services:
+            assert standing(service) == (version, pushed.digest)
+            assert service.engine.weight_digest == pushed.digest
+            assert not service.engine.is_paused
+            session = service.state()["weight_update"]["last_commit"]["session"]
+            assert (session["coverage"], session["verified"]) == ("full", True)
+    if transport.startswith("delta"):
+        assert 0 < pushed.sent.density < 0.1
+    assert len({tuple(s.engine.generate([[1, 2, 3]], PARAMS)[0].token_ids) for s in services}) == 1
+
+
+def test_a_target_that_was_paused_stays_so_and_the_others_go_on(make_pusher, services, model):
+    services[1].engine.pause_generation("in_place")
+    train(model)
+    make_pusher("tensor").push(model, "1")
+    assert [service.engine.is_paused for service in services] == [False, True]
+    assert [standing(service)[0] for service in services] == ["1", "1"]
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_running_requests_go_on_with_the_new_version(make_pusher, services, model, mode):
+    service = services[0]
+    service.engine.add([1, 2, 3], SamplingParams(max_new_tokens=9, temperature=0.0, ignore_eos=True))
+    for _ in range(4):
+        service.engine.step()
+    train(model)
+    make_pusher("tensor", pause_mode=mode).push(model, "1")
+    done = []
+    while not done:
+        done = service.engine.step()
+    spans = [(span.version, span.start, span.end) for span in done[0].weight_versions]
+    assert spans == [("default", 0, 4), ("1", 4, 9)]
+
+
+def test_a_dtype_is_cast_on_the_way(make_model, shm):
+    model = make_model("qwen2")
+    engine = Engine(copy.deepcopy(model).to(torch.bfloat16), EngineConfig(kv_cache="16 blocks", max_num_seqs=4))
+    service = RolloutService(engine)
+    train(model)
+    pusher = WeightPusher([LocalTarget(service)], DiskTransport(shm), dtype=torch.bfloat16, timeout_s=PATIENCE)
+    pushed = pusher.push(model, "1")
+    cast = [(name, parameter.to(torch.bfloat16)) for name, parameter in model.named_parameters()]
+    assert pushed.digest == model_digest(cast) == service.model_digest()
+    service.close()
+
+
+def test_a_rank_without_targets_only_gathers_and_learns_of_the_failure(model):
+    pusher = WeightPusher([], None)
+    assert pusher.push(model, "1") is None
+    with pytest.raises(PushFailed, match="the sender broke"):
+        WeightPusher([], None, share=lambda error: "the sender broke").push(model, "1")
+    with pytest.raises(ValueError, match="transport"):
+        WeightPusher([Failing(None, "state")], None)  # type: ignore[arg-type]
+
+
+# -- pushes that fail --------------------------------------------------------------------------------------------------
+
+FAILURES = [
+    ("disk", "state", 1),
+    ("disk", "pause_generation", 1),
+    ("disk", "flush_cache", 1),
+    ("disk", "begin_weight_update", 1),
+    ("disk", "update_weights_from_disk", 1),
+    ("disk", "verify_weight_update", 1),
+    ("disk", "end_weight_update", 1),
+    ("tensor", "update_weights_from_tensor", 1),
+    ("tensor", "update_weights_from_tensor", 3),
+    ("distributed", "init_weights_update_group", 1),
+    ("distributed", "update_weights_from_distributed", 1),
+]
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["unheard", "answer lost"])
+@pytest.mark.parametrize(("transport", "verb", "nth"), FAILURES)
+def test_where_one_target_fails_all_keep_the_old_version_and_the_next_push_lands(
+    make_pusher, services, model, transport, verb, nth, is_done
+):
+    before = [standing(service) for service in services]
+    failing = Failing(services[0], verb, nth, is_done=is_done)
+    pusher = make_pusher(transport, [failing, LocalTarget(services[1], "the other one")])
+    train(model)
+    with pytest.raises(PushFailed, match="the failing one") as failed:
+        pusher.push(model, "1")
+    assert "the failing one" in failed.value.failures
+    assert failed.value.stranded == ()
+    assert [standing(service) for service in services] == before
+    assert all(service.state()["weight_update"]["state"] != "open" for service in services)
+    assert services[1].engine.is_paused is False
+    # A target whose state was never heard is left as it was; all others go on.
+    assert services[0].engine.is_paused is False
+    assert pusher.push(model, "1").digest == digest_of(model)
+    assert {standing(service) for service in services} == {("1", digest_of(model))}
+
+
+class Dying(Failing):
+    """Answers nothing any more from a certain call on."""
+
+    def call(self, verb: str, *, timeout_s: float, **arguments: object) -> dict[str, object]:
+        if self._left <= 0:
+            raise TargetError(self.name, verb, "it is dead")
+        return super().call(verb, timeout_s=timeout_s, **arguments)
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["unheard", "answer lost"])
+@pytest.mark.parametrize(("transport", "verb", "nth"), FAILURES)
+def test_where_one_target_dies_the_others_keep_the_old_version_and_it_is_named(
+    make_pusher, services, model, transport, verb, nth, is_done
+):
+    before = [standing(service) for service in services]
+    dying = Dying(services[0], verb, nth, is_done=is_done)
+    pusher = make_pusher(transport, [dying, LocalTarget(services[1], "the other one")])
+    train(model)
+    with pytest.raises(PushFailed, match="the failing one") as failed:
+        pusher.push(model, "1")
+    has_begun = verb not in ("state", "pause_generation", "flush_cache", "begin_weight_update")
+    assert failed.value.stranded == (("the failing one",) if has_begun else ())
+    assert standing(services[1]) == before[1] and not services[1].engine.is_paused
+    state = services[0].state()["weight_update"]
+    if state["state"] == "open":
+        assert state["seconds_left"] < 2 * PATIENCE  # then its lease rolls it back, as this does
+        services[0].abort_weight_update()
+    assert standing(services[0]) in (before[0], ("1", digest_of(model)))
+
+
+@pytest.mark.parametrize("verb", ["release_weight_undo", "continue_generation"])
+def test_what_fails_after_the_commit_takes_nothing_back(make_pusher, services, model, verb):
+    pusher = make_pusher("disk", [Failing(services[0], verb), LocalTarget(services[1], "the other one")])
+    train(model)
+    pusher.push(model, "1")
+    assert {standing(service) for service in services} == {("1", digest_of(model))}
+    assert services[0].engine.is_paused is (verb == "continue_generation")
+
+
+@pytest.mark.parametrize("transport", ["delta over disk", "delta over tensor"])
+def test_a_delta_whose_push_failed_is_followed_by_a_full_one(make_pusher, services, model, transport):
+    failing = Failing(services[0], "verify_weight_update", nth=2)
+    pusher = make_pusher(transport, [failing, LocalTarget(services[1], "the other one")])
+    pusher.push(model, "1")
+    train(model)
+    with pytest.raises(PushFailed):
+        pusher.push(model, "2")
+    assert {service.engine.weight_version for service in services} == {"1"}
+    assert pusher.push(model, "2").sent.density is None
+    train(model)
+    assert pusher.push(model, "3").sent.density < 0.1
+    assert {standing(service) for service in services} == {("3", digest_of(model))}
+
+
+def test_a_delta_on_weights_that_somebody_else_changed_is_refused_and_mended(make_pusher, services, model):
+    pusher = make_pusher("delta over disk")
+    pusher.push(model, "1")
+    with torch.no_grad():
+        next(iter(services[0].engine.resident_tensors()))[1].add_(1)
+    train(model)
+    with pytest.raises(PushFailed, match="e0"):
+        pusher.push(model, "2")
+    pusher.push(model, "2")
+    assert {standing(service) for service in services} == {("2", digest_of(model))}
+
+
+def test_a_wrong_byte_on_the_way_fails_the_push_everywhere(make_pusher, services, model):
+    before = [standing(service) for service in services]
+
+    class Damaging(LocalTarget):
+        def call(self, verb: str, *, timeout_s: float, **arguments: object) -> dict[str, object]:
+            if verb == "verify_weight_update":
+                with torch.no_grad():
+                    dict(self.service.engine.resident_tensors())["model.norm.weight"][0] += 1
+            return super().call(verb, timeout_s=timeout_s, **arguments)
+
+    targets = [Damaging(services[0], "the damaged one"), LocalTarget(services[1], "the other one")]
+    train(model)
+    with pytest.raises(PushFailed, match=r"the damaged one.*model\.norm\.weight"):
+        make_pusher("disk", targets).push(model, "1")
+    assert [standing(service) for service in services] == before
+
+
+def test_a_model_that_does_not_fit_one_target_reaches_none(make_model, services, shm, make_pusher):
+    before = [standing(service) for service in services]
+    other = make_model("qwen2", num_hidden_layers=1)
+    for transport in ("disk", "tensor", "distributed"):
+        with pytest.raises(PushFailed, match="e1"):
+            make_pusher(transport).push(other, "1")
+        assert [standing(service) for service in services] == before
+        assert not any(service.engine.is_paused for service in services)
+
+
+def test_somebody_elses_session_is_left_alone(make_pusher, services, model):
+    services[0].begin_weight_update(weight_version="theirs")
+    with pytest.raises(PushFailed, match=r"e0.*already open"):
+        make_pusher("disk").push(model, "1")
+    state = services[0].state()["weight_update"]
+    assert (state["state"], state["version"]) == ("open", "theirs")
+    assert services[1].state()["weight_update"]["state"] != "open"
+
+
+def test_an_exception_of_the_trainer_leaves_no_session_open(make_pusher, services, model):
+    before = [standing(service) for service in services]
+
+    def broken() -> Iterator:
+        pairs = list(model.named_parameters())
+        yield from pairs[:3]
+        raise RuntimeError("the gathering broke")
+
+    for transport in ("disk", "tensor", "distributed"):
+        with pytest.raises(PushFailed, match="this process: the gathering broke"):
+            make_pusher(transport, timeout_s=5.0).push_tensors(broken(), specs_of(model.named_parameters()), "1")
+        assert [standing(service) for service in services] == before
+        assert all(service.state()["weight_update"]["state"] == "rolled_back" for service in services)
+
+
+def test_without_undo_a_failed_push_says_which_targets_it_stranded(make_pusher, services, model):
+    failing = Failing(services[0], "verify_weight_update")
+    pusher = make_pusher("disk", [failing, LocalTarget(services[1], "the other one")], undo="none")
+    train(model)
+    with pytest.raises(PushFailed, match="could not be taken back") as failed:
+        pusher.push(model, "1")
+    assert set(failed.value.stranded) == {"the failing one", "the other one"}
+    assert all(service.engine.is_paused and "poisoned" in service.engine.refusal for service in services)
+    pusher.push(model, "1")  # full and verified: it heals
+    assert {standing(service) for service in services} == {("1", digest_of(model))}
+    assert all(service.engine.refusal is None for service in services)

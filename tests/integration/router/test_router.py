@@ -1,0 +1,736 @@
+"""The router over real sockets, with workers that do as they are told: what real ones do only by accident."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.router.config import RouterConfig
+from lockstep.integration.router.server import route_in_background
+
+pytestmark = pytest.mark.slow  # many small calls over real sockets
+
+WAIT_S = 20.0
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    """Ask again and again; every question is a call over the network, so this is no busy loop."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {WAIT_S} s: {what}"
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """A connection that ended is what is being tested; a wrong answer shows at the client."""
+
+
+class SlowAnswer:
+    """What a FakeWorker says to a verb once a test lets it."""
+
+    def __init__(self) -> None:
+        self.entered, self.leave = threading.Event(), threading.Event()
+
+    def __call__(self, body: dict) -> tuple[int, object]:
+        self.entered.set()
+        self.leave.wait(WAIT_S)
+        return 200, {"success": True}
+
+
+class FakeWorker:
+    """Answers from a table of path: (status, object) or function(body) -> either; notes every call."""
+
+    def __init__(self, version: str = "1", **info: object) -> None:
+        self.version, self.info = version, {"startup_time": time.time(), **info}
+        self.answers: dict[str, object] = {}
+        self.calls: list[tuple[str, str, dict, dict]] = []  # method, path, headers, body
+        self.generate: Callable[[Handler, dict], None] = lambda handler, body: handler.reply(200, {"text": self.url})
+        self.is_paused = False
+        self.start()
+
+    def start(self, port: int = 0) -> None:
+        worker = self
+
+        class Bound(Handler):
+            fake = worker
+
+        self.server = _Server(("127.0.0.1", port), Bound)
+        self.port = self.server.server_port
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def asked(self, path: str) -> list[dict]:
+        """Bodies of the calls to a path."""
+        return [body for _, called, _, body in self.calls if called.partition("?")[0] == path]
+
+    def answer(self, path: str, body: dict) -> tuple[int, object]:
+        if path == "/health":
+            return 200, None
+        if path == "/ready":
+            return (503 if self.is_paused else 200), None
+        if path in ("/get_weight_version", "/model_info"):
+            return 200, {"weight_version": self.version, "model_path": "m"}
+        if path == "/server_info":
+            return 200, self.info
+        answer = self.answers.get(path, (200, {"success": True}))
+        return answer(body) if callable(answer) else answer  # type: ignore[return-value]
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    fake: FakeWorker
+
+    def handle_one(self) -> None:
+        raw = self.rfile.read(int(self.headers.get("content-length") or 0))
+        body = json.loads(raw) if raw.strip() else {}
+        path = self.path.partition("?")[0]
+        self.fake.calls.append((self.command, self.path, dict(self.headers), body))
+        if path == "/generate" or path.startswith("/v1/"):
+            self.fake.generate(self, body)
+        else:
+            self.reply(*self.fake.answer(path, body))
+
+    do_GET = do_POST = do_PUT = handle_one
+
+    def reply(self, status: int, value: object) -> None:
+        data = b"" if value is None else json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def begin_stream(self) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream; charset=utf-8")
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+
+    def send_part(self, data: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+
+    def die(self) -> None:
+        """As a killed process: the connection is reset."""
+        self.close_connection = True
+        with suppress(OSError):  # the router has left already
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Fleet:
+    """A router over fake workers, and a client."""
+
+    def __init__(self, folder: Path, workers: list[FakeWorker], **settings: object) -> None:
+        self.workers = workers
+        http = settings.pop("http", None) or HttpConfig(port=0)
+        settings = {"health_interval_s": 0.05, "health_timeout_s": 2.0, "admin_timeout_s": 10.0} | settings
+        self.journal = folder / "journal.json"
+        config = RouterConfig(tuple(w.url for w in workers), http, journal=self.journal, **settings)
+        self.router = route_in_background(config)
+        key = http.admin_api_key or http.api_key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.http = httpx.Client(base_url=self.router.url, timeout=WAIT_S, headers=headers, verify=False)
+        wait_until(lambda: self.stats()["num_healthy"] == len(workers), "all workers alive")
+
+    def stats(self) -> dict:
+        return self.http.get("/workers").json()["stats"]
+
+    def report(self, worker: FakeWorker) -> dict:
+        return next(entry for entry in self.http.get("/workers").json()["workers"] if entry["url"] == worker.url)
+
+    def post(self, path: str, body: dict | None = None) -> httpx.Response:
+        return self.http.post(path, json=body or {})
+
+    def close(self) -> None:
+        self.http.close()
+        self.router.close()
+        for worker in self.workers:
+            worker.stop()
+
+
+@pytest.fixture
+def make_fleet(tmp_path) -> Iterator[Callable[..., Fleet]]:
+    fleets: list[Fleet] = []
+
+    def make(workers: int | list[FakeWorker] = 2, **settings: object) -> Fleet:
+        fakes = [FakeWorker() for _ in range(workers)] if isinstance(workers, int) else workers
+        fleets.append(Fleet(tmp_path, fakes, **settings))
+        return fleets[-1]
+
+    yield make
+    for fleet in fleets:
+        fleet.close()
+
+
+@pytest.fixture
+def fleet(make_fleet) -> Fleet:
+    return make_fleet(2)
+
+
+def dies(handler: Handler, body: dict) -> None:
+    handler.die()
+
+
+# -- generation ------------------------------------------------------------------------------------------------------
+
+
+def test_requests_spread_and_a_group_stays_together(fleet):
+    def answered(prompt: str) -> str:
+        return fleet.post("/generate", {"text": prompt}).json()["text"]
+
+    assert {answered(f"prompt {i}") for i in range(6)} == {worker.url for worker in fleet.workers}
+    assert len({answered("one prompt") for _ in range(6)}) == 1
+    by_key = [
+        fleet.http.post("/generate", json={"text": f"{i}"}, headers={"X-SMG-Routing-Key": "k"}).json()["text"]
+        for i in range(6)
+    ]
+    assert len(set(by_key)) == 1
+
+
+def test_authorization_query_and_body_go_through_as_they_are(fleet):
+    body = '{"text":  "\\u00e9", "unknown": [1.50]}'
+    headers = {"Authorization": "Bearer k", "content-type": "application/json"}
+    answer = fleet.http.post("/generate?x=1&y=%20", content=body, headers=headers)
+    assert answer.headers["x-lockstep-worker"] == answer.json()["text"]
+    [worker] = [w for w in fleet.workers if w.asked("/generate")]
+    method, path, seen, got = next(call for call in worker.calls if call[1].startswith("/generate"))
+    assert (method, path, got) == ("POST", "/generate?x=1&y=%20", json.loads(body))
+    assert seen["authorization"] == "Bearer k" and seen["Content-Length"] == str(len(body))
+
+
+def test_errors_of_a_worker_go_through(fleet):
+    for worker in fleet.workers:
+        worker.generate = lambda handler, body: handler.reply(400, {"error": {"message": "sampling_params.x"}})
+    answer = fleet.post("/generate", {"text": "a"})
+    assert (answer.status_code, answer.json()) == (400, {"error": {"message": "sampling_params.x"}})
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_request_that_produced_nothing_moves_to_another_worker(fleet, path):
+    dying, other = fleet.workers
+    dying.generate = dies
+    answers = [fleet.post(path, {"text": f"prompt {i}"}) for i in range(6)]
+    assert [answer.json() for answer in answers] == [{"text": other.url}] * 6
+    assert dying.asked(path)
+
+
+def test_a_stream_that_produced_no_event_moves_too(fleet):
+    def half(handler: Handler, body: dict) -> None:
+        handler.begin_stream()
+        handler.send_part(b"data: {half an ev")
+        handler.die()
+
+    def whole(handler: Handler, body: dict) -> None:
+        handler.begin_stream()
+        for part in (b"data: 1\n", b"\nda", b"ta: 2\n\ndata: [DONE]\n\n", b""):
+            handler.send_part(part)
+
+    fleet.workers[0].generate, fleet.workers[1].generate = half, whole
+    for i in range(4):
+        answer = fleet.post("/generate", {"text": f"p {i}", "stream": True})
+        assert answer.text == "data: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
+        assert answer.headers["content-type"].startswith("text/event-stream")
+    assert fleet.workers[0].asked("/generate")
+
+
+def test_a_stream_that_has_begun_ends_with_a_clear_error(fleet):
+    def begins(handler: Handler, body: dict) -> None:
+        handler.begin_stream()
+        handler.send_part(b"data: 1\n\ndata: {half an ev")
+        handler.die()
+
+    for worker in fleet.workers:
+        worker.generate = begins
+    answer = fleet.post("/generate", {"text": "a", "stream": True})
+    first, error, end = answer.text.split("\n\n")
+    told = json.loads(error.removeprefix("data: "))["error"]
+    assert (first, end, told["type"], told["code"]) == ("data: 1", "", "worker_died", 502)
+    assert answer.headers["x-lockstep-worker"] in told["message"]
+    assert sum(len(worker.asked("/generate")) for worker in fleet.workers) == 1
+
+
+def test_a_request_that_kills_workers_does_not_kill_all(make_fleet):
+    fleet = make_fleet(3, max_attempts=2)
+    for worker in fleet.workers:
+        worker.generate = dies
+    answer = fleet.post("/v1/completions", {"prompt": "a"})
+    assert answer.status_code == 502 and answer.json()["error"]["code"] == "workers_failed"
+    assert sum(len(worker.asked("/v1/completions")) for worker in fleet.workers) == 2
+
+
+def test_a_worker_that_hangs_is_given_up_and_its_requests_move(make_fleet):
+    fleet = make_fleet(2, health_timeout_s=0.3, dead_after=2)
+    hung, other = fleet.workers
+    release = threading.Event()
+
+    def hangs(*_: object) -> None:
+        release.wait(WAIT_S)
+
+    hung.generate = hangs
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(fleet.post, "/generate", {"text": f"{i}"}) for i in range(4)]
+        wait_until(lambda: fleet.report(hung)["load"], "a request at the worker that hangs")
+        hung.answer = hangs  # type: ignore[method-assign]
+        assert {answer.result(WAIT_S).json()["text"] for answer in answers} == {other.url}
+    assert fleet.report(hung)["status"] == "dead"
+    release.set()
+
+
+def test_a_client_that_leaves_takes_its_request_along(fleet):
+    left = threading.Event()
+
+    def streams(handler: Handler, body: dict) -> None:
+        handler.begin_stream()
+        handler.send_part(b"data: 1\n\n")
+        try:
+            handler.connection.settimeout(WAIT_S)
+            if handler.connection.recv(1) == b"":
+                left.set()
+        except ConnectionError:
+            left.set()
+
+    for worker in fleet.workers:
+        worker.generate = streams
+    with fleet.http.stream("POST", "/generate", json={"text": "a", "stream": True}) as answer:
+        lines = answer.iter_lines()  # kept: the answer is closed with it
+        assert next(lines) == "data: 1"
+        wait_until(lambda: sum(fleet.report(w)["load"] for w in fleet.workers) == 1, "the load is counted")
+    assert left.wait(WAIT_S)
+    wait_until(lambda: not any(fleet.report(w)["load"] for w in fleet.workers), "the load is gone")
+
+
+def test_without_workers_the_answer_is_503_with_the_reasons(make_fleet):
+    fleet = make_fleet(1)
+    assert fleet.http.get("/health").status_code == fleet.http.get("/readiness").status_code == 200
+    fleet.post(f"/workers/{fleet.report(fleet.workers[0])['id']}/disable")
+    answer = fleet.post("/generate", {"text": "a"})
+    assert answer.status_code == 503 and "is disabled" in answer.json()["message"]
+    assert answer.headers["retry-after"] == "1"
+    assert fleet.http.get("/readiness").status_code == 503
+    assert fleet.http.get("/liveness").status_code == 200
+
+
+# -- workers ---------------------------------------------------------------------------------------------------------
+
+
+def test_workers_come_and_go_by_both_generations_of_paths(fleet):
+    new = FakeWorker()
+    fleet.workers.append(new)
+    answer = fleet.post("/workers", {"url": new.url, "worker_type": "regular"})
+    assert answer.status_code == 202 and answer.json()["url"] == new.url
+    assert fleet.post("/workers", {"url": new.url}).status_code == 200
+    wait_until(lambda: fleet.report(new)["routable"], "the new worker is routable")
+    assert fleet.http.get("/list_workers").json() == {"urls": [worker.url for worker in fleet.workers]}
+    assert fleet.http.get(f"/workers/{answer.json()['worker_id']}").json()["url"] == new.url
+    assert fleet.http.delete(f"/workers/{answer.json()['worker_id']}").status_code == 202
+    assert fleet.http.post("/add_worker", params={"url": new.url}).status_code == 202
+    assert fleet.http.post("/remove_worker", params={"url": new.url}).status_code == 202
+    assert fleet.http.post("/remove_worker", params={"url": new.url}).status_code == 404
+    assert fleet.post("/workers", {"url": "ftp://x"}).json()["param"] == "url"
+    loads = fleet.http.get("/get_loads").json()["workers"]
+    assert loads == [{"worker": worker.url, "load": 0} for worker in fleet.workers[:2]]
+
+
+def test_a_worker_that_died_comes_back(fleet):
+    gone, other = fleet.workers
+    port = gone.port
+    gone.stop()
+    wait_until(lambda: fleet.report(gone)["status"] == "dead", "it is dead")
+    assert {fleet.post("/generate", {"text": f"{i}"}).json()["text"] for i in range(4)} == {other.url}
+    gone.start(port)
+    wait_until(lambda: fleet.report(gone)["routable"], "it is back")
+    assert fleet.report(gone)["num_deaths"] == 1
+
+
+def test_a_worker_that_comes_back_with_other_weights_waits_for_an_update(fleet):
+    gone, other = fleet.workers
+    port = gone.port
+    gone.stop()
+    wait_until(lambda: fleet.report(gone)["status"] == "dead", "it is dead")
+    gone.version = "0"
+    gone.start(port)
+    wait_until(lambda: "version" in fleet.report(gone)["held"], "it is held")
+    assert {fleet.post("/generate", {"text": f"{i}"}).json()["text"] for i in range(4)} == {other.url}
+
+    def update(worker: FakeWorker) -> Callable:
+        def run(body: dict) -> tuple[int, object]:
+            worker.version = body["weight_version"]
+            return 200, {"success": True, "message": "done"}
+
+        return run
+
+    for worker in fleet.workers:
+        worker.answers["/update_weights_from_disk"] = update(worker)
+    answer = fleet.post("/update_weights_from_disk", {"model_path": "m", "weight_version": "2"})
+    assert answer.status_code == 200, answer.text
+    assert fleet.report(gone)["routable"] and fleet.report(gone)["weight_version"] == "2"
+
+
+# -- administration --------------------------------------------------------------------------------------------------
+
+
+def test_a_verb_reaches_every_live_worker_and_equal_values_are_lifted(fleet):
+    answer = fleet.post("/model_info")
+    assert answer.status_code == 200
+    assert answer.json()["model_path"] == "m" and answer.json()["weight_version"] == "1"
+    assert {result["worker"] for result in answer.json()["results"]} == {worker.url for worker in fleet.workers}
+    assert fleet.http.get("/update_weights_from_disk").status_code == 405
+    assert fleet.post("/no_such_verb").status_code == 404
+
+
+def test_mixed_weight_versions_are_a_409_that_lists_them(fleet):
+    fleet.workers[1].version = "2"
+    for path in ("/model_info", "/get_weight_version"):
+        answer = fleet.http.get(path)
+        assert answer.status_code == 409 and answer.json()["mixed_state"] is True
+        assert answer.json()["weight_versions"] == {fleet.workers[0].url: "1", fleet.workers[1].url: "2"}
+
+
+def test_targets_get_nothing_during_an_update_and_a_disabled_one_stays_disabled(make_fleet):
+    fleet = make_fleet(2)
+    disabled, other = fleet.workers
+    fleet.http.put(f"/workers/{fleet.report(disabled)['id']}", json={"disabled": True})
+    disabled.answers["/pause_generation"] = slow = SlowAnswer()
+    with ThreadPoolExecutor(4) as pool:
+        pausing = pool.submit(fleet.post, "/pause_generation", {"mode": "retract"})
+        assert slow.entered.wait(WAIT_S)
+        assert "broadcast" in fleet.report(other)["held"] and fleet.report(disabled)["disabled"]
+        generating = pool.submit(fleet.post, "/generate", {"text": "a"})
+        busy = fleet.post("/workers", {"url": "http://127.0.0.1:1"})
+        assert busy.status_code == 409 and busy.json()["age_s"] >= 0
+        assert not other.asked("/generate")
+        slow.leave.set()
+        assert pausing.result(WAIT_S).status_code == 200
+        assert generating.result(WAIT_S).json()["text"] == other.url
+    assert fleet.report(disabled)["disabled"] and not fleet.report(disabled)["held"]
+    assert fleet.report(other)["routable"]
+
+
+def test_a_request_does_not_wait_for_an_update_for_ever(make_fleet):
+    fleet = make_fleet(1, queue_timeout_s=0.2)
+    fleet.workers[0].answers["/pause_generation"] = slow = SlowAnswer()
+    with ThreadPoolExecutor(1) as pool:
+        pausing = pool.submit(fleet.post, "/pause_generation")
+        assert slow.entered.wait(WAIT_S)
+        answer = fleet.post("/generate", {"text": "a"})
+        assert answer.status_code == 503 and "pause_generation is under way" in answer.json()["message"]
+        slow.leave.set()
+        assert pausing.result(WAIT_S).status_code == 200
+
+
+def test_changes_run_one_at_a_time_and_the_wait_has_a_limit(make_fleet):
+    fleet = make_fleet(2, lock_limit_s=0.3)
+    fleet.workers[0].answers["/update_weights_from_disk"] = slow = SlowAnswer()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(fleet.post, "/update_weights_from_disk", {"model_path": "m"})
+        assert slow.entered.wait(WAIT_S)
+        for path in ("/continue_generation", "/update_weights_from_disk", "/init_weights_update_group"):
+            answer = fleet.post(path)
+            assert answer.status_code == 503, path
+            assert "admin update lock" in answer.json()["message"]
+            assert "update_weights_from_disk has been under way" in answer.json()["message"]
+        assert fleet.post("/model_info").status_code == 200  # reads do not wait
+        assert fleet.post("/abort_request", {"abort_all": True}).status_code == 200
+        slow.leave.set()
+        assert first.result(WAIT_S).status_code == 200
+    assert len(fleet.workers[1].asked("/update_weights_from_disk")) == 1
+    assert fleet.post("/continue_generation").status_code == 200
+
+
+def test_a_change_whose_client_left_or_whose_time_is_over_never_runs(fleet):
+    fleet.workers[0].answers["/pause_generation"] = slow = SlowAnswer()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(fleet.post, "/pause_generation")
+        assert slow.entered.wait(WAIT_S)
+        with pytest.raises(httpx.ReadTimeout):
+            fleet.http.post("/continue_generation", json={}, timeout=0.3)
+        answer = fleet.post("/update_weights_from_disk", {"timeout_s": 0.2})
+        assert answer.status_code == 503
+        slow.leave.set()
+        assert first.result(WAIT_S).status_code == 200
+    assert fleet.post("/release_weight_undo").status_code == 200  # behind all of them
+    for worker in fleet.workers:
+        assert not worker.asked("/continue_generation") and not worker.asked("/update_weights_from_disk")
+
+
+def test_paused_workers_are_known_and_avoided(fleet):
+    paused, other = fleet.workers
+    paused.is_paused = True  # by somebody who called it directly
+    wait_until(lambda: fleet.report(paused)["paused"], "the pause is seen")
+    assert {fleet.post("/generate", {"text": f"{i}"}).json()["text"] for i in range(4)} == {other.url}
+    other.is_paused = True
+    wait_until(lambda: fleet.report(other)["paused"], "the pause is seen")
+    assert fleet.post("/generate", {"text": "a"}).status_code == 200  # the engine makes it wait
+
+
+def test_one_init_call_serves_workers_of_several_ranks(make_fleet):
+    fleet = make_fleet([FakeWorker(tp_size=2, pp_size=1), FakeWorker(tp_size=1, pp_size=3), FakeWorker()])
+    body = {"master_address": "h", "master_port": "1", "rank_offset": "1", "world_size": 7, "group_name": "g"}
+    answer = fleet.post("/init_weights_update_group", {**body, "world_size": 6})
+    assert answer.status_code == 422 and "world_size 6 is too small" in answer.json()["message"]
+    assert not fleet.workers[0].asked("/init_weights_update_group")
+    assert fleet.stats()["num_routable"] == 3
+    assert fleet.post("/init_weights_update_group", body).status_code == 200
+    sent = [worker.asked("/init_weights_update_group") for worker in fleet.workers]
+    assert sent == [[{**body, "rank_offset": offset}] for offset in (1, 3, 6)]
+    assert fleet.post("/init_weights_update_group", body).status_code == 409
+    assert fleet.post("/update_weights_from_distributed", {"group_name": "g"}).status_code == 200
+
+    lost = fleet.workers[2]
+    port = lost.port
+    lost.stop()
+    wait_until(lambda: fleet.report(lost)["status"] == "dead", "it is dead")
+    lost.start(port)
+    wait_until(lambda: fleet.report(lost)["routable"], "it is back")
+    answer = fleet.post("/update_weights_from_distributed", {"group_name": "g"})
+    assert answer.status_code == 409 and f"{lost.url} left it" in answer.json()["message"]
+    assert len(fleet.workers[0].asked("/update_weights_from_distributed")) == 1
+    assert fleet.post("/destroy_weights_update_group", {"group_name": "g"}).status_code == 200
+    assert fleet.post("/init_weights_update_group", body).status_code == 200
+
+
+def test_a_worker_whose_group_init_failed_stays_out_until_it_is_enabled(make_fleet):
+    fleet = make_fleet(2, admin_timeout_s=0.2)
+    failing, other = fleet.workers
+    leave = threading.Event()
+    failing.answers["/init_weights_update_group"] = lambda body: (leave.wait(WAIT_S), (200, {}))[1]
+    body = {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": 3}
+    answer = fleet.post("/init_weights_update_group", body)
+    assert answer.status_code == 502
+    told = {result["worker"]: result for result in answer.json()["results"]}
+    assert told[other.url]["success"] and "timed out" in told[failing.url]["error"]
+    assert "group" in fleet.report(failing)["held"] and fleet.report(other)["routable"]
+    assert {fleet.post("/generate", {"text": f"{i}"}).json()["text"] for i in range(4)} == {other.url}
+    fleet.post(f"/workers/{fleet.report(failing)['id']}/enable")
+    assert fleet.report(failing)["routable"]
+    leave.set()
+
+
+# -- the journal -----------------------------------------------------------------------------------------------------
+
+
+def refuse(message: str, kind: str = "ValueError") -> tuple[int, object]:
+    return 400, {"success": False, "message": message, "error": {"message": message, "type": kind}}
+
+
+def test_an_update_that_fails_on_one_worker_holds_all_until_it_is_resolved(fleet):
+    good, bad = fleet.workers
+
+    def update(body: dict) -> tuple[int, object]:
+        assert json.loads(fleet.journal.read_text())["failure"] is None  # it is there before the first worker is asked
+        good.version = "2"
+        return 200, {"success": True}
+
+    good.answers["/update_weights_from_disk"] = update
+    bad.answers["/update_weights_from_disk"] = refuse("disk full")
+    answer = fleet.post("/update_weights_from_disk", {"model_path": "m"})
+    assert answer.status_code == 502 and "disk full" in answer.json()["message"]
+    assert [result["success"] for result in answer.json()["results"]] == [True, False]
+    assert fleet.stats()["num_routable"] == 0
+    assert "unresolved" in fleet.post("/generate", {"text": "a"}).json()["message"]
+    for path in ("/update_weights_from_disk", "/begin_weight_update"):
+        assert fleet.post(path).status_code == 409
+    assert fleet.http.get("/weight_update_journal").json()["unresolved"] is True
+    assert fleet.post("/weight_update_journal/resolve").json()["param"] == "acknowledge"
+    answer = fleet.post("/weight_update_journal/resolve", {"acknowledge": True, "enable": False})
+    assert answer.json()["mixed_state"] is True
+    assert answer.json()["weight_versions"] == {good.url: "2", bad.url: "1"}
+    assert not fleet.journal.exists()
+    assert all(fleet.report(worker)["disabled"] and not fleet.report(worker)["held"] for worker in fleet.workers)
+    bad.answers["/update_weights_from_disk"] = lambda body: (setattr(bad, "version", "2"), (200, {}))[1]
+    assert fleet.post("/update_weights_from_disk").status_code == 200
+
+
+def test_an_update_that_all_refuse_leaves_nothing_behind(fleet):
+    for worker in fleet.workers:
+        worker.answers["/update_weights_from_disk"] = refuse("no such folder")
+    answer = fleet.post("/update_weights_from_disk", {"model_path": "m"})
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == "no such folder"
+    assert not fleet.journal.exists() and fleet.stats()["num_routable"] == 2
+
+
+def test_a_session_is_in_the_journal_from_begin_to_end(fleet):
+    assert fleet.post("/lockstep/begin_weight_update", {"weight_version": "2"}).status_code == 200
+    assert json.loads(fleet.journal.read_text())["session"] is True
+    assert fleet.stats()["num_routable"] == 2  # the engines themselves sample nothing now
+    for worker in fleet.workers:
+        worker.answers["/begin_weight_update"] = refuse("a session is open", "SessionError")
+    answer = fleet.post("/begin_weight_update")
+    assert answer.status_code == 400 and answer.json()["error"]["type"] == "SessionError"
+    assert fleet.post("/update_weights_from_distributed").status_code == 200
+    assert fleet.journal.exists()
+    assert fleet.post("/lockstep/end_weight_update").status_code == 200
+    assert not fleet.journal.exists()
+
+
+def test_a_session_that_failed_is_mended_by_aborting_it(fleet):
+    good, bad = fleet.workers
+    assert fleet.post("/begin_weight_update").status_code == 200
+    bad.answers["/update_weights_from_tensor"] = refuse("a digest differs", "DigestMismatch")
+    assert fleet.post("/update_weights_from_tensor").status_code == 502
+    assert fleet.post("/end_weight_update").status_code == 409
+    assert not good.asked("/end_weight_update")
+    assert fleet.stats()["num_routable"] == 0
+    bad.version = "9"
+    fleet.post("/abort_weight_update")
+    assert fleet.http.get("/weight_update_journal").json()["unresolved"]  # the versions are still mixed
+    bad.version = "1"
+    assert fleet.post("/abort_weight_update").status_code == 200
+    assert not fleet.journal.exists() and fleet.stats()["num_routable"] == 2
+
+
+def test_a_session_that_ended_at_some_workers_is_taken_back_there_when_it_is_given_up(fleet):
+    good, bad = fleet.workers
+    assert fleet.post("/lockstep/begin_weight_update", {"weight_version": "2"}).status_code == 200
+    good.answers["/lockstep/end_weight_update"] = lambda body: (setattr(good, "version", "2"), (200, {}))[1]
+    bad.answers["/lockstep/end_weight_update"] = refuse("a tensor is missing")
+    assert fleet.post("/lockstep/end_weight_update").status_code == 502
+    assert fleet.http.get("/model_info").json()["weight_versions"] == {good.url: "2", bad.url: "1"}
+    assert fleet.stats()["num_routable"] == 0
+    good.answers["/lockstep/abort_weight_update"] = refuse("none is open", "SessionError")
+    good.answers["/lockstep/revert_weight_update"] = lambda body: (setattr(good, "version", "1"), (200, {}))[1]
+    answer = fleet.post("/lockstep/abort_weight_update", {"timeout_s": 5, "why": "a test"})
+    assert answer.status_code == 200, answer.text
+    assert good.asked("/lockstep/revert_weight_update") == [{"timeout_s": 5}]
+    assert not bad.asked("/lockstep/revert_weight_update")
+    assert fleet.http.get("/model_info").json()["weight_version"] == "1"
+    assert not fleet.journal.exists() and fleet.stats()["num_routable"] == 2
+    # Where nothing is half done, a session that is not open is only that.
+    assert fleet.post("/lockstep/abort_weight_update").status_code == 502
+    assert len(good.asked("/lockstep/revert_weight_update")) == 1
+
+
+def test_a_worker_that_met_trouble_is_asked_before_it_is_counted(make_fleet):
+    fleet = make_fleet(2, health_interval_s=60.0)
+    gone, other = fleet.workers
+    gone.stop()
+    answer = fleet.post("/model_info")  # the first to notice
+    assert answer.status_code == 502 and gone.url in answer.json()["message"]
+    answer = fleet.post("/pause_generation")
+    assert answer.status_code == 200 and [r["worker"] for r in answer.json()["results"]] == [other.url]
+    assert fleet.report(gone)["status"] == "dead"
+
+
+def test_another_process_with_other_weights_at_the_same_address_is_noticed(fleet):
+    replaced = fleet.workers[0]
+    body = {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": 3, "group_name": "g"}
+    assert fleet.post("/init_weights_update_group", body).status_code == 200
+    replaced.info, replaced.version = {"startup_time": -1.0}, "0"
+    wait_until(lambda: "version" in fleet.report(replaced)["held"], "it is held")
+    assert fleet.report(replaced)["num_deaths"] == 1
+    answer = fleet.post("/update_weights_from_distributed", {"group_name": "g"})
+    assert answer.status_code == 409 and f"{replaced.url} left it" in answer.json()["message"]
+
+
+def test_a_journal_that_cannot_be_written_refuses_the_update(fleet):
+    fleet.journal.with_name("journal.json.part").mkdir()
+    answer = fleet.post("/update_weights_from_disk")
+    assert answer.status_code == 503 and answer.json()["error"]["type"] == "journal_unwritable"
+    assert not fleet.workers[0].asked("/update_weights_from_disk") and fleet.stats()["num_routable"] == 2
+
+
+# -- counts ----------------------------------------------------------------------------------------------------------
+
+
+def counted(fleet: Fleet) -> dict[tuple[str, ...], float]:
+    """Of /metrics, by name and the values of its labels in the order of their names."""
+    answer = httpx.get(f"{fleet.router.url}/metrics", timeout=WAIT_S)  # without a key
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
+    samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
+    return {(sample.name.removeprefix("lockstep:router_"), *sample.labels.values()): sample.value for sample in samples}
+
+
+def test_requests_retries_affinity_broadcasts_and_the_journal_are_counted(make_fleet):
+    fleet = make_fleet(3, http=HttpConfig(port=0, admin_api_key="boss"))
+    dying, other, third = fleet.workers
+    fleet.post(f"/workers/{fleet.report(third)['id']}/disable")
+    assert counted(fleet)["workers", "routable"] == 2 and counted(fleet)["workers", "disabled"] == 1
+    dying.generate = dies
+    for i in range(6):
+        assert fleet.post("/generate", {"text": f"prompt {i % 3}"}).json()["text"] == other.url
+    other.generate = lambda handler, body: handler.reply(400, {"error": {"message": "no"}})
+    fleet.post("/generate", {"text": "prompt 0"})
+    now = counted(fleet)
+    num_moved = now["requests_total", "moved", dying.url]
+    assert now["requests_total", "answered", other.url] == 6 and now["requests_total", "refused", other.url] == 1
+    assert 1 <= num_moved == now["retries_total",] == len(dying.asked("/generate"))
+    assert now["affinity_total", "hit"] >= 3 and now["affinity_total", "unknown"] >= 1
+    assert now["journal", "empty"] == 1 and now["load", other.url] == 0
+    other.answers["/update_weights_from_disk"] = refuse("disk full")
+    assert fleet.post("/update_weights_from_disk").status_code == 502
+    assert fleet.http.get("/model_info").status_code == 200
+    assert fleet.post("/no_such_verb").status_code == 404
+    assert fleet.post("/generate", {"text": "a"}).status_code == 503
+    now = counted(fleet)
+    assert now["journal", "unresolved"] == 1 and now["journal_age_seconds",] > 0
+    assert now["broadcasts_total", "failed", "update_weights_from_disk"] == 1
+    assert now["broadcasts_total", "done", "model_info"] == 1
+    assert now["broadcast_seconds_total", "update_weights_from_disk"] > 0
+    assert now["unanswered_requests_total", "no_workers"] == 1
+    assert now["workers", "held"] == 2 and now["workers", "disabled"] == 1
+    assert not any("no_such_verb" in key for key in now)
+    fleet.post("/weight_update_journal/resolve", {"acknowledge": True})
+    fleet.post("/remove_worker?url=" + dying.url)
+    assert not any(dying.url in key for key in counted(fleet))  # who is gone takes no room
+
+
+# -- keys ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_router_has_keys_of_its_own_and_passes_them_on(make_fleet):
+    fleet = make_fleet(2, http=HttpConfig(port=0, api_key="user", admin_api_key="boss"))
+    with httpx.Client(base_url=fleet.router.url, timeout=WAIT_S) as nobody:
+        assert nobody.get("/health").status_code == nobody.get("/liveness").status_code == 200
+        for path in ("/generate", "/workers", "/pause_generation", "/weight_update_journal/resolve"):
+            answer = nobody.post(path, json={})
+            assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer", path
+        user = {"Authorization": "Bearer user"}
+        assert nobody.post("/generate", json={"text": "a"}, headers=user).status_code == 200
+        assert nobody.get("/get_loads", headers=user).status_code == 200
+        for path in ("/workers", "/pause_generation", "/weight_update_journal/resolve", "/remove_worker"):
+            assert nobody.post(path, json={}, headers=user).status_code == 403, path
+    # A path that becomes another one at the worker is not passed on.
+    port = int(fleet.router.url.rpartition(":")[2])
+    for path in ("/v1/../pause_generation", "/v1/%2e%2e/pause_generation", "/v1/x/../../pause_generation"):
+        with socket.create_connection(("127.0.0.1", port), WAIT_S) as raw:
+            head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer user\r\nconnection: close\r\n"
+            raw.sendall(f"{head}content-length: 2\r\n\r\n{{}}".encode())
+            assert raw.makefile("rb").readline().split()[1] == b"404", path
+    assert not fleet.workers[0].asked("/pause_generation") and not fleet.workers[1].asked("/pause_generation")
+    assert fleet.post("/pause_generation").status_code == 200
+    paused = [call for call in fleet.workers[0].calls if call[1] == "/pause_generation"]
+    assert [headers["authorization"] for _, _, headers, _ in paused] == ["Bearer boss"]
+
+
+def test_a_page_of_another_site_cannot_call_the_router(fleet):
+    for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
+        answer = fleet.http.post("/pause_generation", json={}, headers=headers)
+        assert answer.status_code == 403, headers
+    own = fleet.http.post("/continue_generation", json={}, headers={"Origin": fleet.router.url})
+    assert own.status_code == 200
+    assert not any(worker.asked("/pause_generation") for worker in fleet.workers)

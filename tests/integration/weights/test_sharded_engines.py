@@ -1,0 +1,386 @@
+"""Engines of several ranks are given new weights by every path: all ranks have them, or all have the old ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from transformers import PreTrainedModel
+
+from lockstep.integration.push.adapters.trainer_tensors import trainer_tensors
+from lockstep.integration.push.local_target import LocalTarget
+from lockstep.integration.push.pusher import PushFailed, WeightPusher
+from lockstep.integration.service import RolloutService
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.weight_sync.digests.model_digest import model_digest, tensor_roots
+from lockstep.weight_sync.disk.folder import save_folder
+from lockstep.weight_sync.errors import DigestMismatch, WeightSyncError
+from lockstep.weight_sync.manifest import Manifest, specs_of
+from lockstep.weight_sync.same_host.shared_memory import SharedMemorySender
+from lockstep.weight_sync.transports.transport import (
+    DeltaTransport,
+    DiskTransport,
+    DistributedTransport,
+    TensorTransport,
+)
+
+MakeModel = Callable[..., PreTrainedModel]
+RunWorld = Callable[..., list[object]]
+PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], list(range(30, 60))]
+GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+PATIENCE = 60.0
+LAYOUTS = [
+    pytest.param("qwen2", 2, 1, id="qwen2-tp2"),  # tied, and more heads than KV heads
+    pytest.param("qwen2", 1, 2, id="qwen2-pp2", marks=pytest.mark.slow),
+    pytest.param("qwen3_moe", 2, 2, id="experts-tp2-pp2", marks=pytest.mark.slow),
+    pytest.param("qwen2", 4, 1, id="qwen2-tp4", marks=pytest.mark.slow),  # two KV heads, each on two ranks
+    pytest.param("llama", 2, 2, id="llama-tp2-pp2", marks=pytest.mark.slow),
+]
+
+
+def make_service(model: PreTrainedModel, tp: int, pp: int) -> RolloutService:
+    config = EngineConfig(
+        tp=tp, pp=pp, k_blocks=4, kv_cache="64 blocks", max_num_seqs=4, rank_timeout_s=PATIENCE
+    )  # fmt: skip
+    return RolloutService(Engine(model, config))
+
+
+def later(model: PreTrainedModel, step: int, density: float = 1.0) -> PreTrainedModel:
+    """The trainer's model some steps later."""
+    newer, generator = copy.deepcopy(model), torch.Generator().manual_seed(step)
+    with torch.no_grad():
+        for parameter in newer.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.1 * parameter.std().nan_to_num(0.1)
+            parameter += noise * (torch.rand(parameter.shape, generator=generator) < density)
+    return newer
+
+
+def greedy(model: PreTrainedModel) -> list[list[int]]:
+    """What transformers says."""
+    outputs = []
+    for prompt in PROMPTS:
+        ids = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0,
+        )  # fmt: skip
+        outputs.append(ids[0, len(prompt) :].tolist())
+    return outputs
+
+
+def said(service: RolloutService) -> list[list[int]]:
+    engine = service.engine
+    return [list(c.token_ids) for c in engine.generate(PROMPTS if engine.is_controller else None, GREEDY)]
+
+
+def roots(model: PreTrainedModel) -> dict[str, str]:
+    return {name: root.hex() for name, root in tensor_roots(model.named_parameters()).items()}
+
+
+def error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (WeightSyncError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# -- all ranks call the same verb --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "tp", "pp"), LAYOUTS)
+def test_ranks_that_call_together_all_have_the_new_weights(
+    make_model: MakeModel, run_world: RunWorld, tmp_path: Path, family: str, tp: int, pp: int
+) -> None:
+    models = [make_model(family)]
+    models += [later(models[0], step) for step in (1, 2, 3)]
+    save_folder(tmp_path / "new", models[2].named_parameters(), "2")
+    digests = [model_digest(model.named_parameters()) for model in models]
+
+    def rank(rank: int) -> object:
+        service = make_service(models[0], tp, pp)
+        found = [(service.model_digest(), said(service))]
+        stream = ((name, tensor.detach().clone()) for name, tensor in models[1].named_parameters())
+        service.update_weights_from_named_tensors(stream, weight_version="1")
+        found.append((said(service), service.engine.weight_version, service.engine.weight_digest))  # commits it
+        service.begin_weight_update(weight_version="2")
+        record = service.update_weights_from_disk(tmp_path / "new")
+        commit = service.end_weight_update()
+        found.append((record.verified, commit.version, commit.digest, said(service)))
+        commit = service.commit_in_place("3", source=models[3].named_parameters())
+        # A trainer that has everything, everywhere: a stage's own tensors are cut alike, those of a tp rank are not.
+        found.append((commit.version, commit.digest, commit.bytes_copied > 0, said(service)))
+        with service.rollout(release_kv=True):
+            found.append(said(service))
+        found.append(service.engine.kv_bytes)
+        with service.rollout():
+            found.append(said(service))
+        checked = service.weights_checker()
+        found.append((checked["success"], checked["model_digest"], len(checked["rank_results"]), len(checked["ranks"])))
+        found.append(service.get_weights_by_name("model.layers.1.mlp.gate_proj.weight" if "moe" not in family else
+                                                 "model.layers.1.mlp.experts.down_proj", 3))  # fmt: skip
+        service.close()
+        return found
+
+    name = "model.layers.1.mlp.gate_proj.weight" if "moe" not in family else "model.layers.1.mlp.experts.down_proj"
+    value = dict(models[3].named_parameters())[name]
+    expected = [
+        (digests[0], greedy(models[0])),
+        (greedy(models[1]), "1", digests[1]),
+        (True, "2", digests[2], greedy(models[2])),
+        ("3", digests[3], tp > 1, greedy(models[3])),
+        greedy(models[3]),
+        0,
+        greedy(models[3]),
+        (True, digests[3], tp * pp, tp * pp),
+        value.detach()[tuple(slice(3) for _ in value.shape)].tolist(),
+    ]
+    for found in run_world(tp * pp, rank):
+        assert found == expected
+
+
+# -- the controller calls, the others follow --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "tp", "pp"), LAYOUTS)
+def test_what_the_controller_is_given_by_any_path_reaches_all_ranks(
+    make_model: MakeModel, run_world: RunWorld, tmp_path: Path, family: str, tp: int, pp: int
+) -> None:
+    first = make_model(family)
+    newer = {name: later(first, step) for step, name in enumerate(("tensor", "distributed", "disk", "base"))}
+    newer["delta"] = later(newer["base"], 9, density=0.05)
+    digests = {name: model_digest(model.named_parameters()) for name, model in newer.items()}
+
+    def rank(rank: int) -> object:
+        service = make_service(first, tp, pp)
+        if not service.engine.is_controller:
+            ended = service.engine.follow()
+            service.close()
+            return ended
+        target = LocalTarget(service)
+        delta = DeltaTransport(TensorTransport(bucket_bytes=1 << 14))
+        transports = {
+            "tensor": TensorTransport(bucket_bytes=1 << 14), "disk": DiskTransport(tmp_path), "base": delta,
+            "distributed": DistributedTransport(bucket_bytes=1 << 14), "delta": delta,
+        }  # fmt: skip
+        found: dict[str, object] = {}
+        for name in newer:
+            pusher = WeightPusher([target], transports[name], timeout_s=PATIENCE)
+            pushed = pusher.push(newer[name], name)
+            found[name] = (pushed.digest, service.engine.weight_digest, service.engine.weight_version, said(service))
+        states = service.rank_states()
+        found["states"] = [(s["rank"], s["weight_update"]["state"], s["weight_update"]["version"]) for s in states]
+        report = target.call("weights_checker", timeout_s=PATIENCE)
+        found["checker"] = (report["model_digest"], [r["rank"] for r in report["rank_results"]])
+        memory = target.call("release_memory_occupation", timeout_s=PATIENCE, tags=["weights", "kv_cache"])
+        found["released"] = [memory["weights"]["bytes_after"], memory["kv_cache"]["bytes_after"]]
+        found["rank_results"] = [(r["rank"], r["success"]) for r in memory["rank_results"]]
+        found["weights"] = memory["weights"]["bytes_before"] >= sum(p.nbytes for p in first.parameters())
+        target.call("resume_memory_occupation", timeout_s=PATIENCE)
+        WeightPusher([target], transports["tensor"], timeout_s=PATIENCE).push(newer["tensor"], "again")
+        found["again"] = (service.engine.weight_digest, said(service))
+        for transport in transports.values():
+            transport.close()
+        service.close()
+        return found
+
+    found, *ended = run_world(tp * pp, rank)
+    for name in newer:
+        assert found[name] == (digests[name], digests[name], name, greedy(newer[name])), name
+    assert found["states"] == [(rank, "committed", "delta") for rank in range(tp * pp)]
+    assert found["checker"] == (digests["delta"], list(range(tp * pp)))
+    assert found["released"] == [0, 0] and found["weights"]
+    assert found["rank_results"] == [(rank, True) for rank in range(tp * pp)]
+    assert found["again"] == (digests["tensor"], greedy(newer["tensor"]))
+    assert ended == ["closed"] * (tp * pp - 1)
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_a_fault_on_one_rank_leaves_all_at_the_old_digest(
+    make_model: MakeModel, run_world: RunWorld, tp: int, pp: int
+) -> None:
+    old = make_model("qwen3")
+    new = later(old, 1)
+    digest = model_digest(old.named_parameters())
+    weights = [(name, tensor.detach()) for name, tensor in new.named_parameters()]
+
+    def rank(rank: int) -> object:
+        service, culprit = make_service(old, tp, pp), rank == 1
+
+        def failing(index: int):
+            for number, pair in enumerate(weights):
+                if culprit and number == index:
+                    raise ValueError("the gather failed")
+                yield pair
+
+        found = []
+        for index in (0, 3, len(weights) - 1):
+            tensors = failing(index)
+            found.append(error_of(lambda tensors=tensors: service.update_weights_from_named_tensors(tensors)))
+            found.append(service.model_digest() == digest)
+
+        def corrupt():
+            for name, tensor in weights:
+                is_last = name == weights[-1][0]
+                yield name, tensor + 1 if culprit and is_last else tensor
+
+        found.append(
+            error_of(lambda: service.update_weights_from_named_tensors(corrupt(), verify=roots(new)))
+        )
+        found += [service.model_digest() == digest, said(service), service.engine.weight_version]
+        service.close()
+        return found
+
+    results = run_world(tp * pp, rank)
+    for rank_, found in enumerate(results):
+        failures, (mismatch, *rest) = found[:6], found[6:]
+        kind = "ValueError: " if rank_ == 1 else "PeerFailed: rank 1: ValueError: "
+        assert failures == [f"{kind}the gather failed", True] * 3
+        assert mismatch.startswith("DigestMismatch") and weights[-1][0] in mismatch
+        assert rest == [True, greedy(old), ""] or rest[:2] == [True, greedy(old)]
+
+
+def test_a_failed_push_to_a_replica_leaves_it_as_it_was(make_model: MakeModel, run_world: RunWorld) -> None:
+    old = make_model("qwen3")
+    new = later(old, 1)
+    digest = model_digest(old.named_parameters())
+
+    def rank(rank: int) -> object:
+        service = make_service(old, 2, 1)
+        if rank == 1:
+            receiver, num_received = service._receiver.receive, iter(range(100))
+
+            def receive(*args: object) -> object:
+                if next(num_received) == 1:
+                    raise DigestMismatch(["x"], "the second bucket is bad on this rank")
+                return receiver(*args)
+
+            service._receiver.receive = receive
+            ended = service.engine.follow()
+            service.close()
+            return ended
+        transport = TensorTransport(bucket_bytes=1 << 14)
+        pusher = WeightPusher([LocalTarget(service)], transport, timeout_s=PATIENCE)
+        with pytest.raises(PushFailed, match=r"rank 1.*the second bucket is bad on this rank") as failed:
+            pusher.push(new, "1")
+        found = [failed.value.stranded, service.model_digest() == digest, said(service)]
+        pusher.push(new, "2")
+        found.append(said(service))
+        transport.close()
+        service.close()
+        return found
+
+    found, ended = run_world(2, rank)
+    assert found == [(), True, greedy(old), greedy(new)] and ended == "closed"
+
+
+@pytest.mark.slow
+def test_a_session_whose_client_died_ends_on_all_ranks(
+    make_model: MakeModel, run_world: RunWorld, until: Callable[..., None]
+) -> None:
+    old = make_model("qwen3")
+    weights = [(name, tensor.detach() * 1.5) for name, tensor in old.named_parameters()]
+
+    def rank(rank: int) -> object:
+        service = make_service(old, 1, 2)
+        if rank == 1:
+            ended = service.engine.follow()
+            service.close()
+            return ended
+        sender = SharedMemorySender(1 << 14)
+        manifest = Manifest("1", specs_of(weights))
+        service.begin_weight_update(lease_s=2.0)
+        buckets = sender.buckets(weights, manifest)
+        service.update_weights_from_tensor(descriptions=[next(buckets)])
+        until(lambda: service.state()["weight_update"]["state"] == "rolled_back")
+        states = [(s["weight_update"]["state"], s["refusal"]) for s in service.rank_states()]
+        buckets.close()
+        sender.close()
+        found = states, service.model_digest() == model_digest(old.named_parameters()), said(service)
+        service.close()
+        return found
+
+    found, ended = run_world(2, rank)
+    assert found == ([("rolled_back", None)] * 2, True, greedy(old)) and ended == "closed"
+
+
+# -- trainers in the same ranks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_an_fsdp2_trainer_in_the_same_ranks_gives_each_its_part(
+    make_model: MakeModel, run_world: RunWorld, tp: int, pp: int
+) -> None:
+    first = make_model("qwen2")
+
+    def rank(rank: int) -> object:
+        model = copy.deepcopy(first)
+        service = make_service(first, tp, pp)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.3), []
+        for step in range(2):
+            model(torch.arange(20).reshape(2, 10) + rank).logits.square().mean().backward()
+            with service.optimizer_step():
+                optimizer.step()
+            optimizer.zero_grad()
+            service.begin_weight_update(weight_version=str(step))
+            record = service.update_weights_from_named_tensors(trainer_tensors(model))
+            commit = service.end_weight_update()
+            whole = copy.deepcopy(first)
+            whole.load_state_dict({n: t.clone() for n, t in trainer_tensors(model)}, strict=False)
+            is_same = commit.digest == model_digest(whole.named_parameters()) != model_digest(first.named_parameters())
+            found.append((record.num_tensors, is_same, said(service) == greedy(whole)))
+        service.close()
+        return found
+
+    num_tensors = len(list(first.named_parameters()))
+    for found in run_world(2, rank):
+        assert found == [(num_tensors, True, True)] * 2
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_cut_as_the_engine_lends_it_its_storage(make_model: MakeModel, run_world: RunWorld) -> None:
+    first = make_model("llama")
+    new = later(first, 1)
+    digest = model_digest(new.named_parameters())
+
+    def rank(rank: int) -> object:
+        service = make_service(first, 2, 1)
+        device_mesh, shards = init_device_mesh("cpu", (2,)), service.engine.model.shards
+
+        def place(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            cut = Replicate() if shards[name].is_whole else Shard(shards[name].dim)
+            return distribute_tensor(tensor.detach(), device_mesh, [cut])
+
+        source = {name: place(name, tensor) for name, tensor in new.named_parameters()}
+        commit = service.commit_in_place("1", source=source.items())
+        found = [commit.bytes_copied, commit.digest == digest, said(service)]
+        with service.optimizer_step():
+            for tensor in source.values():
+                tensor.to_local().mul_(1.5)
+        found.append(service.commit_in_place("2", source=source.items()).bytes_copied)
+        found.append(service.model_digest() == model_digest((n, t.full_tensor()) for n, t in source.items()))
+        across = {name: distribute_tensor(t.detach(), device_mesh, [Shard(t.dim() - 1)])
+                  for name, t in new.named_parameters()}  # fmt: skip
+        found.append(error_of(lambda: service.commit_in_place("3", source=across.items())))
+        service.close()
+        return found
+
+    for copied, is_new, tokens, copied_again, follows, refused in run_world(2, rank):
+        assert (copied, is_new, tokens, copied_again, follows) == (0, True, greedy(new), 0, True)
+        assert refused.startswith("ValueError") and "q_proj.weight" in refused and "o_proj" not in refused

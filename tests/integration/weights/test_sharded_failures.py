@@ -1,0 +1,119 @@
+"""A rank that is lost in a weight update: the others have the old weights, and say who it was."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.integration.push.local_target import LocalTarget
+from lockstep.integration.push.pusher import PushFailed, WeightPusher
+from lockstep.integration.service import RolloutService
+from lockstep.integration.service_config import ServiceConfig
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.errors import RankFailure
+from lockstep.tests.support.forked_ranks import run_survivors
+from lockstep.weight_sync.digests.shard_digest import local_digests
+from lockstep.weight_sync.transports.transport import TensorTransport
+
+MakeModel = Callable[..., PreTrainedModel]
+TIMEOUT_S = 8.0  # of a wait for a rank
+PATIENCE = 120.0
+
+
+def make_service(model: PreTrainedModel, tp: int, pp: int) -> RolloutService:
+    config = EngineConfig(tp=tp, pp=pp, k_blocks=2, kv_cache="64 blocks", max_num_seqs=4, rank_timeout_s=TIMEOUT_S)
+    return RolloutService(Engine(model, config), ServiceConfig(weight_timeout_s=TIMEOUT_S))
+
+
+def bits(service: RolloutService) -> dict[str, object]:
+    model = service.engine.model
+    return local_digests(dict(model.resident_tensors()), model.shards)
+
+
+CASES = [
+    pytest.param(2, 1, 1, signal.SIGKILL, id="tp-rank-killed"),
+    pytest.param(1, 2, 1, signal.SIGSTOP, id="second-stage-stopped", marks=pytest.mark.slow),
+    pytest.param(2, 1, 0, signal.SIGKILL, id="controller-killed", marks=pytest.mark.slow),
+    pytest.param(1, 2, 0, signal.SIGSTOP, id="controller-stopped", marks=pytest.mark.slow),
+    *(pytest.param(2, 2, v, signal.SIGKILL, id=f"rank-{v}-of-4-killed", marks=pytest.mark.slow) for v in range(4)),
+]
+
+
+@pytest.mark.parametrize(("tp", "pp", "victim", "kind"), CASES)
+def test_survivors_of_an_update_have_the_old_weights_and_name_the_rank(
+    make_model: MakeModel, tmp_path: Path, tp: int, pp: int, victim: int, kind: signal.Signals
+) -> None:
+    old = make_model("qwen3")
+    new = [(name, tensor.detach() * 1.5) for name, tensor in old.named_parameters()]
+
+    def rank(rank: int) -> object:
+        service = make_service(old, tp, pp)
+        before = bits(service)
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for number, pair in enumerate(new):
+                if rank == victim and number == len(new) // 2:
+                    os.kill(os.getpid(), kind)
+                yield pair
+
+        began = time.monotonic()
+        try:
+            service.update_weights_from_named_tensors(tensors())
+            said, ranks = "it landed", ()
+        except RankFailure as failure:
+            said, ranks = str(failure), failure.ranks
+        seconds = time.monotonic() - began
+        try:
+            service.engine.generate([[1, 2, 3]])
+            sampled = "it sampled"
+        except RankFailure as failure:
+            sampled = f"refused: {failure}"
+        return said, ranks, bits(service) == before, sampled, seconds
+
+    for said, ranks, is_old, sampled, seconds in run_survivors(tp * pp, tmp_path, rank, victim).values():
+        assert ranks == (victim,) and f"rank {victim} (stage" in said
+        assert is_old and sampled.startswith("refused")
+        assert seconds < 60 + 3 * TIMEOUT_S  # the deadline, on a machine that is busy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["receive", "digest", "commit"])
+def test_a_follower_killed_in_a_push_is_named_and_the_controller_has_the_old_weights(
+    make_model: MakeModel, tmp_path: Path, verb: str
+) -> None:
+    old = make_model("qwen3")
+    new = copy.deepcopy(old)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter *= 1.5
+
+    def rank(rank: int) -> object:
+        service = make_service(old, 2, 1)
+        if rank == 1:
+            place = {"receive": (service._receiver, "receive"), "digest": (service.sessions, "_roots_now"),
+                     "commit": (service.sessions._manager, "_publish")}[verb]  # fmt: skip
+            setattr(*place, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+            return service.engine.follow()
+        before, version = bits(service), service.engine.weight_version
+        transport = TensorTransport(bucket_bytes=1 << 14)
+        try:
+            WeightPusher([LocalTarget(service)], transport, timeout_s=TIMEOUT_S).push(new, "7")
+            said = "it landed"
+        except PushFailed as failed:
+            said = str(failed)
+        finally:
+            transport.close()
+        return said, bits(service) == before, service.engine.weight_version == version
+
+    [(said, is_old, keeps_version)] = run_survivors(2, tmp_path, rank, 1).values()
+    assert "rank 1 (stage 0, tp 1)" in said
+    assert is_old and keeps_version

@@ -1,0 +1,183 @@
+"""Building native kernels: when it works, when it does not and why, and when many do it at once."""
+
+import ctypes
+import logging
+import os
+import platform
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.kernels.machine import native
+
+SOURCE = 'extern "C" long answer(long x) { return x + 42; }\n'
+
+
+def environment(tmp_path: Path, **more: str) -> dict[str, str]:
+    kept = {name: os.environ[name] for name in ("PATH", "CXX", "HOME") if name in os.environ}
+    return {**kept, "LOCKSTEP_CACHE_DIR": str(tmp_path / "cache"), **more}
+
+
+def has_compiler() -> bool:
+    try:
+        native.find_compiler(os.environ)
+    except native.NativeUnavailable:
+        return False
+    return True
+
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler here")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "kernel.cpp"
+    path.write_text(SOURCE)
+    return path
+
+
+def answer(library: native.NativeLibrary) -> int:
+    return library.function("answer", [ctypes.c_long], ctypes.c_long)(0)
+
+
+@needs_compiler
+def test_a_library_is_built_once_and_then_found_in_the_cache(source: Path, tmp_path: Path) -> None:
+    first = native.build(source, environment(tmp_path))
+    second = native.build(source, environment(tmp_path))
+    assert answer(first) == answer(second) == 42
+    assert first.compile_seconds > 0 and second.compile_seconds == 0.0
+    assert first.path == second.path and first.path.parent == tmp_path / "cache"
+
+
+@needs_compiler
+def test_a_change_of_source_or_header_builds_anew(source: Path, tmp_path: Path) -> None:
+    paths = [native.build(source, environment(tmp_path)).path]
+    source.write_text(SOURCE.replace("42", "43"))
+    changed = native.build(source, environment(tmp_path))
+    assert answer(changed) == 43
+    paths.append(changed.path)
+    source.with_name("kernel.h").write_text("// another header\n")
+    paths.append(native.build(source, environment(tmp_path)).path)
+    assert len(set(paths)) == 3
+
+
+@needs_compiler
+def test_many_may_build_at_once_and_leave_nothing_but_the_library(source: Path, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        libraries = list(pool.map(lambda _: native.build(source, environment(tmp_path)), range(4)))
+    assert [answer(library) for library in libraries] == [42] * 4
+    assert list((tmp_path / "cache").iterdir()) == [libraries[0].path]
+
+
+@needs_compiler
+def test_the_default_cache_follows_xdg(source: Path, tmp_path: Path) -> None:
+    environ = environment(tmp_path, XDG_CACHE_HOME=str(tmp_path / "xdg"))
+    del environ["LOCKSTEP_CACHE_DIR"]
+    assert native.build(source, environ).path.parent == tmp_path / "xdg" / "lockstep"
+
+
+@needs_compiler
+def test_a_compile_error_is_quoted(source: Path, tmp_path: Path) -> None:
+    source.write_text("this is no C++")
+    with pytest.raises(native.NativeUnavailable, match=r"(?s)failed:.*error.*this"):
+        native.build(source, environment(tmp_path))
+
+
+def test_the_reason_is_told_when_there_is_no_compiler(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        native.NativeUnavailable, match="no C\\+\\+ compiler: g\\+\\+ and clang\\+\\+ not found"
+    ):
+        native.build(source, {"PATH": str(tmp_path), "LOCKSTEP_CACHE_DIR": str(tmp_path)})
+    with pytest.raises(native.NativeUnavailable, match="nonesuch not found"):
+        native.build(source, environment(tmp_path, CXX="nonesuch"))
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_the_reason(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(native.NativeUnavailable, match="cannot be written"):
+        native.build(source, environment(tmp_path, LOCKSTEP_CACHE_DIR=str(tmp_path / "file" / "cache")))
+
+
+def test_the_switch_turns_native_code_off_and_attention_falls_to_pytorch(tmp_path: Path) -> None:
+    program = (
+        "import logging, torch; logging.basicConfig(level=logging.INFO)\n"
+        "from lockstep.kernels.machine import native\n"
+        "from lockstep.kernels.attention.paged import attention_path, varlen_attention\n"
+        "name = 'attention/paged_attention.cpp'\n"
+        "assert native.load(name) is None and native.load(name) is None\n"
+        "why = native.why_unavailable(name)\n"
+        "print(why, attention_path(torch.device('cpu'), torch.float32))\n"
+        "x = torch.ones(3, 1, 8)\n"
+        "assert varlen_attention(x, x, x, torch.tensor([0, 3], dtype=torch.int32), scale=1.0).equal(x)\n"
+    )
+    environ = {**os.environ, "LOCKSTEP_NATIVE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environ, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "switched off by LOCKSTEP_NATIVE=0 torch"
+    assert done.stderr.count("native attention/paged_attention.cpp is not available") == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["attention/paged_attention.cpp", "linear/linear.cpp"])
+def test_our_kernels_compile_without_a_warning_and_share_torchs_openmp(name: str, tmp_path: Path) -> None:
+    library = native.load(name)
+    assert library is not None and native.why_unavailable(name) is None
+    source = native.KERNELS / name
+    command = [
+        native.find_compiler(os.environ),
+        *native.FLAGS,
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-psabi",
+        "-fsyntax-only",
+        native.INCLUDE_FLAG,
+    ]
+    subprocess.run([*command, str(source)], check=True)
+    maps = Path("/proc/self/maps")
+    if maps.exists() and list((Path(torch.__file__).parent / "lib").glob("libgomp*")):
+        loaded = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
+        assert len(loaded) == 1, f"two OpenMP runtimes: {loaded}"
+
+
+def test_a_level_takes_the_instructions_above_it_away_and_an_unknown_one_is_refused() -> None:
+    assert native.compile_flags({}) == native.compile_flags({"LOCKSTEP_MAX_ISA": "amx"}) == list(native.FLAGS)
+    assert "-march=native" not in native.compile_flags({"LOCKSTEP_MAX_ISA": "plain"})
+    if platform.machine() == "x86_64":
+        avx2 = native.compile_flags({"LOCKSTEP_MAX_ISA": "avx2"})
+        assert {"-mno-avx512f", "-mno-avx512bf16", "-mno-amx-bf16"} < set(avx2)
+        assert "-mno-avx512f" not in native.compile_flags({"LOCKSTEP_MAX_ISA": "avx512"})
+    with pytest.raises(ValueError, match="LOCKSTEP_MAX_ISA is 'avx10', not one of plain, avx2"):
+        native.compile_flags({"LOCKSTEP_MAX_ISA": "avx10"})
+
+
+@needs_compiler
+def test_flags_of_the_callers_own_prevail_and_have_a_library_of_their_own(source: Path, tmp_path: Path) -> None:
+    source.write_text('extern "C" long answer(long x) { return x + MORE; }\n')
+    libraries = [native.build(source, environment(tmp_path), [f"-DMORE={more}"]) for more in (5, 6)]
+    assert [answer(library) for library in libraries] == [5, 6] and libraries[0].path != libraries[1].path
+
+
+@needs_compiler
+def test_the_kernels_compile_for_processors_without_wide_vectors() -> None:
+    compiler = native.find_compiler(os.environ)
+    baseline = [flag for flag in native.FLAGS if flag != "-march=native"]
+    for name in ("attention/paged_attention.cpp", "linear/linear.cpp"):
+        subprocess.run(
+            [compiler, *baseline, native.INCLUDE_FLAG, "-fsyntax-only", str(native.KERNELS / name)], check=True
+        )
+
+
+def test_loading_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger=native.__name__):
+        native.load("linear/linear.cpp")
+        before = len(caplog.records)
+        native.load("linear/linear.cpp")
+    assert len(caplog.records) == before <= 1

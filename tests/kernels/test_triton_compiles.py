@@ -1,0 +1,140 @@
+"""The Triton kernels as compiled for a Hopper GPU, of which none is needed: what no interpreter shows.
+
+Whether a row's bits can depend on its company is seen in the number of binaries: one for all batches and places.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+
+import lockstep
+from lockstep.tests.support.gpu_compilation import LAUNCHES
+
+MAX_STACK = 64  # bytes of a thread, to which registers are spilled
+BYTEWISE = "digests, single bytes"  # compiles as long as all others together
+# Those that add up: of other kernels each element depends on one of a row and what these found.
+SUMMING = {
+    "attention.triton_kernels": {"_attend_kernel", "_merge_kernel"},
+    "linear.triton_kernels": {"_linear_kernel"},
+    "sampling.triton_logprobs": {"_statistics_kernel"},
+    "layers.triton_rms_norm": {"_forward_kernel"},
+    "sampling.triton_draws": {"_draw_kernel"},
+}
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A kernel as compiled for one of `gpu_compilation.LAUNCHES`."""
+
+    launch: str
+    module: str
+    kernel: str
+    ptx: str
+    cubin: Path
+
+
+def compile_for_hopper(folder: Path, launches: list[str]) -> list[Binary]:
+    try:
+        _ = triton.knobs.nvidia.ptxas.path
+    except RuntimeError as error:
+        pytest.skip(f"nothing compiles for a GPU: {error}")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep.tests.support.gpu_compilation", str(folder), *launches],
+        env={**environment, "TRITON_CACHE_DIR": str(folder / "cache")}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    binaries = []
+    for line in done.stdout.splitlines():
+        names = json.loads(line)
+        code = folder / names.pop("binary")
+        binaries.append(Binary(**names, ptx=code.with_suffix(".ptx").read_text(), cubin=code.with_suffix(".cubin")))
+    return binaries
+
+
+@pytest.fixture(scope="module")
+def binaries(tmp_path_factory: pytest.TempPathFactory) -> list[Binary]:
+    """Of all launches but the one that takes long."""
+    return compile_for_hopper(tmp_path_factory.mktemp("binaries"), [name for name in LAUNCHES if name != BYTEWISE])
+
+
+def test_every_kernel_compiles(binaries: list[Binary]) -> None:
+    found = (Path(lockstep.__file__).parent / "kernels").glob("*/triton_*.py")
+    names = [f"{path.parent.name}.{path.stem}" for path in found]
+    modules = {name: importlib.import_module(f"lockstep.kernels.{name}") for name in names}
+    expected = {(m, kernel) for m, module in modules.items() for kernel in vars(module) if kernel.endswith("_kernel")}
+    assert len(expected) >= 11
+    assert {(binary.module, binary.kernel) for binary in binaries} == expected
+
+
+def test_one_binary_serves_rows_in_any_number_and_place(binaries: list[Binary]) -> None:
+    counts = defaultdict(int)
+    for binary in binaries:
+        counts[binary.launch, binary.module, binary.kernel] += binary.kernel in SUMMING.get(binary.module, ())
+    found = {(module, kernel) for (_, module, kernel), count in counts.items() if count}
+    assert found == {(module, kernel) for module, kernels in SUMMING.items() for kernel in kernels}
+    assert {key: count for key, count in counts.items() if count > 1} == {}
+
+
+def test_float32_is_multiplied_as_float32(binaries: list[Binary]) -> None:
+    assert [(b.launch, b.kernel) for b in binaries if "tf32" in b.ptx] == []
+    wide = [b for b in binaries if b.launch.endswith("float32") and b.kernel in ("_linear_kernel", "_attend_kernel")]
+    assert len(wide) == 2
+    for binary in wide:
+        assert "mma" not in binary.ptx and binary.ptx.count("fma.rn.f32") >= 100, binary.launch
+
+
+def test_tensor_cores_multiply_halves_and_both_tiles_of_the_product_add_alike(binaries: list[Binary]) -> None:
+    forms = {
+        b.launch: {
+            (rows, depth, types)
+            for rows, depth, types in re.findall(r"wgmma\.mma_async\.sync\.aligned\.m(\d+)n\d+k(\d+)\.(\S+)", b.ptx)
+        }
+        for b in binaries
+        if b.kernel == "_linear_kernel" and "float16" in b.launch
+    }
+    few, many = (forms[f"linear, {rows} rows, bfloat16"] for rows in ("few", "many"))
+    assert few == many == {("64", "16", "f32.bf16.bf16")}
+    assert forms["linear, few rows, float16"] == {("64", "16", "f32.f16.f16")}
+    attending = [b for b in binaries if b.kernel == "_attend_kernel" and "bfloat16" in b.launch]
+    assert len(attending) == 2
+    for binary in attending:
+        assert "f32.bf16.bf16" in binary.ptx and "mma" in binary.ptx, binary.launch
+
+
+def test_hardly_a_register_is_spilled(binaries: list[Binary]) -> None:
+    assert_few_spills(binaries)
+
+
+@pytest.mark.exhaustive
+def test_hashing_of_single_bytes_compiles_without_spills(tmp_path: Path) -> None:
+    [binary] = compile_for_hopper(tmp_path, [BYTEWISE])
+    assert binary.kernel == "_hash_kernel"
+    assert_few_spills([binary])
+
+
+def assert_few_spills(binaries: list[Binary]) -> None:
+    try:
+        tool = triton.knobs.nvidia.cuobjdump.path
+    except RuntimeError as error:
+        pytest.skip(f"nothing tells a binary's registers: {error}")
+    for binary in binaries:
+        command = [tool, "-res-usage", str(binary.cubin)]
+        usage = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        assert sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage))) <= MAX_STACK, (binary.launch, usage)
+        assert "STACK:" in usage, usage

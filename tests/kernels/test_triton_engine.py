@@ -1,0 +1,80 @@
+"""The invariance table on the kernels of a GPU, all of them at once, in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+# A process of its own: which kernels serve a device holds for the life of one.
+ON_TRITON = """
+import collections, json, sys
+import torch
+torch.set_num_threads(1)
+from lockstep.kernels.machine import gpu
+gpu.why_not_triton = lambda device_type: None
+from lockstep.kernels.attention import triton_kernels as attention
+from lockstep.kernels.layers import triton_rms_norm
+from lockstep.kernels.linear import triton_kernels as linear
+from lockstep.kernels.sampling import triton_draws, triton_logprobs
+from lockstep.tests.rollout import test_invariance_table as table
+from lockstep.tests.support.random_models import random_model
+
+calls = collections.Counter()
+
+def count(module, name):
+    function = getattr(module, name)
+    def counted(*args, **kwargs):
+        calls[f"{'.'.join(module.__name__.split('.')[-2:])}.{name}"] += 1
+        return function(*args, **kwargs)
+    setattr(module, name, counted)
+
+for module, name in ((attention, "triton_attention"), (linear, "product"), (triton_rms_norm, "forward"),
+                     (triton_logprobs, "selected"), (triton_logprobs, "scaled"), (triton_draws, "draw")):
+    count(module, name)
+dtype, family = getattr(torch, sys.argv[1]), sys.argv[2]
+model = random_model(family, dtype, num_hidden_layers=1)
+prompts = [[5], table.STEM[:33], [*table.STEM[:20], 9, 8]]
+settings = [table.params(i, 4) for i in range(3)]
+engine = table.make_engine(model, kv_cache="32 blocks", max_num_seqs=4, chunked_prefill_size=17)
+guarantee = engine.model.numerics.guarantee
+options = table.RequestOptions(logprob_start_len=0)
+for _ in range(2):  # a miss, then a hit
+    together = engine.generate(prompts, settings)
+    table.assert_trainers_bits(engine, together)
+engine.close()
+alone = table.make_engine(model, kv_cache="32 blocks", max_num_seqs=4, prefix_cache=False)
+for prompt, params, completion in zip(prompts, settings, together):
+    [single] = alone.generate([prompt], [params], options=options)
+    assert single.token_ids == completion.token_ids and single.logprobs == completion.logprobs
+    table.assert_trainers_bits(alone, [single])
+print(json.dumps({"linear": guarantee.linear, "attention": guarantee.attention, "calls": calls}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "family"),
+    [
+        pytest.param("bfloat16", "qwen3", marks=pytest.mark.slow),
+        pytest.param("float32", "qwen3", marks=pytest.mark.exhaustive),
+        pytest.param("float32", "gemma2", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_an_engine_on_all_triton_kernels_at_once_keeps_the_trainers_bits(dtype, family):
+    done = subprocess.run(
+        [sys.executable, "-c", ON_TRITON, dtype, family],
+        env={**os.environ, "LOCKSTEP_NATIVE": "0", "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
+        check=False, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert (report["linear"], report["attention"]) == ("triton", "triton")
+    assert {
+        "attention.triton_kernels.triton_attention", "linear.triton_kernels.product", "layers.triton_rms_norm.forward",
+        "sampling.triton_logprobs.selected", "sampling.triton_draws.draw",
+    } <= report["calls"].keys()  # fmt: skip

@@ -1,0 +1,179 @@
+"""Grammars: what they allow, what is wrong with them, and the cache that compiles them."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from lockstep.rollout.grammars.cache import MAX_TEXT_BYTES, GrammarCache
+from lockstep.rollout.grammars.catalog import Grammars
+from lockstep.rollout.grammars.compiler import Constraint, GrammarCompiler, allowed_ids, constraint_of
+from lockstep.rollout.grammars.token_text import TokenText
+from lockstep.rollout.sampling_params import SamplingParams
+
+EOS = 0
+VOCAB = 1024
+
+
+@pytest.fixture(scope="module")
+def text(bpe_tokenizer):
+    return TokenText(bpe_tokenizer, VOCAB)
+
+
+@pytest.fixture(scope="module")
+def compiler(text):
+    return GrammarCompiler(text, [EOS])
+
+
+def follow(matcher, text, string: str) -> None:
+    for id in text.encode(string.encode()):
+        assert matcher.accept(id)
+
+
+def test_a_mask_allows_what_goes_on_and_no_special_token(compiler, text, bpe_tokenizer):
+    matcher = compiler.compile(Constraint("json_schema", '{"type": "string"}')).matcher()
+    follow(matcher, text, '"a')
+    allowed = set(allowed_ids(matcher.mask(), VOCAB).tolist())
+    assert allowed and max(allowed) < len(bpe_tokenizer)
+    for name in ("<eos>", "<|im_start|>", "<think>"):
+        assert bpe_tokenizer.convert_tokens_to_ids(name) not in allowed
+
+
+def test_only_the_stop_token_follows_a_grammar_that_has_ended(compiler, text):
+    matcher = compiler.compile(Constraint("regex", "ab")).matcher()
+    follow(matcher, text, "ab")
+    assert matcher.is_complete and allowed_ids(matcher.mask(), VOCAB).tolist() == [EOS]
+    assert matcher.accept(EOS) and matcher.has_stopped
+
+
+def test_forced_text_is_told_as_bytes_also_inside_a_character(compiler, text):
+    matcher = compiler.compile(Constraint("ebnf", 'root ::= "日本" ("é" | "è")')).matcher()
+    forced = matcher.forced()
+    assert forced == "日本é".encode()[:-1]
+    ids = text.encode("日".encode())
+    assert matcher.accept(ids[0])
+    assert matcher.forced() == forced[len(text.pieces[ids[0]]) :]
+
+
+def test_no_mask_lets_bytes_be_put_together_that_are_no_character(compiler, text):
+    matcher = compiler.compile(Constraint("regex", "[^a]{1,9}")).matcher()
+    for lead, wrong, right in ((0xED, 0xA0, 0x80), (0xE0, 0x80, 0xA0), (0xF4, 0x90, 0x80), (0xF0, 0x80, 0x90)):
+        assert matcher.accept(text.pieces.index(bytes([lead])))
+        allowed = set(allowed_ids(matcher.mask(), VOCAB).tolist())
+        assert text.pieces.index(bytes([wrong])) not in allowed and text.pieces.index(bytes([right])) in allowed
+        matcher.roll_back(1)
+    assert text.pieces.index(b"\xff") not in allowed_ids(matcher.mask(), VOCAB)
+
+
+def test_rolling_back_restores_the_masks(compiler, text):
+    matcher = compiler.compile(Constraint("regex", "[a-c]{1,20}(name|value)")).matcher()
+    masks = [matcher.mask()]
+    for id in text.encode(b"abcabcacbc"):
+        assert matcher.accept(id)
+        masks.append(matcher.mask())
+    while len(masks) > 1:
+        matcher.roll_back(1)
+        masks.pop()
+        assert np.array_equal(matcher.mask(), masks[-1])
+
+
+WRONG = [
+    ("regex", "a(b", "position 4"),
+    ("regex", "[a", "position 3"),
+    ("regex", "(?=a)b", "position 3"),
+    ("ebnf", 'root ::= "a" foo', 'line 1, column 14.*"foo"'),
+    ("ebnf", 'root = "a"', "root"),
+    ("ebnf", 'root ::= "a', "column 12"),
+    ("json_schema", '{"type": ', "line 1, column 10"),
+    ("json_schema", '{"type": "objekt"}', "objekt"),
+    ("json_schema", '{"$ref": "#/x"}', "points nowhere"),
+    ("json_schema", '{"type": "string", "pattern": "a("}', "position"),
+    ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "minimum greater than maximum"),
+    ("json_schema", '{"$ref": "#"}', "no text of this vocabulary"),
+    ("json_schema", "false", "cannot accept any value"),
+    ("json_schema", '{"items":' * 100 + "{}" + "}" * 100, "nested more than 64"),
+    ("json_schema", "[" * 100_000, "nested more than 64"),
+    ("structural_tag", '{"type": "x"}', "structural_tag"),
+    ("structural_tag", "{", "line 1, column 2"),
+]
+
+
+@pytest.mark.parametrize(("kind", "grammar", "why"), WRONG)
+def test_what_is_wrong_with_a_grammar_is_quoted_with_its_place(compiler, kind, grammar, why):
+    with pytest.raises(ValueError, match=why) as caught:
+        compiler.compile(Constraint(kind, grammar))
+    assert str(caught.value).startswith(f"{kind}: ") and ".cc:" not in str(caught.value)
+
+
+def test_a_structural_tag_leaves_the_rest_free(compiler, text):
+    tag = """{"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f="], "tags": [
+        {"type": "tag", "begin": "<f=g>", "content": {"type": "json_schema", "json_schema":
+            {"type": "object", "properties": {"name": {"type": "integer"}}, "required": ["name"]}}, "end": "</f>"}]}}"""
+    matcher = compiler.compile(Constraint("structural_tag", tag)).matcher()
+    follow(matcher, text, "the name ")
+    assert EOS in allowed_ids(matcher.mask(), VOCAB)
+    follow(matcher, text, "<f=")
+    assert matcher.forced().startswith(b"g>")
+
+
+def test_equal_grammars_are_compiled_once_and_the_longest_unused_goes(compiler):
+    asked: list[str] = []
+
+    def compile(constraint):
+        asked.append(constraint.text)
+        return compiler.compile(constraint)
+
+    cache = GrammarCache(compile, max_grammars=2)
+    a, b, c = (Constraint("regex", letter) for letter in "abc")
+    first = cache.get_all([a, b, a, None])
+    assert first[0] is first[2] and first[3] is None and sorted(asked) == ["a", "b"]
+    cache.get_all([a])
+    cache.get_all([c])  # b goes
+    assert len(cache) == 2 and cache.get_all([a])[0] is first[0]
+    cache.get_all([b])
+    assert asked.count("b") == 2 and asked.count("a") == 1
+    assert cache.num_compiled == 4 and cache.compile_seconds > 0
+    cache.close()
+
+
+def test_a_request_waits_for_its_own_grammar_only(compiler):
+    may_go_on = threading.Event()
+
+    def compile(constraint):
+        if constraint.text == "slow":
+            assert may_go_on.wait(60)
+        return compiler.compile(constraint)
+
+    cache = GrammarCache(compile)
+    slow = cache.ask(Constraint("regex", "slow"))
+    assert cache.get_all([Constraint("regex", "quick")])[0] is not None
+    assert not slow.done()
+    may_go_on.set()
+    assert slow.result(60) is cache.get_all([Constraint("regex", "slow")])[0]
+    cache.close()
+
+
+def test_everything_wrong_is_named_and_nothing_wrong_is_kept(compiler):
+    cache = GrammarCache(compiler.compile)
+    with pytest.raises(ValueError, match=r"regex: .*; ebnf: |ebnf: .*; regex: "):
+        cache.get_all([Constraint("regex", "a("), Constraint("ebnf", "root"), Constraint("regex", "b")])
+    assert len(cache) == 1
+    with pytest.raises(ValueError, match="bytes of grammar"):
+        cache.ask(Constraint("regex", "a" * (MAX_TEXT_BYTES + 1)))
+    cache.close()
+
+
+def test_an_engine_without_a_tokenizer_refuses_grammars():
+    grammars = Grammars(None, VOCAB, [EOS])
+    assert grammars.compiled([SamplingParams()]) == [None]
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        grammars.compiled([SamplingParams(regex="a")])
+
+
+def test_a_constraint_is_what_the_parameters_say():
+    assert constraint_of(SamplingParams()) is None
+    assert constraint_of(SamplingParams(regex="a")) == Constraint("regex", "a")
+    schema = {"type": "object", "properties": {"ключ": {"type": "null"}}}
+    assert "ключ" in constraint_of(SamplingParams(json_schema=schema)).text

@@ -1,0 +1,77 @@
+"""Schemas that the grammar engine would follow in part only are refused, with the place."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.rollout.grammars.json_schema import check_schema, parse_json
+
+FINE = [
+    {},
+    {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0}}, "required": ["a"]},
+    {"properties": {"a": {"type": ["string", "null"], "maxLength": 3}}},
+    {"type": "array", "items": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}, "minItems": 1},
+    {"$defs": {"a/b": {"const": 1}}, "type": "object", "properties": {"x": {"$ref": "#/$defs/a~1b"}}},
+    {"type": "string", "enum": ["a", "b"], "description": "x", "default": "a"},
+    {"oneOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]},
+    {"oneOf": [{"type": "object", "properties": {"k": {"const": c}, "v": {}}, "required": ["k"]} for c in "ab"]},
+    {"type": "integer", "multipleOf": 5},
+    {"type": "string", "pattern": r'^[^"]+\.\d{2}$|^x$'},
+    {"type": "object", "patternProperties": {"^a": {"type": "null"}}, "additionalProperties": False},
+    {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1},
+    {"type": "object", "propertyNames": {"pattern": "^a+$"}},
+    {"uniqueItems": False, "type": "array", "items": {}},
+]
+WRONG = [
+    ({"type": "array", "items": {}, "uniqueItems": True}, "#/uniqueItems is not supported"),
+    ({"properties": {"a": {"not": {}}}}, "#/properties/a/not is not supported"),
+    ({"if": {}, "then": {}}, "#/if is not supported; #/then"),
+    ({"minimum": 3}, '#/minimum needs "type": "number"'),
+    ({"pattern": "a"}, '#/pattern needs "type": "string"'),
+    ({"type": "integer", "multipleOf": 5, "maximum": 9}, "#/multipleOf is supported"),
+    ({"type": "number", "multipleOf": 0.5}, "#/multipleOf is supported"),
+    ({"type": "string", "pattern": "a", "maxLength": 3}, "#/pattern cannot stand beside maxLength"),
+    ({"type": "string", "pattern": 'a"b'}, "quotes"),
+    ({"type": "string", "pattern": r"a\\b"}, "backslashes"),
+    ({"type": "string", "pattern": r"a\nb"}, "control characters"),
+    ({"type": "string", "pattern": "a^b"}, "middle"),
+    ({"type": "string", "pattern": "a$b"}, "middle"),
+    ({"type": "string", "format": "color"}, "#/format 'color'"),
+    ({"type": "object", "required": ["b"], "properties": {"a": {}}}, "#/required names 'b'"),
+    ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "#/allOf is supported with one"),
+    ({"anyOf": [{}], "required": ["a"], "properties": {"a": {}}}, "#/anyOf cannot stand beside"),
+    ({"$ref": "#/$defs/a", "minimum": 3, "$defs": {"a": {}}}, "#/\\$ref cannot stand beside minimum"),
+    ({"type": "integer", "enum": [1, "a"]}, "#/enum holds 'a'"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#/oneOf/1 may hold together"),
+    ({"oneOf": [{"const": 1}, {"enum": [2, 1.0]}]}, "#/oneOf/1 may hold together"),
+    ({"$ref": "other.json"}, "not inside this schema"),
+    ({"$ref": "#/$defs/b", "$defs": {"a": {}}}, "points nowhere"),
+    ({"items": 3}, "#/items is integer, not a schema"),
+    ({"type": "object", "additionalProperties": True, "minProperties": 2}, "#/minProperties"),
+    ({"type": "object", "propertyNames": {"maxLength": 2}, "properties": {"a": {}}}, "#/propertyNames"),
+    (3, "# is integer"),
+]
+
+
+@pytest.mark.parametrize("schema", FINE)
+def test_what_is_enforced_is_taken(schema):
+    check_schema(schema)
+
+
+@pytest.mark.parametrize(("schema", "why"), WRONG)
+def test_what_is_not_enforced_is_refused_with_its_place(schema, why):
+    with pytest.raises(ValueError, match=why):
+        check_schema(schema)
+
+
+def test_everything_wrong_is_named_at_once():
+    with pytest.raises(ValueError, match=r"#/properties/a/minimum.*#/properties/b/uniqueItems"):
+        check_schema({"properties": {"a": {"minimum": 1}, "b": {"type": "array", "uniqueItems": True}}})
+
+
+def test_json_that_cannot_be_read_is_quoted_with_its_place():
+    with pytest.raises(ValueError, match=r"json_schema: .* at line 2, column 1"):
+        parse_json('{"a":\n', "json_schema")
+    with pytest.raises(ValueError, match="nested more than 64 levels"):
+        parse_json("[" * 65 + "]" * 65, "x")
+    assert parse_json("[" * 60 + "]" * 60, "x")

@@ -1,0 +1,165 @@
+"""What a jump does to a sequence, its blocks, its text and its neighbours, and how it is undone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.grammars.token_text import TokenText
+from lockstep.rollout.kv.ledger import KVLedger
+from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.rollout.scheduling.policies import fcfs
+from lockstep.rollout.scheduling.scheduler import Scheduler, StepLimits
+from lockstep.rollout.sequences.detokenizer import IncrementalDetokenizer
+from lockstep.rollout.sequences.request import Request, RequestOptions
+from lockstep.rollout.sequences.sequence import Sequence
+
+
+def make_request(id: str, prompt: list[int], arrival: int = 0) -> Request:
+    return Request(Sequence(id, prompt), SamplingParams(), RequestOptions(), 0, 0, float(arrival), arrival, None)
+
+
+def test_a_jump_that_is_undone_leaves_the_tokens_as_they_were():
+    sequence = Sequence("a", [1, 2])
+    sequence.token_ids += [3, 4, 5]
+    sequence.begin_jump(2, [6, 7, 8])
+    assert sequence.token_ids == [1, 2, 3, 6, 7, 8] and sequence.settled_output() == [3, 4, 5]
+    assert sequence.settled_output(1) == [4, 5]
+    sequence.undo_jump()
+    assert sequence.token_ids == [1, 2, 3, 4, 5] == [1, 2, *sequence.settled_output()]
+    sequence.undo_jump()  # none is under way
+    assert sequence.token_ids == [1, 2, 3, 4, 5]
+
+
+def test_a_jump_that_stands_is_the_output():
+    sequence = Sequence("a", [1, 2])
+    sequence.token_ids += [3, 4]
+    sequence.begin_jump(1, [5])
+    sequence.settle_jump()
+    assert sequence.settled_output() == [3, 5]
+    sequence.begin_jump(0, [6, 7])
+    sequence.undo_jump()
+    assert sequence.settled_output() == [3, 5]
+
+
+def test_rolling_back_gives_up_published_blocks_and_computes_from_their_beginning():
+    ledger = KVLedger(8, 16, True)
+    request = make_request("a", list(range(60)))
+    ledger.open(request, [])
+    ledger.grow(request, 60)
+    ledger.publish(request, 60)  # three full blocks
+    assert ledger.roll_back(request, 55) == 55  # in the fourth, which is its own
+    assert len(ledger.block_table(request)) == 4
+    assert ledger.roll_back(request, 47) == 32  # in the third, which is in the tree
+    assert len(ledger.block_table(request)) == 2 and ledger.usage.num_cached == 1
+    ledger.check()
+    request.sequence.token_ids[47:] = range(100, 113)
+    assert ledger.grow(request, 60) is not None
+    ledger.publish(request, 60)
+    ledger.check()
+    other = make_request("b", [*request.sequence.token_ids, 1])
+    assert len(ledger.match(other)) == 3
+    old = make_request("c", list(range(60)))
+    assert len(ledger.match(old)) == 3  # what was published before still matches what it was computed from
+    ledger.close(request)
+    ledger.check()
+    ledger.check_idle()
+
+
+def test_room_for_a_jump_is_made_of_cached_blocks_first_then_of_whoever_comes_later():
+    ledger = KVLedger(8, 16, True)
+    scheduler = Scheduler(ledger, StepLimits(8, 256, 256, 512), admission_ratio=0.0)
+    requests = [make_request(str(index), [index] * 30, index) for index in range(3)]
+    for request in requests:
+        scheduler.add(request)
+    output = scheduler.schedule()
+    assert len(output.scheduled) == 3 and ledger.num_available == 2
+    first, second, third = requests
+    assert scheduler.make_room_for_jump(first, 2, set()) == []
+    assert scheduler.make_room_for_jump(third, 4, set()) == []  # those before it do not give way
+    assert scheduler.make_room_for_jump(first, 4, {third}) == [second]
+    assert ledger.num_available >= 4 and scheduler.waiting() == [second]
+    assert fcfs(second) > fcfs(first)
+
+
+@pytest.fixture(scope="module")
+def text(bpe_tokenizer):
+    return TokenText(bpe_tokenizer, len(bpe_tokenizer))
+
+
+@pytest.mark.parametrize("context", ["", "the name: ", "日"])
+def test_text_goes_on_where_tokens_are_replaced(bpe_tokenizer, text, context):
+    prompt = list(text.encode(context.encode())) if context else [1]
+    wanted = '{"città": "日本語 name", "ключ": 12}'
+    pieces = [text.pieces.index(bytes([byte])) for byte in wanted.encode()]
+    for end in range(1, len(pieces)):
+        canonical = text.encode(wanted.encode())
+        for num_replaced in (1, 3, 10):
+            start = end - min(num_replaced, end)
+            head = text.spell(pieces[:start])
+            tail = text.encode(wanted.encode()[start:])
+            if tail is None or b"".join((head, text.spell(tail))) != wanted.encode():
+                continue
+            grown = IncrementalDetokenizer(bpe_tokenizer, prompt, SamplingParams())
+            grown.append(pieces[:end])
+            seen = grown.streamable_text
+            grown.append(tail, end - start)
+            assert grown.streamable_text == grown.text == wanted and wanted.startswith(seen)
+    whole = IncrementalDetokenizer(bpe_tokenizer, prompt, SamplingParams())
+    whole.append(canonical)
+    assert whole.text == wanted
+
+
+def test_a_stop_in_replaced_tokens_is_found_where_it_ends(bpe_tokenizer, text):
+    grown = IncrementalDetokenizer(bpe_tokenizer, [1], SamplingParams(stop="value"))
+    grown.append(text.encode(b'{"name": "va'))
+    num_before = len(text.encode(b'{"name": "va'))
+    last = text.spell(text.encode(b'{"name": "va')[-1:])
+    tail = [text.pieces.index(bytes([byte])) for byte in last + b"lued"]
+    match = grown.append(tail, 1)
+    assert match is not None and match.num_tokens == num_before - 1 + len(last) + 3
+    assert grown.text == '{"name": "'
+
+
+def test_a_step_that_fails_after_a_jump_began_undoes_it(bpe_tokenizer):
+    config = transformers.Qwen3Config(
+        vocab_size=1024, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=512, bos_token_id=None, eos_token_id=0,
+        pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    model = transformers.Qwen3ForCausalLM(config).eval()
+    schema = {"type": "object", "properties": {"name": {"enum": ["Paris", "Parma"]}, "value": {"type": "boolean"}},
+              "required": ["name", "value"]}  # fmt: skip
+    for mode in ("text", "exact"):
+        params = SamplingParams(json_schema=schema, jump_forward=mode, sampling_seed=2, max_new_tokens=40)
+        engine = Engine(model, EngineConfig(kv_cache="64 blocks"), tokenizer=bpe_tokenizer)
+        wanted = engine.generate(["q"], params)[0]
+        for failing in range(1, 5):
+            run, calls = engine._core._runner._run, iter(range(1, 1000))
+
+            def fail_once(output, batch, run=run, calls=calls, failing=failing):
+                if next(calls) == failing:
+                    raise RuntimeError("the device is on fire")
+                return run(output, batch)
+
+            engine._core._runner._run = fail_once
+            engine.add("q", params, rid="r")
+            found = []
+            with engine.model.rollout_phase():
+                while engine.has_work:
+                    try:
+                        found += engine.step()
+                    except RuntimeError:
+                        request = engine._core.sequences.request("r")
+                        assert request.sequence.output_ids == request.sequence.settled_output()
+                        assert len(request.logprobs) == request.sequence.num_output_tokens
+            engine._core._runner._run = run
+            assert [(a.token_ids, a.logprobs, a.text) for a in found] == [
+                (wanted.token_ids, wanted.logprobs, wanted.text)
+            ]
+        engine._core.ledger.check()
+        engine.close()

@@ -1,0 +1,231 @@
+"""What a hosted module may be, and what its forward is under the engine's numerics."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.model.attention import hosted_attention
+from lockstep.rollout.model.hosted_model import HostedModel
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(restore_threads):
+    torch.set_num_threads(1)  # these matrices are small: a second thread would only wait for the first
+
+
+def adopt(
+    module: nn.Module, dtype: str | None = None, device: str | None = None, invariant: bool = True
+) -> HostedModel:
+    return HostedModel.adopt(module, dtype=dtype, device=device, invariant=invariant)
+
+
+def logits_of(hosted: HostedModel, ids: list[list[int]], **kwargs: object) -> torch.Tensor:
+    with hosted.training_numerics():
+        return hosted.module(torch.tensor(ids), use_cache=False, **kwargs).logits
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+class BiasedAttention(Qwen3Attention):
+    """Asks its attention for something that we do not know."""
+
+    def forward(self, *args: object, **kwargs: object):
+        return super().forward(*args, position_bias=torch.zeros(1), **kwargs)
+
+
+def test_model_that_asks_its_attention_for_something_unknown_is_refused_by_name(make_model):
+    model = make_model("qwen3")
+    model.model.layers[1].self_attn.__class__ = BiasedAttention
+    with pytest.raises(ValueError, match="BiasedAttention asks its attention for position_bias"):
+        adopt(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_every_unknown_keyword_is_named_and_none_values_are_harmless():
+    q = torch.zeros(1, 2, 3, 32)
+    with pytest.raises(ValueError, match="Identity asks its attention for alibi, head_mask"):
+        hosted_attention(nn.Identity(), q, q, q, None, path="torch", head_mask=1, alibi=2, position_ids=3)
+    hosted_attention(nn.Identity(), q, q, q, None, path="torch", head_mask=None)
+
+
+def test_attention_dropout_is_refused_where_it_would_act(make_model):
+    model = make_model("qwen3", attention_dropout=0.1)
+    hosted = adopt(model)
+    logits_of(hosted, [[1, 2, 3]])  # eval: no dropout
+    model.train()
+    with pytest.raises(ValueError, match=r"dropout \(0.1\)"):
+        logits_of(hosted, [[1, 2, 3]])
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rope_that_depends_on_the_batch_is_refused_by_name(make_model, rope_type):
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0}
+    if rope_type == "longrope":
+        rope |= {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "original_max_position_embeddings": 64}
+    with pytest.raises(ValueError, match=f"Qwen3ForCausalLM cannot be hosted: rope_type '{rope_type}'"):
+        adopt(make_model("qwen3", rope_parameters=rope))
+
+
+def test_unsupported_dtype_is_refused_by_name(make_model):
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM cannot be hosted: dtype torch\.float16"):
+        adopt(make_model("qwen3", torch.float16))
+
+
+def test_model_of_another_kind_is_refused_by_name():
+    with pytest.raises(ValueError, match="PreTrainedModel or a folder, not Linear"):
+        adopt(nn.Linear(2, 2))
+
+
+def test_model_whose_layers_bypass_the_attention_interface_is_refused_by_name():
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2)
+    with pytest.raises(ValueError, match="BloomForCausalLM cannot be hosted: attention that does not go through"):
+        adopt(transformers.BloomForCausalLM(config))
+
+
+def test_model_without_attention_is_refused_by_name():
+    config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
+    with pytest.raises(ValueError, match="MambaForCausalLM cannot be hosted"):
+        adopt(transformers.MambaForCausalLM(config))
+
+
+@pytest.mark.parametrize("kind", ["chunked_attention", "linear_attention"])
+def test_layers_of_a_kind_that_only_the_mask_would_tell_are_refused_by_name(make_model, kind):
+    model = make_model("qwen3")
+    model.config.layer_types = ["full_attention", kind]
+    with pytest.raises(ValueError, match=f"layers of type {kind}"):
+        adopt(model)
+
+
+def test_attention_that_looks_ahead_is_refused_by_name(make_model):
+    model = make_model("qwen3")
+    model.model.layers[1].self_attn.is_causal = False
+    with pytest.raises(ValueError, match="Qwen3Attention is not causal"):
+        adopt(model)
+
+
+def test_wishes_that_contradict_the_trainers_module_are_listed_together(make_model):
+    with pytest.raises(ValueError, match=r"dtype='bfloat16', but the module is torch.float32; device='meta'"):
+        adopt(make_model("qwen3"), dtype="bfloat16", device="meta")
+
+
+def test_folder_without_a_config_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=rf"{tmp_path}.* holds no config.json"):
+        Engine(tmp_path)
+
+
+def test_folder_is_loaded_in_its_own_dtype_unless_told_otherwise(make_model, tmp_path):
+    make_model("qwen3", torch.bfloat16).save_pretrained(tmp_path)
+    engine = Engine(tmp_path, EngineConfig(kv_cache="4 blocks"))
+    assert engine.model.dtype == torch.bfloat16 and engine.model.owned and engine.model.in_rollout_phase
+    engine = Engine(str(tmp_path), EngineConfig(kv_cache="4 blocks", dtype="float32"))
+    assert engine.model.dtype == torch.float32
+    assert not any(p.requires_grad for p in engine.model.module.parameters())
+    [completion] = engine.generate([1, 2], {"max_new_tokens": 2})
+    assert completion.num_completion_tokens == 2
+
+
+def test_linear_with_a_forward_of_its_own_is_refused_and_left_alone(make_model):
+    model = make_model("qwen3")
+    own = model.model.layers[0].mlp.up_proj.forward = lambda x: x
+    with pytest.raises(ValueError, match="forward of their own cannot be hosted: Linear"):
+        adopt(model)
+    assert model.model.layers[0].mlp.up_proj.forward is own
+    assert "forward" not in vars(model.lm_head)
+
+
+# -- the trainer's forward -------------------------------------------------------------------------
+
+
+def test_padding_on_the_left_is_refused(make_model):
+    hosted = adopt(make_model("qwen3"))
+    with pytest.raises(ValueError, match="pad on the right"):
+        logits_of(hosted, [[0, 1, 2], [3, 4, 5]], attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]]))
+
+
+def test_generate_of_transformers_is_refused_under_our_attention(make_model):
+    hosted = adopt(make_model("qwen3"))
+    with hosted.training_numerics(), pytest.raises(ValueError, match="use_cache=False"):
+        hosted.module.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3, do_sample=False, pad_token_id=0)
+
+
+def test_four_dimensional_mask_is_refused(make_model):
+    hosted = adopt(make_model("qwen3"))
+    with pytest.raises(ValueError, match="4-D attention mask"):
+        logits_of(hosted, [[1, 2, 3]], attention_mask=torch.zeros(1, 1, 3, 3))
+
+
+def test_packed_row_must_say_where_its_sequences_begin(make_model):
+    hosted = adopt(make_model("qwen3"))
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    with pytest.raises(ValueError, match="cu_seq_lens_q"):
+        logits_of(hosted, [[1, 2, 3, 4, 5]], position_ids=positions)
+    with pytest.raises(ValueError, match="not in a batch of 2"):
+        logits_of(hosted, [[1, 2, 3]] * 2, cu_seq_lens_q=torch.tensor([0, 3], dtype=torch.int32))
+
+
+SEQUENCES = [[(5 * i + k) % 250 for i in range(n)] for k, n in enumerate((1, 150, 3, 33, 16))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss"])
+def test_packed_sequences_equal_separate_ones_bit_for_bit(make_model, family, dtype):
+    hosted = adopt(make_model(family, dtype))
+    lengths = torch.tensor([0, *map(len, SEQUENCES)]).cumsum(0).to(torch.int32)
+    packed = logits_of(
+        hosted, [list(chain(*SEQUENCES))], cu_seq_lens_q=lengths,
+        position_ids=torch.cat([torch.arange(len(s)) for s in SEQUENCES])[None],
+    )
+    assert packed.requires_grad
+    for start, sequence in zip(lengths.tolist(), SEQUENCES, strict=False):
+        alone = logits_of(hosted, [sequence])
+        assert torch.equal(packed[0, start : start + len(sequence)], alone[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_moe"])
+def test_batch_padded_on_the_right_equals_single_sequences_bit_for_bit(make_model, family, dtype):
+    hosted = adopt(make_model(family, dtype))
+    longest = max(map(len, SEQUENCES))
+    padded = [s + [0] * (longest - len(s)) for s in SEQUENCES]
+    mask = torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in SEQUENCES])
+    batch = logits_of(hosted, padded, attention_mask=mask)
+    for row, sequence in zip(batch, SEQUENCES, strict=True):
+        assert torch.equal(row[: len(sequence)], logits_of(hosted, [sequence])[0])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "qwen3_moe"])
+def test_gradients_under_our_numerics_are_those_of_eager_attention(make_model, family):
+    hosted = adopt(make_model(family))
+    plain = make_model(family, attn_implementation="eager")
+    ids, goal = [SEQUENCES[3]], torch.tensor(SEQUENCES[3][1:])
+    for logits in (logits_of(hosted, ids), plain(torch.tensor(ids), use_cache=False).logits):
+        nn.functional.cross_entropy(logits[0, :-1], goal).backward()
+    ours, theirs = dict(hosted.module.named_parameters()), dict(plain.named_parameters())
+    assert {n for n, p in ours.items() if p.grad is not None} == {n for n, p in theirs.items() if p.grad is not None}
+    for name, parameter in theirs.items():
+        if parameter.grad is not None:
+            torch.testing.assert_close(ours[name].grad, parameter.grad, atol=2e-5, rtol=1e-3, msg=name)
+
+
+def test_resident_tensors_name_tied_weights_once(make_model):
+    names = [name for name, _ in adopt(make_model("qwen2")).resident_tensors()]
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    assert len(set(names)) == len(names)
+
+
+def test_without_invariant_mode_the_modules_own_operations_run(make_model):
+    hosted = adopt(make_model("qwen3"), invariant=False)
+    assert hosted.numerics.guarantee is None
+    with hosted.rollout_phase():
+        assert not any("forward" in vars(m) for m in hosted.module.modules())
+    assert "off" in hosted.numerics.describe()

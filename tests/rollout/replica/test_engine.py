@@ -1,0 +1,259 @@
+"""Engines of several ranks: the same bits as one rank, one controller, and everybody's calls end together."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.rollout.completion import Completion
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.errors import BrokenLogits
+from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.rollout.sequences.request import RequestOptions
+from lockstep.tests.support.callers import soon, submit
+
+COMMON = {"k_blocks": 4, "kv_cache": 64, "max_num_batched_tokens": 256, "chunked_prefill_size": 32,
+          "rank_timeout_s": 60.0, "state_check_steps": 3}  # fmt: skip
+PROMPTS = [list(range(3, 40)), [5, 6, 7], list(range(100, 180)), [9] * 20]
+PARAMS = [
+    SamplingParams(max_new_tokens=12, temperature=1.0, sampling_seed=0, n=2),
+    SamplingParams(max_new_tokens=9, temperature=0.0, logit_bias={7: 2.0}, min_new_tokens=3),
+    SamplingParams(max_new_tokens=7, temperature=0.7, sampling_seed=2, frequency_penalty=0.5, top_k=20),
+    SamplingParams(max_new_tokens=12, temperature=1.2, sampling_seed=-3, top_p=0.9),
+]
+OPTIONS = RequestOptions(logprob_start_len=0, top_logprobs_num=2, token_ids_logprob=(3, 4))
+MakeModel = Callable[..., PreTrainedModel]
+RunWorld = Callable[..., list[object]]
+RunReplica = Callable[..., list[object]]
+
+
+def outcome(completions: list[Completion]) -> list[tuple[object, ...]]:
+    """All that does not depend on names and clocks."""
+    return [
+        (c.index, c.prompt_ids, c.token_ids, c.logprobs, c.finish_reason, c.weight_versions, c.top_logprobs,
+         c.prompt_logprobs, c.prompt_top_logprobs, c.listed_logprobs, c.prompt_listed_logprobs)
+        for c in completions
+    ]  # fmt: skip
+
+
+def alone(model: PreTrainedModel) -> list[tuple[object, ...]]:
+    return outcome(Engine(model, EngineConfig(**COMMON)).generate(PROMPTS, PARAMS, options=OPTIONS))
+
+
+@pytest.fixture(params=[(1, 2), (2, 1), (2, 2)], ids=["pp2", "tp2", "tp2-pp2"])
+def run_replica(run_world: RunWorld, request: pytest.FixtureRequest) -> RunReplica:
+    """run_replica(model, call): what `call(engine)` returned on each rank of a replica, the controller's first."""
+    tp, pp = request.param
+
+    def run(model: PreTrainedModel, call: Callable[[Engine], object], **config: object) -> list[object]:
+        def rank(rank: int) -> object:
+            engine = Engine(model, EngineConfig(tp=tp, pp=pp, **{**COMMON, **config}))
+            found = call(engine)
+            engine.close()
+            return found
+
+        return run_world(tp * pp, rank)
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_replica_gives_every_rank_the_bits_of_one_rank(make_model: MakeModel, run_replica: RunReplica) -> None:
+    model = make_model("llama", num_hidden_layers=4)
+    expected = alone(model)
+
+    def call(engine: Engine) -> object:
+        prompts = PROMPTS if engine.is_controller else None
+        return [outcome(engine.generate(prompts, PARAMS, options=OPTIONS)) for _ in range(2)]
+
+    for calls in run_replica(model, call):
+        assert calls == [expected, expected]
+
+
+def test_commands_are_the_controllers_and_followers_name_it(make_model: MakeModel, run_world: RunWorld) -> None:
+    model = make_model("llama")
+    expected = alone(model)
+
+    def rank(rank: int) -> object:
+        engine = Engine(model, EngineConfig(pp=2, **COMMON))
+        if rank == 1:
+            with pytest.raises(ValueError, match="follows the controller, rank 0"):
+                engine.pause_generation("retract")
+            with pytest.raises(ValueError, match="follows the controller, rank 0"):
+                engine.add([1, 2, 3])
+            ended = engine.follow()
+            engine.close()
+            return ended
+        chunks = []
+        for mode in ("retract", "in_place"):
+            begun = threading.Event()
+            caller = threading.Thread(target=_stream, args=(engine, begun, chunks))
+            caller.start()
+            assert begun.wait(60)
+            report = engine.pause_generation(mode)
+            assert report.mode == mode and engine.is_paused
+            engine.continue_generation()
+            caller.join(60)
+        results = outcome(engine.generate(PROMPTS, PARAMS, options=OPTIONS))  # while the follower serves
+        engine.close()
+        return results, chunks
+
+    (results, chunks), ended = run_world(2, rank)
+    assert results == expected and ended == "closed"
+    assert chunks[0] == chunks[1] and len(chunks[0]) == 60
+
+
+def _stream(engine: Engine, begun: threading.Event, streamed: list[tuple[int, ...]]) -> None:
+    params = SamplingParams(max_new_tokens=60, sampling_seed=5)
+    token_ids: tuple[int, ...] = ()
+    for chunk in engine.stream([1, 2, 3], params):
+        token_ids += chunk.token_ids
+        begun.set()
+    streamed.append(token_ids)
+
+
+@pytest.mark.slow
+def test_an_error_of_the_controllers_caller_ends_the_call_everywhere(
+    make_model: MakeModel, run_replica: RunReplica
+) -> None:
+    def call(engine: Engine) -> object:
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            engine.generate([[]] if engine.is_controller else None)
+        return outcome(engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, temperature=0.0)))
+
+    first, *others = run_replica(make_model("llama"), call)
+    assert len(first[0][2]) == 4 and all(other == first for other in others)
+
+
+@pytest.mark.slow
+def test_broken_logits_reach_every_caller_and_the_replica_goes_on(
+    make_model: MakeModel, run_replica: RunReplica
+) -> None:
+    params = SamplingParams(max_new_tokens=4, temperature=0.0)
+
+    def call(engine: Engine) -> object:
+        before = outcome(engine.generate([[5, 6, 7]], params))
+        norms = [t for name, t in engine.resident_tensors() if name == "model.norm.weight"]
+        kept = [t.clone() for t in norms]
+        with torch.no_grad():
+            for t in norms:
+                t.fill_(float("nan"))
+        with pytest.raises(BrokenLogits, match="NaN"):
+            engine.generate([[5, 6, 7]], params)
+        with torch.no_grad():
+            for t, old in zip(norms, kept, strict=True):
+                t.copy_(old)
+        return before, outcome(engine.generate([[5, 6, 7]], params))
+
+    for before, after in run_replica(make_model("llama"), call):
+        assert before == after
+
+
+@pytest.mark.slow
+def test_a_started_controller_serves_threads_verbs_and_a_dismissal(
+    make_model: MakeModel, run_replica: RunReplica
+) -> None:
+    model = make_model("llama", num_hidden_layers=4)
+    expected = alone(model)
+
+    def call(engine: Engine) -> object:
+        engine.ranks.handlers["version"] = lambda version: (engine.commit_weights(version, None), engine.epoch)[1]
+        if not engine.is_controller:
+            return [engine.follow(), engine.follow()], engine.weight_version
+        engine.start()
+        callers = [submit(engine.generate, PROMPTS, PARAMS, options=OPTIONS) for _ in range(3)]
+        answers = [outcome(soon(caller)) for caller in callers]
+        run = engine.ranks.run_everywhere
+        results = engine.between_steps("version", lambda: run("version", {"version": "v2"}))
+        engine.dismiss()
+        after = engine.generate(PROMPTS, PARAMS, options=OPTIONS)  # waits until they follow again
+        return answers, [(r.success, r.data) for r in results], {c.weight_version for c in after}
+
+    (answers, results, versions), *followers = run_replica(model, call)
+    num_ranks = 1 + len(followers)
+    assert answers == [expected] * 3
+    assert results == [(True, 1)] * num_ranks and versions == {"v2"}
+    assert followers == [(["call over", "closed"], "v2")] * len(followers)
+
+
+@pytest.mark.slow
+def test_random_commands_and_a_small_pool_change_no_token_of_a_replica(
+    make_model: MakeModel, run_replica: RunReplica
+) -> None:
+    model = make_model("llama", num_hidden_layers=4)
+    prompts = [[i + 1] * (9 + 7 * i) for i in range(6)]
+    params = [SamplingParams(max_new_tokens=24, sampling_seed=i, presence_penalty=0.3) for i in range(6)]
+    expected = [c.token_ids for c in Engine(model, EngineConfig(**COMMON)).generate(prompts, params)]
+
+    def call(engine: Engine) -> object:
+        if not engine.is_controller:
+            return engine.follow()
+        dice = random.Random(10 * engine.config.tp + engine.config.pp)
+        for _ in range(4):
+            ids = [engine.add(prompt, its)[0] for prompt, its in zip(prompts, params, strict=True)]
+            aborted, done = dice.choice(ids), {}
+            while engine.has_work:
+                done.update((completion.id, completion) for completion in engine.step())
+                if dice.random() < 0.2:
+                    engine.pause_generation(dice.choice(["retract", "in_place"]))
+                    engine.flush_cache()
+                    engine.check_integrity()
+                    engine.continue_generation()
+                if dice.random() < 0.02:
+                    engine.abort_request(aborted)
+            done.update((completion.id, completion) for completion in engine.step())
+            for id, tokens in zip(ids, expected, strict=True):
+                found = done[id].token_ids
+                assert found == (tokens[: len(found)] if id == aborted else tokens)
+        return engine.metrics.num_retractions
+
+    # Blocks of 16 tokens: sequences must be preempted.
+    retractions, *ends = run_replica(model, call, kv_cache=14, state_check_steps=1)
+    assert retractions > 10 and ends == ["closed"] * len(ends)
+
+
+_JOB = """
+import sys, torch, torch.distributed as dist, transformers
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support.callers import soon, submit
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                                  num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
+engine = Engine(transformers.LlamaForCausalLM(config), EngineConfig(pp=2, kv_cache=32))
+assert engine.ranks.watch.address.owner == -1, "the launcher's store, not a rank's"
+replica = dist.get_rank() // 2
+prompts = [[3 + replica, 4, 5]] if engine.is_controller else None
+[completion] = engine.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True))
+assert completion.prompt_ids[0] == 3 + replica and len(completion.token_ids) == 8
+engine.close()
+dist.barrier()
+sys.stdout.write(f"rank {dist.get_rank()} is done\\n")
+"""
+
+
+@pytest.mark.slow
+def test_two_replicas_under_torchrun_meet_at_the_launchers_store(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(_JOB)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if "is done" in line) == [
+        f"rank {rank} is done" for rank in range(4)
+    ]

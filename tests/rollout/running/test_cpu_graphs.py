@@ -1,0 +1,215 @@
+"""Recorded calls: the results of plain ones on other data, in memory that is used again, and never without a trial."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.kernels.layers.rms_norm import NormRule, rms_norm
+from lockstep.kernels.linear.linear import SOURCE, native_products
+from lockstep.kernels.machine import native
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.running.cpu_graphs import PLAIN_STEPS, CPUGraphs, _Step
+from lockstep.rollout.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.skipif(native.load(SOURCE) is None, reason="needs a C++ compiler")
+BEFORE_TRUST = PLAIN_STEPS + 2  # the recorded step and the trial
+
+
+@pytest.fixture(autouse=True)
+def _as_a_step_runs(restore_threads):
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        yield
+
+
+class Counted:
+    """A step over one input buffer, and how often its Python ran."""
+
+    def __init__(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> None:
+        self.x, self.compute, self.num_runs = x, compute, 0
+
+    def __call__(self) -> list[Tensor]:
+        self.num_runs += 1
+        return [self.compute(self.x)]
+
+
+def step_of(run: Counted, module: nn.Module | None = None) -> _Step:
+    step = CPUGraphs(module or nn.Identity()).record(run)
+    assert isinstance(step, _Step)
+    return step
+
+
+def results(step: _Step, x: Tensor, count: int, seed: int = 0) -> list[Tensor]:
+    """Of so many steps, each on other numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        x.copy_(torch.randn(x.shape, generator=generator))
+        found.append(step()[0].clone())
+    return found
+
+
+RULE = NormRule(1e-6)
+WEIGHT = torch.randn(24, 16, generator=torch.Generator().manual_seed(1))
+STEPS = {
+    "kernels": lambda x: native_products(x, [(WEIGHT, None)])[0] + 1,
+    "views": lambda x: x.view(2, 2, 16).transpose(0, 1).reshape(4, 16)[1:].unsqueeze(0),
+    "out variants": lambda x: torch.cat((x.cos() * 2, x.exp()), dim=-1).clone(),
+    "no out variant": lambda x: x.to(torch.bfloat16).float().softmax(-1),
+    "in place": lambda x: x.clone().mul_(3).index_put_((torch.tensor([1]),), torch.zeros(16)),
+    "made of nothing": lambda x: torch.arange(16) * x + torch.ones(4, 1).add_(x[:, :1]),
+    "rows by number": lambda x: x[torch.tensor([3, 0])],
+    "memory used again": lambda x: ((((x + 1) * 2 - 3) / 4).abs() + x).contiguous(),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_replay_gives_what_the_step_itself_gives_on_other_data(name):
+    x, again = torch.zeros(4, 16), torch.zeros(4, 16)
+    run = Counted(STEPS[name], x)
+    step = step_of(run)
+    found = results(step, x, 30)
+    assert all(map(torch.equal, found, results(Counted(STEPS[name], again), again, 30)))
+    assert step.is_trusted and run.num_runs == BEFORE_TRUST
+
+
+def test_memory_of_what_is_no_longer_needed_is_used_again():
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(100):
+            x = native_products(x, [(turn, None)])[0] * 0.99
+        return x
+
+    turn, x = torch.linalg.qr(torch.randn(16, 16))[0].contiguous(), torch.zeros(4, 16)
+    run = Counted(chain, x)
+    step = step_of(run)
+    found = results(step, x, 20)
+    assert run.num_runs == BEFORE_TRUST and len(step._record.calls) == 200
+    assert sum(map(len, step._record.pieces)) <= 4 * x.nbytes
+    assert torch.equal(found[-1], chain(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_and_the_norm_behind_it_are_one_call(dtype):
+    def layers(x: Tensor) -> Tensor:
+        x = x.to(dtype)
+        for weight in weights:
+            x = x + native_products(rms_norm(x, weight, RULE), [(turn, None)])[0]
+        return rms_norm(x, weights[0], RULE) + rms_norm(x + weights[1], weights[1], RULE)
+
+    turn, weights = torch.randn(19, 19).to(dtype), torch.rand(3, 19).to(dtype)
+    x, again = torch.zeros(4, 19), torch.zeros(4, 19)
+    step = step_of(Counted(layers, x))
+    found = results(step, x, 20)
+    assert all(map(torch.equal, found, results(Counted(layers, again), again, 20)))
+    names = [getattr(function, "__name__", "") for function, _ in step._record.calls]
+    assert step.is_trusted
+    assert names.count("lockstep_rms_norm") == 2  # the first, and the one of rows that a weight was added to
+    assert names.count("lockstep_add_rms_norm") == 3
+    assert len(names) == 10 + (dtype is torch.bfloat16)  # 3 products; those two sums that no joined norm follows
+
+
+def test_weights_are_read_at_every_replay():
+    weight, x = WEIGHT.clone(), torch.zeros(4, 16)
+    step = step_of(Counted(lambda x: native_products(x, [(weight, None)])[0], x))
+    results(step, x, 20)
+    weight.mul_(2)
+    [found] = results(step, x, 1)
+    assert torch.equal(found, native_products(x, [(weight, None)])[0])
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [lambda x: x * x.sum().item(), lambda x: x[x > 0], lambda x: torch.rand_like(x), lambda x: x.max(-1)[0]],
+    ids=["a number", "a mask", "chance", "several results"],
+)
+def test_a_step_that_cannot_be_recorded_stays_a_plain_call(compute, caplog):
+    x = torch.zeros(4, 16)
+    run = Counted(compute, x)
+    step = step_of(run)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(20):
+            step()
+    assert step.is_trusted is False and step._record is None
+    assert run.num_runs == 21  # the one that was given up half-way was run once more
+    [line] = caplog.messages
+    assert line.startswith("decode steps are not replayed: aten.")
+
+
+def test_a_step_whose_python_looks_at_the_data_unseen_is_found_out(caplog):
+    x, again = torch.zeros(4, 16), torch.zeros(4, 16)
+    hidden = lambda x: x * float(x.numpy().sum())  # noqa: E731
+    step = step_of(Counted(hidden, x))
+    with caplog.at_level(logging.WARNING):
+        found = results(step, x, 20)
+    assert step.is_trusted is False and caplog.messages == ["decode steps are not replayed: a replay had other results"]
+    assert all(map(torch.equal, found, results(Counted(hidden, again), again, 20)))
+
+
+def test_a_module_with_hooks_is_called_itself():
+    module, x, seen = nn.Sequential(nn.Identity()), torch.zeros(4, 16), []
+    run = Counted(module, x)
+    step = step_of(run, module)
+    results(step, x, 20)
+    assert run.num_runs == BEFORE_TRUST
+    handle = module[0].register_forward_hook(lambda *_: seen.append(1))
+    results(step, x, 3)
+    assert len(seen) == 3
+    handle.remove()
+    results(step, x, 3)
+    assert run.num_runs == BEFORE_TRUST + 3
+
+
+def test_a_call_that_finds_its_input_wrong_leaves_the_error_to_the_step_itself():
+    x, broken = torch.zeros(4, 16), []
+
+    def compute(x: Tensor) -> Tensor:
+        if native.run(lambda: len(broken)):
+            raise ValueError("sequence 3 is too long")
+        return x + 1
+
+    step = step_of(Counted(compute, x))
+    results(step, x, 20)
+    broken.append(1)
+    with pytest.raises(ValueError, match="sequence 3 is too long"):
+        step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3"])
+def test_an_engine_that_replays_gives_the_tokens_and_log_probabilities_of_one_that_does_not(make_model, family, dtype):
+    model = make_model(family, dtype)
+    prompts = [[(7 * i + j) % 250 for j in range(3 + 5 * i)] for i in range(5)]
+    settings = [
+        SamplingParams(max_new_tokens=40 + 8 * seed, sampling_seed=seed, ignore_eos=True, top_k=3 if seed == 1 else -1)
+        for seed in range(5)
+    ]
+    answers = []
+    for sizes in ((), None):
+        engine = Engine(model, EngineConfig(kv_cache="96 blocks", max_num_seqs=8, cuda_graph_batch_sizes=sizes))
+        answers.append([(c.token_ids, c.logprobs) for c in engine.generate(prompts, settings)])
+    assert answers[0] == answers[1]
+    records = engine._core._runner._graphs._records
+    assert records[5].is_trusted and records[5]._num_plain == PLAIN_STEPS + 1
+
+
+def test_replays_follow_an_update_of_the_weights_in_place(make_model):
+    model = make_model("qwen3")
+    ask = [[1, 2, 3]], SamplingParams(max_new_tokens=30, sampling_seed=1, ignore_eos=True)
+    engine = Engine(model, EngineConfig(kv_cache="32 blocks", max_num_seqs=2))
+    engine.generate(*ask)
+    [record] = engine._core._runner._graphs._records.values()
+    assert record.is_trusted
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data.mul_(1.25)
+    engine.commit_weights("louder", None)
+    fresh = Engine(model, EngineConfig(kv_cache="32 blocks", max_num_seqs=2, cuda_graph_batch_sizes=()))
+    [found], [expected] = engine.generate(*ask), fresh.generate(*ask)
+    assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
+    assert [record] == list(engine._core._runner._graphs._records.values())

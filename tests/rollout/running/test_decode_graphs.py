@@ -1,0 +1,295 @@
+"""Decode steps at recorded sizes: the numbers of plain steps, the same memory in every step, never a stale record."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from lockstep.kernels.attention.cpp import SOURCE
+from lockstep.kernels.machine import native
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.running.cpu_graphs import CPUGraphs
+from lockstep.rollout.running.decode_graphs import CUDAGraphs, DecodeGraphs, PlainCalls, decode_ladder
+from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.rollout.sequences.request import RequestOptions
+
+CPU = torch.device("cpu")
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+NATIVE = pytest.mark.skipif(native.load(SOURCE) is None, reason="needs a C++ compiler")
+PROMPTS = [[(7 * i + j) % 250 for j in range(3 + 5 * i)] for i in range(5)]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(restore_threads):
+    torch.set_num_threads(1)
+
+
+def make_engine(model, *sizes: int, **config: object) -> Engine:
+    settings = {"kv_cache": "96 blocks", "max_num_seqs": 8, **config}
+    return Engine(model, EngineConfig(**settings, cuda_graph_batch_sizes=sizes))
+
+
+def params(seed: int, **others: object) -> SamplingParams:
+    return SamplingParams(**{"max_new_tokens": 6 + 5 * seed, "sampling_seed": seed, "ignore_eos": True, **others})
+
+
+def answers(engine: Engine, prompts=PROMPTS, **others: object) -> list[tuple]:
+    found = engine.generate(prompts, [params(seed, **others) for seed in range(len(prompts))])
+    return [(c.token_ids, c.logprobs, c.finish_reason, c.top_logprobs) for c in found]
+
+
+def graphs_of(engine: Engine) -> DecodeGraphs:
+    return engine._core._runner._graphs
+
+
+def addresses(graphs: DecodeGraphs) -> list[int]:
+    """Of all buffers."""
+    owners = (graphs._buffers, graphs._buffers.settings)
+    values = [getattr(owner, field.name) for owner in owners for field in fields(owner)]
+    return [value.data_ptr() for value in values if isinstance(value, torch.Tensor)]
+
+
+def test_the_ladder_is_what_was_asked_for_up_to_the_largest_batch_and_a_gpus_own_ends_with_it():
+    assert decode_ladder((), 32, CPU) == ()
+    assert decode_ladder(None, 11, CPU) == (*range(1, 9), 10, 11)
+    assert decode_ladder(None, 1000, CPU)[-2:] == (56, 64)
+    assert decode_ladder([16, 4, 64, 4], 32, CPU) == (4, 16, 32)
+    gpu = torch.device("cuda")
+    assert decode_ladder(None, 20, gpu) == (1, 2, 4, 8, 16, 20)
+    assert decode_ladder(None, 1, gpu) == (1,)
+    assert decode_ladder(None, 1000, gpu)[-2:] == (248, 256)
+    assert decode_ladder((), 1000, gpu) == ()
+
+
+@pytest.mark.parametrize("sizes", [5, (0, 2), ("4",), (True,)])
+def test_sizes_that_are_none_are_refused(sizes):
+    with pytest.raises(ValueError, match="cuda_graph_batch_sizes must be a list of positive integers"):
+        EngineConfig(cuda_graph_batch_sizes=sizes)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_padding_five_sequences_to_eight_changes_no_bit(make_model, family, dtype, overlap):
+    model = make_model(family, dtype)
+    expected = answers(make_engine(model))
+    engine = make_engine(model, 8, overlap=overlap)
+    assert answers(engine) == expected
+    graphs = graphs_of(engine)
+    assert graphs.num_recorded == 1 and graphs._num_steps > 20
+    assert (engine._core._runner.num_begun > 20) == overlap
+    engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+def test_stop_tokens_filters_and_what_the_host_has_a_say_in_come_out_the_same(make_model, overlap):
+    model = make_model("qwen3")
+    plain, graphed = make_engine(model), make_engine(model, 2, 4, 8, overlap=overlap)
+    cases = [
+        {"stop_token_ids": list(range(40))}, {"top_p": 0.7}, {"top_k": 5, "temperature": 2.0}, {"min_p": 0.1},
+        {"temperature": 0.0}, {"frequency_penalty": 1.0}, {"logit_bias": {"3": 5.0}},
+        {"min_new_tokens": 5, "stop_token_ids": list(range(100))},
+    ]  # fmt: skip
+    for case in cases:
+        assert answers(graphed, **case) == answers(plain, **case), case
+    mixed = [params(0), params(1, top_k=3), params(2, temperature=0.0), params(3, presence_penalty=0.5), params(4)]
+    options = RequestOptions(top_logprobs_num=2, token_ids_logprob=(1, 2))
+    for wanted in (None, options):
+        found = [e.generate(PROMPTS, mixed, options=wanted) for e in (plain, graphed)]
+        assert [(c.token_ids, c.logprobs, c.top_logprobs, c.listed_logprobs) for c in found[0]] == [
+            (c.token_ids, c.logprobs, c.top_logprobs, c.listed_logprobs) for c in found[1]
+        ]
+    graphed.close()
+
+
+def test_batches_beyond_the_ladder_run_as_they_are(make_model):
+    model = make_model("qwen3")
+    engine = make_engine(model, 2)
+    assert answers(engine) == answers(make_engine(model))
+    # The two longest of five outputs: 5 steps of two sequences, and 5 of one.
+    assert graphs_of(engine)._num_steps == 10 and graphs_of(engine).num_recorded == 1
+
+
+def test_every_step_runs_in_the_same_memory_and_a_weight_commit_records_nothing_anew(make_model):
+    model = make_model("qwen3")
+    engine = make_engine(model, 4, 8)
+    graphs = graphs_of(engine)
+    before = addresses(graphs)
+    answers(engine)
+    answers(engine, PROMPTS[:3])
+    assert graphs.num_recorded == 2
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+    engine.commit_weights("louder", None)
+    assert answers(engine) == answers(make_engine(model))
+    assert graphs.num_recorded == 2 and addresses(graphs) == before
+
+
+def test_only_block_tables_that_grew_are_sent(make_model):
+    engine = make_engine(make_model("qwen3"), 4)
+    [completion] = engine.generate([[1] * 20], params(0, max_new_tokens=40))
+    assert len(completion.token_ids) == 40
+    # Four rows, three of them padding; 20 tokens lie in two blocks, and the third and fourth come later.
+    assert graphs_of(engine).num_tables_sent == 4 * 3
+
+
+def test_memory_that_was_released_or_moved_is_recorded_anew(make_model, tmp_path):
+    model = make_model("qwen3")
+    expected = answers(make_engine(model))
+    engine = make_engine(model, 8)
+    assert answers(engine) == expected
+    engine.release_kv()
+    assert not graphs_of(engine)._records  # they would keep what they need alive
+    engine.resume_kv()
+    assert answers(engine) == expected
+    assert graphs_of(engine).num_recorded == 2
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 1.25  # by a trainer, between two phases
+    engine.commit_weights("moved", None)
+    assert answers(engine) == answers(make_engine(model)) != expected
+    assert graphs_of(engine).num_recorded == 3
+    norm = model.model.norm
+    norm.weight = torch.nn.Parameter(norm.weight.detach() * 0.5)  # another object
+    assert answers(engine) == answers(make_engine(model))
+    assert graphs_of(engine).num_recorded == 4
+
+
+def test_weights_that_were_released_are_recorded_anew(make_model, tmp_path):
+    model = make_model("qwen3")
+    model.save_pretrained(tmp_path / "model")
+    expected = answers(make_engine(model))
+    engine = make_engine(tmp_path / "model", 8)
+    assert answers(engine) == expected
+    engine.release_weights()
+    engine.resume_weights()
+    with torch.no_grad():
+        for name, tensor in engine.model.resident_tensors():
+            tensor.copy_(model.get_parameter(name))
+    assert answers(engine) == expected
+    assert graphs_of(engine).num_recorded <= 2  # memory may come back where it was
+
+
+class Unruly:
+    """A recorder that, as a capture does, runs a step before it is asked to, and several times."""
+
+    def __init__(self) -> None:
+        self.num_runs = 0
+
+    def record(self, run):
+        for _ in range(3):
+            run()
+            self.num_runs += 1
+        return run
+
+
+def test_running_a_step_several_times_as_a_capture_does_changes_nothing(make_model):
+    model = make_model("qwen3")
+    expected = answers(make_engine(model))
+    for overlap in (False, True):
+        engine = make_engine(model, 1, 2, 4, 8, overlap=overlap)
+        graphs_of(engine)._recorder = recorder = Unruly()
+        assert answers(engine) == expected
+        assert recorder.num_runs == 12
+        engine.close()
+
+
+def test_a_step_that_fails_ahead_of_its_time_starts_everybody_over(make_model):
+    model = make_model("qwen3")
+    expected = answers(make_engine(model))
+    engine = make_engine(model, 8, overlap=True)
+    graphs, forward, calls = graphs_of(engine), engine.model.forward, []
+
+    def failing(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 9:
+            raise RuntimeError("out of memory")
+        return forward(*arguments, **options)
+
+    graphs._model.forward = failing
+    ids = [engine.add(prompt, params(seed))[0] for seed, prompt in enumerate(PROMPTS)]
+    found = {}
+
+    def run_all() -> None:
+        with engine.model.rollout_phase():
+            while engine.has_work:
+                found.update({c.id: c for c in engine.step()})
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run_all()
+    assert engine.state()["num_running"] == 0
+    run_all()
+    assert [found[id].token_ids for id in ids] == [tokens for tokens, *_ in expected]
+    assert [found[id].logprobs for id in ids] == [logprobs for _, logprobs, *_ in expected]
+    engine.close()
+
+
+# -- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu_model(make_model):
+    return make_model("qwen3", torch.bfloat16).cuda()
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+def test_captured_steps_give_the_numbers_of_plain_ones(gpu_model, overlap):
+    expected = answers(make_engine(gpu_model))
+    engine = make_engine(gpu_model, 1, 2, 4, 8, overlap=overlap)
+    assert isinstance(graphs_of(engine)._recorder, CUDAGraphs)
+    assert answers(engine) == expected == answers(engine)
+    assert graphs_of(engine).num_recorded == 4
+
+
+@pytest.mark.gpu
+@GPU
+def test_replay_reads_weights_that_were_updated_in_place(gpu_model):
+    engine = make_engine(gpu_model, 8, overlap=True)
+    answers(engine)
+    with torch.no_grad():
+        for parameter in gpu_model.parameters():
+            parameter.mul_(1.25)
+    engine.commit_weights("louder", None)
+    assert answers(engine) == answers(make_engine(gpu_model))
+    assert graphs_of(engine).num_recorded == 1
+
+
+@pytest.mark.gpu
+@GPU
+def test_decode_steps_wait_for_nothing_but_their_results_and_allocate_nothing(gpu_model):
+    engine = make_engine(gpu_model, 8, overlap=True, kv_cache="256 blocks")
+    for seed, prompt in enumerate(PROMPTS):
+        engine.add(prompt, params(seed, max_new_tokens=200))
+    runner = engine._core._runner
+    with engine.model.rollout_phase():
+        for _ in range(20):
+            engine.step()
+        began, allocated = runner.num_begun, []
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(50):
+                engine.step()
+                allocated.append(torch.cuda.memory_stats()["allocated_bytes.all.current"])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert runner.num_begun == began + 50
+        assert len(set(allocated[10:])) == 1
+        segments = torch.cuda.memory_stats()["segment.all.allocated"]
+        for _ in range(50):
+            engine.step()
+        assert torch.cuda.memory_stats()["segment.all.allocated"] == segments
+
+
+@NATIVE
+def test_a_cpu_records_steps_of_modules_that_ask_nothing_of_the_data(make_model):
+    default = EngineConfig(kv_cache="8 blocks", max_num_seqs=2)
+    graphs = graphs_of(Engine(make_model("qwen3"), default))
+    assert graphs.sizes == (1, 2) and isinstance(graphs._recorder, CPUGraphs)
+    assert graphs_of(Engine(make_model("qwen3_moe"), default)) is None  # which experts are chosen
+    assert isinstance(graphs_of(make_engine(make_model("qwen3_moe"), 4))._recorder, PlainCalls)

@@ -1,0 +1,258 @@
+"""Random traces of everything that may happen to an engine, checked after every event, and replayed from their log."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lockstep.rollout.completion import Completion
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.rollout.sequences.event_log import replay
+from lockstep.rollout.sequences.managers import EngineSequenceManager, WorkerSequenceManager
+
+NUM_BLOCKS = 14
+NUM_PLACES = 5
+NUM_KINDS = 13  # of requests
+MODES = ("abort", "retract", "in_place")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(restore_threads):
+    torch.set_num_threads(1)
+
+
+def tiny_model() -> transformers.PreTrainedModel:
+    config = transformers.Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=128, bos_token_id=None, eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(2)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 1.0)
+    return model
+
+
+def make_engine(overlap: bool) -> Engine:
+    config = EngineConfig(
+        kv_cache=NUM_BLOCKS, max_num_seqs=NUM_PLACES, max_num_batched_tokens=40, chunked_prefill_size=11,
+        overlap=overlap, pin_budget=1.0,
+    )
+    engine = Engine(tiny_model(), config)
+    engine.model.rollout_phase().__enter__()  # for good: its end would wait for the steps in flight
+    return engine
+
+
+def prompt_of(kind: int) -> list[int]:
+    """A dozen prompts, of which some share a block or more, and one that no context holds."""
+    if kind == NUM_KINDS - 1:
+        return [1] * 129
+    return [(kind % 3 + i * (1 + kind % 2)) % 64 for i in range(3 + 5 * kind)]
+
+
+def params_of(kind: int, num_new: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=num_new, sampling_seed=kind, temperature=float(kind % 4 > 0))
+
+
+@functools.cache
+def undisturbed(kind: int) -> Completion:
+    """What a request of this kind answers when nothing ever happens to it, at its longest."""
+    [whole] = Engine(tiny_model(), EngineConfig(kv_cache=NUM_BLOCKS)).generate(prompt_of(kind), params_of(kind, 40))
+    return whole
+
+
+class Trace:
+    """An engine under random events, and what must be true of it after each of them."""
+
+    def __init__(self, overlap: bool) -> None:
+        self.engine = make_engine(overlap)
+        self.engine.log_events = []
+        self.kinds: dict[str, int] = {}  # of the live requests
+        self.counts: Counter[str] = Counter()
+        self.answers: Counter[str] = Counter()  # by finish reason
+        self._num_added = 0
+        self.pinned: list[tuple[int, str]] = []  # every pin that was ever set: hash and owner
+
+    def event(self, name: str, number: int) -> None:
+        """One event; `number` chooses what it is about."""
+        engine, live = self.engine, list(self.kinds)
+        self.counts[name] += 1
+        if name == "add":
+            if len(live) < 3 * NUM_PLACES:
+                self._add(number)
+        elif name == "step":
+            before = engine.state()["num_forwards"]
+            engine.step()
+            assert not engine.is_paused or engine.state()["num_forwards"] == before
+        elif name in MODES:
+            report = engine.pause_generation(name)
+            assert engine.is_paused and report.mode == name
+            assert report.num_running == 0 or name == "in_place"
+            assert report.num_retracted + report.num_aborted + report.num_running <= len(live)
+            self.counts["retracted"] += report.num_retracted
+            self.counts["cut"] += report.num_aborted
+        elif name == "continue":
+            assert engine.continue_generation().was_paused is not None
+            assert not engine.is_paused
+        elif name == "abort one":
+            id = live[number % len(live)] if live and number % 8 else "nobody"
+            report = engine.abort_request(id)
+            assert report.aborted + report.unknown == (id,)
+            self.counts["cut"] += len(report.aborted)
+        elif name == "flush":
+            has_holders = engine.state()["num_held_blocks"] > 0
+            report = engine.flush_cache()
+            assert report.success is not has_holders and bool(report.error_msg) is has_holders
+            assert has_holders or engine.state()["num_free_blocks"] == NUM_BLOCKS
+        elif name == "pin":
+            owner, ttl = ("router", None) if number % 3 else ("brief", 0.001)
+            report = engine.pin_prefix(prompt_of(number % NUM_KINDS), owner=owner, ttl=ttl)
+            self.counts["pinned"] += report.num_pinned
+            self.pinned += [(hash, owner) for hash in report.hashes]
+        elif name == "unpin":
+            dice = random.Random(number)
+            hash, owner = dice.choice(self.pinned) if self.pinned else (number, "nobody")
+            self.counts["unpinned"] += engine.unpin_blocks([hash], owner=owner).num_unpinned
+        elif name == "evict":
+            report = engine.evict_descendants(random.Random(number).choice(self.pinned)[0] if self.pinned else number)
+            assert report.is_known or (report.num_evicted, report.num_held, report.num_pinned) == (0, 0, 0)
+        else:
+            assert name == "commit"
+            engine.commit_weights(f"v{self.counts['commit']}", None)  # the same weights under another name
+        self.check()
+
+    def _add(self, number: int) -> None:
+        kind, self._num_added = number % NUM_KINDS, self._num_added + 1
+        ids = self.engine.add(prompt_of(kind), params_of(kind, number % 40), rid=f"r{self._num_added}")
+        self.engine._mailboxes.open(ids, streamed=False)
+        self.kinds[ids[0]] = kind
+
+    def check(self) -> None:
+        """Every request is in one container or answered once, and the ledger sums up."""
+        engine = self.engine
+        for id in list(self.kinds):
+            chunks = engine._mailboxes.take([id])
+            if chunks:
+                [chunk] = chunks
+                engine._mailboxes.close(id)
+                self._check_answer(chunk.completion, self.kinds.pop(id))
+        state = engine.state()
+        assert sorted(state["running_ids"] + state["waiting_ids"]) == sorted(self.kinds)
+        assert (state["num_running"], state["num_waiting"]) == (len(state["running_ids"]), len(state["waiting_ids"]))
+        assert state["num_running"] <= NUM_PLACES
+        assert state["num_free_blocks"] + state["num_cached_blocks"] + state["num_held_blocks"] + state[
+            "num_pinned_blocks"
+        ] == NUM_BLOCKS
+        assert state["num_held_blocks"] > 0 or state["num_running"] == 0
+        engine.check_integrity()
+
+    def _check_answer(self, answer: Completion, kind: int) -> None:
+        whole, num = undisturbed(kind), answer.num_completion_tokens
+        assert len(answer.logprobs) == num
+        assert (answer.token_ids, answer.logprobs) == (whole.token_ids[:num], whole.logprobs[:num])
+        spans = answer.weight_versions
+        assert [s.start for s in spans[1:]] == [s.end for s in spans[:-1]]
+        assert num == 0 or (spans[0].start, spans[-1].end) == (0, num)
+        self.answers[answer.finish_reason.type] += 1
+        self.counts["preempted"] += answer.num_retractions
+
+    def drain(self) -> None:
+        """Let everything finish, and see that it did."""
+        self.engine.continue_generation()
+        limit = 5000
+        while self.engine.has_work:
+            self.event("step", 0)
+            limit -= 1
+            assert limit, self.engine.state()
+        assert not self.kinds and not self.engine._mailboxes._boxes
+        state = self.engine.state()
+        assert state["num_held_blocks"] == 0
+        self.engine.flush_cache()
+        state = self.engine.state()
+        assert (state["num_pins"], state["num_free_blocks"]) == (0, NUM_BLOCKS)
+        assert self.answers.total() == self._num_added
+        assert self.answers["abort"] == self.counts["cut"]
+
+    def check_replay(self) -> None:
+        """Fresh managers that are fed the log stand where the engine's stand."""
+        engine = self.engine
+        num_stages = engine._core._runner.num_stages
+        controller = EngineSequenceManager(engine.eos_token_ids, engine.max_model_len, num_stages)
+        worker = WorkerSequenceManager(num_stages)
+        for manager in (controller, worker):
+            replay(engine.log_events, manager)
+        assert controller.state_hash() == engine._core.sequences.state_hash()
+        assert worker.state_hash() == engine._core.managers.worker.state_hash() == controller.state_hash()
+        assert len(controller) == len(self.kinds)
+        for request in engine._core.sequences.requests():
+            assert controller.request(request.id).logprobs == request.logprobs
+
+
+# How often each event comes: steps most, so that requests also live to their end.
+WEIGHTS = {
+    "step": 60, "add": 14, "continue": 12, "retract": 3, "in_place": 3, "abort": 0.4, "abort one": 2, "flush": 2,
+    "commit": 2, "pin": 9, "unpin": 3, "evict": 1,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seed", "overlap", "num_stages"),
+    [(0, False, 1), (1, True, 1), (7, False, 2), (9, False, 4)]
+    + [pytest.param(seed, seed % 2 == 1, 1, marks=pytest.mark.exhaustive) for seed in range(2, 7)]
+    + [pytest.param(8, False, 2, marks=pytest.mark.exhaustive)],
+)
+def test_ten_thousand_random_events_lose_nothing(in_stages, seed, overlap, num_stages):
+    in_stages(num_stages)
+    trace, dice = Trace(overlap), random.Random(seed)
+    names = dice.choices(list(WEIGHTS), list(WEIGHTS.values()), k=10_000)
+    num_replayed = 0
+    for index, name in enumerate(names):
+        trace.event(name, dice.randrange(10_000))
+        if index % 2500 == 2499:
+            num_replayed += len(trace.kinds)
+            trace.check_replay()
+    assert num_replayed > 0
+    assert trace.counts["pinned"] > 100 and trace.counts["unpinned"] > 10
+    trace.drain()
+    trace.check_replay()
+    assert trace.counts["preempted"] > trace.counts["retracted"] > 0, "blocks never ran out"
+    assert set(trace.answers) == {"length", "abort", "ignored"} and min(trace.answers.values()) > 10, trace.answers
+
+
+@pytest.mark.parametrize(
+    ("overlap", "num_stages"), [(False, 1), (True, 1), (False, 2), (False, 3)],
+    ids=["plain", "overlap", "2 stages", "3 stages"],
+)  # fmt: skip
+def test_short_traces_that_shrink(in_stages, overlap, num_stages):
+    """As above, with traces that hypothesis makes: a failing one is cut down to the few events that matter."""
+    in_stages(num_stages)
+    trace = Trace(overlap)
+
+    @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(st.lists(st.tuples(st.sampled_from(sorted(WEIGHTS)), st.integers(0, 9999)), max_size=60))
+    def run(events: list[tuple[str, int]]) -> None:
+        nonlocal trace
+        try:
+            for name, number in events:
+                trace.event(name, number)
+            trace.check_replay()
+            trace.drain()
+        except BaseException:
+            trace = Trace(overlap)  # the next trace, perhaps a shrunk one, starts afresh
+            raise
+        trace.engine.log_events.clear()
+
+    run()

@@ -1,0 +1,147 @@
+"""Compiles the Triton kernels for a Hopper GPU, which need not be there.
+
+    python -m lockstep.tests.support.gpu_compilation DIR LAUNCH...
+
+The launch code of kernels/*/triton_*.py runs as it is, on tensors of the CPU: it chooses tiles and options, and Triton
+what is part of a binary. Only the launch itself is left out. For each binary of each launch a line of JSON goes to
+stdout: launch, module, kernel, and binary, whose code is in DIR/BINARY.ptx and DIR/BINARY.cubin.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+
+from lockstep.kernels.attention import triton_kernels as triton_attention
+from lockstep.kernels.attention.step import RowLayout, ScoreRule
+from lockstep.kernels.layers import triton_rms_norm
+from lockstep.kernels.linear import triton_kernels as triton_linear
+from lockstep.kernels.sampling import triton_draws as triton_sampling
+from lockstep.kernels.sampling import triton_logprobs
+from lockstep.kernels.sha256 import triton_kernels as triton_sha256
+
+MODULES = (triton_attention, triton_linear, triton_logprobs, triton_rms_norm, triton_sha256)  # that look where they are
+
+
+class Hopper:
+    """What Triton asks of a driver as it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def linear(dtype: torch.dtype, row_counts: tuple[int, ...], has_bias: bool = False) -> None:
+    weight, bias = torch.zeros(128, 256, dtype=dtype), torch.zeros(128, dtype=dtype)
+    for count in row_counts:
+        triton_linear.product(torch.zeros(count, 256, dtype=dtype), weight, bias if has_bias else None)
+
+
+def logits_in_places(dtype: torch.dtype) -> Iterator[Tensor]:
+    """One row, many, and some that begin at an odd address with an odd stride."""
+    yield from (torch.zeros(rows, 8192, dtype=dtype) for rows in (1, 32))
+    yield torch.zeros(5, 5003, dtype=dtype)[1:]
+
+
+def logprobs(dtype: torch.dtype) -> None:
+    for logits in logits_in_places(dtype):
+        ids, heat = torch.zeros(len(logits), dtype=torch.int64), torch.ones(len(logits))
+        _, stats = triton_logprobs.selected(logits, ids, heat)
+    triton_logprobs.scaled(logits, heat)
+    triton_logprobs.selected_gradient(logits, ids, heat, stats, heat)
+
+
+def draws(dtype: torch.dtype) -> None:
+    for logits in logits_in_places(dtype):
+        count = len(logits)
+        numbers = [torch.zeros(count, dtype=torch.int64) for _ in range(3)]
+        filters = (numbers[2], torch.ones(count, dtype=torch.float64), torch.zeros(count))
+        triton_sampling.draw(logits, torch.ones(count), (numbers[0], numbers[1]), filters, None, None)
+    triton_sampling.uniform_noise(numbers[0], numbers[1])
+
+
+def norms(dtype: torch.dtype, width: int, weight_offset: float) -> None:
+    weight, fused = torch.ones(width, dtype=dtype), torch.zeros(6, width + 3, dtype=dtype)
+    for x in (torch.zeros(1, width, dtype=dtype), torch.zeros(32, width, dtype=dtype), fused[1:, 1 : width + 1]):
+        triton_rms_norm.forward(x, weight, 1e-6, weight_offset, True)
+    triton_rms_norm.backward(x, weight, 1e-6, weight_offset, x)
+
+
+def attention(dtype: torch.dtype, width: int, rule: ScoreRule, has_sinks: bool = False) -> None:
+    """Decode of one sequence and of many, a chunk, and packed rows."""
+    cache, sinks = torch.zeros(8, 16, 2, width, dtype=dtype), torch.zeros(8) if has_sinks else None
+    for rows_each, num_sequences, num_blocks in ((1, 1, 1), (1, 33, 48), (48, 3, 5)):
+        starts = torch.arange(num_sequences + 1, dtype=torch.int32) * rows_each
+        tables = torch.zeros(num_sequences, num_blocks, dtype=torch.int32)
+        contexts = torch.full((num_sequences + 1,), rows_each, dtype=torch.int32)[1:]
+        query = torch.zeros(rows_each * num_sequences, 8, width, dtype=dtype)
+        for sharing in (None, triton_attention.Sharing(3, 4)):
+            layout = RowLayout(starts, contexts, tables)
+            triton_attention.triton_attention(query, cache, cache, layout, rule, sinks, sharing=sharing)
+    packed = cache.flatten(0, 1)[: len(query)]
+    triton_attention.triton_attention(query, packed, packed, RowLayout(starts, None, None), rule, sinks)
+
+
+def digests(dtype: torch.dtype, cols: int) -> None:
+    triton_sha256.triton_tile_hashes([(torch.zeros(1, 8, 2, cols, dtype=dtype), 1, cols)])
+
+
+PLAIN, RICH = ScoreRule(0.1, None, None), ScoreRule(0.1, 4096, 30.0)
+HALF, FULL = torch.bfloat16, torch.float32
+LAUNCHES: dict[str, Callable[[], None]] = {
+    "linear, few rows, bfloat16": lambda: linear(HALF, (1, 2, 16, 100)),
+    "linear, few rows, float16": lambda: linear(torch.float16, (1, 33), has_bias=True),
+    "linear, many rows, bfloat16": lambda: linear(HALF, (128, 300)),
+    "linear, float32": lambda: linear(FULL, (1, 2, 16, 300)),
+    "linear, float64": lambda: linear(torch.float64, (3,)),
+    "logprobs, bfloat16": lambda: logprobs(HALF),
+    "logprobs, float32": lambda: logprobs(FULL),
+    "draws, bfloat16": lambda: draws(HALF),
+    "draws, float32": lambda: draws(FULL),
+    "norms, bfloat16": lambda: norms(HALF, 4096, 0.0),
+    "norms, float32": lambda: norms(FULL, 4096, 0.0),
+    "norms of heads, bfloat16": lambda: norms(HALF, 128, 1.0),
+    "attention, bfloat16": lambda: attention(HALF, 128, PLAIN),
+    "attention, float32": lambda: attention(FULL, 128, PLAIN),
+    "attention with everything, bfloat16": lambda: attention(HALF, 80, RICH, has_sinks=True),
+    "digests, 64 bytes side by side": lambda: digests(FULL, 64),
+    "digests, 4 bytes side by side": lambda: digests(FULL, 5),
+    "digests, single bytes": lambda: digests(HALF, 5),
+}
+
+
+def compile_all(folder: Path, launches: list[str]) -> None:
+    compiled: list[Any] = []
+    triton.runtime.driver.set_active(Hopper())
+    triton.runtime.JITFunction.__getitem__ = lambda kernel, grid: (
+        lambda *args, **options: compiled.append(kernel.warmup(*args, grid=grid, **options))
+    )
+    for module in MODULES:
+        assert not module.INTERPRETED.value, "TRITON_INTERPRET is set"
+        module.INTERPRETED = triton.language.constexpr(True)  # the launch code's own: it may take tensors of the CPU
+    for launch in launches:
+        compiled.clear()
+        LAUNCHES[launch]()
+        for binary in {kernel.hash: kernel for kernel in compiled}.values():
+            (folder / f"{binary.hash}.ptx").write_text(binary.asm["ptx"])
+            (folder / f"{binary.hash}.cubin").write_bytes(binary.asm["cubin"])
+            function = binary.src.fn
+            names = {"module": ".".join(function.module.split(".")[-2:]), "kernel": function.__name__}
+            print(json.dumps({"launch": launch, **names, "binary": binary.hash}))
+
+
+if __name__ == "__main__":
+    compile_all(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,1 @@
+"""Sends only what changed."""

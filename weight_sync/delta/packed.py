@@ -1,0 +1,79 @@
+"""Byte buffers that travel over a weight wire as if they were tensors: the stream of a delta, before it is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..layout.shard_bytes import ShardBytes
+from ..layout.sink import Sink
+from ..manifest import TensorSpec
+from .difference import ApplyRecord, Check, apply_delta
+from .stream import unpack_chunks
+
+MAX_BYTES = 64 << 30  # of one stream: what a request may make us allocate
+
+
+class BufferSink:
+    """A `Sink` that allocates what it is told to expect and keeps it, in that order."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._num_missing: dict[str, int] = {}  # bytes
+
+    def expect(self, specs: Sequence[TensorSpec]) -> None:
+        """See `Sink.expect`. Takes uint8 vectors only; those that are known already are left alone."""
+        wrong = [spec.describe() for spec in specs if spec.dtype != torch.uint8 or len(spec.shape) != 1]
+        if wrong:
+            raise ValueError(f"not byte buffers: {', '.join(wrong)}")
+        if sum(spec.num_bytes for spec in specs) > MAX_BYTES:
+            raise ValueError(f"buffers of more than {MAX_BYTES} bytes")
+        for spec in specs:
+            if spec.name not in self._buffers:
+                self._buffers[spec.name] = torch.empty(spec.num_bytes, dtype=torch.uint8)
+                self._num_missing[spec.name] = spec.num_bytes
+
+    def destination(self, name: str, offset: int, num_bytes: int) -> Tensor | None:
+        """See `Sink.destination`."""
+        self._num_missing[name] -= num_bytes
+        return self._buffers[name][offset : offset + num_bytes]
+
+    def write(self, name: str, offset: int, data: Tensor) -> None:
+        """See `Sink.write`."""
+        self._num_missing[name] -= data.numel()
+        self._buffers[name][offset : offset + data.numel()].copy_(data)
+
+    def write_elements(self, name: str, positions: Tensor, values: Tensor) -> None:
+        """Bytes come whole."""
+        raise ValueError(f"{name}: a byte buffer takes no single elements")
+
+    def held(self, name: str) -> ShardBytes:
+        """See `Sink.held`."""
+        return ShardBytes(name, self._buffers[name])
+
+    def leave_unchecked(self, name: str, why: str) -> None:
+        """Bytes come whole."""
+        raise ValueError(f"{name}: {why}")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything that is expected has come."""
+        return bool(self._buffers) and all(num_missing == 0 for num_missing in self._num_missing.values())
+
+    def buffers(self) -> Iterator[Tensor]:
+        """The buffers in the order in which they were expected."""
+        yield from self._buffers.values()
+
+
+def apply_stream(
+    buffers: Iterator[Tensor], sink: Sink, *, check: Check = "pre", timeout_s: float | None = None
+) -> tuple[tuple[TensorSpec, ...], ApplyRecord]:
+    """Apply a delta that came as buffers (`delta_wire.pack_chunks`); returns its tensors and what became of its chunks.
+
+    Raises as `unpack_chunks`, before the first byte is written, and as `apply_delta`.
+    """
+    chunks = list(unpack_chunks(buffers))
+    specs = tuple(dict.fromkeys(chunk.header.spec for chunk in chunks))
+    return specs, apply_delta(specs, chunks, sink, check=check, timeout_s=timeout_s)

@@ -1,0 +1,122 @@
+"""Tensor roots of a model whose tensors lie on several ranks: each hashes what it holds, and only hashes travel.
+
+What a rank holds of a tensor it sends as the tensor's root where that is all of it, else as leaves of the digest tree
+(`digest.shard_leaves`); merged they give the root that the whole tensor has.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from torch import Tensor
+
+from ...kernels.sha256.tiles import DIGEST_BYTES
+from ..layout.shard_bytes import Shard
+from ..manifest import TensorSpec
+from .model_digest import MIN_BYTES_FOR_THREADS, merge_leaves, shard_leaves, tensor_root, tensor_roots, tile_grid
+
+Leaves = dict[int, bytes]
+
+
+def part_leaves(part: Tensor, shard: Shard) -> Leaves:
+    """Leaves of what a rank holds of a tensor, by their index in the whole. Raises ValueError where the shard does not
+    consist of whole cells of the digest's grid (`digest.shard_leaves`)."""
+    if not shard.full_shape:
+        return shard_leaves(part, (), ())
+    leaves: Leaves = {}
+    done = 0
+    for start, stop in shard.ranges:
+        offsets = [0] * len(shard.full_shape)
+        offsets[shard.dim] = start
+        leaves |= shard_leaves(part.narrow(shard.dim, done, stop - start), shard.full_shape, offsets)
+        done += stop - start
+    return leaves
+
+
+def require_whole_cells(shards: Mapping[str, Shard]) -> None:
+    """Raises ValueError listing the shards that cut through a cell of the digest's grid: no rank could hash it."""
+    wrong = []
+    for name, shard in shards.items():
+        size = shard.full_shape[shard.dim] if shard.full_shape else 1
+        if not shard.full_shape or shard.ranges == ((0, size),):
+            continue
+        grid = tile_grid(shard.full_shape)
+        from_last = len(shard.full_shape) - 1 - shard.dim
+        unit = (grid.cols, grid.rows)[from_last] if from_last < 2 else 1
+        if unit and any(edge % unit for piece in shard.ranges for edge in piece):
+            wrong.append(f"{name} {list(shard.full_shape)}: {list(shard.ranges)} of dim {shard.dim}, cells of {unit}")
+    if wrong:
+        raise ValueError(f"the digest's grid allows cuts into 2, 4, 8 or 16 parts, not these: {'; '.join(wrong)}")
+
+
+def local_digests(
+    tensors: Mapping[str, Tensor], shards: Mapping[str, Shard], num_threads: int | None = None
+) -> dict[str, object]:
+    """What this rank contributes to the roots of these tensors, by name, as JSON: a root in hex, or leaves."""
+    whole = [(n, t) for n, t in tensors.items() if n not in shards or tuple(t.shape) == tuple(shards[n].full_shape)]
+    names = dict.fromkeys(name for name, _ in whole)
+    cut = [(name, tensor) for name, tensor in tensors.items() if name not in names]
+    found: dict[str, object] = {n: root.hex() for n, root in tensor_roots(whole, num_threads).items()}
+    if num_threads is None:
+        is_large = sum(tensor.nbytes for _, tensor in cut) >= MIN_BYTES_FOR_THREADS
+        num_threads = min(8, len(os.sched_getaffinity(0))) if is_large else 1
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="digest") as pool:
+        leaves = pool.map(lambda item: part_leaves(item[1].detach(), shards[item[0]]), cut)
+        found |= {name: _packed(part) for (name, _), part in zip(cut, leaves, strict=True)}
+    return found
+
+
+def merged_roots(specs: Sequence[TensorSpec], contributions: Sequence[Mapping[str, object]]) -> dict[str, bytes]:
+    """The root of each of these tensors from what all ranks contribute (`local_digests`, under the same names); tensors
+    that ranks hold different bytes of are left out.
+
+    Raises ValueError listing those that the ranks together do not hold, or hold of another shape.
+    """
+    roots, wrong = {}, []
+    for spec in specs:
+        parts = {rank: own[spec.name] for rank, own in enumerate(contributions) if spec.name in own}
+        leaves = [_unpacked(part) for part in parts.values() if not isinstance(part, str)]
+        candidates = {bytes.fromhex(part) for part in parts.values() if isinstance(part, str)}
+        if _disagree(leaves):
+            continue
+        try:
+            if leaves or not candidates:
+                merged = merge_leaves(spec.shape, leaves)
+                candidates.add(tensor_root(spec.name, spec.dtype, spec.shape, merged))
+        except ValueError as error:
+            wrong.append(f"{spec.name}: {error}")
+            continue
+        if len(candidates) == 1:
+            roots[spec.name] = candidates.pop()
+    if wrong:
+        raise ValueError(f"the ranks do not hold these together: {'; '.join(wrong)}")
+    return roots
+
+
+def _disagree(parts: Sequence[Leaves]) -> bool:
+    merged: Leaves = {}
+    return any(merged.setdefault(index, leaf) != leaf for part in parts for index, leaf in part.items())
+
+
+def _packed(leaves: Leaves) -> list[list[object]]:
+    """Leaves as runs: the index of the first, and all of them in base64."""
+    runs: list[tuple[int, list[bytes]]] = []
+    for index, leaf in sorted(leaves.items()):
+        if not runs or runs[-1][0] + len(runs[-1][1]) != index:
+            runs.append((index, []))
+        runs[-1][1].append(leaf)
+    return [[first, base64.b64encode(b"".join(run)).decode()] for first, run in runs]
+
+
+def _unpacked(runs: object) -> Leaves:
+    return dict(_leaves_of(runs))  # type: ignore[arg-type]
+
+
+def _leaves_of(runs: Sequence[tuple[int, str]]) -> Iterator[tuple[int, bytes]]:
+    for first, text in runs:
+        joined = base64.b64decode(text)
+        for index in range(len(joined) // DIGEST_BYTES):
+            yield first + index, joined[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]

@@ -1,0 +1,1 @@
+"""Checkpoint folders in Hugging Face layout."""

@@ -1,0 +1,1 @@
+"""Process groups between trainers and engines."""

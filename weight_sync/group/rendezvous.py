@@ -1,0 +1,289 @@
+"""How the ranks of a weight group find each other: with a deadline, and with a way to give up.
+
+Only public torch names are used. Connecting to a store blocks for as long as the process that hosts it is stopped, so
+it runs in a thread of its own too (see `shared_keys`).
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ..errors import TransferFailed
+from .shared_keys import Deadline, SharedKeys, Stop
+from .weight_group import Backend, WeightGroup
+
+# The prefixes between the TCPStore and the backend, outermost first. "torch" is the chain of those who follow SGLang's
+# init_custom_process_group recipe (slime, Miles, OpenRLHF, verl): the recipe puts the group's name in front, torch's
+# _new_process_group_helper puts it there again with a slash, then the device of the first backend. rendezvous("tcp://")
+# adds none. Read in torch 2.13; every older copy that was looked at has the same chain. "plain" is for
+# PrefixStore(name, store) handed to a backend's constructor.
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "torch": ("{group}", "{group}/", "{device}/"),
+    "plain": ("{group}",),
+}
+_DEVICE_OF = {"gloo": "cpu", "nccl": "cuda"}
+_CONNECT_S = 1.0  # for one attempt to reach the host
+_GRACE_S = 0.5  # what a rendezvous that has been told to end may take to say so itself, and a refused one to be heard
+_POLL_S = 0.005  # between two looks at who has heard
+
+
+class _RendezvousStore(dist.Store):
+    """What gloo sees of the store while its ranks find each other: a wait here can be cancelled."""
+
+    def __init__(self, store: dist.Store, rank: int, stop: Stop, deadline: Deadline) -> None:
+        super().__init__()
+        self._store, self._rank, self._stop, self._deadline = store, rank, stop, deadline
+        self._keys = SharedKeys(store)
+        self._addresses: str | None = None  # gloo's addresses are at <this><rank>
+        self._arrived: set[str] = set()
+
+    def set(self, key: str, value: bytes) -> None:
+        if self._addresses is None and key.endswith(str(self._rank)):
+            self._addresses = key.removesuffix(str(self._rank))
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._keys.wait(keys, self._deadline, self._stop)
+        self._arrived.update(keys)
+
+    def missing_ranks(self, world_size: int) -> list[int]:
+        """The ranks that have not told gloo where they are."""
+        others = [rank for rank in range(world_size) if rank != self._rank]
+        if self._addresses is None:
+            return others
+        keys, soon = {rank: f"{self._addresses}{rank}" for rank in others}, self._deadline.at_most(_GRACE_S)
+        try:
+            return [rank for rank, key in keys.items() if not self._keys.has(key, soon)]
+        except RuntimeError:  # the store is gone or silent: what was seen before
+            return [rank for rank, key in keys.items() if key not in self._arrived]
+
+    def close(self) -> None:
+        self._keys.close()
+
+
+class Rendezvous:
+    """One rank's way into a group. `join` blocks and belongs into a thread of the caller's; `cancel` ends it."""
+
+    def __init__(
+        self,
+        master_address: str,
+        master_port: int,
+        rank: int,
+        world_size: int,
+        group_name: str,
+        backend: Backend = "gloo",
+        timeout_s: float = 300.0,
+        device: torch.device | None = None,
+        layout: str = "torch",
+    ) -> None:
+        """See `join_group`."""
+        wrong = [
+            text
+            for text, holds in {
+                f"world_size {world_size} is not positive": world_size >= 1,
+                f"rank {rank} is not in a group of {world_size}": 0 <= rank < world_size,
+                f"master_port {master_port} is not a port": 0 < master_port < 65536,
+                "group_name is empty": bool(group_name),
+                f"backend {backend!r} is not one of {', '.join(_DEVICE_OF)}": backend in _DEVICE_OF,
+                f"layout {layout!r} is not one of {', '.join(LAYOUTS)}": layout in LAYOUTS,
+                f"device {device} is not a CUDA device with an index, which nccl needs": backend != "nccl"
+                or (device is not None and device.type == "cuda" and device.index is not None),
+                "this build of torch has no NCCL": backend != "nccl" or dist.is_nccl_available(),
+            }.items()
+            if not holds
+        ]
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        self._address = (master_address, master_port)
+        self.group_name = group_name
+        self._rank, self._world_size, self._backend = rank, world_size, backend
+        self._device = torch.device("cpu") if backend == "gloo" else device
+        self._layout = layout
+        self._deadline = Deadline.after(timeout_s)
+        self._cancelled = threading.Event()
+        self._wake = threading.Event()
+        self._lock = threading.Lock()
+        self._left = False  # the caller is gone: a group that comes now is destroyed again
+        self._result: WeightGroup | BaseException | None = None
+        self._proxy: _RendezvousStore | None = None
+        self._refused: str | None = None  # why the rendezvous cannot succeed, once this rank has heard of it
+
+    def cancel(self) -> None:
+        """End a `join` that waits, from any thread; it raises TransferFailed. After the join it does nothing."""
+        self._cancelled.set()
+        self._wake.set()
+
+    def join(self) -> WeightGroup:
+        """Find the other ranks. Raises TransferFailed naming rank, group and the ranks that had not arrived."""
+        threading.Thread(target=self._run, name=f"rendezvous-{self.group_name}", daemon=True).start()
+        self._wake.wait(self._deadline.left_s)
+        if self._result is None:
+            # Cancelled or too late. The thread says which ranks are missing, unless torch holds it.
+            self._wake.clear()
+            if self._result is None:
+                self._wake.wait(_GRACE_S)
+        with self._lock:
+            self._left = True
+            result = self._result
+        if isinstance(result, WeightGroup):
+            return result
+        if isinstance(result, TransferFailed):
+            raise result
+        raise self._failure("the process that hosts the store does not answer") from result
+
+    def _run(self) -> None:
+        group: WeightGroup | None = None
+        try:
+            group = self._meet()
+            result: WeightGroup | BaseException = group
+        except (RuntimeError, OSError, ValueError) as error:  # torch's, the socket's and ours; the caller raises it
+            # Made anew: a traceback would keep the store alive, and its port taken, for as long as the error.
+            failed = error if isinstance(error, TransferFailed) else self._failure(self._refused or str(error))
+            result = TransferFailed(str(failed))
+        if self._proxy is not None:
+            self._proxy.close()
+            self._proxy = None
+        with self._lock:
+            self._result = result
+            abandoned = self._left
+        self._wake.set()
+        if abandoned and group is not None:
+            group.destroy()
+
+    def _failure(self, why: str) -> TransferFailed:
+        where = f"rank {self._rank} of group {self.group_name!r}, rendezvous at {self._address[0]}:{self._address[1]}"
+        proxy = self._proxy
+        if proxy is not None:
+            missing = proxy.missing_ranks(self._world_size)
+        else:
+            missing = [0] if self._rank else list(range(1, self._world_size))
+        if self._cancelled.is_set():
+            why = f"cancelled ({why})"
+        elif self._deadline.has_passed:
+            why = f"deadline of {self._deadline.timeout_s:g} s passed ({why})"
+        return TransferFailed(f"{where}: {why}; ranks that had not arrived: {', '.join(map(str, missing)) or 'none'}")
+
+    def _meet(self) -> WeightGroup:
+        host = self._connect()
+        roster = SharedKeys(dist.PrefixStore(f"lockstep/{self.group_name}", host))
+        try:
+            self._sign(roster)
+            chain: dist.Store = host
+            for prefix in LAYOUTS[self._layout]:
+                chain = dist.PrefixStore(prefix.format(group=self.group_name, device=_DEVICE_OF[self._backend]), chain)
+            if self._backend == "nccl":
+                return self._group((self._make_nccl(chain),), host, chain)
+            proxy = self._proxy = _RendezvousStore(chain, self._rank, lambda: self._refusal(roster), self._deadline)
+            first = dist.ProcessGroupGloo(proxy, self._rank, self._world_size, self._deadline.left)
+            if not self._all_are_ours(roster):
+                return self._group((first,), host, chain, proxy)
+            proxy.close()
+            chain = dist.PrefixStore(f"lockstep/{self.group_name}/second", host)
+            again = self._proxy = _RendezvousStore(chain, self._rank, lambda: self._refusal(roster), self._deadline)
+            second = dist.ProcessGroupGloo(again, self._rank, self._world_size, self._deadline.left)
+            return self._group((first, second), host, chain, proxy, again)
+        finally:
+            if self._rank == 0 and self._refused is not None:
+                self._let_all_hear(roster)
+            roster.close()
+
+    def _group(self, lanes: tuple[dist.ProcessGroup, ...], *stores: dist.Store) -> WeightGroup:
+        return WeightGroup(self.group_name, self._rank, self._world_size, self._backend, self._device, lanes, stores)
+
+    def _all_are_ours(self, roster: SharedKeys) -> bool:
+        """Whether every rank is one of this class, once all are there: rank 0 says so."""
+        if self._world_size == 1:
+            return False
+        if self._rank == 0:
+            signed = roster.has([f"joined/{rank}" for rank in range(self._world_size)], self._deadline)
+            roster.put("all_ours", "yes" if signed else "no", self._deadline)
+            return signed
+        if not roster.has("world_size", self._deadline):  # a foreign rank 0, who says nothing
+            return False
+        return roster.get("all_ours", self._deadline, lambda: self._refusal(roster)) == "yes"
+
+    def _connect(self) -> dist.TCPStore:
+        address, port = self._address
+        if self._rank == 0:
+            return dist.TCPStore(
+                address, port, self._world_size, True, timeout=self._deadline.left, wait_for_workers=False
+            )
+        failure = "not tried"
+        while not self._stopped() and not self._deadline.has_passed:
+            soon = self._deadline.at_most(_CONNECT_S)
+            try:
+                # A plain socket first: a TCPStore would go on trying, deaf to `cancel`. It counts this rank in at a
+                # host that waits for all of them (wait_for_workers, which only hosts wait for) once it is connected.
+                socket.create_connection(self._address, timeout=max(0.05, soon.left_s)).close()
+                return dist.TCPStore(address, port, self._world_size, False, timeout=soon.left)
+            except (OSError, RuntimeError) as error:
+                failure = str(error)
+                self._cancelled.wait(min(0.05, self._deadline.left_s))
+        raise self._failure(f"rank 0 cannot be reached: {failure}")
+
+    def _sign(self, roster: SharedKeys) -> None:
+        """Tell our other ends, where there are any, who joins; see `_refusal`."""
+        if self._rank == 0:
+            roster.put("world_size", str(self._world_size), self._deadline)
+        if roster.add(f"joined/{self._rank}", 1, self._deadline) > 1:
+            roster.put("refused", f"rank {self._rank} joined twice", self._deadline)
+        refused = self._refusal(roster)
+        if refused:
+            raise self._failure(refused)
+
+    def _refusal(self, roster: SharedKeys) -> str | None:
+        """Why this rendezvous cannot succeed, as soon as any rank of ours knows. A foreign rank 0 says nothing."""
+        if stopped := self._stopped():
+            return stopped
+        if self._refused is None:
+            self._refused = self._read_refusal(roster)
+            if self._refused is not None and self._rank:
+                roster.add(f"heard/{self._rank}", 1, self._deadline)
+        return self._refused
+
+    def _read_refusal(self, roster: SharedKeys) -> str | None:
+        if self._rank and roster.has("world_size", self._deadline):
+            size = int(roster.get("world_size", self._deadline))
+            if size != self._world_size and not roster.has("refused", self._deadline):
+                differ = f"rank {self._rank} joins a group of {self._world_size}, rank 0 one of {size}"
+                roster.put("refused", differ, self._deadline)
+                return differ
+        return roster.get("refused", self._deadline) if roster.has("refused", self._deadline) else None
+
+    def _let_all_hear(self, roster: SharedKeys) -> None:
+        """The store goes with its host, so all who have signed are given a moment to read why it does."""
+        soon = self._deadline.at_most(_GRACE_S)
+
+        def is_unheard(rank: int) -> bool:
+            if not roster.has(f"joined/{rank}", soon):
+                return False
+            return roster.add(f"heard/{rank}", 0, soon) < roster.add(f"joined/{rank}", 0, soon)
+
+        while any(map(is_unheard, range(1, self._world_size))) and not soon.has_passed:
+            if self._cancelled.wait(min(_POLL_S, soon.left_s)):
+                return
+
+    def _stopped(self) -> str | None:
+        return "cancelled" if self._cancelled.is_set() else None
+
+    def _make_nccl(self, store: dist.Store) -> dist.ProcessGroupNCCL:
+        # NCCL's threads keep using the store, so they get torch's own. Connecting now rather than at the first
+        # broadcast makes a rank that never joins a failure of the rendezvous.
+        torch.cuda.set_device(self._device)
+        made = dist.ProcessGroupNCCL(store, self._rank, self._world_size, dist.ProcessGroupNCCL.Options())
+        made.eager_connect_single_device(self._device)
+        return made

@@ -1,0 +1,109 @@
+"""Which bytes of which tensors share a bucket: planned by a pure function, filled and emptied by thin ones.
+
+    bucket 0            | bucket 1                      | bucket 2
+    | a | b | c first   | c, the middle of a big tensor | c last | d | e |
+
+Every piece starts at a multiple of `ALIGNMENT` bytes, in its bucket and in its tensor, so that it is whole elements of
+any dtype and can be viewed without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..manifest import TensorSpec
+
+ALIGNMENT = 64  # bytes: a multiple of every element size, and of a cache line
+DEFAULT_BUCKET_BYTES = 512 << 20
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element: same size, integer
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A byte range of one tensor, and where it lies in its bucket."""
+
+    name: str
+    tensor_offset: int  # bytes
+    bucket_offset: int  # bytes
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """One bucket: pieces in order, padding between them."""
+
+    index: int
+    num_bytes: int  # up to the end of the last piece
+    pieces: tuple[Piece, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(piece.name for piece in self.pieces)
+
+
+def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> tuple[BucketPlan, ...]:
+    """Lay tensors into buckets of at most `bucket_bytes`, in their order. Empty tensors are pieces of no bytes.
+
+    Raises ValueError for a bucket size below the alignment.
+    """
+    if bucket_bytes < ALIGNMENT:
+        raise ValueError(f"bucket_bytes must be at least {ALIGNMENT}, not {bucket_bytes}")
+    capacity = bucket_bytes // ALIGNMENT * ALIGNMENT
+    plans: list[BucketPlan] = []
+    pieces: list[Piece] = []
+    end = 0
+
+    def close() -> None:
+        nonlocal pieces, end
+        plans.append(BucketPlan(len(plans), end, tuple(pieces)))
+        pieces, end = [], 0
+
+    for spec in specs:
+        done = 0
+        while True:
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            # A tensor that would fit into a bucket of its own is not cut for the sake of the rest of this one.
+            left = spec.num_bytes - done
+            if pieces and (start >= capacity or start + left > capacity >= left):
+                close()
+                continue
+            size = min(left, capacity - start)
+            pieces.append(Piece(spec.name, done, start, size))
+            end, done = start + size, done + size
+            if done == spec.num_bytes:
+                break
+    if pieces:
+        close()
+    return tuple(plans)
+
+
+def byte_view(tensor: Tensor) -> Tensor:
+    """The raw bytes of a tensor, uint8 [num_bytes]: a view where it is contiguous, a copy where it is not."""
+    return word_view(tensor.detach().resolve_conj().resolve_neg()).contiguous().reshape(-1).view(torch.uint8)
+
+
+def word_view(tensor: Tensor) -> Tensor:
+    """The tensor itself with an integer dtype of the same size: torch copies, compares and indexes every one of these.
+
+    A tensor that has no such view stays what it is: complex128, lazily conjugated or negated ones.
+    """
+    word = _WORDS.get(tensor.itemsize)
+    return tensor if word is None or tensor.is_conj() or tensor.is_neg() else tensor.view(word)
+
+
+def pack(plan: BucketPlan, sources: dict[str, Tensor], bucket: Tensor) -> None:
+    """Fill `bucket` (uint8, at least plan.num_bytes) with the plan's pieces of `sources`, uint8 views by name."""
+    for piece in plan.pieces:
+        part = sources[piece.name][piece.tensor_offset : piece.tensor_offset + piece.num_bytes]
+        bucket[piece.bucket_offset : piece.bucket_offset + piece.num_bytes].copy_(part)
+
+
+def unpack(plan: BucketPlan, bucket: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+    """Each piece with its bytes, uint8 views of `bucket`."""
+    for piece in plan.pieces:
+        yield piece, bucket[piece.bucket_offset : piece.bucket_offset + piece.num_bytes]

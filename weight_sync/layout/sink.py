@@ -1,0 +1,55 @@
+"""Where the bytes of an update go: what a wire's receiving end may ask of the tensors that it fills."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from ..manifest import TensorSpec
+from .shard_bytes import ShardBytes
+
+
+class Sink(Protocol):
+    """Takes the tensors of one update, by name and byte range, in any order. A `WeightTransaction` is one.
+
+    A receiver calls `expect` before its first byte, then per range either `destination`, whose bytes it overwrites
+    itself, or `write`; or `write_elements` for the changed elements of a tensor. If it raises, what it wrote is undone:
+    by then no transfer into a lent destination may be under way.
+
+    All byte offsets are multiples of `bucket.ALIGNMENT`; a range ends at such a multiple or at the tensor's end.
+    """
+
+    def expect(self, specs: Sequence[TensorSpec]) -> None:
+        """Check the tensors of an update before its first byte. Changes nothing.
+
+        Raises ValueError listing every name that is unknown or comes twice, and every shape and dtype that is not the
+        resident tensor's.
+        """
+
+    def destination(self, name: str, offset: int, num_bytes: int) -> Tensor | None:
+        """The resident bytes of this range, for the caller to overwrite: a uint8 view [num_bytes].
+
+        What is there is recorded for undo first; from here on the range counts as written. None where it cannot be
+        lent (the tensor is not contiguous, or was written already under its other name): receive into a buffer and
+        `write` that; nothing was recorded then.
+        """
+
+    def write(self, name: str, offset: int, data: Tensor) -> None:
+        """Overwrite bytes of a tensor from `offset`. data: uint8 [n] on any device; it is read before this returns."""
+
+    def write_elements(self, name: str, positions: Tensor, values: Tensor) -> None:
+        """Overwrite single elements; every element of the tensor counts as written.
+
+        positions: int64 [n] into the flattened tensor, no position twice. values: [n] of the tensor's dtype, or of an
+        integer dtype of the same size that holds the same bits.
+        """
+
+    def held(self, name: str) -> ShardBytes:
+        """What is here of the tensor as it is now, to read only: for digests of what is there and bases of differences.
+        """
+
+    def leave_unchecked(self, name: str, why: str) -> None:
+        """What was written of this tensor could not be checked here as it could be where the whole tensor is: it has to
+        be compared with the sender's digest before it counts."""

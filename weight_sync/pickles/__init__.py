@@ -1,0 +1,1 @@
+"""The trust boundary: payloads of other frameworks, read and never executed."""

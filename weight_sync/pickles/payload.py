@@ -1,0 +1,259 @@
+"""The payload by which RL frameworks hand tensors to an engine on their host: base64 of multiprocessing's pickle.
+
+It is parsed without being run (`inert_pickle`). The names it may contain stand in the tables of
+`payload_tensors`; sglang is never imported. Every tensor is planned and checked before any memory is attached.
+
+Kinds, after SGLang's `update_weights_from_tensor`: a list of (name, tensor), where a tensor may be wrapped in a
+LocalSerializedTensor, a further pickle for each tensor-parallel rank; or a flattened bucket, one uint8 tensor with the
+tensors back to back, without alignment, and their metadata.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import pickle
+import struct
+from dataclasses import dataclass
+from multiprocessing import reduction
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from ..layout.bucket import byte_view
+from ..layout.json_values import is_count
+from ..manifest import NamedTensors, dtype_name
+from ..same_host.cuda_ipc import visible_uuids
+from ..same_host.handover import raise_if_any, shown
+from .inert import Call, UnsafePickle, parse
+from .payload_tensors import (
+    ALLOWED,
+    BUCKETS,
+    METADATA,
+    PER_RANK,
+    TensorPlan,
+    counts_of,
+    described_value,
+    dtype_of,
+    name_of,
+    open_all,
+    plan_tensor,
+    state_of,
+)
+
+LoadFormat = Literal["direct", "flattened_bucket"]
+LOAD_FORMATS: tuple[LoadFormat | None, ...] = (None, "direct", "flattened_bucket")
+DEFAULT_MAX_BYTES = 64 << 20  # of pickle: a payload holds handles, not values
+
+
+def read_framework_payload(
+    serialized: str | bytes,
+    load_format: str | None,
+    tp_rank: int = 0,
+    *,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+    allow: bool = True,
+    timeout_s: float = 10.0,
+) -> list[tuple[str, Tensor]]:
+    """The named tensors of one payload: base64 text, or the pickle itself as bytes.
+
+    They lie in the sender's memory (except slices of a bucket that are not aligned, which are copied): copy them, wait
+    for the copies, drop them, and only then reply. allow: False refuses every payload.
+
+    Raises UnsafePickle, a ValueError, quoting a name that is not in our tables; ValueError listing every tensor whose
+    description does not hold, before any memory is attached; TransferFailed where the memory cannot be had in time.
+    """
+    if not allow:
+        raise UnsafePickle("pickled payloads are turned off (allow_pickle=False): send a description instead")
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"load_format {shown(load_format)} is not one of None, 'direct', 'flattened_bucket'")
+    problems: list[str] = []
+    payload = _parse(serialized, max_bytes)
+    if load_format == "flattened_bucket":
+        flat, slices = _plan_bucket(payload, problems)
+        raise_if_any(problems, "flattened bucket")
+        whole = open_all([flat], timeout_s)[0]
+        return [(one.name, one.cut(whole)) for one in slices]
+    named = _plan_named(payload, tp_rank, max_bytes, problems)
+    raise_if_any(problems, "named tensors")
+    tensors = open_all([plan for _, plan in named], timeout_s)
+    return [(name, tensor) for (name, _), tensor in zip(named, tensors, strict=True)]
+
+
+def _parse(serialized: object, max_bytes: int) -> object:
+    if not isinstance(serialized, str | bytes):
+        raise ValueError(f"a payload is base64 text or bytes, not {shown(serialized)}")
+    num_bytes = len(serialized) * 3 // 4 if isinstance(serialized, str) else len(serialized)
+    if num_bytes > max_bytes + 2:  # base64 pads up to two bytes
+        raise ValueError(f"a payload of {num_bytes} bytes; the limit is {max_bytes}")
+    if isinstance(serialized, bytes):
+        return parse(serialized, ALLOWED)
+    try:
+        data = base64.b64decode(serialized, validate=True)
+    except ValueError as error:  # binascii.Error is one; so is text that is not ASCII
+        raise ValueError(f"the payload is not base64: {error}") from error
+    return parse(data, ALLOWED)
+
+
+def _plan_named(payload: object, tp_rank: int, max_bytes: int, problems: list[str]) -> list[tuple[str, TensorPlan]]:
+    if type(payload) is not list:
+        raise ValueError(f"a list of (name, tensor) was expected, not {described_value(payload)}")
+    named: dict[str, TensorPlan] = {}
+    left = max_bytes  # for nested pickles together: one that is referred to often is parsed as often
+    for index, entry in enumerate(payload):
+        if type(entry) not in (tuple, list) or len(entry) != 2 or type(entry[0]) is not str:
+            problems.append(f"entry {index} is not (name, tensor)")
+            continue
+        name, value = entry
+        try:
+            if name in named:
+                raise ValueError("named more than once")
+            if type(value) is Call and name_of(value.function) in PER_RANK:
+                nested = _of_rank(value, tp_rank)
+                value, left = _parse(nested, left), left - len(nested)
+            named[name] = plan_tensor(value)
+        except UnsafePickle:
+            raise
+        except ValueError as error:
+            problems.append(f"{shown(name)}: {error}")
+    return list(named.items())
+
+
+def _of_rank(value: Call, tp_rank: int) -> str | bytes:
+    values = state_of(value, PER_RANK, {"values"})["values"]
+    if type(values) not in (list, tuple) or not is_count(tp_rank, len(values)):  # type: ignore[arg-type]
+        raise ValueError(f"no value for tensor-parallel rank {tp_rank}")
+    return values[tp_rank]  # type: ignore[index]
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A tensor of a bucket: bytes `start` to `end` of the flat tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    def cut(self, flat: Tensor) -> Tensor:
+        part = flat[self.start : self.end]
+        if part.data_ptr() % self.dtype.itemsize or part.storage_offset() % self.dtype.itemsize:
+            part = part.clone()
+        return part.view(self.dtype).reshape(self.shape)
+
+
+def _plan_bucket(payload: object, problems: list[str]) -> tuple[TensorPlan, list[_Slice]]:
+    fields = payload
+    if type(payload) is Call:
+        fields = state_of(payload, BUCKETS, {"flattened_tensor", "metadata"})
+    if type(fields) is not dict or set(fields) != {"flattened_tensor", "metadata"}:
+        raise ValueError(f"a dict of flattened_tensor and metadata was expected, not {described_value(payload)}")
+    flat = plan_tensor(fields["flattened_tensor"])
+    if len(flat.shape) != 1 or flat.dtype != torch.uint8 or (flat.shape[0] > 1 and flat.stride[0] != 1):
+        raise ValueError("the flattened tensor must be contiguous uint8 [bytes]")
+    if type(fields["metadata"]) is not list:
+        raise ValueError("the metadata of a flattened bucket must be a list")
+    slices: dict[str, _Slice] = {}
+    for index, value in enumerate(fields["metadata"]):
+        try:
+            one = _plan_slice(value, flat.shape[0])
+            if one.name in slices:
+                raise ValueError(f"{shown(one.name)} is named more than once")
+            slices[one.name] = one
+        except ValueError as error:
+            problems.append(f"metadata {index}: {error}")
+    return flat, list(slices.values())
+
+
+def _plan_slice(value: object, num_bytes: int) -> _Slice:
+    state = state_of(value, {METADATA}, {"name", "shape", "dtype", "start_idx", "end_idx", "numel"})
+    name, start, end, length = (state[key] for key in ("name", "start_idx", "end_idx", "numel"))
+    if type(name) is not str:
+        raise ValueError(f"name {described_value(name)}")
+    if not (is_count(start) and is_count(end) and start <= end <= num_bytes):  # type: ignore[operator]
+        raise ValueError(f"{shown(name)}: bytes {shown(start)} to {shown(end)} of a bucket of {num_bytes}")
+    dtype, shape = dtype_of(state["dtype"]), counts_of(state["shape"])
+    if len(shape) > 64 or math.prod(shape) * dtype.itemsize != end - start or length != end - start:  # type: ignore[operator]
+        sizes = f"{dtype}{list(shape[:8])} in {end - start} bytes, numel {shown(length)}"  # type: ignore[operator]
+        raise ValueError(f"{shown(name)}: {sizes}")
+    return _Slice(name, dtype, shape, start, end)  # type: ignore[arg-type]
+
+
+def serialize_for_engine(named_tensors: NamedTensors, load_format: LoadFormat | None = None) -> str:
+    """The payload that `read_framework_payload`, or an SGLang engine, reads: base64 text for one rank.
+
+    CPU tensors are copied into named shared memory, which torch frees after they were read once. CUDA tensors travel as
+    IPC handles, with their device's UUID: keep them unchanged until the reply. Raises ValueError for a load format that
+    is unknown, names that come twice, and a flattened bucket of tensors on several devices.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"load_format {load_format!r} is not one of None, 'direct', 'flattened_bucket'")
+    tensors = [(name, tensor.detach()) for name, tensor in named_tensors]
+    names = [name for name, _ in tensors]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"tensors named more than once: {', '.join(twice)}")
+    if load_format != "flattened_bucket":
+        data = _dump([(name, tensor if tensor.is_cuda else tensor.clone()) for name, tensor in tensors])
+    else:
+        data = _dump_bucket(tensors)
+    return base64.b64encode(data).decode()
+
+
+class _Pickler(reduction.ForkingPickler):
+    """Names CUDA devices by UUID, as SGLang's patch of torch does."""
+
+    def reducer_override(self, value: object) -> object:
+        if not isinstance(value, Tensor) or not value.is_cuda:
+            return NotImplemented
+        rebuild, arguments = reductions.reduce_tensor(value)
+        return rebuild, (*arguments[:6], visible_uuids()[arguments[6]], *arguments[7:])
+
+
+def _dump(value: object) -> bytes:
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    buffer = io.BytesIO()
+    # By name: descriptors can be fetched by this process's children only.
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        _Pickler(buffer, 3).dump(value)
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
+    return buffer.getvalue()
+
+
+def _dump_bucket(tensors: list[tuple[str, Tensor]]) -> bytes:
+    """A flattened bucket, its metadata under SGLang's class, which this process need not have: opcodes by hand."""
+    devices = {tensor.device for _, tensor in tensors}
+    if len(devices) > 1:
+        raise ValueError(f"a flattened bucket of tensors on several devices: {', '.join(sorted(map(str, devices)))}")
+    pieces = [byte_view(tensor) for _, tensor in tensors]
+    flat = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+    end, metadata = 0, []
+    for (name, tensor), piece in zip(tensors, pieces, strict=True):
+        start, end = end, end + piece.numel()
+        fields = {
+            "name": _text(name),
+            "shape": b"ctorch\nSize\n(" + b"".join(map(_number, tensor.shape)) + b"t\x85R",
+            "dtype": f"ctorch\n{dtype_name(tensor.dtype)}\n".encode(),
+            "start_idx": _number(start),
+            "end_idx": _number(end),
+            "numel": _number(end - start),
+        }
+        state = b"".join(_text(key) + value for key, value in fields.items())
+        metadata.append("c{}\n{}\n".format(*METADATA).encode() + b")\x81}(" + state + b"ub")
+    # PROTO 3, a dict; the tensor's pickle without its own PROTO and STOP; a list of new objects; STOP.
+    tensor_part = _text("flattened_tensor") + _dump(flat)[2:-1]
+    return b"\x80\x03}(" + tensor_part + _text("metadata") + b"](" + b"".join(metadata) + b"eu."
+
+
+def _text(value: str) -> bytes:
+    raw = value.encode()
+    return b"X" + struct.pack("<I", len(raw)) + raw
+
+
+def _number(value: int) -> bytes:
+    return pickle.dumps(value, protocol=2)[2:-1]

@@ -1,0 +1,1 @@
+"""Shared memory and CUDA IPC."""

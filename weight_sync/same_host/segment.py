@@ -1,0 +1,127 @@
+"""A sender's segment of shared memory: its file, its header, its two halves, and who may remove it.
+
+The file is a header of one page (magic, then a sequence number for each half) and the bytes of two buckets.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import struct
+import weakref
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..layout.bucket import BucketPlan, Piece
+from .handover import copy_bytes
+
+HEADER_BYTES = 4096  # a page, so that the bucket starts on one
+MAGIC = b"lockstep-shm-1\0\0"
+_SEQUENCE = struct.Struct("=Q")
+_NOTHING = 1  # odd: no description has it
+FILE_NAME = re.compile(r"lockstep-[0-9]+-[0-9a-f]{16}\.shm")
+
+
+def _sequence_offset(half: int) -> int:
+    return len(MAGIC) + half * _SEQUENCE.size
+
+
+def read_sequence(mapped: mmap.mmap, half: int) -> int:
+    """The sequence number of a half, in a mapped segment."""
+    (found,) = _SEQUENCE.unpack_from(mapped, _sequence_offset(half))
+    return found
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A bucket that lies in the segment."""
+
+    index: int
+    half: int
+    sequence: int
+    names: tuple[str, ...]
+    pieces: tuple[Piece, ...]  # their bucket offsets count from the end of the header
+
+
+class Segment:
+    """The sender's file: created, locked and allocated at once, mapped, unlinked at the end."""
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        file, self.path = _create_locked(folder)
+        size = HEADER_BYTES + num_bytes
+        try:
+            # Allocated now: a full folder is an OSError here and not a SIGBUS at the first write.
+            os.posix_fallocate(file, 0, size)
+            self._map = mmap.mmap(file, size)
+        except OSError:
+            self.path.unlink()
+            os.close(file)
+            raise
+        self._map[: len(MAGIC)] = MAGIC
+        self.data = torch.frombuffer(self._map, dtype=torch.uint8)[HEADER_BYTES:]
+        self.unlink = weakref.finalize(self, _unlink, self.path, file, os.getpid())
+
+    def pack(self, plan: BucketPlan, sources: list[Tensor], half_bytes: int, sequence: int) -> Packed:
+        """Copy a bucket's pieces into the half that is its turn; `sequence` marks them complete."""
+        half = plan.index % 2
+        start = half * half_bytes
+        pieces = tuple(replace(piece, bucket_offset=start + piece.bucket_offset) for piece in plan.pieces)
+        self._set_sequence(half, sequence - 1)
+        for piece, source in zip(pieces, sources, strict=True):
+            copy_bytes(self.data[piece.bucket_offset : piece.bucket_offset + piece.num_bytes], source)
+        self._set_sequence(half, sequence)
+        return Packed(plan.index, half, sequence, plan.names, pieces)
+
+    def invalidate(self) -> None:
+        """Make every description so far stale."""
+        for half in (0, 1):
+            self._set_sequence(half, _NOTHING)
+
+    def _set_sequence(self, half: int, sequence: int) -> None:
+        _SEQUENCE.pack_into(self._map, _sequence_offset(half), sequence)
+
+
+def _create_locked(folder: Path) -> tuple[int, Path]:
+    """A new empty file of ours, with its lock held. Returns (descriptor, path)."""
+    while True:
+        path = folder / f"lockstep-{os.getpid()}-{secrets.token_hex(8)}.shm"
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        # Another sender may have taken the file for a stale one before the lock was ours.
+        if os.fstat(file).st_nlink:
+            return file, path
+        os.close(file)
+
+
+def _unlink(path: Path, file: int, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child inherits the finalizer, but not the segment
+        path.unlink(missing_ok=True)
+    os.close(file)
+
+
+def remove_stale_segments(folder: Path) -> list[Path]:
+    """Unlink segments of this user whose senders are gone; returns them. Segments in use stay."""
+    removed = []
+    for path in folder.iterdir():
+        if not FILE_NAME.fullmatch(path.name):
+            continue
+        try:
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # another user's, a link, or just removed: none of ours to remove
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file).st_uid == os.getuid():
+                path.unlink(missing_ok=True)
+                removed.append(path)
+        except BlockingIOError:  # its sender lives
+            pass
+        finally:
+            os.close(file)
+    return removed

@@ -1,0 +1,1 @@
+"""Updates that take effect whole or are undone."""

@@ -1,0 +1,85 @@
+"""One weight-update session: what was written in it, what of that is verified, and what its commit is recorded as."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..manifest import TensorSpec
+from .transaction import Coverage, WeightTransaction
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """One update that is written; it counts when its session commits."""
+
+    source: str
+    version: str | None
+    num_tensors: int
+    num_bytes: int
+    verified: bool  # every one of its tensors was compared with the sender's digests
+    explicit: bool  # its session was begun by the caller
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SessionRecord:
+    """What a session committed."""
+
+    version: str | None  # the last one given to begin, update or commit
+    coverage: Coverage  # "full" where every required tensor was written, however the session was opened
+    verified: bool  # every written tensor was compared with the sender's digests
+    sources: tuple[str, ...]  # of its updates, each once, in order
+    num_tensors: int
+    num_bytes: int  # received, repairs included
+    seconds: float  # from begin to commit
+    num_undo_bytes: int
+
+
+@dataclass
+class WeightSession:
+    """One session while it is open, and after its commit for as long as that can be reverted."""
+
+    transaction: WeightTransaction
+    explicit: bool
+    version: str | None
+    started: float  # of time.monotonic, as `deadline` is
+    lease_s: float | None = None
+    deadline: float | None = None
+    timer: threading.Timer | None = None
+    healing: str | None = None  # why the weights were poisoned when it began
+    sources: list[str] = field(default_factory=list)
+    verified: set[str] = field(default_factory=set)  # resident names
+    unchecked: set[str] = field(default_factory=set)  # resident names that some rank could not check as it should
+    num_bytes: int = 0
+
+    def unverified(self) -> list[str]:
+        return [name for name in self.transaction.written_names() if name not in self.verified]
+
+    def account(
+        self, source: str, version: str | None, specs: Sequence[TensorSpec], matching: set[str], unchecked: set[str]
+    ) -> bool:
+        """Enter an update; matching: names whose digests are the sender's. Returns whether all of its tensors are."""
+        names = {self.transaction.tensor_name(spec.name) for spec in specs}
+        matched = {self.transaction.tensor_name(name) for name in matching} & names
+        self.sources.append(source)
+        self.version = version if version is not None else self.version
+        self.num_bytes += sum(spec.num_bytes for spec in specs)
+        self.verified = self.verified - names | matched
+        self.unchecked = self.unchecked - names | unchecked
+        return bool(names) and names == matched
+
+    def record(self, version: str | None) -> SessionRecord:
+        names = self.transaction.written_names()
+        return SessionRecord(
+            version if version is not None else self.version,
+            "partial" if self.transaction.missing() else "full",
+            bool(names) and not self.unverified(),
+            tuple(dict.fromkeys(self.sources)),
+            len(names),
+            self.num_bytes,
+            time.monotonic() - self.started,
+            self.transaction.num_undo_bytes,
+        )

@@ -1,0 +1,392 @@
+"""One update of resident tensors that lands whole or leaves no trace.
+
+    open -- commit --> committed -- revert --> rolled_back
+      \\-- rollback --> rolled_back, or poisoned where the old bytes were not kept
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import Poisoned, SessionError
+from ..layout.bucket import byte_view
+from ..layout.flat_bytes import Ranges, add_range, gaps, overlaps
+from ..layout.shard_bytes import Shard, ShardBytes
+from ..manifest import NamedTensors, TensorSpec, dtype_name
+from .in_place import is_same_memory
+from .undo import UndoLog
+
+Coverage = Literal["full", "partial"]
+Undo = Literal["tensors", "none"]
+State = Literal["open", "committed", "rolled_back", "poisoned"]
+
+
+@dataclass
+class _Resident:
+    """A tensor of the model and which of its bytes were written, in all and under each of its names. Bytes are those of
+    the whole tensor, also where only a part of it is here."""
+
+    held: ShardBytes
+    required: bool
+    covered: Ranges = ()
+    ranges: dict[str, Ranges] = field(default_factory=dict)  # by name, what `write` and `destination` covered
+    by_elements: set[str] = field(default_factory=set)  # names under which elements were written: they cover it all
+    unchecked: str | None = None  # why what was written could not be checked here
+
+    @property
+    def spec(self) -> TensorSpec:
+        return self.held.spec
+
+    def covered_as(self, name: str) -> Ranges:
+        return add_range((), 0, self.held.num_bytes) if name in self.by_elements else self.ranges.get(name, ())
+
+    def names_used(self) -> set[str]:
+        return set(self.ranges) | self.by_elements
+
+    def covered_by_others(self, name: str) -> Ranges:
+        parts = [part for other in self.names_used() - {name} for part in self.covered_as(other)]
+        covered: Ranges = ()
+        for start, stop in parts:
+            covered = add_range(covered, start, stop)
+        return covered
+
+    def cover(self, name: str, start: int, stop: int) -> None:
+        self.ranges[name] = add_range(self.ranges.get(name, ()), start, stop)
+        self.covered = add_range(self.covered, start, stop)
+
+    def cover_by_elements(self, name: str) -> None:
+        self.by_elements.add(name)
+        self.covered = add_range((), 0, self.held.num_bytes)
+
+    def unwritten(self, name: str | None = None) -> Ranges:
+        """Bytes not written in all, or under one name."""
+        covered = self.covered if name is None else self.covered_as(name)
+        num_bytes = self.held.num_bytes
+        return () if covered == ((0, num_bytes),) else gaps(covered, 0, num_bytes)  # most are whole: asked often
+
+    def forget(self) -> None:
+        self.ranges, self.by_elements = {}, set()
+
+    def forget_everything(self) -> None:
+        self.forget()
+        self.covered, self.unchecked = (), None
+
+
+class WeightTransaction:
+    """A `Sink` over resident tensors that records what it overwrites.
+
+    resident: what a full update writes exactly once, tied tensors once and under one name. optional: what it may write
+    besides (buffers). aliases: other names of resident or optional tensors (`lm_head.weight` ->
+    `model.embed_tokens.weight`); bytes that arrive under a second name are compared with those that arrived under the
+    first. With `coverage="partial"` any of the tensors may be written, and again. With `undo="none"` nothing is kept,
+    and giving up after the first overwritten byte poisons.
+
+    shards: which part of a tensor is here, by name, where it is not all of it; elsewhere: tensors of the model of which
+    nothing is. Both are written by the bytes of the whole tensor, of which only the part's are kept; so every rank of a
+    model that is spread over several can be given the same update, and checks that all of it came.
+
+    Raises ValueError listing aliases of unknown tensors, names that come twice and tensors that share their memory.
+    Used by one thread at a time. The tensors must keep their memory while it lives.
+    """
+
+    def __init__(
+        self,
+        resident: NamedTensors,
+        *,
+        optional: NamedTensors = (),
+        aliases: Mapping[str, str] | None = None,
+        coverage: Coverage = "full",
+        undo: Undo = "tensors",
+        shards: Mapping[str, Shard] | None = None,
+        elsewhere: Sequence[TensorSpec] = (),
+    ) -> None:
+        if coverage not in ("full", "partial"):
+            raise ValueError(f'coverage must be "full" or "partial", not {coverage!r}')
+        if undo not in ("tensors", "none"):
+            raise ValueError(f'undo must be "tensors" or "none", not {undo!r}')
+        self.coverage, self.undo = coverage, undo
+        self.state: State = "open"
+        self.num_writes = 0  # calls that began to write; where it stands still nothing changed
+        self._num_overwritten = 0  # bytes
+        self._aliases = dict(aliases or {})
+        named = [(name, tensor, True) for name, tensor in resident] + [(n, t, False) for n, t in optional]
+        _check_tensors([(name, tensor) for name, tensor, _ in named], self._aliases, {s.name for s in elsewhere})
+        parts = shards or {}
+        self._tensors = {n: _Resident(ShardBytes(n, t, parts.get(n)), required) for n, t, required in named}
+        self._tensors |= {spec.name: _Resident(ShardBytes.nothing(spec), True) for spec in elsewhere}
+        self._log: UndoLog | None = None
+        if undo == "tensors":
+            self._log = UndoLog({name: entry.held.local for name, entry in self._tensors.items()})
+
+    # -- the sink -----------------------------------------------------------------------------------------------------
+
+    def expect(self, specs: Sequence[TensorSpec]) -> None:
+        """See `Sink.expect`. Under full coverage tensors that were written already are offenders too."""
+        self._require("open")
+        wrong, seen = [], set()
+        for spec in specs:
+            if spec.name in seen:
+                wrong.append(f"{spec.name}: named more than once")
+                continue
+            seen.add(spec.name)
+            entry = self._tensors.get(self.tensor_name(spec.name))
+            if entry is None:
+                wrong.append(f"{spec.name}: not a tensor of this model")
+                continue
+            if spec.shape != entry.spec.shape:
+                wrong.append(f"{spec.name}: shape {list(spec.shape)}, resident {list(entry.spec.shape)}")
+            if spec.dtype != entry.spec.dtype:
+                wrong.append(f"{spec.name}: dtype {dtype_name(spec.dtype)}, resident {dtype_name(entry.spec.dtype)}")
+            if self.coverage == "full" and spec.name in entry.names_used():
+                wrong.append(f"{spec.name}: written already in this transaction")
+        if wrong:
+            raise ValueError(f"the update does not fit: {'; '.join(wrong)}")
+
+    def destination(self, name: str, offset: int, num_bytes: int) -> Tensor | None:
+        """See `Sink.destination`. Raises ValueError for a range outside the tensor or, under full coverage, one that
+        was written already."""
+        stop = offset + num_bytes
+        entry = self._entry_to_write(name, offset, stop)
+        lent = entry.held.lend(offset, stop)
+        if lent is None or overlaps(entry.covered_by_others(name), offset, stop):
+            return None
+        self.num_writes += 1
+        self._save(entry, offset, stop)
+        entry.cover(name, offset, stop)
+        return lent
+
+    def write(self, name: str, offset: int, data: Tensor) -> None:
+        """See `Sink.write`. Raises ValueError as `destination` does, and where the bytes differ from those that arrived
+        under the tensor's other name."""
+        if data.dtype != torch.uint8 or data.dim() != 1:
+            raise ValueError(f"{name}: data must be uint8 [n], not {dtype_name(data.dtype)}{list(data.shape)}")
+        stop = offset + data.numel()
+        entry = self._entry_to_write(name, offset, stop)
+        others = entry.covered_by_others(name)
+        for a, b in overlaps(others, offset, stop):
+            if not entry.held.agrees_with(a, data[a - offset : b - offset]):
+                raise ValueError(self._tie_broken(entry, name))
+        self.num_writes += 1
+        for a, b in gaps(others, offset, stop):
+            self._save(entry, a, b)
+            entry.held.write(a, data[a - offset : b - offset])
+        entry.cover(name, offset, stop)
+
+    def write_elements(self, name: str, positions: Tensor, values: Tensor) -> None:
+        """See `Sink.write_elements`. Raises ValueError for positions outside the tensor, values of another dtype or
+        number, and as `write` does for a tensor that was written under its other name."""
+        entry = self._entry_to_write(name, 0, 0)
+        words = _checked_elements(entry, name, positions, values)
+        if not entry.held.is_whole:
+            here, positions = entry.held.local_elements(positions.to(words.device))
+            words = words[here]
+        if entry.names_used() - {name}:
+            if not torch.equal(byte_view(entry.held.local.take(positions)), byte_view(words)):
+                raise ValueError(self._tie_broken(entry, name))
+            self.num_writes += 1
+        else:
+            self.num_writes += 1
+            self._num_overwritten += words.nbytes
+            if self._log is not None:
+                self._log.save_elements(entry.spec.name, positions)
+            entry.held.local.put(positions, words)
+        entry.cover_by_elements(name)
+
+    def held(self, name: str) -> ShardBytes:
+        """See `Sink.held`. Raises ValueError for an unknown name."""
+        return self._entry(name).held
+
+    def leave_unchecked(self, name: str, why: str) -> None:
+        """See `Sink.leave_unchecked`. Raises ValueError for an unknown name."""
+        self._entry(name).unchecked = why
+
+    def resident(self, name: str) -> Tensor:
+        """What is here of a tensor, as it is now. Raises ValueError for an unknown name."""
+        return self._entry(name).held.local.tensor
+
+    # -- what was written ---------------------------------------------------------------------------------------------
+
+    def tensor_name(self, name: str) -> str:
+        """The name under which a tensor is resident, for any of its names."""
+        return self._aliases.get(name, name)
+
+    def written_names(self) -> tuple[str, ...]:
+        """Resident names of the tensors of which anything was written."""
+        return tuple(name for name, entry in self._tensors.items() if entry.covered or entry.names_used())
+
+    def missing(self) -> dict[str, Ranges]:
+        """Byte ranges of required tensors that were not written, by resident name."""
+        return {n: ranges for n, e in self._tensors.items() if e.required and (ranges := e.unwritten())}
+
+    def unwritten(self, names: Iterable[str]) -> dict[str, Ranges]:
+        """Byte ranges that did not arrive under these names since `start_update`. Raises ValueError as `resident`."""
+        found = {name: self._entry(name).unwritten(name) for name in names}
+        return {name: ranges for name, ranges in found.items() if ranges}
+
+    def unchecked(self) -> dict[str, str]:
+        """Why tensors that were written since `start_update` have to be compared with the sender's digests before a
+        commit, by resident name."""
+        return {name: entry.unchecked for name, entry in self._tensors.items() if entry.unchecked is not None}
+
+    def describe(self, missing: Mapping[str, Ranges]) -> list[str]:
+        """Missing byte ranges in words, one for each tensor."""
+        lines = []
+        for name, ranges in missing.items():
+            num_bytes = self._entry(name).held.num_bytes
+            parts = ", ".join(f"[{a}, {b})" for a, b in ranges)
+            lines.append(name if ranges == ((0, num_bytes),) else f"{name} bytes {parts} of {num_bytes}")
+        return lines
+
+    @property
+    def num_undo_bytes(self) -> int:
+        """Memory that what was overwritten takes."""
+        return self._log.num_bytes if self._log is not None else 0
+
+    @property
+    def can_revert(self) -> bool:
+        """Whether a commit can be taken back: it has happened and its undo is still there."""
+        return self.state == "committed" and (self._log is not None or self._num_overwritten == 0)
+
+    # -- transitions --------------------------------------------------------------------------------------------------
+
+    def start_update(self) -> None:
+        """Announce the next of several updates: under partial coverage it may write the same tensors anew, and only
+        bytes of one update are compared between two names of a tensor."""
+        self._require("open")
+        for entry in self._tensors.values():
+            entry.unchecked = None
+            if self.coverage == "partial":
+                entry.forget()
+
+    def check_complete(self) -> None:
+        """Raises ValueError listing what keeps it from being committed: under full coverage every required tensor that
+        is not written, under either one any tensor that is written only in part. Changes nothing."""
+        torn = {n: e.unwritten() for n, e in self._tensors.items() if e.covered and e.unwritten()}
+        absent = {**self.missing(), **torn} if self.coverage == "full" else torn
+        if absent:
+            raise ValueError(f"{len(absent)} tensors were not wholly written: {'; '.join(self.describe(absent))}")
+
+    def commit(self) -> None:
+        """Keep what was written. Raises as `check_complete`; then it stays open."""
+        self._require("open")
+        self.check_complete()
+        self.state = "committed"
+
+    def rollback(self) -> None:
+        """Put every resident byte back to what it was; poisons where that was not kept, or could not be done."""
+        self._require("open")
+        self._put_everything_back()
+
+    def revert(self) -> None:
+        """Take a commit back, as `rollback`. Raises SessionError where its undo is gone."""
+        self._require("committed")
+        if not self.can_revert:
+            raise SessionError("the commit cannot be reverted: what it overwrote is not kept any more")
+        self._put_everything_back()
+
+    def restore(self, names: Iterable[str]) -> None:
+        """Put these tensors back to what they were before the transaction and count them as not written.
+
+        Raises ValueError for an unknown name, and Poisoned, as the state is then, where nothing was kept.
+        """
+        self._require("open")
+        entries = {entry.spec.name: entry for entry in map(self._entry, names)}
+        if self._log is None and any(entry.covered for entry in entries.values()):
+            self.state = "poisoned"
+            raise Poisoned(f'{", ".join(entries)} cannot be restored: the transaction has undo="none"')
+        if self._log is not None:
+            self._log.restore(entries)
+        for entry in entries.values():
+            entry.forget_everything()
+
+    def release_undo(self) -> None:
+        """Free what was overwritten; from then on a commit stands. Raises SessionError while it is open."""
+        if self.state == "open":
+            raise SessionError("the transaction is open: its undo is needed")
+        self._drop_log()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _put_everything_back(self) -> None:
+        self.state = "poisoned"  # until every byte is back
+        if self._log is not None:
+            self._log.restore_all()
+            self._drop_log()
+        elif self._num_overwritten:
+            return
+        self.state = "rolled_back"
+
+    def _drop_log(self) -> None:
+        if self._log is not None:
+            self._log.release()
+            self._log = None
+
+    def _require(self, state: State) -> None:
+        if self.state != state:
+            raise SessionError(f"the transaction is {self.state}, not {state}")
+
+    def _entry(self, name: str) -> _Resident:
+        entry = self._tensors.get(self.tensor_name(name))
+        if entry is None:
+            raise ValueError(f"{name}: not a tensor of this model")
+        return entry
+
+    def _entry_to_write(self, name: str, start: int, stop: int) -> _Resident:
+        self._require("open")
+        entry = self._entry(name)
+        size = entry.spec.dtype.itemsize
+        if not 0 <= start <= stop <= entry.held.num_bytes or start % size or stop % size:
+            raise ValueError(f"{entry.spec.describe()}: [{start}, {stop}) is no range of whole elements in it")
+        if self.coverage == "full" and overlaps(entry.ranges.get(name, ()), start, stop):
+            raise ValueError(f"{name}: bytes [{start}, {stop}) were written already in this transaction")
+        return entry
+
+    def _save(self, entry: _Resident, start: int, stop: int) -> None:
+        first, last = entry.held.local_range(start, stop)
+        if self._log is not None:
+            self._log.save_range(entry.spec.name, first, last)
+        self._num_overwritten += last - first
+
+    def _tie_broken(self, entry: _Resident, name: str) -> str:
+        others = ", ".join(sorted(entry.names_used() - {name}))
+        return f"{name} and {others} are one tensor here, but the update has different bytes for them"
+
+
+def _check_tensors(
+    named: Sequence[tuple[str, Tensor]], aliases: Mapping[str, str], elsewhere: Collection[str]
+) -> None:
+    wrong, tensors, at = [f"{name} is here and elsewhere" for name, _ in named if name in elsewhere], {}, {}
+    for name, tensor in named:
+        if name in tensors:
+            wrong.append(f"{name} is named more than once")
+        tensors[name] = tensor
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype)
+        other = at.setdefault(place, name)
+        if other != name and tensor.numel() and is_same_memory(tensor, tensors[other]):
+            wrong.append(f"{name} is the same memory as {other}: one of them must be an alias")
+    known = {*tensors, *elsewhere}
+    wrong += [f"alias {alias} is of unknown {name}" for alias, name in aliases.items() if name not in known]
+    wrong += [f"alias {alias} is a tensor of its own" for alias in aliases if alias in known]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def _checked_elements(entry: _Resident, name: str, positions: Tensor, values: Tensor) -> Tensor:
+    """`values` as words of the tensor. Raises ValueError for what does not fit it."""
+    if positions.dtype != torch.int64 or positions.dim() != 1 or positions.shape != values.shape:
+        raise ValueError(f"{name}: positions must be int64 [n] and values [n], not {dtype_name(positions.dtype)}"
+                         f"{list(positions.shape)} and {list(values.shape)}")  # fmt: skip
+    dtype = entry.spec.dtype
+    is_integer = not (values.is_floating_point() or values.is_complex())
+    if values.dtype != dtype and not (is_integer and values.itemsize == dtype.itemsize):
+        raise ValueError(f"{name}: values are {dtype_name(values.dtype)}, resident {dtype_name(dtype)}")
+    if positions.numel():
+        lowest, highest = (int(bound) for bound in positions.aminmax())
+        if lowest < 0 or highest >= entry.spec.num_elements:
+            raise ValueError(f"{name}: positions {lowest} to {highest} leave its {entry.spec.num_elements} elements")
+    return entry.held.local.as_words(values)

@@ -1,0 +1,172 @@
+"""What an update overwrites, kept so that it can be put back byte for byte.
+
+    UndoArena  the memory that old bytes are copied into
+    UndoLog    old byte ranges and old elements, put back newest first
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..layout.bucket import ALIGNMENT
+from ..layout.flat_bytes import FlatBytes, Ranges, add_range, gaps
+
+ARENA_CHUNK_BYTES = 256 << 20
+
+
+class _SpareMaps:
+    """Anonymous maps on huge pages for undo logs to take, and to give back for the next one.
+
+    What is given back is the kernel's to reclaim whenever memory is short (MADV_FREE), and costs nothing to use again
+    until then; unmapped, every update would touch fresh pages anew.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spare: list[mmap.mmap] = []
+
+    def take(self, num_bytes: int) -> mmap.mmap:
+        """A map of at least that size, its contents undefined: the smallest that is there, or a new one."""
+        with self._lock:
+            fitting = [memory for memory in self._spare if len(memory) >= num_bytes]
+            if fitting:
+                memory = min(fitting, key=len)
+                self._spare.remove(memory)
+                return memory
+        # Private: Python's default is a shared map, which lies in shmem and gets no huge pages.
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages refuses the advice; small ones hold the same
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
+
+    def give_back(self, maps: Iterable[mmap.mmap]) -> None:
+        """Nothing may use these any more."""
+        for memory in maps:
+            try:
+                memory.madvise(mmap.MADV_FREE)
+            except OSError:  # a kernel that cannot: the map goes when its last view does
+                continue
+            with self._lock:
+                self._spare.append(memory)
+
+
+_spare_maps = _SpareMaps()
+
+
+class UndoArena:
+    """Host memory in big anonymous maps on huge pages, handed out piece by piece until all of it is released.
+
+    Touching fresh pages is what costs: copying into a fresh `torch.empty` ran at 4.4 GB/s, into fresh huge pages at 15
+    (in a virtual machine whose host had not given them yet: 0.3), into memory already touched at 23 (256 MiB, 2
+    threads). So what is released serves the next arena of this process. Pages that nothing is written to are never
+    taken.
+    """
+
+    def __init__(self, chunk_bytes: int = ARENA_CHUNK_BYTES) -> None:
+        self.num_bytes = 0  # handed out
+        self._chunk_bytes = chunk_bytes
+        self._maps: list[mmap.mmap] = []
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], aligned for every dtype, its contents undefined."""
+        if num_bytes == 0:
+            return self._free[:0]
+        padded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        if padded > self._free.numel():
+            self._maps.append(_spare_maps.take(max(padded, self._chunk_bytes)))
+            self._free = torch.frombuffer(self._maps[-1], dtype=torch.uint8)
+        taken, self._free = self._free[:num_bytes], self._free[padded:]
+        self.num_bytes += num_bytes
+        return taken
+
+    def release(self) -> None:
+        """Give all of it back; what was handed out must not be used any more."""
+        self._free = self._free[:0].clone()
+        _spare_maps.give_back(self._maps)
+        self._maps, self.num_bytes = [], 0
+
+
+@dataclass(frozen=True)
+class _OldRange:
+    name: str
+    start: int
+    data: Tensor  # uint8 [n]
+
+    def put_back(self, flat: FlatBytes) -> None:
+        flat.write(self.start, self.data)
+
+
+@dataclass(frozen=True)
+class _OldElements:
+    name: str
+    positions: Tensor  # int64 or, where they fit, int32 [n]
+    words: Tensor  # [n]
+
+    def put_back(self, flat: FlatBytes) -> None:
+        flat.put(self.positions.long(), self.words)
+
+
+class UndoLog:
+    """Old bytes of tensors by name. A byte range is saved once: what overwrites it later need not save it again."""
+
+    def __init__(self, tensors: dict[str, FlatBytes]) -> None:
+        self._tensors = tensors
+        self._arena = UndoArena()
+        self._entries: list[_OldRange | _OldElements] = []
+        self._saved: dict[str, Ranges] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that old bytes, and the positions of old elements, take."""
+        return self._arena.num_bytes
+
+    def save_range(self, name: str, start: int, stop: int) -> None:
+        """Record bytes [start, stop) as they are now; call it before they are overwritten."""
+        saved = self._saved.get(name, ())
+        for a, b in gaps(saved, start, stop):
+            self._entries.append(_OldRange(name, a, self._tensors[name].read(a, self._arena.allocate(b - a))))
+        self._saved[name] = add_range(saved, start, stop)
+
+    def save_elements(self, name: str, positions: Tensor) -> None:
+        """Record these elements, int64 [n], as they are now; call it before they are overwritten."""
+        flat = self._tensors[name]
+        if self._saved.get(name) == ((0, flat.num_bytes),) or positions.numel() == 0:
+            return
+        index_dtype = torch.int32 if flat.tensor.numel() <= torch.iinfo(torch.int32).max else torch.int64
+        words = flat.take(positions)
+        self._entries.append(_OldElements(name, self._copied(positions, index_dtype), self._copied(words, words.dtype)))
+
+    def restore(self, names: Iterable[str]) -> None:
+        """Put back everything of these tensors. Ranges stay recorded: they hold again what is recorded of them."""
+        names = set(names)
+        for entry in reversed(self._entries):
+            if entry.name in names:
+                entry.put_back(self._tensors[entry.name])
+        # A range that was saved after single elements had been overwritten holds those: it gets the old ones only now.
+        mixed = {entry.name for entry in self._entries if isinstance(entry, _OldElements)} & names
+        for entry in self._entries:
+            if entry.name in mixed and isinstance(entry, _OldRange):
+                self._tensors[entry.name].read(entry.start, entry.data)
+        self._entries = [e for e in self._entries if e.name not in mixed or isinstance(e, _OldRange)]
+
+    def restore_all(self) -> None:
+        """Put back everything, newest first."""
+        for entry in reversed(self._entries):
+            entry.put_back(self._tensors[entry.name])
+
+    def release(self) -> None:
+        """Forget everything, and let the next log have the memory."""
+        self._entries, self._saved = [], {}
+        self._arena.release()
+
+    def _copied(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        kept = self._arena.allocate(values.numel() * dtype.itemsize).view(dtype)
+        return kept.copy_(values)
