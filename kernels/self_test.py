@@ -193,9 +193,7 @@ def first_cut_difference(
     return None
 
 
-def _column_difference(
-    product: Product, x: Tensor, weight: Tensor, num_ranks: int, _num_parts: int
-) -> str | None:
+def _column_difference(product: Product, x: Tensor, weight: Tensor, num_ranks: int, _num_parts: int) -> str | None:
     if weight.shape[0] % num_ranks:
         return None  # nobody cuts it so
     whole = product(x, weight, None).chunk(num_ranks, dim=1)
@@ -205,9 +203,7 @@ def _column_difference(
     return None
 
 
-def _block_difference(
-    product: Product, x: Tensor, weight: Tensor, num_ranks: int, num_parts: int
-) -> str | None:
+def _block_difference(product: Product, x: Tensor, weight: Tensor, num_ranks: int, num_parts: int) -> str | None:
     whole = block_partials(x, weight, product, num_parts).chunk(num_ranks)
     width = x.shape[1] // num_parts
     for rank in {0, 1, num_ranks - 1}:
@@ -247,9 +243,7 @@ def first_difference(
     return None
 
 
-def _noise(
-    shape: tuple[int, int], generator: torch.Generator, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def _noise(shape: tuple[int, int], generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.rand(shape, generator=generator).sub_(0.5).to(device=device, dtype=dtype)
 
 
@@ -297,9 +291,7 @@ def _first_invariant_attention(
 def heads_are_independent(path: AttentionPath, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a rank that holds some of the heads, down to one, computes what a rank with all of them does."""
     length, generator = 70, torch.Generator().manual_seed(3)
-    query, key, value = (
-        _noise((length, n * 32), generator, dtype, device).view(length, n, 32) for n in (8, 2, 2)
-    )
+    query, key, value = (_noise((length, n * 32), generator, dtype, device).view(length, n, 32) for n in (8, 2, 2))
     start = torch.tensor([0, length], dtype=torch.int32, device=device)
     whole = varlen_attention(query, key, value, start, scale=0.5, path=path)
     for heads in (slice(0, 4), slice(4, 6), slice(7, 8)):
@@ -314,9 +306,7 @@ def attention_is_invariant(path: AttentionPath, dtype: torch.dtype, device: torc
     """Compares the packed form with the paged one fed in chunks: 210 tokens, two heads a KV head, 48 wide."""
     length, block_size = 210, 16
     generator = torch.Generator().manual_seed(1)
-    query, key, value = (
-        _noise((length, n * 48), generator, dtype, device).view(length, n, 48) for n in (4, 2, 2)
-    )
+    query, key, value = (_noise((length, n * 48), generator, dtype, device).view(length, n, 48) for n in (4, 2, 2))
     start = torch.tensor([0, length], dtype=torch.int32, device=device)
     whole = varlen_attention(query, key, value, start, scale=0.5, path=path)
     num_blocks = -(-length // block_size)
@@ -335,9 +325,7 @@ def attention_is_invariant(path: AttentionPath, dtype: torch.dtype, device: torc
             torch.tensor([0, count], dtype=torch.int32, device=device),
             torch.tensor([end], dtype=torch.int32, device=device),
         )
-        if not torch.equal(
-            paged_attention(query[begin:end], *caches, step, scale=0.5, path=path), whole[begin:end]
-        ):
+        if not torch.equal(paged_attention(query[begin:end], *caches, step, scale=0.5, path=path), whole[begin:end]):
             return False
         begin = end
     assert begin == length

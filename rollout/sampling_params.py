@@ -73,9 +73,7 @@ class SamplingParams:
         if len(grammars := [name for name in GRAMMARS if getattr(self, name) is not None]) > 1:
             problems.append(f"{', '.join(grammars)}: only one of them can constrain an output")
         if not problems and self.min_new_tokens > self.max_new_tokens:
-            problems.append(
-                f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}"
-            )
+            problems.append(f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}")
         if problems:
             raise ValueError("sampling parameters: " + "; ".join(problems))
 
@@ -88,9 +86,7 @@ class SamplingParams:
         """
         given = {name: value for name, value in mapping.items() if value is not None}
         known = {field.name for field in fields(cls)}
-        problems = [
-            f"unknown key {name!r}" for name in mapping if name not in known and name not in NOT_SUPPORTED
-        ]
+        problems = [f"unknown key {name!r}" for name in mapping if name not in known and name not in NOT_SUPPORTED]
         problems += [f"{name} is not supported yet" for name in NOT_SUPPORTED if name in given]
         try:
             params = cls(**{name: value for name, value in given.items() if name in known})
@@ -181,9 +177,7 @@ def _is_texts(value: object, max_bytes: float = math.inf) -> bool:
 def _is_bias(value: object) -> bool:
     if value is None:
         return True
-    return isinstance(value, Mapping) and all(
-        _is_int(k, 0) and _is_number(v, -math.inf) for k, v in value.items()
-    )
+    return isinstance(value, Mapping) and all(_is_int(k, 0) and _is_number(v, -math.inf) for k, v in value.items())
 
 
 def _is_bool(value: object) -> bool:

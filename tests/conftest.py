@@ -147,9 +147,7 @@ def run_world() -> Callable[..., list[object]]:
     return run
 
 
-def _run_rank(
-    rank_function: Callable[[int], object], rank: int, num_ranks: int, folder: str, timeout_s: float
-) -> None:
+def _run_rank(rank_function: Callable[[int], object], rank: int, num_ranks: int, folder: str, timeout_s: float) -> None:
     torch.set_num_threads(1)
     init, timeout = f"file://{folder}/store", timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=num_ranks, timeout=timeout)

@@ -12,9 +12,7 @@ from torch import Tensor
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
-_DTYPES = {
-    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
-}
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -75,9 +75,7 @@ class Probe:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", default="small", help=f"{', '.join(PRESETS)} (random weights) or a model folder"
-    )
+    parser.add_argument("--model", default="small", help=f"{', '.join(PRESETS)} (random weights) or a model folder")
     parser.add_argument("--depths", type=int, nargs="+", choices=tuple(_SEED), default=list(_SEED))
     parser.add_argument("--capacity", type=positive, default=6400, help="tokens of the KV pool")
     parser.add_argument("--scale", type=float, default=_SCALE, help="of the seed's prompt lengths")

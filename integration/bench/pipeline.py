@@ -121,9 +121,7 @@ def _turns(load: Load) -> list[str]:
 def _engines(load: Load) -> dict[str, Engine]:
     """One with each mode. They have groups of their own, and are used one at a time."""
     model = load_model(load.model, dtype=load.dtype)
-    return {
-        mode: Engine(model, load.engine_config(pp=2, sequence_pipelining=mode == "pipelined")) for mode in _MODES
-    }
+    return {mode: Engine(model, load.engine_config(pp=2, sequence_pipelining=mode == "pipelined")) for mode in _MODES}
 
 
 def _lead(load: Load) -> dict[str, object]:

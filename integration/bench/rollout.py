@@ -43,9 +43,7 @@ RunOne = Callable[[Load, int], Run]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", default="small", help=f"{', '.join(PRESETS)} (random weights) or a model folder"
-    )
+    parser.add_argument("--model", default="small", help=f"{', '.join(PRESETS)} (random weights) or a model folder")
     add_load_arguments(parser)
     parser.add_argument("--against", choices=RIVALS, nargs="+", default=[], help="run the same load there too")
     parser.add_argument("--vllm-python", metavar="FILE", help="the Python of an environment that has vLLM")

@@ -223,9 +223,7 @@ class Bench:
         with self._service.optimizer_step():
             self._change(1e-5)
         started = time.perf_counter()
-        self._service.commit_in_place(
-            str(self._version), source=self._model.named_parameters(), digest="later"
-        )
+        self._service.commit_in_place(str(self._version), source=self._model.named_parameters(), digest="later")
         committed = time.perf_counter()
         self._service.finish_digest()
         return {"in_place": committed - started, "digest": time.perf_counter() - committed}

@@ -24,6 +24,7 @@ from .parser import CommandParser
 T = TypeVar("T")
 PACKAGE = __package__.split(".")[0]
 
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 2, after one line on stderr, for what the user got wrong."""
     commands = "\n".join(f"  {name:10} {what}" for name, (_, what) in COMMANDS.items())
@@ -62,12 +63,8 @@ def _generate(arguments: Sequence[str]) -> int:
         "input line, from 0. Run the same command again after an interruption: it goes on where it stopped.",
     )
     parser.add_argument("--model", required=True, metavar="FOLDER", help="a causal LM in Hugging Face format")
-    parser.add_argument(
-        "--input", default=offline.STANDARD, metavar="FILE", help="JSONL; default -, standard input"
-    )
-    parser.add_argument(
-        "--output", default=offline.STANDARD, metavar="FILE", help="JSONL; default -, standard output"
-    )
+    parser.add_argument("--input", default=offline.STANDARD, metavar="FILE", help="JSONL; default -, standard input")
+    parser.add_argument("--output", default=offline.STANDARD, metavar="FILE", help="JSONL; default -, standard output")
     parser.add_argument("--text", action="store_true", help="every input line is a prompt, not a JSON object")
     parser.add_argument(
         "--prompt-field",
@@ -104,9 +101,7 @@ def _generate(arguments: Sequence[str]) -> int:
     logging.getLogger(PACKAGE).setLevel(logging.INFO)  # what the engine chose, and why
     tally = offline.generate(job)
     there = f", {tally.num_before} were there" if tally.num_before else ""
-    ignored = (
-        f"; {tally.num_ignored} could not be taken, see their finish_reason" if tally.num_ignored else ""
-    )
+    ignored = f"; {tally.num_ignored} could not be taken, see their finish_reason" if tally.num_ignored else ""
     print(f"{tally.num_written} answers written{there}{ignored}", file=sys.stderr)
     return 0
 
@@ -122,9 +117,7 @@ def read_settings(flag: str, items: Sequence[str]) -> dict[str, object]:
             try:
                 settings.update(json.loads(item))
             except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{flag} {item!r} is not JSON: {error.msg} at column {error.colno}"
-                ) from error
+                raise ValueError(f"{flag} {item!r} is not JSON: {error.msg} at column {error.colno}") from error
             continue
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
@@ -160,9 +153,7 @@ def _serve(arguments: Sequence[str]) -> int:
     parser.add_argument("--host", help="default 127.0.0.1; another needs an admin key")
     parser.add_argument("--port", type=int, help="default 30000; 0: a free one")
     parser.add_argument("--api-key", metavar="KEY", help="default: the environment's LOCKSTEP_API_KEY")
-    parser.add_argument(
-        "--admin-api-key", metavar="KEY", help="default: LOCKSTEP_ADMIN_KEY, or SGLANG_OMNI_ADMIN_KEY"
-    )
+    parser.add_argument("--admin-api-key", metavar="KEY", help="default: LOCKSTEP_ADMIN_KEY, or SGLANG_OMNI_ADMIN_KEY")
     parser.add_argument("--served-model-name", metavar="NAME", help="as /v1/models calls it; default: the folder")
     parser.add_argument("--no-pickle", action="store_true", help="refuse the pickled payloads of existing frameworks")
     for flag, what in (
@@ -186,9 +177,7 @@ def _serve(arguments: Sequence[str]) -> int:
     )  # fmt: skip
 
 
-def _serve_model(
-    model: str, http: dict[str, object], engine: dict[str, object], service: dict[str, object]
-) -> int:
+def _serve_model(model: str, http: dict[str, object], engine: dict[str, object], service: dict[str, object]) -> int:
     from ...rollout.config import EngineConfig
     from ..http.edge.config import HttpConfig
     from ..service_config import ServiceConfig
@@ -261,9 +250,7 @@ def _route(arguments: Sequence[str]) -> int:
     parser.add_argument("--host", help="default 127.0.0.1; another needs an admin key")
     parser.add_argument("--port", type=int, default=30080, help="default 30080; 0: a free one")
     parser.add_argument("--api-key", metavar="KEY", help="default: the environment's LOCKSTEP_API_KEY")
-    parser.add_argument(
-        "--admin-api-key", metavar="KEY", help="default: LOCKSTEP_ADMIN_KEY, or SGLANG_OMNI_ADMIN_KEY"
-    )
+    parser.add_argument("--admin-api-key", metavar="KEY", help="default: LOCKSTEP_ADMIN_KEY, or SGLANG_OMNI_ADMIN_KEY")
     parser.add_argument(
         "--journal", type=Path, metavar="FILE",
         help="of the update in progress; default: in ~/.local/state/lockstep, by port. Beside it FILE.workers.json "

@@ -104,9 +104,7 @@ def _parse(index: int, line: str, name: str) -> Prompt:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"not JSON ({error.msg} at column {error.colno}); --text takes lines as prompts"
-        ) from error
+        raise ValueError(f"not JSON ({error.msg} at column {error.colno}); --text takes lines as prompts") from error
     if not isinstance(record, dict):
         raise ValueError(f"must be a JSON object, not {type(record).__name__}; --text takes lines as prompts")
     if name not in record:
@@ -153,9 +151,7 @@ class AnswerFile:
                 key = (answer["index"], answer["sample"])
                 made_from = {name: str(answer["made_from"][name]) for name in _MADE_FROM}
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"--output {self.name}, line {number}: not an answer of lockstep generate"
-                ) from error
+                raise ValueError(f"--output {self.name}, line {number}: not an answer of lockstep generate") from error
             self.answers[key], self._line_numbers[key] = made_from, number
         if not lines and not _FIRST_BYTES.startswith(rest[: len(_FIRST_BYTES)]):  # a foreign file of one line
             raise ValueError(f"--output {self.name}, line 1: not an answer of lockstep generate")
@@ -170,16 +166,12 @@ class AnswerFile:
         for (index, sample), made_from in self.answers.items():
             where = f"--output {self.name}, line {self._line_numbers[index, sample]}"
             if index not in by_index or sample >= num_samples:
-                raise ValueError(
-                    f"{where}: answers sample {sample} of input line {index + 1}, which is not asked for"
-                )
+                raise ValueError(f"{where}: answers sample {sample} of input line {index + 1}, which is not asked for")
             now = {"prompt": _hash(by_index[index].prompt), **settings}
             for name in _MADE_FROM:
                 if name in now and now[name] != made_from[name]:
                     changed = f"input line {index + 1}: " if name == "prompt" else ""
-                    raise ValueError(
-                        f"{where}: {changed}made from {_MADE_FROM[name]}; choose another --output"
-                    )
+                    raise ValueError(f"{where}: {changed}made from {_MADE_FROM[name]}; choose another --output")
 
     def append(self, answers: Iterable[Mapping[str, object]]) -> None:
         """Write answers so that a kill of this process cannot lose them."""
@@ -253,10 +245,7 @@ class _Run:
         )
         with bar:
             while True:
-                while (
-                    len(live) < 2 * self._job.engine.max_num_seqs
-                    and (item := next(waiting, None)) is not None
-                ):
+                while len(live) < 2 * self._job.engine.max_num_seqs and (item := next(waiting, None)) is not None:
                     live[self._add(*item)] = item
                 if not live:
                     break
@@ -281,9 +270,7 @@ class _Run:
         return rid
 
     def _answer(self, prompt: Prompt, sample: int, completion: Completion) -> dict[str, object]:
-        reason = {
-            name: value for name, value in asdict(completion.finish_reason).items() if value is not None
-        }
+        reason = {name: value for name, value in asdict(completion.finish_reason).items() if value is not None}
         return {
             "index": prompt.index,
             "sample": sample,

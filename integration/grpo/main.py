@@ -1,6 +1,6 @@
 """The main job: GRPO under torchrun, sampling from the very model that is trained.
 
-    torchrun --nproc-per-node 2 -m lockstep.integration.grpo configs/arithmetic_cpu.toml key=value...
+torchrun --nproc-per-node 2 -m lockstep.integration.grpo configs/arithmetic_cpu.toml key=value...
 """
 
 from __future__ import annotations

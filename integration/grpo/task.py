@@ -38,8 +38,10 @@ def build_task(config: JobConfig) -> Task:
         heldout = problems[_HELDOUT_ONE_IN - 1 :: _HELDOUT_ONE_IN]
         train = [problem for index, problem in enumerate(problems) if (index + 1) % _HELDOUT_ONE_IN]
         if not heldout:
-            raise ValueError(f"{data.path}: {len(problems)} problems are too few to hold one in {_HELDOUT_ONE_IN} out: "
-                             "add some or set data.heldout_path")
+            raise ValueError(
+                f"{data.path}: {len(problems)} problems are too few to hold one in {_HELDOUT_ONE_IN} out: "
+                "add some or set data.heldout_path"
+            )
     return Task(
         lambda step, num: draw_problems(train, config.run.seed, step, num), heldout[: data.num_heldout],
         [*train, *heldout],

@@ -220,9 +220,7 @@ class WeightVerbs:
         else:
             payload = self._own(serialized_named_tensors or (), "serialized_named_tensors")
             receive = from_payload(payload, load_format, self.config)
-        return self._update(
-            "tensor", receive, weight_version, verify, abort_all_requests, keep_running, deadline
-        )
+        return self._update("tensor", receive, weight_version, verify, abort_all_requests, keep_running, deadline)
 
     def update_weights_from_named_tensors(
         self,

@@ -25,18 +25,9 @@ class _Problem(ctypes.Structure):
             for name in ("num_sequences", "table_width", "table_stride", "num_blocks", "block_size")
         ),
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "key_width", "value_width")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("query_row", "query_head", "key_block", "key_token", "key_head")
-        ),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("value_block", "value_token", "value_head", "out_row", "out_head")
-        ),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("new_key_row", "new_key_head", "new_value_row", "new_value_head")
-        ),
+        *((name, ctypes.c_int64) for name in ("query_row", "query_head", "key_block", "key_token", "key_head")),
+        *((name, ctypes.c_int64) for name in ("value_block", "value_token", "value_head", "out_row", "out_head")),
+        *((name, ctypes.c_int64) for name in ("new_key_row", "new_key_head", "new_value_row", "new_value_head")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         ("window", ctypes.c_int64),
     ]
@@ -89,9 +80,7 @@ def _prepared(
     if known is not None:
         return known
     if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(
-            f"native attention serves float32 and bfloat16 on a CPU, not {query.dtype} on {query.device}"
-        )
+        raise ValueError(f"native attention serves float32 and bfloat16 on a CPU, not {query.dtype} on {query.device}")
     num_heads, width, value_width = query.shape[1], query.shape[2], value.shape[-1]
     tables, contexts, starts = layout.block_tables, layout.context_lens, layout.query_start
     table_sizes, block_strides = (0, 0, 0, 1), (0, 0)

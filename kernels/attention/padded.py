@@ -53,9 +53,7 @@ def score_budget(device: torch.device) -> int:
     return 1 << 21 if device.type == "cpu" else 1 << 26
 
 
-def plan_pieces(
-    rows: list[int], contexts: list[int], num_heads: int, group: int, budget: int
-) -> Iterator[Piece]:
+def plan_pieces(rows: list[int], contexts: list[int], num_heads: int, group: int, budget: int) -> Iterator[Piece]:
     """Packs sequences of like size together and cuts those that alone exceed the budget.
 
     Every row falls in exactly one piece.
@@ -288,9 +286,7 @@ def padded_gradients(
     for piece, gathered in _pieces(query, key, value, RowLayout(query_start, None, None), rule):
         found = piece_gradients(gathered, grad_out, rule, sinks, key.shape[1])
         grads[0][gathered.rows[gathered.row_is_real]] = found.query[gathered.row_is_real]
-        _add_key_gradients(
-            grads[1:3], (found.key, found.value), gathered, [starts[s] for s in piece.sequences]
-        )
+        _add_key_gradients(grads[1:3], (found.key, found.value), gathered, [starts[s] for s in piece.sequences])
         if found.sinks is not None:
             grads[3] += found.sinks
     results: list[Tensor | None] = [g.to(t.dtype) for t, g in zip(inputs, grads, strict=True)]

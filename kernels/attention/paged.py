@@ -113,9 +113,7 @@ def _refuse_unfitting_step(
     if step.context_lens.device != query.device:
         wrong.append(f"step is on {step.context_lens.device}, query on {query.device}")
     if not wrong and key_cache.shape[:3] != value_cache.shape[:3]:
-        wrong.append(
-            f"key_cache {list(key_cache.shape)} and value_cache {list(value_cache.shape)} differ in blocks"
-        )
+        wrong.append(f"key_cache {list(key_cache.shape)} and value_cache {list(value_cache.shape)} differ in blocks")
     if not wrong and new is not None:
         rows = query.shape[0]
         for name, tensor, cache in (("key", new.key, key_cache), ("value", new.value, value_cache)):
@@ -200,9 +198,7 @@ def _mismatches(
     if softcap is not None and not softcap > 0:
         wrong.append(f"softcap is {softcap}, not above 0")
     if sinks is not None and (sinks.shape != (query.shape[1],) or sinks.device != query.device):
-        wrong.append(
-            f"sinks are {list(sinks.shape)} on {sinks.device}, not [{query.shape[1]}] on {query.device}"
-        )
+        wrong.append(f"sinks are {list(sinks.shape)} on {sinks.device}, not [{query.shape[1]}] on {query.device}")
     return wrong
 
 

@@ -24,9 +24,7 @@ class PagedStep:
     """
 
     block_tables: Tensor  # [S, max_blocks] int32 ids; entries beyond the context are not read
-    query_start: (
-        Tensor  # [S + 1] int32, row offsets: sequence s owns rows [query_start[s], query_start[s + 1])
-    )
+    query_start: Tensor  # [S + 1] int32, row offsets: sequence s owns rows [query_start[s], query_start[s + 1])
     context_lens: Tensor  # [S] int32, tokens in the KV cache, this step's rows included
     layout: "RowLayout" = field(init=False, repr=False, compare=False)
 
@@ -50,9 +48,7 @@ class PagedStep:
                     f"query_start {list(self.query_start.shape)} and context_lens "
                     f"{list(self.context_lens.shape)} speak of different numbers of sequences"
                 )
-            wrong += [
-                f"{name} is not contiguous" for name, t in tensors.items() if t.numel() and t.stride(-1) != 1
-            ]
+            wrong += [f"{name} is not contiguous" for name, t in tensors.items() if t.numel() and t.stride(-1) != 1]
         if len({t.device for t in tensors.values()}) > 1:
             wrong.append(f"devices differ: { ({name: str(t.device) for name, t in tensors.items()}) }")
         if wrong:
@@ -85,12 +81,8 @@ def refuse_layout(sequence: int, layout: RowLayout, num_rows: int) -> None:
     """Raises ValueError for a sequence that does not fit the step; -1 stands for the row offsets."""
     starts = layout.query_start.tolist()
     if sequence < 0:
-        raise ValueError(
-            f"query_start runs from {starts[0]} to {starts[-1]}, but the query has {num_rows} rows"
-        )
+        raise ValueError(f"query_start runs from {starts[0]} to {starts[-1]}, but the query has {num_rows} rows")
     message = f"sequence {sequence}: rows {starts[sequence]} to {starts[sequence + 1]}"
     if layout.context_lens is not None and layout.block_tables is not None:
-        message += (
-            f", context {int(layout.context_lens[sequence])}, blocks {layout.block_tables[sequence].tolist()}"
-        )
+        message += f", context {int(layout.context_lens[sequence])}, blocks {layout.block_tables[sequence].tolist()}"
     raise ValueError(message + " do not fit the query and the cache")

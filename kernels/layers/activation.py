@@ -47,9 +47,7 @@ class _Elementwise(torch.autograd.Function):
     """A function and its slope, in fp32 or wider; derived by hand because autograd meets inf / inf."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.save_for_backward(x)
         ctx.slope = slope
         return _widened(function, x)

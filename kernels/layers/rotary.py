@@ -51,9 +51,7 @@ def _forward(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
     batch, heads, tokens, width = query.shape
     kv_heads = key.shape[1]
     if key.shape != (batch, kv_heads, tokens, width) or cos.shape[1:] != (tokens, width) or width % 2:
-        raise ValueError(
-            f"rotary: query is {list(query.shape)}, key {list(key.shape)}, cos and sin {list(cos.shape)}"
-        )
+        raise ValueError(f"rotary: query is {list(query.shape)}, key {list(key.shape)}, cos and sin {list(cos.shape)}")
     outs = query.new_empty(batch, tokens, heads, width), key.new_empty(batch, tokens, kv_heads, width)
     threads = torch.get_num_threads() if query.numel() + key.numel() > PARALLEL_ELEMENTS else 1
     operands = []

@@ -18,9 +18,7 @@ from torch.autograd.function import once_differentiable
 from ..machine import native
 
 LinearMethod = Literal["triton", "triton_fixed", "padded", "native", "rows", "library"]
-Product = Callable[
-    [Tensor, Tensor, Tensor | None], Tensor
-]  # x [M,K], weight [N,K], bias [N] or None -> [M,N]
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x [M,K], weight [N,K], bias [N] or None -> [M,N]
 
 ROW_MULTIPLE = 4
 SOURCE = "linear/linear.cpp"
@@ -76,9 +74,7 @@ def product_of(method: LinearMethod, row_multiple: int = ROW_MULTIPLE) -> Produc
     return PRODUCTS[method]
 
 
-def blocked_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, product: Product, num_blocks: int
-) -> Tensor:
+def blocked_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, product: Product, num_blocks: int) -> Tensor:
     """The product as the sum of `num_blocks` partial products over equal blocks of K, added left to right.
 
     However K is divided among ranks, as long as each holds whole blocks, the same numbers are added in the
@@ -106,9 +102,7 @@ def add_blocks(partials: Tensor, bias: Tensor | None) -> Tensor:
     return (total if bias is None else total + bias).to(partials.dtype)
 
 
-def padded_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, row_multiple: int = ROW_MULTIPLE
-) -> Tensor:
+def padded_product(x: Tensor, weight: Tensor, bias: Tensor | None, row_multiple: int = ROW_MULTIPLE) -> Tensor:
     missing = -x.shape[0] % row_multiple
     if not missing:
         return F.linear(x, weight, bias)

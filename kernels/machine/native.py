@@ -82,9 +82,7 @@ def _look_up(source_name: str) -> NativeLibrary | NativeUnavailable:
         if source_name not in _loaded:
             try:
                 _loaded[source_name] = library = build(KERNELS / source_name, os.environ)
-                logger.info(
-                    "native %s: %s (compiled in %.1f s)", source_name, library.path, library.compile_seconds
-                )
+                logger.info("native %s: %s (compiled in %.1f s)", source_name, library.path, library.compile_seconds)
             except NativeUnavailable as reason:
                 _loaded[source_name] = reason
                 logger.info("native %s is not available, the PyTorch path is used: %s", source_name, reason)
@@ -172,9 +170,7 @@ def _cache_dir(environ: Mapping[str, str]) -> Path:
 def _openmp_link_flags(is_clang: bool) -> list[str]:
     """Links the very libgomp that torch has loaded: two runtimes would keep two thread pools on the cores."""
     torch_root = Path(torch.__file__).parent
-    bundled = sorted(
-        [*torch_root.glob("lib/libgomp*.so*"), *torch_root.with_name("torch.libs").glob("libgomp*.so*")]
-    )
+    bundled = sorted([*torch_root.glob("lib/libgomp*.so*"), *torch_root.with_name("torch.libs").glob("libgomp*.so*")])
     if bundled and not is_clang:  # clang's -fopenmp emits calls that only its own runtime answers
         return [str(bundled[0])]
     return ["-fopenmp"]
@@ -193,9 +189,7 @@ def _processor() -> str:
         return f"{platform.machine()} {platform.processor()} {platform.node()}"
     fields = ("model name", "cpu family", "model", "CPU part", "flags", "Features")
     first = cpuinfo.read_text().split("\n\n")[0].splitlines()
-    return platform.machine() + "".join(
-        sorted(line for line in first if line.split("\t")[0].strip() in fields)
-    )
+    return platform.machine() + "".join(sorted(line for line in first if line.split("\t")[0].strip() in fields))
 
 
 def _compile(compiler: str, source: Path, flags: list[str], link_flags: list[str], path: Path) -> None:

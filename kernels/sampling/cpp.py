@@ -18,10 +18,7 @@ class _Rows(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("logits", "temperatures")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("R", "V", "stride", "is_bf16", "temperature_stride", "threads")
-        ),
+        *((name, ctypes.c_int64) for name in ("R", "V", "stride", "is_bf16", "temperature_stride", "threads")),
     ]
 
 
@@ -59,9 +56,7 @@ def selected(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> tuple[T
     return out, stats
 
 
-def selected_gradient(
-    logits: Tensor, token_ids: Tensor, temperatures: Tensor, stats: Tensor, grad: Tensor
-) -> Tensor:
+def selected_gradient(logits: Tensor, token_ids: Tensor, temperatures: Tensor, stats: Tensor, grad: Tensor) -> Tensor:
     """grad [R], of `selected` -> the gradient of logits [R, V], in their dtype."""
     out = torch.empty(logits.shape, dtype=logits.dtype)
     with_rows = _rows(logits := _dense(logits), temperatures := temperatures.contiguous())

@@ -183,9 +183,7 @@ def _walk(
     lanes = tl.arange(0, BLOCK)
     units = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, vocab_size, BLOCK):
-        units += _kept_units(
-            row, start + lanes, vocab_size, temperature, maximum, log_sum, lowest, last_tie, least
-        )
+        units += _kept_units(row, start + lanes, vocab_size, temperature, maximum, log_sum, lowest, last_tie, least)
     total = tl.sum(units, 0)
     # Rounding may bring the product to the total itself, which no running sum passes.
     threshold = tl.minimum((noise * total.to(tl.float64)).to(tl.int64), total - 1)

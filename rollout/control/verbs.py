@@ -169,9 +169,7 @@ class EngineVerbs:
             token_ids=ids, owner=owner, ttl=ttl, extra_key=extra_key,
         )  # fmt: skip
 
-    def evict_descendants(
-        self, hash: int, *, op_id: str | None = None, timeout_s: float | None = None
-    ) -> EvictReport:
+    def evict_descendants(self, hash: int, *, op_id: str | None = None, timeout_s: float | None = None) -> EvictReport:
         """Free every cached block below this one that no sequence holds and no pin protects."""
         return self._command(
             "evict_descendants", lambda: self._core.evict_descendants(hash), op_id, timeout_s, hash=hash
@@ -192,9 +190,7 @@ class EngineVerbs:
         ValueError for an unknown block or a depth below 1.
         """
         ids = None if prompt is None else prompt_ids(prompt, self._core.tokenizer, self.model.vocab_size)
-        return self._command(
-            "cache_tree", lambda: self._core.cache_tree(depth, under, ids, extra_key), None, timeout_s
-        )
+        return self._command("cache_tree", lambda: self._core.cache_tree(depth, under, ids, extra_key), None, timeout_s)
 
     @property
     def kv_events(self) -> KVEventLog:
@@ -234,9 +230,7 @@ class EngineVerbs:
         and those of `refuse` (why by key) begin. Running sequences go on, on their KV.
         """
         keys, added = tuple(lift), dict(refuse or {})
-        return self._driver.command(
-            "commit_weights", lambda: self._core.commit_weights(version, digest, keys, added)
-        )
+        return self._driver.command("commit_weights", lambda: self._core.commit_weights(version, digest, keys, added))
 
     def hold_for_update(
         self,

@@ -21,9 +21,7 @@ class GrammarCache:
     A grammar that is wrong is not kept: whoever asks again is told again.
     """
 
-    def __init__(
-        self, compile: Callable[[Constraint], CompiledGrammar], max_grammars: int = MAX_GRAMMARS
-    ) -> None:
+    def __init__(self, compile: Callable[[Constraint], CompiledGrammar], max_grammars: int = MAX_GRAMMARS) -> None:
         """compile: raises ValueError for a wrong grammar; runs on threads of the cache."""
         assert max_grammars > 0
         self._compile = compile

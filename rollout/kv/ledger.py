@@ -279,8 +279,11 @@ class KVLedger:
             held.update(node.block for node in account.nodes)
             if len(set(account.blocks)) != len(account.blocks):
                 wrong.append(f"the block table of {request.id} names a block twice")
-        for name, overlap in (("free and cached", free & cached), ("free and held", free & held),
-                              ("cached and held", cached & held)):
+        for name, overlap in (
+            ("free and cached", free & cached),
+            ("free and held", free & held),
+            ("cached and held", cached & held),
+        ):
             if overlap:
                 wrong.append(f"blocks {sorted(overlap)} are {name}")
         if len(free) + len(cached) + len(held) != self._pool.num_blocks:

@@ -281,9 +281,7 @@ class EngineCore:
         num_held = sum(n.num_holders > 0 for n in left)
         return EvictReport(True, num_evicted, num_held, len(left) - num_held)
 
-    def cache_tree(
-        self, depth: int | None, under: int | None, prompt: list[int] | None, extra_key: str
-    ) -> CacheTree:
+    def cache_tree(self, depth: int | None, under: int | None, prompt: list[int] | None, extra_key: str) -> CacheTree:
         """The prefix cache as it is now."""
         size = self.ledger.block_size
         if prompt is None:

@@ -164,9 +164,7 @@ class GrammarSteps:
         end = first + len(jump.token_ids)
         assert ledger.grow(request, end) is not None, "room was made"
         draft.budget -= end - start - item.num_tokens
-        self._trace.instant(
-            "jump_forward", id=request.id, tokens=len(jump.token_ids), rolled_back=jump.num_rolled_back
-        )
+        self._trace.instant("jump_forward", id=request.id, tokens=len(jump.token_ids), rolled_back=jump.num_rolled_back)
         return item._replace(
             start=start, num_tokens=end - start, new_blocks=tuple(table[num_kept:]), jump=jump,
             num_blocks_kept=num_kept,

@@ -25,8 +25,20 @@ STEP_KEYWORD = "lockstep_step"  # carries a StepContext through the module's for
 
 # What transformers' modules pass on to every attention without changing its result.
 _HARMLESS = frozenset(
-    {"position_ids", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states", "is_causal",
-     "cache_position", "cu_seq_lens_k", "max_length_q", "max_length_k", "logits_to_keep", "num_items_in_batch"}
+    {
+        "position_ids",
+        "use_cache",
+        "output_router_logits",
+        "output_attentions",
+        "output_hidden_states",
+        "is_causal",
+        "cache_position",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "logits_to_keep",
+        "num_items_in_batch",
+    }
 )
 # A 4-D attention mask is handed on untouched by transformers' mask functions: this one says "the attention knows".
 NO_MASK = torch.zeros(1, 1, 1, 1)
@@ -107,9 +119,7 @@ def hosted_attention(
     if isinstance(step, StepContext):
         layer = module.layer_idx - step.first_layer
         new = NewRows(rows[1], rows[2], step.slots)
-        out = paged_attention(
-            rows[0], step.key_caches[layer], step.value_caches[layer], step.paged, new=new, **options
-        )
+        out = paged_attention(rows[0], step.key_caches[layer], step.value_caches[layer], step.paged, new=new, **options)
     else:
         if isinstance(step, Probe):
             step.layers[module.layer_idx] = KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)

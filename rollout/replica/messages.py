@@ -188,9 +188,7 @@ class EventReader:
         output = ScheduleOutput(step, tuple(items), tuple(preempted), exhausted=tuple(exhausted))
         return (output, requests), at
 
-    def _entry(
-        self, words: array, at: int, manager: FollowedState
-    ) -> tuple[ScheduledSequence, Request | None, int]:
+    def _entry(self, words: array, at: int, manager: FollowedState) -> tuple[ScheduledSequence, Request | None, int]:
         word = words[at]
         if word < 0:
             id = self._ids[~word]

@@ -145,9 +145,7 @@ def _decode_rows(
     return DecodeRows(ids, token_ids, positions, tuple(batched), tuple(allowed) if has_masks else ())
 
 
-def _decode_batch(
-    rows: DecodeRows, workers: WorkerSequenceManager, block_size: int, device: torch.device
-) -> Batch:
+def _decode_batch(rows: DecodeRows, workers: WorkerSequenceManager, block_size: int, device: torch.device) -> Batch:
     num_rows = len(rows.ids)
     positions = np.array(rows.positions, np.int64)
     tables = workers.block_tables.gather(rows.ids)

@@ -87,9 +87,7 @@ class Admission:
             return f"{num_known} tokens leave no room in a context of {self._max_model_len}"
         ledger = self._ledger
         if ledger.num_blocks_for(num_known) > (num_blocks := ledger.usage.num_blocks):
-            return (
-                f"{num_known} tokens can never fit the KV pool of {num_blocks} blocks of {ledger.block_size} tokens"
-            )
+            return f"{num_known} tokens can never fit the KV pool of {num_blocks} blocks of {ledger.block_size} tokens"
         return None
 
 

@@ -145,6 +145,4 @@ def pick_victim(candidates: Iterable[Request], policy: Callable[[Request], Prior
 
     policy: the rank of a request, whose last number, that of its arrival, does not count here.
     """
-    return max(
-        candidates, key=lambda r: (policy(r)[:-1], -r.sequence.num_output_tokens, r.sequence.num_prompt_tokens)
-    )
+    return max(candidates, key=lambda r: (policy(r)[:-1], -r.sequence.num_output_tokens, r.sequence.num_prompt_tokens))

@@ -60,9 +60,7 @@ class IncrementalDetokenizer:
     Without a tokenizer there is no text; ValueError where the parameters need one.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, prompt_ids: SequenceOf[int], params: SamplingParams
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: SequenceOf[int], params: SamplingParams) -> None:
         if tokenizer is None and params.needs_text:
             raise ValueError("stop and stop_regex need a tokenizer, and the engine has none")
         self._tokenizer = tokenizer
@@ -209,9 +207,7 @@ class IncrementalDetokenizer:
             if start >= 0:
                 found.append((start + len(stop), start, stop))
         for pattern in self._patterns:
-            found += [
-                (end, start, pattern.pattern) for start, end in self._matches(pattern, text, num_seen)[:1]
-            ]
+            found += [(end, start, pattern.pattern) for start, end in self._matches(pattern, text, num_seen)[:1]]
         if not found:
             return None
         end, start, stop = min(found)
@@ -238,12 +234,8 @@ class IncrementalDetokenizer:
         try:
             return [
                 match.span()
-                for match in pattern.finditer(
-                    text, position, overlapped=True, partial=partial, timeout=REGEX_TIMEOUT_S
-                )
+                for match in pattern.finditer(text, position, overlapped=True, partial=partial, timeout=REGEX_TIMEOUT_S)
                 if (match.partial if partial else match.end() > max(num_seen, match.start()))
             ]
         except TimeoutError as error:
-            raise StopRegexTimeout(
-                f"stop_regex {pattern.pattern!r} ran for more than {REGEX_TIMEOUT_S} s"
-            ) from error
+            raise StopRegexTimeout(f"stop_regex {pattern.pattern!r} ran for more than {REGEX_TIMEOUT_S} s") from error

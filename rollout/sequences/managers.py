@@ -123,8 +123,15 @@ class SequenceManager:
             s = self._sequences[id]
             if s.state in (State.WAITING, State.IGNORED):
                 continue
-            record = (id, s.state.name, s.num_prompt_tokens, s.token_ids, s.num_tokens_step_processed,
-                      s.num_tokens_stage_processed, self._incarnations[id])
+            record = (
+                id,
+                s.state.name,
+                s.num_prompt_tokens,
+                s.token_ids,
+                s.num_tokens_step_processed,
+                s.num_tokens_stage_processed,
+                self._incarnations[id],
+            )
             digest.update(repr(record).encode())
         return digest.hexdigest()
 
@@ -241,9 +248,7 @@ class EngineSequenceManager(SequenceManager):
         if request.params.max_new_tokens == 0:  # rescoring: the prompt is done, the sampled token is not wanted
             sequence.token_ids.pop()
             assert result.logprob is not None
-            request.next_token = NextToken(
-                result.token_id, result.logprob, result.top_logprobs, result.listed_logprobs
-            )
+            request.next_token = NextToken(result.token_id, result.logprob, result.top_logprobs, result.listed_logprobs)
             self.finish(sequence.id, FinishReason("length", length=0))
             return True
         assert result.logprob is not None

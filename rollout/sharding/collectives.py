@@ -85,5 +85,3 @@ class VocabularyLookup:
         words = torch.int32 if found.shape[-1] * found.itemsize % 4 == 0 else torch.uint8
         dist.all_reduce(found.view(words), group=self.group)
         return found
-
-

@@ -50,13 +50,11 @@ PLACES = {
     "weight_sync.errors": "",
     "weight_sync.manifest": "",
     "integration.cli": (
-        "grpo http.edge http.server lost_ranks ranks router.config router.server service service_config "
-        "version"
+        "grpo http.edge http.server lost_ranks ranks router.config router.server service service_config version"
     ),
     "integration.bench.serve": "bench.parts http.edge http.server service",
     "integration.grpo": (
-        "http.edge http.server lost_ranks push.adapters push.local_target push.pusher push.remote_engine "
-        "ranks service"
+        "http.edge http.server lost_ranks push.adapters push.local_target push.pusher push.remote_engine ranks service"
     ),
     "integration.http.server": "http.app http.edge service",
     "integration.router.server": "router.app router.changes router.config router.fleet",
@@ -82,8 +80,7 @@ PLACES = {
     "integration.bench.parts": "push.local_target push.remote_engine service",
     "integration.http.observe": "http.admin http.edge service version",
     "integration.router.router": (
-        "http.edge router.calls router.changes router.config router.counters router.fleet router.metrics "
-        "router.proxy"
+        "http.edge router.calls router.changes router.config router.counters router.fleet router.metrics router.proxy"
     ),
     "integration.http.admin": "http.edge push.local_target service weights",
     "integration.push.remote_engine": "push.local_target service",
@@ -216,17 +213,9 @@ def test_package_list_equals_the_folders():
 def test_every_data_file_beside_the_code_is_shipped():
     patterns = {k: v.replace(",", " ").split() for k, v in setup_cfg()["options.package_data"].items()}
     for folder in [*package_folders(), ROOT / "configs"]:
-        package = (
-            "lockstep"
-            if folder.name == "configs"
-            else ".".join(("lockstep", *folder.relative_to(ROOT).parts))
-        )
+        package = "lockstep" if folder.name == "configs" else ".".join(("lockstep", *folder.relative_to(ROOT).parts))
         prefix = "configs/" if folder.name == "configs" else ""
-        shipped = {
-            path
-            for pattern in patterns.get(package, [])
-            for path in folder.glob(pattern.removeprefix(prefix))
-        }
+        shipped = {path for pattern in patterns.get(package, []) for path in folder.glob(pattern.removeprefix(prefix))}
         others = {p for p in folder.iterdir() if p.is_file() and p.suffix not in {".py", ".pyc"}}
         assert others <= shipped, package
 

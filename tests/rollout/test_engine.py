@@ -105,8 +105,10 @@ def test_samples_of_one_prompt_differ_and_the_whole_request_repeats(make_engine)
 
 
 def test_requests_without_a_seed_differ_but_two_engines_agree(make_engine):
-    runs = [[c.token_ids for c in make_engine(seed=3).generate([[1, 2]] * 3, SamplingParams(max_new_tokens=8))]
-            for _ in range(2)]
+    runs = [
+        [c.token_ids for c in make_engine(seed=3).generate([[1, 2]] * 3, SamplingParams(max_new_tokens=8))]
+        for _ in range(2)
+    ]
     assert runs[0] == runs[1] and len(set(runs[0])) == 3
     other = [c.token_ids for c in make_engine(seed=4).generate([[1, 2]] * 3, SamplingParams(max_new_tokens=8))]
     assert other != runs[0]
@@ -183,8 +185,9 @@ def test_samples_of_a_group_count_what_the_first_of_them_computed(make_engine, c
 
 def flood(engine: Engine, num_prompts: int = 20) -> None:
     """Push everything out of the cache that may be pushed out."""
-    engine.generate([[(31 * i + j * 7 + 1) % 250 for j in range(64)] for i in range(num_prompts)],
-                    sampled(max_new_tokens=2))
+    engine.generate(
+        [[(31 * i + j * 7 + 1) % 250 for j in range(64)] for i in range(num_prompts)], sampled(max_new_tokens=2)
+    )
 
 
 def cached_of(engine: Engine, prompt: list[int]) -> int:
@@ -382,8 +385,11 @@ def test_stop_string_that_straddles_tokens_ends_the_text_before_it(talker, token
     params = {"max_new_tokens": 40, "ignore_eos": True}
     [whole] = talker.generate("the sum", sampled(**params))
     pieces = [tokenizer.decode([t]) for t in whole.token_ids]
-    at = next(i for i in range(8, 39) if pieces[i] and pieces[i + 1] and (pieces[i][-1] + pieces[i + 1][0])
-              not in "".join(pieces[: i + 1]))
+    at = next(
+        i
+        for i in range(8, 39)
+        if pieces[i] and pieces[i + 1] and (pieces[i][-1] + pieces[i + 1][0]) not in "".join(pieces[: i + 1])
+    )
     stop = pieces[at][-1] + pieces[at + 1][0]
     [stopped] = talker.generate("the sum", sampled(stop=[stop, "never this"], **params))
     assert stopped.token_ids == whole.token_ids[: at + 2]
@@ -715,7 +721,8 @@ def test_tokens_say_which_weights_made_them_across_a_commit(make_engine):
     [completion] = answers
     assert (completion.weight_version, completion.weight_digest, completion.id) == ("v2", "d2", id)
     assert [(s.version, s.digest, s.start, s.end) for s in completion.weight_versions] == [
-        ("v1", "d1", 0, 2), ("v2", "d2", 2, 5),
+        ("v1", "d1", 0, 2),
+        ("v2", "d2", 2, 5),
     ]
 
 
@@ -816,12 +823,19 @@ def test_closed_engine_gives_everything_back(make_engine):
 
 def marks(module: torch.nn.Module) -> list[tuple]:
     """Everything about a module that a rollout might change."""
-    return [
-        (name, m.training, "forward" in vars(m), *map(len, (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks)))
-        for name, m in module.named_modules()
-    ] + [(name, p.requires_grad, p.data_ptr(), p.grad is None) for name, p in module.named_parameters()] + [
-        (module.config._attn_implementation, module.config._experts_implementation, torch.is_grad_enabled())
-    ]
+    return (
+        [
+            (
+                name,
+                m.training,
+                "forward" in vars(m),
+                *map(len, (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks)),
+            )
+            for name, m in module.named_modules()
+        ]
+        + [(name, p.requires_grad, p.data_ptr(), p.grad is None) for name, p in module.named_parameters()]
+        + [(module.config._attn_implementation, module.config._experts_implementation, torch.is_grad_enabled())]
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

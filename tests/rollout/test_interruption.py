@@ -180,7 +180,9 @@ def pause_and_continue(mode: str, reports: list[PauseReport]) -> Callable[[ByHan
         assert sorted(state["running_ids"] + state["waiting_ids"]) == sorted(left)
         assert (state["paused"], state["pause_mode"], engine.is_paused) == (True, mode, True)
         assert (report.mode, report.num_running, report.num_waiting) == (
-            mode, state["num_running"], state["num_waiting"],
+            mode,
+            state["num_running"],
+            state["num_waiting"],
         )
         finished = [id for id in set(live) - set(left) if run.answer(id).finish_reason.type != "abort"]
         assert report.num_running + report.num_waiting + report.num_aborted == len(live) - len(finished)
@@ -193,7 +195,9 @@ def pause_and_continue(mode: str, reports: list[PauseReport]) -> Callable[[ByHan
         run.step_of_nothing()
         again = engine.continue_generation()
         assert (again.was_paused, again.num_running, again.num_waiting) == (
-            True, report.num_running, report.num_waiting,
+            True,
+            report.num_running,
+            report.num_waiting,
         )
         assert not engine.is_paused
 
@@ -213,8 +217,12 @@ TABLE = [
     )
     for row in (
         *itertools.product((16, 64), (7, 16, 128), ("plain", "overlap"), (0.0, 1.0)),
-        (16, 7, "ahead", 1.0), (64, 16, "ahead", 0.0),
-        (16, 7, "2 stages", 1.0), (64, 16, "2 stages", 0.0), (16, 128, "2 stages", 1.0), (16, 7, "4 stages", 0.0),
+        (16, 7, "ahead", 1.0),
+        (64, 16, "ahead", 0.0),
+        (16, 7, "2 stages", 1.0),
+        (64, 16, "2 stages", 0.0),
+        (16, 128, "2 stages", 1.0),
+        (16, 7, "4 stages", 0.0),
     )
 ]
 
@@ -317,7 +325,9 @@ def test_the_same_pause_twice_does_nothing_the_second_time(make_engine, mode):
     first, second = engine.pause_generation(mode), engine.pause_generation(mode)
     assert second == PauseReport(mode, first.num_running, first.num_waiting, 0, 0)
     expected = {
-        "abort": (0, 0, 0, 4), "retract": (0, 4, 3, 0), "in_place": (3, 1, 0, 0),
+        "abort": (0, 0, 0, 4),
+        "retract": (0, 4, 3, 0),
+        "in_place": (3, 1, 0, 0),
     }
     assert first == PauseReport(mode, *expected[mode])
 

@@ -32,8 +32,16 @@ def _one_thread(restore_threads):
 
 def tiny_model() -> transformers.PreTrainedModel:
     config = transformers.Qwen3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=128, bos_token_id=None, eos_token_id=None,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=None,
         pad_token_id=None,
     )
     torch.manual_seed(2)
@@ -47,8 +55,12 @@ def tiny_model() -> transformers.PreTrainedModel:
 
 def make_engine(overlap: bool) -> Engine:
     config = EngineConfig(
-        kv_cache=NUM_BLOCKS, max_num_seqs=NUM_PLACES, max_num_batched_tokens=40, chunked_prefill_size=11,
-        overlap=overlap, pin_budget=1.0,
+        kv_cache=NUM_BLOCKS,
+        max_num_seqs=NUM_PLACES,
+        max_num_batched_tokens=40,
+        chunked_prefill_size=11,
+        overlap=overlap,
+        pin_budget=1.0,
     )
     engine = Engine(tiny_model(), config)
     engine.model.rollout_phase().__enter__()  # for good: its end would wait for the steps in flight
@@ -152,9 +164,13 @@ class Trace:
         assert sorted(state["running_ids"] + state["waiting_ids"]) == sorted(self.kinds)
         assert (state["num_running"], state["num_waiting"]) == (len(state["running_ids"]), len(state["waiting_ids"]))
         assert state["num_running"] <= NUM_PLACES
-        assert state["num_free_blocks"] + state["num_cached_blocks"] + state["num_held_blocks"] + state[
-            "num_pinned_blocks"
-        ] == NUM_BLOCKS
+        assert (
+            state["num_free_blocks"]
+            + state["num_cached_blocks"]
+            + state["num_held_blocks"]
+            + state["num_pinned_blocks"]
+            == NUM_BLOCKS
+        )
         assert state["num_held_blocks"] > 0 or state["num_running"] == 0
         engine.check_integrity()
 
@@ -202,8 +218,18 @@ class Trace:
 
 # How often each event comes: steps most, so that requests also live to their end.
 WEIGHTS = {
-    "step": 60, "add": 14, "continue": 12, "retract": 3, "in_place": 3, "abort": 0.4, "abort one": 2, "flush": 2,
-    "commit": 2, "pin": 9, "unpin": 3, "evict": 1,
+    "step": 60,
+    "add": 14,
+    "continue": 12,
+    "retract": 3,
+    "in_place": 3,
+    "abort": 0.4,
+    "abort one": 2,
+    "flush": 2,
+    "commit": 2,
+    "pin": 9,
+    "unpin": 3,
+    "evict": 1,
 }
 
 

@@ -226,8 +226,12 @@ CPU_PATHS += [({"LOCKSTEP_MAX_ISA": level}, "native") for level in ISA_LEVELS if
 def test_every_path_of_this_processor_keeps_the_trainers_bits_too(path, attention):
     environment = {**os.environ, **path}
     done = subprocess.run(
-        [sys.executable, "-c", ON_ANOTHER_PATH], env=environment, capture_output=True,
-        text=True, check=False, timeout=600,
+        [sys.executable, "-c", ON_ANOTHER_PATH],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {"qwen3": attention, "gpt_oss": attention}

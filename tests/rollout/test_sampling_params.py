@@ -134,9 +134,7 @@ def test_schemas_and_structural_tags_may_be_objects():
 
 def test_every_offender_is_named_at_once():
     with pytest.raises(ValueError, match="sampling parameters") as caught:
-        SamplingParams.from_dict(
-            {"temprature": 1, "seed": None, "ebnf": "", "top_p": 3, "n": True, "stop": [""]}
-        )
+        SamplingParams.from_dict({"temprature": 1, "seed": None, "ebnf": "", "top_p": 3, "n": True, "stop": [""]})
     message = str(caught.value)
     for offender in ("'temprature'", "'seed'", "ebnf", "top_p", "n must be", "stop must be"):
         assert offender in message

@@ -93,9 +93,7 @@ def snapshot(named_tensors: NamedTensors, skip: Collection[str] = ()) -> dict[st
     return copies
 
 
-def compare(
-    named_tensors: NamedTensors, expected: Mapping[str, Tensor], skip: Collection[str] = ()
-) -> CompareReport:
+def compare(named_tensors: NamedTensors, expected: Mapping[str, Tensor], skip: Collection[str] = ()) -> CompareReport:
     """Tensors against a snapshot of them, byte by byte: equal not-a-numbers agree, 0.0 and -0.0 do not."""
     tensors = checked_tensors(named_tensors, skip)
     expected = checked_tensors(expected.items(), skip)
@@ -108,9 +106,7 @@ def compare(
     )
 
 
-def reset_tensors(
-    named_tensors: NamedTensors, seed: int | None = None, skip: Collection[str] = ()
-) -> tuple[str, ...]:
+def reset_tensors(named_tensors: NamedTensors, seed: int | None = None, skip: Collection[str] = ()) -> tuple[str, ...]:
     """Overwrite tensors in place with random data: floats in [0, 1), integers over their full range, booleans by coin.
 
     Returns the names. Equal seeds give equal data on one kind of device; None takes a fresh one.

@@ -98,9 +98,7 @@ def shard_leaves(tensor: Tensor, full_shape: Sequence[int], offsets: Sequence[in
     units = (*(1 for _ in full_shape[:-2]), grid.rows, grid.cols)[-len(full_shape) :] if full_shape else ()
     wrong = [
         f"dim {d}: [{start}, {start + size}) of {full} must lie on multiples of {unit}"
-        for d, (size, full, start, unit) in enumerate(
-            zip(tensor.shape, full_shape, offsets, units, strict=True)
-        )
+        for d, (size, full, start, unit) in enumerate(zip(tensor.shape, full_shape, offsets, units, strict=True))
         if start < 0 or start + size > full or start % unit or size % unit
     ]
     if wrong:
@@ -138,9 +136,7 @@ def merge_leaves(shape: Sequence[int], parts: Iterable[Mapping[int, bytes]]) -> 
     }
     if any(problems.values()):
         listed = "; ".join(f"{what} tiles {_abridged(tiles)}" for what, tiles in problems.items() if tiles)
-        raise ValueError(
-            f"leaves do not make a tensor of shape {list(shape)} with {num_tiles} tiles: {listed}"
-        )
+        raise ValueError(f"leaves do not make a tensor of shape {list(shape)} with {num_tiles} tiles: {listed}")
     return [merged[i] for i in range(num_tiles)]
 
 

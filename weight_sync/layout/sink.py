@@ -47,8 +47,7 @@ class Sink(Protocol):
         """
 
     def held(self, name: str) -> ShardBytes:
-        """What is here of the tensor as it is now, to read only: for digests of what is there and bases of differences.
-        """
+        """Return the tensor as it is here now, to read only: for digests, and as the base of a difference."""
 
     def leave_unchecked(self, name: str, why: str) -> None:
         """What was written of this tensor could not be checked here as it could be where the whole tensor is: it has to

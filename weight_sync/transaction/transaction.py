@@ -1,7 +1,7 @@
 """One update of resident tensors that lands whole or leaves no trace.
 
-    open -- commit --> committed -- revert --> rolled_back
-      \\-- rollback --> rolled_back, or poisoned where the old bytes were not kept
+open -- commit --> committed -- revert --> rolled_back
+  \\-- rollback --> rolled_back, or poisoned where the old bytes were not kept
 """
 
 from __future__ import annotations
@@ -357,9 +357,7 @@ class WeightTransaction:
         return f"{name} and {others} are one tensor here, but the update has different bytes for them"
 
 
-def _check_tensors(
-    named: Sequence[tuple[str, Tensor]], aliases: Mapping[str, str], elsewhere: Collection[str]
-) -> None:
+def _check_tensors(named: Sequence[tuple[str, Tensor]], aliases: Mapping[str, str], elsewhere: Collection[str]) -> None:
     wrong, tensors, at = [f"{name} is here and elsewhere" for name, _ in named if name in elsewhere], {}, {}
     for name, tensor in named:
         if name in tensors:

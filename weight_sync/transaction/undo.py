@@ -1,7 +1,7 @@
 """What an update overwrites, kept so that it can be put back byte for byte.
 
-    UndoArena  the memory that old bytes are copied into
-    UndoLog    old byte ranges and old elements, put back newest first
+UndoArena  the memory that old bytes are copied into
+UndoLog    old byte ranges and old elements, put back newest first
 """
 
 from __future__ import annotations

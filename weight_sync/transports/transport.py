@@ -174,7 +174,14 @@ class DistributedTransport:
             offsets[member.target], size = size, size + member.num_ranks
 
         rendezvous = Rendezvous(
-            self._host, port, 0, size, name, self._backend, timeout_s, self._device  # type: ignore[arg-type]
+            self._host,
+            port,
+            0,
+            size,
+            name,
+            self._backend,
+            timeout_s,
+            self._device,  # type: ignore[arg-type]
         )
 
         def join(target: Target) -> object:
@@ -338,9 +345,7 @@ class DeltaTransport:
     Keeps a copy of the weights that the targets have, in host memory.
     """
 
-    def __init__(
-        self, inner: DistributedTransport | TensorTransport | DiskTransport, *, check: Check = "pre"
-    ) -> None:
+    def __init__(self, inner: DistributedTransport | TensorTransport | DiskTransport, *, check: Check = "pre") -> None:
         """check: how closely targets look at what they hold; "touched" is enough where the result is verified."""
         self._inner = inner
         self._check = check

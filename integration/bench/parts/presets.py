@@ -52,9 +52,7 @@ def load_model(name: str, *, dtype: str = "bfloat16", device: str = "cpu") -> Pr
     elif (Path(name) / "config.json").is_file():
         model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype])
     else:
-        raise ValueError(
-            f"--model {name!r} is neither {' nor '.join(PRESETS)} nor a folder with a config.json"
-        )
+        raise ValueError(f"--model {name!r} is neither {' nor '.join(PRESETS)} nor a folder with a config.json")
     return model.to(device).eval().requires_grad_(False)
 
 

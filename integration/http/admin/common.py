@@ -143,8 +143,7 @@ def triple(message: str, report: object = None, **extra: object) -> JSONResponse
 
 
 def rank_results(service: RolloutService) -> dict[str, Any]:
-    """What each rank said to what this thread has just had all of them do, as a field of the reply; none for one rank.
-    """
+    """Return what each rank said to the last call that this thread brought to all of them, as a field of the reply."""
     results = service.replica.take_results()
     return {"rank_results": results} if results else {}
 

@@ -152,6 +152,4 @@ def error_event(error: Exception) -> bytes:
     """A chunk that tells why no further one comes."""
     answer = as_http_error(error)
     kind = "invalid_request_error" if answer.status < 500 else "server_error"
-    return event(
-        dumps({"error": {"message": answer.message, "type": kind, "code": answer.status, "retryable": False}})
-    )
+    return event(dumps({"error": {"message": answer.message, "type": kind, "code": answer.status, "retryable": False}}))

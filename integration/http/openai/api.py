@@ -95,9 +95,7 @@ async def _events(subscription: Subscription, ask: OpenAIRequest, received: floa
     yield DONE
 
 
-def _first_choices(
-    ask: OpenAIRequest, subscription: Subscription, num_chars: list[int]
-) -> list[dict[str, object]]:
+def _first_choices(ask: OpenAIRequest, subscription: Subscription, num_chars: list[int]) -> list[dict[str, object]]:
     """What comes before the first token: the role of a chat's author, or the prompt that is echoed."""
     found = []
     for index in range(len(num_chars)):

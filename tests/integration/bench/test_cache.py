@@ -79,15 +79,24 @@ def test_a_row_has_the_medians_and_the_cached_shares():
     baseline = [probe(ms, 0) for ms in (2000, 9000, 2200)]
     pinned = [probe(ms, 2160) for ms in (150, 200, 900)]
     assert pin.row(16, talk, baseline, pinned) == {
-        "depth": 16, "prompt_tokens": 2250, "baseline_ttft_ms": 2200.0, "pinned_ttft_ms": 200.0, "speedup": 11.0,
-        "baseline_cached": 0.0, "pinned_cached": 0.96, "num_pinned": 7,
+        "depth": 16,
+        "prompt_tokens": 2250,
+        "baseline_ttft_ms": 2200.0,
+        "pinned_ttft_ms": 200.0,
+        "speedup": 11.0,
+        "baseline_cached": 0.0,
+        "pinned_cached": 0.96,
+        "num_pinned": 7,
     }
 
 
 def test_the_summary_is_of_the_deepest_and_flatness_begins_at_depth_two():
     rows = [{"depth": d, "speedup": 9.0 + d, "pinned_ttft_ms": ms} for d, ms in ((0, 10.0), (2, 100.0), (16, 125.0))]
-    probes = {(d, arm): [probe(1000 if not arm else 100, 0), probe(3000 if not arm else 100, 0)]
-              for d in (0, 2, 16) for arm in (False, True)}
+    probes = {
+        (d, arm): [probe(1000 if not arm else 100, 0), probe(3000 if not arm else 100, 0)]
+        for d in (0, 2, 16)
+        for arm in (False, True)
+    }
     expected = {"speedup": 25.0, "speedup_range": [10.0, 30.0], "pinned_growth": 1.25, "same_tokens": True}
     assert pin.summary(rows, probes) == expected
     probes[2, True].append(probe(1, 0, token=6))
@@ -98,14 +107,35 @@ def test_the_summary_is_of_the_deepest_and_flatness_begins_at_depth_two():
 def test_the_pin_command_prints_a_line_for_each_depth_and_writes_a_chart(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     chart = tmp_path / "pin.png"
-    arguments = ["bench", "pin", "--model", "tiny", "--dtype", "float32", "--scale", str(TINY_SCALE), "--capacity",
-                 "640", "--repetitions", "1", "--depths"]
+    arguments = [
+        "bench",
+        "pin",
+        "--model",
+        "tiny",
+        "--dtype",
+        "float32",
+        "--scale",
+        str(TINY_SCALE),
+        "--capacity",
+        "640",
+        "--repetitions",
+        "1",
+        "--depths",
+    ]
     assert cli.main([*arguments, "0", "16", "--plot", str(chart), "--json"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [list(row) for row in report["depths"]] == [[
-        "depth", "prompt_tokens", "baseline_ttft_ms", "pinned_ttft_ms", "speedup", "baseline_cached", "pinned_cached",
-        "num_pinned",
-    ]] * 2
+    assert [list(row) for row in report["depths"]] == [
+        [
+            "depth",
+            "prompt_tokens",
+            "baseline_ttft_ms",
+            "pinned_ttft_ms",
+            "speedup",
+            "baseline_cached",
+            "pinned_cached",
+            "num_pinned",
+        ]
+    ] * 2
     assert [row["baseline_cached"] for row in report["depths"]] == [0, 0] and report["same_tokens"] is True
     assert chart.stat().st_size > 1000
     assert cli.main([*arguments, "0", "2"]) == 0

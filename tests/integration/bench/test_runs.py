@@ -32,9 +32,7 @@ def tiny():
 def test_presets_have_the_sizes_they_claim():
     for name, least, most in (("tiny", 7.0e6, 7.5e6), ("small", 94.5e6, 95.5e6)):
         with torch.device("meta"):
-            model = presets.Qwen3ForCausalLM(
-                presets.Qwen3Config(**presets.PRESETS[name], tie_word_embeddings=True)
-            )
+            model = presets.Qwen3ForCausalLM(presets.Qwen3Config(**presets.PRESETS[name], tie_word_embeddings=True))
         assert least <= sum(parameter.numel() for parameter in model.parameters()) <= most
 
 

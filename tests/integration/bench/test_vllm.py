@@ -16,7 +16,7 @@ from lockstep.integration.cli import main as cli
 LOAD = Load(batch=4, prompt_tokens=6, new_tokens=3, group=2, lengths="lognormal")
 
 # What the worker asks of vLLM, answered at once; it writes down what it was asked.
-VLLM = '''
+VLLM = """
 import json, os, pathlib, sys
 from types import SimpleNamespace
 
@@ -38,7 +38,7 @@ class LLM:
             print(json.dumps([prompts, [vars(one) for one in params]]), file=file)
         tokens = [list(range(one.max_tokens)) for one in params]
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=ids)]) for ids in tokens]
-'''
+"""
 
 
 @pytest.fixture

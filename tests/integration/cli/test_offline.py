@@ -155,9 +155,7 @@ def test_changed_weights_are_refused(make_job, tmp_path):
         generate(OfflineJob(**{**vars(make_job(SUMS[:3])), "model": str(other)}))
 
 
-@pytest.mark.parametrize(
-    "content", ['{"prompt": "1+1="}\n', '{"prompt": "1+1="}', "notes", '{"index": 0}\n', "[]\n"]
-)
+@pytest.mark.parametrize("content", ['{"prompt": "1+1="}\n', '{"prompt": "1+1="}', "notes", '{"index": 0}\n', "[]\n"])
 def test_a_foreign_file_is_refused_and_left_alone(tmp_path, content):
     file = tmp_path / "mine.jsonl"
     file.write_text(content)
@@ -199,9 +197,7 @@ def test_an_input_that_is_not_there_is_named():
 
 
 def test_text_lines_are_prompts_as_they_stand(monkeypatch):
-    monkeypatch.setattr(
-        sys, "stdin", io.TextIOWrapper(io.BytesIO('{"prompt": 1}\n\n two \r\n\u2028x'.encode()))
-    )
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO('{"prompt": 1}\n\n two \r\n\u2028x'.encode())))
     prompts = read_prompts(OfflineJob("model", as_text=True))
     assert [(p.index, p.prompt) for p in prompts] == [(0, '{"prompt": 1}'), (2, " two "), (3, "\u2028x")]
 
@@ -234,9 +230,7 @@ def wait_until(is_true, process: subprocess.Popen, seconds: float = 60.0) -> Non
     ("kill", "code"),
     [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)],
 )
-def test_a_killed_run_resumes_and_ends_with_the_answers_of_an_uninterrupted_one(
-    make_job, tmp_path, kill, code
-):
+def test_a_killed_run_resumes_and_ends_with_the_answers_of_an_uninterrupted_one(make_job, tmp_path, kill, code):
     records = [{"prompt": f"{a}+{b}="} for a in range(10, 30) for b in range(10, 20)]
     job = make_job(records, sampling=SamplingParams(max_new_tokens=16, ignore_eos=True))
     command = [

@@ -43,7 +43,7 @@ def test_overrides_replace_the_files_values_and_keep_their_types(tmp_path):
         ('[run]\nname = "x"\nnum_steps = "many"\n', [], "run.num_steps must be a whole number, not 'many'"),
         ('[run]\nname = "x"\nnum_steps = true\n', [], "run.num_steps must be a whole number, not True"),
         ('[run]\nname = "x"\n', ["train.clip_low=high"], "train.clip_low must be a number, not 'high'"),
-        ('run = 3\n', [], "run must be a section, not 3"),
+        ("run = 3\n", [], "run must be a section, not 3"),
         ('[run]\nname = "x"\n', ["rollout.group_size=1"], "rollout.group_size must be at least 2"),
         ('[run]\nname = "x"\n', ["num_steps"], "override 'num_steps' is not of the form key=value"),
         ('[run]\nname = "x"\n', ["run.name.deep=1"], "run.name.deep: name is a value, not a section"),

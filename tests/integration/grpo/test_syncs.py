@@ -49,10 +49,7 @@ def check(folder: Path, trainer: str, syncs: Sequence[str]) -> None:
     "syncs",
     [
         pytest.param(EACH_ONCE, id="each-once"),
-        *(
-            pytest.param({trainer: list(SYNCS)[1:]}, id=trainer, marks=pytest.mark.exhaustive)
-            for trainer in TRAINERS
-        ),
+        *(pytest.param({trainer: list(SYNCS)[1:]}, id=trainer, marks=pytest.mark.exhaustive) for trainer in TRAINERS),
     ],
 )
 def test_every_sync_gives_the_same_rewards_digests_and_a_gap_of_zero(tmp_path, syncs):

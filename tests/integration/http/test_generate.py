@@ -470,9 +470,10 @@ class HalfWay:
 def half_way(server: Server, **body: object) -> Iterator[HalfWay]:
     """A long stream that has begun."""
     ask = {"text": PROMPT, "sampling_params": LONG, "stream": True, **body}
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client, client.stream(
-        "POST", "/generate", json=ask
-    ) as response:
+    with (
+        httpx.Client(base_url=server.url, timeout=PATIENCE) as client,
+        client.stream("POST", "/generate", json=ask) as response,
+    ):
         lines = response.iter_lines()
         assert json.loads(next(lines)[6:])["output_ids"]
         yield HalfWay(lines)

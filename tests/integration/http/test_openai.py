@@ -378,6 +378,7 @@ def test_body_that_is_no_json_is_a_400_in_openais_shape(url, path):
 def test_async_client_streams_too(url):
     async def texts() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+
             async def one() -> str:
                 stream = await client.completions.create(model="m", prompt=PROMPT, temperature=0, stream=True)
                 return "".join([chunk.choices[0].text async for chunk in stream])

@@ -93,9 +93,7 @@ def test_a_third_of_256_streams_is_left_and_every_other_answer_is_as_if_alone(ov
     engine = Engine(small_model(), config, tokenizer=build_tokenizer())
     service = RolloutService(engine)
     with service.rollout():
-        alone = [
-            engine.generate([ask.prompt], ask.params)[0] if ask.leaves_after is None else None for ask in asks
-        ]
+        alone = [engine.generate([ask.prompt], ask.params)[0] if ask.leaves_after is None else None for ask in asks]
         engine.flush_cache()
 
         async def load(url: str) -> list[dict | None]:

@@ -724,7 +724,9 @@ def test_the_engine_never_waits_for_listeners(engine):
             assert engine.kv_events.last_seq("kv") == 5000
 
 
-@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://eth0:1", "tcp://10.0.0.1:1", "pgm://x"])
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://eth0:1", "tcp://10.0.0.1:1", "pgm://x"]
+)
 def test_other_machines_are_let_in_only_when_that_is_meant(endpoint):
     with pytest.raises(ValueError, match="allow_remote"):
         KVEventPublisher(endpoint)

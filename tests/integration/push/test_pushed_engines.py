@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-TRAIN = '''
+TRAIN = """
 import copy, os, sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -120,7 +120,7 @@ with process_group(ranks, 60):
     dist.barrier()
 sys.stdout.flush()
 os._exit(0)
-'''
+"""
 
 
 @pytest.mark.slow

@@ -174,9 +174,7 @@ class Stream:
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        with httpx.stream(
-            "POST", f"{self._url}/generate", json=self._body, timeout=WAIT_S, verify=False
-        ) as answer:
+        with httpx.stream("POST", f"{self._url}/generate", json=self._body, timeout=WAIT_S, verify=False) as answer:
             self.status, self.worker = answer.status_code, answer.headers.get("x-lockstep-worker", "")
             for line in answer.iter_lines():
                 if line.startswith("data: "):
@@ -209,9 +207,7 @@ def test_kill_9_under_load_and_the_worker_returns(engines, router, http):
     assert begun is not None
     before = workers(router.url)[victim.url]["load"]
     with ThreadPoolExecutor(8) as pool:
-        later: list[Future] = [
-            pool.submit(http.post, f"{router.url}/generate", json=request(i)) for i in range(4, 12)
-        ]
+        later: list[Future] = [pool.submit(http.post, f"{router.url}/generate", json=request(i)) for i in range(4, 12)]
         late_stream = Stream(router.url, request(3))
         wait_until(lambda: workers(router.url)[victim.url]["load"] > before, "requests wait at the stopped engine")
         victim.kill()

@@ -236,9 +236,7 @@ def test_a_fault_on_one_rank_leaves_all_at_the_old_digest(
                 is_last = name == weights[-1][0]
                 yield name, tensor + 1 if culprit and is_last else tensor
 
-        found.append(
-            error_of(lambda: service.update_weights_from_named_tensors(corrupt(), verify=roots(new)))
-        )
+        found.append(error_of(lambda: service.update_weights_from_named_tensors(corrupt(), verify=roots(new))))
         found += [service.model_digest() == digest, said(service), service.engine.weight_version]
         service.close()
         return found

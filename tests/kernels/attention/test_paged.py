@@ -147,9 +147,7 @@ def test_a_row_has_the_same_bits_in_every_chunk_block_batch_and_thread_count(
     query, key, value = random_rows(lengths, heads, widths, dtype)
     keywords = {"scale": widths[0] ** -0.5, "path": path, **options(kind, heads[0])}
     whole = varlen_attention(query, key, value, starts_of(lengths), **keywords)
-    expected = reference_rows(
-        lengths, query, key, value, **{k: v for k, v in keywords.items() if k != "path"}
-    )
+    expected = reference_rows(lengths, query, key, value, **{k: v for k, v in keywords.items() if k != "path"})
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
     torch.testing.assert_close(whole, expected, **tolerance)
     cases = [(16, 1000, 7, 2), (64, 64, 2, 1), (16, 7, 4, 2), (64, 16, 7, 1)]
@@ -277,9 +275,7 @@ def test_strided_views_need_no_copy_and_give_the_same_bits(path: AttentionPath) 
     fused = torch.randn(40, 8, 32)
     query, key, value = fused[:, :4], fused[:, 4:6], fused[:, 6:]
     starts = starts_of([11, 29])
-    expected = varlen_attention(
-        query.contiguous(), key.contiguous(), value.contiguous(), starts, scale=0.2, path=path
-    )
+    expected = varlen_attention(query.contiguous(), key.contiguous(), value.contiguous(), starts, scale=0.2, path=path)
     assert torch.equal(varlen_attention(query, key, value, starts, scale=0.2, path=path), expected)
 
 
@@ -325,9 +321,7 @@ def test_gradients_are_those_of_the_definition(path: AttentionPath, dtype: torch
     expected = gradients(lambda q, k, v, **kw: reference_rows(lengths, q, k, v, **kw))
     for mine, theirs in zip(found, expected, strict=True):
         tolerance = 2e-5 if dtype == torch.float32 else 3e-2 * float(theirs.float().abs().max())
-        torch.testing.assert_close(
-            mine, theirs, atol=tolerance, rtol=2e-5 if dtype == torch.float32 else 3e-2
-        )
+        torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=2e-5 if dtype == torch.float32 else 3e-2)
 
 
 def test_gradients_of_a_sequence_cut_into_runs_of_rows_add_up() -> None:
@@ -356,9 +350,7 @@ def test_every_row_falls_in_exactly_one_piece_within_the_budget() -> None:
     for piece in plan_pieces(rows, contexts, num_heads=8, group=2, budget=1 << 18):
         counts = [min(rows[s] - piece.first_row, piece.num_rows) for s in piece.sequences]
         assert len(counts) * 8 * piece.num_rows * max(contexts[s] for s in piece.sequences) <= 1 << 18
-        seen += [
-            (s, piece.first_row + i) for s, n in zip(piece.sequences, counts, strict=True) for i in range(n)
-        ]
+        seen += [(s, piece.first_row + i) for s, n in zip(piece.sequences, counts, strict=True) for i in range(n)]
     assert sorted(seen) == [(s, i) for s, n in enumerate(rows) for i in range(n)]
 
 
@@ -393,18 +385,12 @@ def test_what_does_not_fit_is_named(path: AttentionPath, change: dict[str, Any],
 def test_several_faults_are_named_at_once(path: AttentionPath) -> None:
     key = torch.zeros(5, 2, 8)
     with pytest.raises(ValueError, match=r"wide.*window.*softcap"):
-        varlen_attention(
-            torch.zeros(5, 4, 16), key, key, starts_of([5]), scale=1.0, window=-2, softcap=0.0, path=path
-        )
+        varlen_attention(torch.zeros(5, 4, 16), key, key, starts_of([5]), scale=1.0, window=-2, softcap=0.0, path=path)
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
-    ("tables", "context"), [([[0, 9]], 20), ([[0, -1]], 20), ([[0, 1]], 40), ([[0, 1]], 2)]
-)
-def test_a_step_beyond_the_cache_is_refused(
-    path: AttentionPath, tables: list[list[int]], context: int
-) -> None:
+@pytest.mark.parametrize(("tables", "context"), [([[0, 9]], 20), ([[0, -1]], 20), ([[0, 1]], 40), ([[0, 1]], 2)])
+def test_a_step_beyond_the_cache_is_refused(path: AttentionPath, tables: list[list[int]], context: int) -> None:
     cache = torch.zeros(4, 16, 1, 16)
     step = PagedStep(
         torch.tensor(tables, dtype=torch.int32), starts_of([3]), torch.tensor([context], dtype=torch.int32)

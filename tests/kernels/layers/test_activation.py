@@ -30,9 +30,7 @@ def test_rows_have_the_same_bits_in_every_batch(name: str, dtype: torch.dtype, t
             whole = function(x)
             for count in (1, 2, 3, 5, 33, 199):
                 for offset in (0, 1):
-                    assert torch.equal(
-                        function(x[offset : offset + count].clone()), whole[offset : offset + count]
-                    )
+                    assert torch.equal(function(x[offset : offset + count].clone()), whole[offset : offset + count])
     finally:
         torch.set_num_threads(before)
 

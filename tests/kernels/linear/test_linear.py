@@ -77,9 +77,7 @@ def test_native_rows_have_the_same_bits_in_every_batch(
         whole = native_product(x, weight, bias)
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     size = float(exact.abs().max()) + 1
-    torch.testing.assert_close(
-        whole.double(), exact, rtol=0, atol=size * (2e-6 if dtype == torch.float32 else 4e-3)
-    )
+    torch.testing.assert_close(whole.double(), exact, rtol=0, atol=size * (2e-6 if dtype == torch.float32 else 4e-3))
     for threads in (1, 2):
         with num_threads(threads):
             for count in (1, 2, 3, 4, 5, 6, 7, 9, 16, 33):
@@ -96,9 +94,7 @@ def test_native_rows_have_the_same_bits_in_every_batch(
 @needs_native
 def test_native_product_reads_strided_operands() -> None:
     x, weight = torch.randn(9, 40)[:, ::2], torch.randn(60, 11).T[:, ::3]
-    assert torch.equal(
-        native_product(x, weight, None), native_product(x.contiguous(), weight.contiguous(), None)
-    )
+    assert torch.equal(native_product(x, weight, None), native_product(x.contiguous(), weight.contiguous(), None))
 
 
 @needs_native
@@ -295,9 +291,7 @@ def test_padded_rows_are_those_of_a_batch_padded_by_hand() -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_values_and_gradients_are_the_librarys(
-    method: LinearMethod, dtype: torch.dtype, with_bias: bool
-) -> None:
+def test_values_and_gradients_are_the_librarys(method: LinearMethod, dtype: torch.dtype, with_bias: bool) -> None:
     inputs = [torch.randn(3, 5, 24), torch.randn(20, 24), *([torch.randn(20)] if with_bias else [])]
     mine = [t.to(dtype).requires_grad_() for t in inputs]
     theirs = [t.detach().clone().requires_grad_() for t in mine]

@@ -88,9 +88,7 @@ def test_a_compile_error_is_quoted(source: Path, tmp_path: Path) -> None:
 
 
 def test_the_reason_is_told_when_there_is_no_compiler(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        native.NativeUnavailable, match="no C\\+\\+ compiler: g\\+\\+ and clang\\+\\+ not found"
-    ):
+    with pytest.raises(native.NativeUnavailable, match="no C\\+\\+ compiler: g\\+\\+ and clang\\+\\+ not found"):
         native.build(source, {"PATH": str(tmp_path), "LOCKSTEP_CACHE_DIR": str(tmp_path)})
     with pytest.raises(native.NativeUnavailable, match="nonesuch not found"):
         native.build(source, environment(tmp_path, CXX="nonesuch"))
@@ -116,9 +114,7 @@ def test_the_switch_turns_native_code_off_and_attention_falls_to_pytorch(tmp_pat
         "assert varlen_attention(x, x, x, torch.tensor([0, 3], dtype=torch.int32), scale=1.0).equal(x)\n"
     )
     environ = {**os.environ, "LOCKSTEP_NATIVE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environ, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "switched off by LOCKSTEP_NATIVE=0 torch"
     assert done.stderr.count("native attention/paged_attention.cpp is not available") == 1

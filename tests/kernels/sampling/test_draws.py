@@ -40,8 +40,13 @@ def naive_noise(seed: int, position: int) -> float:
 
 def test_the_plain_integer_splitmix64_gives_the_published_vectors():
     """Output of the reference C program for seed 1234567 (Vigna, prng.di.unimi.it; also Rosetta Code)."""
-    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431,
-                 16408922859458223821]
+    published = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
     assert splitmix64(1234567, 5) == published
 
 

@@ -389,11 +389,15 @@ def test_caller_that_drives_a_paused_engine_uses_no_processor(make_engine):
 # -- two threads of commands against a loaded engine ---------------------------------------------------
 
 
-@pytest.mark.parametrize(("overlap", "seconds"), [
-    pytest.param(False, 1, id="plain"), pytest.param(True, 1, id="overlap"),
-    pytest.param(True, 30, id="overlap-long", marks=pytest.mark.slow),
-    pytest.param(False, 30, id="plain-long", marks=pytest.mark.exhaustive),
-])
+@pytest.mark.parametrize(
+    ("overlap", "seconds"),
+    [
+        pytest.param(False, 1, id="plain"),
+        pytest.param(True, 1, id="overlap"),
+        pytest.param(True, 30, id="overlap-long", marks=pytest.mark.slow),
+        pytest.param(False, 30, id="plain-long", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_commands_of_two_threads_lose_no_reply_and_hang_nobody(make_engine, seconds, overlap):
     engine = make_engine(kv_cache="24 blocks", overlap=overlap)  # 4 places, each for 5 blocks: some pressure, too
     alone = [engine.generate([i, i + 1], params(60, i))[0] for i in range(8)]

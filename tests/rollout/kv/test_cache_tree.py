@@ -110,22 +110,31 @@ def test_what_is_below_a_block_begins_with_itself(ledger):
     assert tree.num_blocks == 16  # totals are of the whole pool
 
 
-@pytest.mark.parametrize(("ask", "message"), [
-    ({"under": 5}, "no cached block has the hash 5"), ({"depth": 0}, "depth must be at least 1, not 0"),
-    ({"depth": True}, "not True"), ({"depth": 1.5}, "not 1.5"),
-])
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        ({"under": 5}, "no cached block has the hash 5"),
+        ({"depth": 0}, "depth must be at least 1, not 0"),
+        ({"depth": True}, "not True"),
+        ({"depth": 1.5}, "not 1.5"),
+    ],
+)
 def test_what_cannot_be_shown_is_named(ledger, ask, message):
     with pytest.raises(ValueError, match=message):
         cache_tree(ledger, **ask)
 
 
-@pytest.mark.parametrize(("prompt", "matched", "at", "common"), [
-    ([*words(1, 2, 3), 4, 4, 8, 8, 8], 3, 4, 14),  # two tokens of the block [4, 4, 4, 4]
-    ([*words(1, 2), 5, 5, 5, 3], 2, 5, 11),  # nearer to [5, 5, 5, 5] than to [3, 3, 3, 3]
-    ([*words(1, 2), 8, 3, 3, 3], 2, 3, 8),  # nothing in common: any that stands there
-    ([8, 8, 8, 8], 0, 1, 0),
-    (words(1, 2, 3, 4, 6), 4, None, 16),  # nothing stands there
-], ids=["late", "nearer", "nothing equal", "at once", "beyond"])
+@pytest.mark.parametrize(
+    ("prompt", "matched", "at", "common"),
+    [
+        ([*words(1, 2, 3), 4, 4, 8, 8, 8], 3, 4, 14),  # two tokens of the block [4, 4, 4, 4]
+        ([*words(1, 2), 5, 5, 5, 3], 2, 5, 11),  # nearer to [5, 5, 5, 5] than to [3, 3, 3, 3]
+        ([*words(1, 2), 8, 3, 3, 3], 2, 3, 8),  # nothing in common: any that stands there
+        ([8, 8, 8, 8], 0, 1, 0),
+        (words(1, 2, 3, 4, 6), 4, None, 16),  # nothing stands there
+    ],
+    ids=["late", "nearer", "nothing equal", "at once", "beyond"],
+)
 def test_a_prompt_is_followed_to_its_first_block_that_is_not_there(ledger, prompt, matched, at, common):
     found = look(ledger, prompt).divergence
     assert (found.num_blocks, found.num_matched, found.num_common_tokens) == (len(prompt) // SIZE, matched, common)

@@ -584,7 +584,8 @@ def test_auto_unpin_lifts_all_pins_of_a_block_and_tells_every_owner(cache):
     assert release(cache, 16) == [hash]
     cache.ledger.events.flush()
     assert cache.events[-2:] == [
-        PinEvent("auto_unpinned", (hash, hash), "a", "a test"), PinEvent("auto_unpinned", (hash,), "b", "a test"),
+        PinEvent("auto_unpinned", (hash, hash), "a", "a test"),
+        PinEvent("auto_unpinned", (hash,), "b", "a test"),
     ]
     assert cache.pins.unpin([hash], "a") == UnpinReport(0, 1)  # too late, and no error
     assert cache.pins.pin([hash], "a").num_pinned == 1  # and free to try again

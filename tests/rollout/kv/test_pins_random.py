@@ -24,8 +24,17 @@ OWNERS = (None, "router", "trainer")
 
 # How often each event comes.
 WEIGHTS = {
-    "admit": 18, "advance": 50, "close": 14, "retract": 2, "pin": 12, "unpin": 9, "turn clock": 8, "release": 3,
-    "evict below": 3, "flush": 0.5, "epoch": 0.5,
+    "admit": 18,
+    "advance": 50,
+    "close": 14,
+    "retract": 2,
+    "pin": 12,
+    "unpin": 9,
+    "turn clock": 8,
+    "release": 3,
+    "evict below": 3,
+    "flush": 0.5,
+    "epoch": 0.5,
 }
 
 
@@ -73,9 +82,7 @@ class Mirror:
             node.hash: (node.parent and node.parent.hash, tuple(node.token_ids), node.salt) for node in ledger.cache
         }
         standing = {
-            (node.hash, owner): count
-            for node in ledger.cache
-            for owner, count in ledger.pins.owners(node.hash).items()
+            (node.hash, owner): count for node in ledger.cache for owner, count in ledger.pins.owners(node.hash).items()
         }
         assert +self.pins == standing and min(self.pins.values(), default=0) >= 0
 
@@ -261,7 +268,14 @@ def test_twelve_thousand_random_events_leave_no_pin_and_serve_no_stale_block():
             walk.mirror.compare()
     walk.finish()
     assert set(walk.mirror.kinds) == {
-        "BlockStored", "BlockRemoved", "AllBlocksCleared", "pinned", "unpinned", "auto_unpinned", "expired", "dropped",
+        "BlockStored",
+        "BlockRemoved",
+        "AllBlocksCleared",
+        "pinned",
+        "unpinned",
+        "auto_unpinned",
+        "expired",
+        "dropped",
     }
     assert min(walk.mirror.kinds.values()) >= 10, walk.mirror.kinds
     assert min(walk.counts[what] for what in ("refused", "full", "hits", "shrunk")) > 50, walk.counts

@@ -21,7 +21,8 @@ def test_names_are_what_they_were_when_caches_were_last_shared():
     """A change of these numbers is a change of the wire: routers and engines would no longer mean the same block."""
     assert root_hash() == 2549633117408344349
     assert hashes(Prefix([1, 2, 3, 4, 5, 6, 7, 8], SIZE, "tenant"), 2) == [
-        4289092039614710792, 3635749035701080918,
+        4289092039614710792,
+        3635749035701080918,
     ]
 
 

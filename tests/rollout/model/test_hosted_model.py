@@ -182,7 +182,9 @@ def test_packed_sequences_equal_separate_ones_bit_for_bit(make_model, family, dt
     hosted = adopt(make_model(family, dtype))
     lengths = torch.tensor([0, *map(len, SEQUENCES)]).cumsum(0).to(torch.int32)
     packed = logits_of(
-        hosted, [list(chain(*SEQUENCES))], cu_seq_lens_q=lengths,
+        hosted,
+        [list(chain(*SEQUENCES))],
+        cu_seq_lens_q=lengths,
         position_ids=torch.cat([torch.arange(len(s)) for s in SEQUENCES])[None],
     )
     assert packed.requires_grad

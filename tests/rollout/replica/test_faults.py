@@ -133,9 +133,13 @@ def lines_of(folder: Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("faults", [
-    pytest.param(EACH_ONCE, id="each-once"), pytest.param(FAULTS, id="all", marks=pytest.mark.exhaustive),
-])
+@pytest.mark.parametrize(
+    "faults",
+    [
+        pytest.param(EACH_ONCE, id="each-once"),
+        pytest.param(FAULTS, id="all", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_lost_rank_is_named_and_the_job_goes_on_where_it_was(tmp_path, faults):
     pytest.importorskip("uvicorn")
     straight, faulty = tmp_path / "straight", tmp_path / "faulty"

@@ -106,8 +106,14 @@ def test_equal_logits_are_all_kept_or_cut_to_k():
 
 
 def test_same_request_gets_the_same_token_whatever_its_batch_mates():
-    settings = [{}, {"top_p": 0.7}, {"temperature": 0.0}, {"presence_penalty": 1.0}, {"top_k": 3, "min_new_tokens": 9},
-                {"logit_bias": {4: 2.0}}]
+    settings = [
+        {},
+        {"top_p": 0.7},
+        {"temperature": 0.0},
+        {"presence_penalty": 1.0},
+        {"top_k": 3, "min_new_tokens": 9},
+        {"logit_bias": {4: 2.0}},
+    ]
     logits = some_logits(60)
     requests = [a_request(seed, top=seed % 3, output=[1, 2], **settings[seed % 6]) for seed in range(60)]
     together = Sampler(frozenset({EOS})).sample(logits, requests)
@@ -131,8 +137,15 @@ def test_greedy_takes_the_largest_logit_and_reports_the_plain_log_softmax():
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"top_k": 2}, {"top_p": 0.3, "min_p": 0.1}, {"presence_penalty": 2.0}, {"logit_bias": {3: 50.0}},
-     {"min_new_tokens": 8}, {"repetition_penalty": 1.9}],
+    [
+        {},
+        {"top_k": 2},
+        {"top_p": 0.3, "min_p": 0.1},
+        {"presence_penalty": 2.0},
+        {"logit_bias": {3: 50.0}},
+        {"min_new_tokens": 8},
+        {"repetition_penalty": 1.9},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -172,8 +185,13 @@ def naive_reshaped(logits: list[float], prompt, output, params: SamplingParams, 
         {"logit_bias": {0: 4.0, 9: -7.5, 23: 3}},
         {"logit_bias": {0: 4, 9: -7}},
         {"min_new_tokens": 30, "stop_token_ids": [2, 7]},
-        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.3, "logit_bias": {1: 2.0},
-         "min_new_tokens": 4},
+        {
+            "presence_penalty": 1.0,
+            "frequency_penalty": 0.5,
+            "repetition_penalty": 1.3,
+            "logit_bias": {1: 2.0},
+            "min_new_tokens": 4,
+        },
     ],
     ids=lambda s: ",".join(s),
 )

@@ -148,8 +148,11 @@ def test_config_takes_every_policy_and_names_each_bad_setting():
         assert find_policy(EngineConfig(policy=name).policy) is POLICIES[name]
     with pytest.raises(ValueError) as caught:
         EngineConfig(policy="lifo", deadline_multiplier=0.0, min_deadline_s=float("nan"))
-    for words in ("policy must be one of edf, fcfs, lrs, not 'lifo'", "deadline_multiplier must be a positive number",
-                  "min_deadline_s must be a positive number, not nan"):
+    for words in (
+        "policy must be one of edf, fcfs, lrs, not 'lifo'",
+        "deadline_multiplier must be a positive number",
+        "min_deadline_s must be a positive number, not nan",
+    ):
         assert words in str(caught.value)
     for bad in (-1.0, True, "1", float("inf"), None):
         with pytest.raises(ValueError, match="min_deadline_s must be a positive number"):

@@ -26,8 +26,15 @@ class Loop:
     """The engine's loop without a model: the token after n known ones is n."""
 
     def __init__(
-        self, num_blocks: int = 4, *, seqs: int = 8, rows: int = 64, chunk: int | None = None, context: int = 1000,
-        prefix_cache: bool = True, policy: str = "fcfs",
+        self,
+        num_blocks: int = 4,
+        *,
+        seqs: int = 8,
+        rows: int = 64,
+        chunk: int | None = None,
+        context: int = 1000,
+        prefix_cache: bool = True,
+        policy: str = "fcfs",
     ) -> None:
         self.now = 0.0  # a step is a second
         self.ledger = KVLedger(num_blocks, SIZE, prefix_cache)
@@ -113,7 +120,10 @@ def test_prompt_is_prefilled_in_chunks_and_then_decoded():
     loop = Loop(chunk=4)
     loop.add("a", 10, new=2)
     assert [rows(loop.step()) for _ in range(4)] == [
-        [("a", 0, 4)], [("a", 4, 4)], [("a", 8, 2)], [("a", 10, 1)],
+        [("a", 0, 4)],
+        [("a", 4, 4)],
+        [("a", 8, 2)],
+        [("a", 10, 1)],
     ]
     assert not loop.scheduler.has_work
 
@@ -560,8 +570,9 @@ def test_random_traces_with_pins_drain_with_every_request_answered(seed, policy)
     assert num_pinned > 20 and loop.ledger.pins.num_auto_unpinned > 5
     kinds = {request.finish_reason.type for request in loop.requests.values()}
     assert kinds == {"length"}
-    standing = [(node.hash, count) for node in loop.ledger.cache
-                for count in loop.ledger.pins.owners(node.hash).values()]
+    standing = [
+        (node.hash, count) for node in loop.ledger.cache for count in loop.ledger.pins.owners(node.hash).values()
+    ]
     for hash, count in standing:
         loop.ledger.pins.unpin([hash] * count)
     assert len(loop.ledger.pins) == loop.ledger.cache.num_guarded == 0
@@ -769,8 +780,12 @@ def test_random_traces_drain_with_every_request_answered(seed, policy):
     """Small pools, shared prefixes, aborts, retractions, flushes and epochs in between; tokens never depend on any."""
     chance = random.Random(seed)
     loop = Loop(
-        chance.choice((4, 5, 9, 20)), seqs=chance.choice((1, 3, 8)), rows=chance.choice((8, 11, 64)),
-        chunk=chance.choice((1, 3, 8, None)), context=chance.choice((15, 40)), prefix_cache=chance.random() < 0.8,
+        chance.choice((4, 5, 9, 20)),
+        seqs=chance.choice((1, 3, 8)),
+        rows=chance.choice((8, 11, 64)),
+        chunk=chance.choice((1, 3, 8, None)),
+        context=chance.choice((15, 40)),
+        prefix_cache=chance.random() < 0.8,
         policy=policy,
     )
     aborted = set()

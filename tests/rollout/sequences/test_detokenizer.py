@@ -35,9 +35,7 @@ def metaspace() -> PreTrainedTokenizerFast:
     """Leading spaces as U+2581 and unknown characters as byte tokens, like sentencepiece models."""
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
-    trained.train_from_iterator(
-        CORPUS[:1] * 3, trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", *SPECIAL])
-    )
+    trained.train_from_iterator(CORPUS[:1] * 3, trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", *SPECIAL]))
     model = json.loads(trained.to_str())["model"]
     vocab = model["vocab"] | {f"<0x{i:02X}>": len(model["vocab"]) + i for i in range(256)}
     merges = [tuple(pair) for pair in model["merges"]]
@@ -46,21 +44,15 @@ def metaspace() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, additional_special_tokens=SPECIAL, unk_token="<unk>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=SPECIAL, unk_token="<unk>")
 
 
 def wordpiece() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
-    tokenizer.train_from_iterator(
-        CORPUS, trainers.WordPieceTrainer(vocab_size=200, special_tokens=["[UNK]", *SPECIAL])
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, additional_special_tokens=SPECIAL, unk_token="[UNK]"
-    )
+    tokenizer.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=200, special_tokens=["[UNK]", *SPECIAL]))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=SPECIAL, unk_token="[UNK]")
 
 
 TOKENIZERS = {"byte_level": byte_level(), "metaspace": metaspace(), "wordpiece": wordpiece()}
@@ -234,9 +226,7 @@ def test_without_a_tokenizer_there_is_no_text_and_no_stop_string():
             IncrementalDetokenizer(None, [], params)
 
 
-@pytest.mark.parametrize(
-    "ids", [encode("the lazy dog"), [BYTES.all_special_ids[0]], token_of_each_byte("🙂")[2:3]]
-)
+@pytest.mark.parametrize("ids", [encode("the lazy dog"), [BYTES.all_special_ids[0]], token_of_each_byte("🙂")[2:3]])
 def test_a_token_costs_the_same_however_long_the_text_is(ids):
     detokenizer = IncrementalDetokenizer(BYTES, encode("The"), SamplingParams(stop=["never"]))
 

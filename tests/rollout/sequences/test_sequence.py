@@ -10,7 +10,12 @@ from lockstep.rollout.errors import IllegalTransition, LockstepError
 from lockstep.rollout.sequences.sequence import HOLDS_BLOCKS, QUEUED, TERMINAL, TRANSITIONS, Sequence, State
 
 W, R, P, WP, F, IG = (
-    State.WAITING, State.RUNNING, State.PAUSED, State.WAITING_PREEMPT, State.FINISHED, State.IGNORED,
+    State.WAITING,
+    State.RUNNING,
+    State.PAUSED,
+    State.WAITING_PREEMPT,
+    State.FINISHED,
+    State.IGNORED,
 )
 LEGAL = {(W, R), (W, IG), (W, F), (R, P), (R, WP), (R, F), (P, R), (P, WP), (P, F), (WP, R), (WP, F)}
 WAY_TO = {W: (), R: (R,), P: (R, P), WP: (R, WP), F: (F,), IG: (IG,)}

@@ -139,9 +139,7 @@ def test_any_two_byte_strings_are_a_sound_pair_of_states(data):
     dtype = data.draw(st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128]))
     size = data.draw(st.integers(0, 80)) * dtype.itemsize
     raw = st.binary(min_size=size, max_size=size)
-    base, new = (
-        {"w": make_payload([part]).clone().view(dtype)} for part in (data.draw(raw), data.draw(raw))
-    )
+    base, new = ({"w": make_payload([part]).clone().view(dtype)} for part in (data.draw(raw), data.draw(raw)))
     resident = copied(base)
     chunks = list(encode_delta(base, new.items(), density_limit=data.draw(st.floats(0, 1)), chunk_bytes=64))
     buffers = pack_chunks(chunks, data.draw(st.integers(1, 500)))
@@ -342,9 +340,7 @@ def test_a_payload_that_promises_more_than_it_holds_is_refused(states):
     for gaps, message in [(bomb, "inflates to"), (b"xx", "does not inflate"), (far, "outside")]:
         parts = [gaps, xors.numpy().tobytes()]
         payload = make_payload(parts)
-        header = replace(
-            chunk.header, parts=tuple(map(len, parts)), payload_sha256=sha256(payload), gap_bytes=1
-        )
+        header = replace(chunk.header, parts=tuple(map(len, parts)), payload_sha256=sha256(payload), gap_bytes=1)
         with pytest.raises(ValueError, match=message):
             apply_chunk(DeltaChunk(header, payload), sink_over(copied(base)), "touched")
 

@@ -118,9 +118,7 @@ def test_model_digest_has_the_documented_bytes():
 def test_empty_tensors_count_by_name_and_shape():
     empty = model_digest([("a", torch.empty(0, 4))])
     assert tensor_leaves(torch.empty(0, 4)) == []
-    assert (
-        len({empty, model_digest([("a", torch.empty(4, 0))]), model_digest([("b", torch.empty(0, 4))])}) == 3
-    )
+    assert len({empty, model_digest([("a", torch.empty(4, 0))]), model_digest([("b", torch.empty(0, 4))])}) == 3
     assert len({empty, model_digest([])}) == 2
 
 
@@ -218,9 +216,7 @@ def test_name_dtype_and_shape_count_and_order_does_not():
 
 def test_digest_does_not_depend_on_the_number_of_threads():
     tensors = [(f"t{i}", random_bytes((512, 256 * (i + 1)), torch.bfloat16, i)) for i in range(9)]
-    tensors.append(
-        ("big", random_bytes((1024, 4096), torch.float32))
-    )  # several blocks, hashed by different threads
+    tensors.append(("big", random_bytes((1024, 4096), torch.float32)))  # several blocks, hashed by different threads
     assert len({model_digest(tensors, num_threads) for num_threads in (1, 2, 5, None)}) == 1
 
 

@@ -422,9 +422,7 @@ def send_as_a_framework(fault: Fault, engine: Path, folder: Path, old: State, ne
         call("begin_weight_update", weight_version=version, lease_s=2 * CALL_S)
     (port,), name = free_ports(1), f"trainer {version}"
     group_arguments = {"master_address": HOST, "master_port": port, "rank_offset": 1, "world_size": 2}
-    joining = Background(
-        partial(call, "init_weights_update_group", **group_arguments, group_name=name, backend="gloo")
-    )
+    joining = Background(partial(call, "init_weights_update_group", **group_arguments, group_name=name, backend="gloo"))
     group = FaultyGroup(join_group(HOST, port, 0, 2, name, timeout_s=CALL_S), fault)
     joining.result()
     roots = {name: root.hex() for name, root in tensor_roots(new.weights.items()).items()}
@@ -726,9 +724,7 @@ def test_no_fault_of_a_sender_tears_weights_or_outlives_a_deadline(
     faults = all_faults(states)
     lanes = [faults[lane::NUM_LANES] for lane in range(NUM_LANES)]
     started = time.monotonic()
-    processes = [
-        Forked(partial(run_lane, share, tmp_path, states, lane)) for lane, share in enumerate(lanes)
-    ]
+    processes = [Forked(partial(run_lane, share, tmp_path, states, lane)) for lane, share in enumerate(lanes)]
     try:
         wrong = []
         for process, share in zip(processes, lanes, strict=True):

@@ -37,9 +37,7 @@ class Replica:
         )
 
     def _make_transaction(self, coverage: str, undo: str) -> WeightTransaction:
-        self.transaction = WeightTransaction(
-            self.tensors.items(), aliases={"tied": "a"}, coverage=coverage, undo=undo
-        )
+        self.transaction = WeightTransaction(self.tensors.items(), aliases={"tied": "a"}, coverage=coverage, undo=undo)
         return self.transaction
 
     def _publish(self, record: SessionRecord) -> None:

@@ -192,9 +192,7 @@ def test_expect_compares_with_the_whole_shape_and_knows_the_names_of_other_stage
         transaction = rank.transaction()
         transaction.expect(specs_of(model(2).items()))
         with pytest.raises(ValueError, match=r"down: shape \[48, 48\], resident \[48, 96\].*nobody"):
-            transaction.expect(
-                [TensorSpec("down", torch.float32, (48, 48)), TensorSpec("nobody", torch.float32, (1,))]
-            )
+            transaction.expect([TensorSpec("down", torch.float32, (48, 48)), TensorSpec("nobody", torch.float32, (1,))])
 
 
 def test_memory_is_lent_only_where_a_range_is_one_piece_of_what_the_rank_holds():
