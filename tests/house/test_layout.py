@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NOT_PACKAGES = {"tests", "configs", "docs", "build", "dist", "runs"}  # not imported from the package
+NOT_PACKAGES = {"tests", "configs", "docs", "examples", "build", "dist", "runs"}  # not imported from the package
 ROOMS = {  # room: the rooms that it may import
     "kernels": {"kernels"},
     "rollout": {"rollout", "kernels"},
