@@ -5,7 +5,7 @@ ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup train test test-slow test-exhaustive lint clean
+.PHONY: setup train test test-slow test-exhaustive lint types clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,11 @@ test-exhaustive: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# The root is the package: mypy finds it by a link (setup.cfg).
+types: setup
+	@mkdir -p .venv/types && ln -sfn ../.. .venv/types/lockstep
+	$(BIN)/mypy -p lockstep
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
