@@ -1,0 +1,39 @@
+"""The names that `lockstep` itself hands out."""
+
+import subprocess
+import sys
+
+import pytest
+
+import lockstep
+
+
+def test_importing_the_package_imports_nothing_heavy_and_its_names_import_themselves():
+    script = (
+        "import sys, lockstep\n"
+        "assert set(lockstep.__all__) <= set(dir(lockstep))\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), 'import lockstep is heavy'\n"
+        "from lockstep import EngineConfig, SamplingParams\n"
+        "assert SamplingParams.__module__ == 'lockstep.rollout.sampling_params'\n"
+        "assert 'lockstep.rollout.engine' not in sys.modules\n"
+        "from lockstep import Engine, RolloutService\n"
+        "assert lockstep.Engine is Engine and 'torch' in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", lockstep.__all__)
+def test_every_public_name_exists(name):
+    assert getattr(lockstep, name).__name__ == name
+
+
+def test_the_version_is_the_packages():
+    from lockstep.integration.version import version
+
+    assert lockstep.__version__ == version()
+
+
+def test_an_unknown_name_is_an_attribute_error_that_names_it():
+    with pytest.raises(AttributeError, match="module 'lockstep' has no attribute 'Enigne'"):
+        _ = lockstep.Enigne
