@@ -11,10 +11,7 @@ import argparse
 
 from tiny_model import load
 
-from lockstep.integration.service import RolloutService
-from lockstep.rollout.config import EngineConfig
-from lockstep.rollout.engine import Engine
-from lockstep.rollout.sampling_params import SamplingParams
+from lockstep import Engine, EngineConfig, RolloutService, SamplingParams
 
 
 def main() -> None:

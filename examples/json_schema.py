@@ -13,9 +13,7 @@ import json
 
 from tiny_model import load
 
-from lockstep.rollout.config import EngineConfig
-from lockstep.rollout.engine import Engine
-from lockstep.rollout.sampling_params import SamplingParams
+from lockstep import Engine, EngineConfig, SamplingParams
 
 SCHEMA = {
     "type": "object",

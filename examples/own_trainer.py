@@ -21,16 +21,12 @@ import torch.distributed as dist
 from tiny_model import load
 from torch.distributed.fsdp import fully_shard
 
+from lockstep import Completion, Engine, EngineConfig, RolloutService, SamplingParams
 from lockstep.integration.grpo.packing import Sample, pack
 from lockstep.integration.push.adapters.fsdp2 import fsdp2_tensors
 from lockstep.integration.ranks import Ranks, process_group, this_rank
-from lockstep.integration.service import RolloutService
 from lockstep.kernels.sampling.logprobs import selected_logprobs
-from lockstep.rollout.completion import Completion
-from lockstep.rollout.config import EngineConfig
-from lockstep.rollout.engine import Engine
 from lockstep.rollout.model.hosted_model import HostedModel
-from lockstep.rollout.sampling_params import SamplingParams
 
 GROUP = 8  # samples of one prompt
 PROMPTS = ("Write a number: ", "Count: ")

@@ -14,11 +14,7 @@ import threading
 import torch
 from tiny_model import load
 
-from lockstep.integration.service import RolloutService
-from lockstep.rollout.completion import Completion
-from lockstep.rollout.config import EngineConfig
-from lockstep.rollout.engine import Engine
-from lockstep.rollout.sampling_params import SamplingParams
+from lockstep import Completion, Engine, EngineConfig, RolloutService, SamplingParams
 
 
 def main() -> None:

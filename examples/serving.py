@@ -13,11 +13,9 @@ import argparse
 import httpx
 from tiny_model import load
 
+from lockstep import Engine, EngineConfig, RolloutService
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.server import serve_in_background
-from lockstep.integration.service import RolloutService
-from lockstep.rollout.config import EngineConfig
-from lockstep.rollout.engine import Engine
 
 PROMPT = "What is 347 + 285?\n"
 

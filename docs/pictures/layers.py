@@ -1,4 +1,4 @@
-"""Places a graph without circles in rows, every arrow downward, and with few crossings (Sugiyama's method)."""
+"""Place a graph without circles in rows, every arrow downward and few of them crossing (Sugiyama's method)."""
 
 from __future__ import annotations
 

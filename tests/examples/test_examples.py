@@ -106,7 +106,7 @@ def test_your_reward(tmp_path):
     assert (tmp_path / "your_reward" / "metrics.jsonl").read_text().count('"logprob_gap": 0.0') == 2
 
 
-def test_right_digits_are_counted_from_the_ones(run_example):
+def test_right_digits_are_counted_from_the_ones():
     right_digits = runpy.run_path(str(EXAMPLES / "your_reward/reward.py"))["right_digits"]
     assert right_digits("", "12 13 06=632", "632") == 1
     assert right_digits("", "12 13 06=532", "632") == pytest.approx(2 / 3)
