@@ -5,11 +5,7 @@ ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-<<<<<<< HEAD
-.PHONY: setup train test test-slow test-exhaustive lint pictures clean
-=======
-.PHONY: setup train test test-slow test-exhaustive lint types clean
->>>>>>> main
+.PHONY: setup train test test-slow test-exhaustive lint types pictures clean
 
 setup: $(STAMP)
 
@@ -42,16 +38,14 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-<<<<<<< HEAD
 # The pictures of the documentation, from the code and the figures that they show.
 pictures: setup
 	$(BIN)/python docs/pictures/draw.py
-=======
+
 # The root is the package: mypy finds it by a link (setup.cfg).
 types: setup
 	@mkdir -p .venv/types && ln -sfn ../.. .venv/types/lockstep
 	$(BIN)/mypy -p lockstep
->>>>>>> main
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
