@@ -5,7 +5,7 @@ ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup train test test-slow test-exhaustive lint types clean
+.PHONY: setup train test test-slow test-exhaustive lint types pictures clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,10 @@ test-exhaustive: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# The pictures of the documentation, from the code and the figures that they show.
+pictures: setup
+	$(BIN)/python docs/pictures/draw.py
 
 # The root is the package: mypy finds it by a link (setup.cfg).
 types: setup

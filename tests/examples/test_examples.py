@@ -1,0 +1,117 @@
+"""Every program in examples/ runs as it stands, on a tiny model, and prints what it promises."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DIGEST = "[0-9a-f]{64}"
+
+
+@pytest.fixture
+def run_example(monkeypatch, capsys, restore_threads):
+    """run_example("generate.py", "--model", "FOLDER"): what the program printed."""
+
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.syspath_prepend(str(EXAMPLES))  # as Python does for a script's own folder
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    yield run
+    sys.modules.pop("tiny_model", None)
+
+
+def torchrun(folder: Path, *arguments: str) -> str:
+    """What two ranks printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, env=environment)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_every_example_is_run_by_a_test_of_this_file():
+    programs = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")} - {"tiny_model.py"}
+    named = {name.replace("config.toml", "reward.py") for name in re.findall(r'"([\w/]+\.(?:py|toml))"', SOURCE)}
+    assert programs <= named
+
+
+def test_generate(run_example):
+    printed = run_example("generate.py")
+    assert len(re.findall(r"^sample \d", printed, re.MULTILINE)) == 4
+    assert len(set(re.findall(f"version 1, digest ({DIGEST})", printed))) == 1
+
+
+def test_generate_with_a_model_of_the_users(run_example, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    for part in __import__("tiny_model").load(None):
+        part.save_pretrained(tmp_path)
+    assert run_example("generate.py", "--model", str(tmp_path)) == run_example("generate.py")
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_pause_and_update(run_example, mode):
+    printed = run_example("pause_and_update.py", "--mode", mode)
+    assert f"mode='{mode}'" in printed
+    for sample in (0, 1):
+        spans = re.findall(rf"^sample {sample}, tokens (\d+) to (\d+): version (\d)", printed, re.MULTILINE)
+        [(first, end, old), (start, last, new)] = spans
+        assert (first, last, old, new) == ("0", "199", "1", "2") and int(start) == int(end) + 1
+
+
+def test_pin_prefix(run_example):
+    printed = run_example("pin_prefix.py")
+    assert "without a pin: 0 tokens" in printed and "with a pin: 80 tokens" in printed
+    assert "pinned by example" in printed and "unpinned 5 blocks" in printed
+
+
+def test_json_schema(run_example):
+    printed = run_example("json_schema.py")
+    lines = re.findall(r"'city': '(?:Paris|Rome|Oslo)', 'nights': [1-9], 'breakfast'.*, 3 of them chosen", printed)
+    assert len(lines) == 4
+
+
+def test_serving(run_example):
+    printed = run_example("serving.py")
+    assert re.search(f"weights: version 1, digest {DIGEST}", printed)
+    assert "POST /v1/completions:" in printed and "'completion_tokens': 8" in printed
+
+
+@pytest.mark.slow
+def test_own_trainer(tmp_path):
+    printed = torchrun(tmp_path, str(EXAMPLES / "own_trainer.py"), "--steps", "3")
+    steps = re.findall(r"^step (\d): reward \S+, log-probability gap (\S+), weights (\w+)$", printed, re.MULTILINE)
+    assert [(step, gap) for step, gap, _ in steps] == [("1", "0.0"), ("2", "0.0"), ("3", "0.0")]
+    assert len({digest for *_, digest in steps}) == 3
+
+
+@pytest.mark.slow
+def test_your_reward(tmp_path):
+    shrunk = [
+        "run.num_steps=2", "run.eval_every=2", "warm_start.num_steps=12", "warm_start.batch_size=16",
+        "data.num_heldout=9", "rollout.prompts_per_step=4", "rollout.group_size=4", "model.num_layers=2",
+        "model.hidden_size=64", "engine.kv_cache=4MiB",
+    ]  # fmt: skip
+    places = [f"run.dir={tmp_path}", f"warm_start.cache_dir={tmp_path / 'cache'}"]
+    config = EXAMPLES / "your_reward/config.toml"
+    torchrun(config.parent, "-m", "lockstep.integration.grpo", str(config), *shrunk, *places)
+    assert (tmp_path / "your_reward" / "metrics.jsonl").read_text().count('"logprob_gap": 0.0') == 2
+
+
+def test_right_digits_are_counted_from_the_ones():
+    right_digits = runpy.run_path(str(EXAMPLES / "your_reward/reward.py"))["right_digits"]
+    assert right_digits("", "12 13 06=632", "632") == 1
+    assert right_digits("", "12 13 06=532", "632") == pytest.approx(2 / 3)
+    assert right_digits("", "12 13 06=622", "632") == pytest.approx(1 / 3)
+    assert right_digits("", "=32", "632") == right_digits("", "nothing", "632") == 0
+
+
+SOURCE = Path(__file__).read_text(encoding="utf-8")
