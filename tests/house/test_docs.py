@@ -224,20 +224,24 @@ def makefile_targets() -> set[str]:
 @pytest.mark.parametrize(("name", "command"), COMMANDS)
 def test_shell_commands_are_understood(name, command, reference):
     words = shlex.split(command, comments=True)
+    while re.match(r"\w+=", words[0]):  # variables of this command alone
+        words.pop(0)
     program, *arguments = words
     if program == "make":
         targets = [word for word in arguments if "=" not in word]
         assert set(targets) <= makefile_targets()
         if "train" in targets:
-            check_job([f"configs/arithmetic_cpu.toml {value}" for value in values_of("ARGS", arguments)] or [""])
+            for overrides in values_of("ARGS", arguments):
+                check_job(name, ["configs/arithmetic_cpu.toml", *overrides.split()])
     elif program == "lockstep":
-        check_lockstep(reference, arguments)
-    elif program == "torchrun":
+        check_lockstep(name, reference, arguments)
+    elif program == "torchrun" and "-m" in arguments:
         module = arguments.index("-m")
-        check_module(reference, arguments[module + 1], arguments[module + 2 :])
-    elif program in ("python", "pip", "VENV/bin/pip"):
-        files = [word for word in arguments if word.endswith(".py")]
-        assert all((ROOT / file).exists() for file in files)
+        check_module(name, reference, arguments[module + 1], arguments[module + 2 :])
+    elif program == "cd":
+        assert all(exists(name, folder) for folder in arguments)
+    elif program in ("torchrun", "python", "pip", "VENV/bin/pip"):
+        assert all(exists(name, file) for file in arguments if file.endswith(".py"))
         extras = configparser.ConfigParser()
         extras.read(ROOT / "setup.cfg")
         named = {
@@ -252,25 +256,25 @@ def values_of(variable: str, arguments: list[str]) -> list[str]:
     return [word.partition("=")[2] for word in arguments if word.startswith(f"{variable}=")]
 
 
-def check_module(reference: ModuleType, module: str, arguments: list[str]) -> None:
+def check_module(page: str, reference: ModuleType, module: str, arguments: list[str]) -> None:
     """`-m MODULE ARGUMENTS`."""
     if module == "lockstep.integration.grpo":
-        check_job([" ".join(word for word in arguments if word not in ("--check", "--resume"))])
+        check_job(page, [word for word in arguments if word not in ("--check", "--resume")])
     else:
         assert module == "lockstep.integration.cli"
-        check_lockstep(reference, arguments)
+        check_lockstep(page, reference, arguments)
 
 
-def check_job(lines: list[str]) -> None:
+def check_job(page: str, arguments: list[str]) -> None:
     """CONFIG key=value ...: the job's own reader takes them."""
     from lockstep.integration.grpo.config import load_config
 
-    for line in filter(None, lines):
-        config, *overrides = line.split()
-        load_config(ROOT / config, [override for override in overrides if override != "key=value..."])
+    config, *overrides = arguments
+    assert exists(page, config)
+    load_config(ROOT / config if (ROOT / config).exists() else (ROOT / page).parent / config, overrides)
 
 
-def check_lockstep(reference: ModuleType, arguments: list[str]) -> None:
+def check_lockstep(page: str, reference: ModuleType, arguments: list[str]) -> None:
     """Parsed as the command would, and settings looked up."""
     from lockstep import EngineConfig, SamplingParams
 
@@ -287,7 +291,7 @@ def check_lockstep(reference: ModuleType, arguments: list[str]) -> None:
     options = parser.parse_intermixed_args(arguments[num_words:]) if arguments[0] == "train" else None
     options = options or parser.parse_args(arguments[num_words:])
     if arguments[0] == "train":
-        check_job([" ".join([options.config, *options.overrides])])
+        check_job(page, [options.config, *options.overrides])
     for flag, cls in (("engine", EngineConfig), ("sampling", SamplingParams)):
         given = {item.partition("=")[0] for item in getattr(options, flag, None) or []}
         assert given <= {field.name for field in fields(cls)}
