@@ -175,8 +175,8 @@ class RolloutService(WeightVerbs):
 
     @on_all_ranks
     def model_digest(self) -> str:
-        """SHA-256 tree over the resident tensors as they are now (DESIGN section 3), in hex, of all ranks together.
-        Changes nothing."""
+        """SHA-256 tree over the resident tensors as they are now (docs/architecture.md), in hex, of all ranks
+        together. Changes nothing."""
         return self.sessions.model_digest()
 
     @on_all_ranks

@@ -66,16 +66,18 @@ class EngineConfig:
     max_model_len: int | None = None  # prompt + output tokens of a sequence; None: the model's own limit
     prefix_cache: bool = True  # reuse the KV of equal prefixes
     pin_budget: float = PIN_BUDGET  # share of the pool's blocks that pins may protect from eviction
-    invariant: bool = True  # bits do not depend on the batch (DESIGN section 4); False is a speed choice
+    invariant: bool = True  # bits do not depend on the batch, see docs/architecture.md; False is a speed choice
     policy: str = "fcfs"  # order of the waiting queue: "fcfs", "edf" (deadline), "lrs" (least relative slack)
-    deadline_multiplier: float = DEADLINE_MULTIPLIER  # a deadline is arrival + max(predicted prefill * this, ...
-    min_deadline_s: float = MIN_DEADLINE_S  # ... this); only edf and lrs read the two
-    admission_ratio: float = ADMISSION_RATIO  # share of what running sequences may still generate that admission keeps
-    # room for, at first; it adapts
+    deadline_multiplier: float = DEADLINE_MULTIPLIER  # time from arrival to deadline, in predicted prefill times; at
+    # least min_deadline_s. For edf and lrs
+    min_deadline_s: float = MIN_DEADLINE_S  # shortest time from arrival to deadline. For edf and lrs
+    admission_ratio: float = ADMISSION_RATIO  # share of the tokens that running sequences may still generate for which
+    # admission keeps KV blocks free, at first; it adapts
     overlap: bool = False  # plan the next step and deliver the last one while the model runs
-    cuda_graph_batch_sizes: tuple[int, ...] | None = None  # decode batches that are recorded, and others padded to; ():
-    # none; None: up to max_num_seqs, on a GPU 1, 2, 4, 8, 16, 24 … 256, on a CPU 1 … 8, 10 … 16, 20 … 32, 40 … 64
-    jump_forward: str = "text"  # of requests with a grammar that do not say: "text", "exact" or "off"
+    cuda_graph_batch_sizes: tuple[int, ...] | None = None  # decode batch sizes that are recorded; other batches are
+    # padded to the next one. (): none; None: up to max_num_seqs, on a GPU 1, 2, 4, 8, 16, 24 … 256, on a CPU 1 … 8,
+    # 10 … 16, 20 … 32, 40 … 64
+    jump_forward: str = "text"  # for requests with a grammar that name no mode: "text", "exact" or "off"
     jump_forward_max_rollback: int = 10  # tokens that a jump may replace ("text" only)
     jump_forward_max_blocks: int = 10  # KV blocks that one jump may take
     grammar_any_whitespace: bool = False  # JSON with spaces and line breaks as the model likes; little is forced then

@@ -28,22 +28,22 @@ class SamplingParams:
     field with a wrong type or a value out of range.
     """
 
-    max_new_tokens: int = 128  # 0: score the prompt only
-    stop: tuple[str, ...] = ()  # found in the generated text, also across tokens
-    stop_token_ids: tuple[int, ...] = ()
-    stop_regex: tuple[str, ...] = ()  # searched in the last characters of the generated text
-    temperature: float = 1.0  # below 1e-6: greedy
-    top_p: float = 1.0  # in (0, 1]
-    top_k: int = -1  # -1: all
+    max_new_tokens: int = 128  # longest output, in tokens; 0: score the prompt only
+    stop: tuple[str, ...] = ()  # texts that end the output; found in the generated text, also across tokens
+    stop_token_ids: tuple[int, ...] = ()  # these tokens end the output, besides the end-of-sequence tokens
+    stop_regex: tuple[str, ...] = ()  # patterns that end the output; searched in its last characters
+    temperature: float = 1.0  # divides the logits; below 1e-6: greedy
+    top_p: float = 1.0  # in (0, 1]; the most likely tokens up to this probability
+    top_k: int = -1  # this many most likely tokens; -1: all
     min_p: float = 0.0  # in [0, 1], relative to the most likely token
-    frequency_penalty: float = 0.0  # in [-2, 2]
-    presence_penalty: float = 0.0  # in [-2, 2]
-    repetition_penalty: float = 1.0  # in (0, 2]
+    frequency_penalty: float = 0.0  # in [-2, 2]; taken off a logit for each occurrence of its token
+    presence_penalty: float = 0.0  # in [-2, 2]; taken off a logit once its token has occurred
+    repetition_penalty: float = 1.0  # in (0, 2]; scales the logits of tokens that have occurred
     min_new_tokens: int = 0  # neither end of sequence nor a stop before this many
     n: int = 1  # samples per prompt
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
+    ignore_eos: bool = False  # do not stop at an end-of-sequence token
+    skip_special_tokens: bool = True  # leave special tokens out of the text
+    spaces_between_special_tokens: bool = True  # put spaces between special tokens of the text
     no_stop_trim: bool = False  # keep the stop in the text
     stream_interval: int | None = None  # tokens between two streamed pieces
     logit_bias: Mapping[int, float] | None = None  # added to the logits

@@ -27,7 +27,7 @@ class RouterConfig:
     health_interval_s: float = 2.0  # between two probes of a worker
     health_timeout_s: float = 5.0  # of a probe
     dead_after: int = 3  # probes that fail one after the other; a refused connection is enough by itself
-    connect_timeout_s: float = 5.0
+    connect_timeout_s: float = 5.0  # to open a connection to a worker
     queue_timeout_s: float = 60.0  # a request waits so long while every worker is held back by an update
     request_timeout_s: float = 3600.0  # of a generation, all attempts together
     max_attempts: int = 3  # workers that one request may meet, so that one which kills workers does not kill all
@@ -36,7 +36,7 @@ class RouterConfig:
     lock_limit_s: float = 300.0  # a pause, an update or a group call waits so long for the one before it
     admin_timeout_s: float = 300.0  # of an administrative call at a worker that names no timeout_s
     allow_mixed_versions: bool = False  # route to a worker that came back with other weights than the rest
-    max_admin_body_bytes: int = 1 << 30
+    max_admin_body_bytes: int = 1 << 30  # of an administrative call
 
     def __post_init__(self) -> None:
         settings = {name: getattr(self, name) for name in _POSITIVE}

@@ -1,4 +1,4 @@
-"""Puts the invariant operations under a module's forward, and takes them away again (DESIGN section 4).
+"""Puts the invariant operations under a module's forward, and takes them away again (docs/architecture.md, "Numerics").
 
 Linear layers and activations get a forward of their own while the numerics are in force; modules that call functions on
 weights they own (routers, experts) run under a mode that redirects those functions. The trainer's forward and the

@@ -16,7 +16,7 @@ class HttpConfig:
     """Settings of one server. Keys that are None come from the environment; "" is none. Raises ValueError naming every
     setting that is wrong; no key is ever quoted."""
 
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # address to listen on; one beyond loopback needs an admin key
     port: int = 30000  # 0: a free one
     api_key: str | None = field(default=None, repr=False)  # else LOCKSTEP_API_KEY
     admin_api_key: str | None = field(default=None, repr=False)  # else LOCKSTEP_ADMIN_KEY or SGLANG_OMNI_ADMIN_KEY
@@ -25,9 +25,9 @@ class HttpConfig:
     stage: str = "rollout"  # the name by which `stages` in an admin body selects this engine
     extra_server_args: Mapping[str, object] = field(default_factory=dict, repr=False)  # echoed in /server_info
     max_body_bytes: int = 32 << 20  # of a request; pickled payloads have the service's own limit
-    max_admin_calls: int = 64  # under way at a time; more wait
+    max_admin_calls: int = 64  # administrative calls under way at a time; more wait
     stall_timeout_s: float = 600.0  # a step that takes longer counts as a loop that has failed
-    shutdown_timeout_s: float = 5.0  # for what is being answered when the server is asked to end
+    shutdown_timeout_s: float = 5.0  # how long requests may still run when the server is asked to end
 
     def __post_init__(self) -> None:
         for name, variables in (("api_key", API_KEY_VARIABLES), ("admin_api_key", ADMIN_KEY_VARIABLES)):
