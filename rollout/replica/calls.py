@@ -14,6 +14,7 @@ from ..ranks.remote_errors import error_bytes, error_from
 from ..ranks.watch import AWAY
 from ..ranks.wire import Kind
 from .follower import IN_A_CALL, SERVING, End, Follower
+from .results import as_tuples
 
 
 class RankCalls:
@@ -21,11 +22,6 @@ class RankCalls:
 
     def __init__(self, ranks: RankChannel, follower: Follower | None) -> None:
         self._ranks, self._follower = ranks, follower
-
-    @property
-    def follows(self) -> bool:
-        """Whether this rank follows another."""
-        return not self._ranks.mesh.is_controller
 
     @contextmanager
     def call(self, quiet: Callable[[], object]) -> Iterator[Callable[[list[Completion]], None]]:
@@ -98,13 +94,9 @@ def completions_from(data: bytes) -> list[Completion]:
 
 
 def _completion(given: dict) -> Completion:
-    values = {f.name: _tuples(given[f.name]) for f in fields(Completion)}
+    values = {f.name: as_tuples(given[f.name]) for f in fields(Completion)}
     for name, kind in (("finish_reason", FinishReason), ("next_token", NextToken)):
         if given[name] is not None:
-            values[name] = kind(**{key: _tuples(value) for key, value in given[name].items()})
+            values[name] = kind(**{key: as_tuples(value) for key, value in given[name].items()})
     values["weight_versions"] = tuple(WeightSpan(**span) for span in given["weight_versions"])
     return Completion(**values)
-
-
-def _tuples(value: object) -> object:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

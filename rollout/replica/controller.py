@@ -13,7 +13,8 @@ from ..reports.metrics import Metrics
 from ..sequences.event_log import Event
 from ..sequences.request import Request
 from ..sequences.step import ScheduleOutput, SequenceResult
-from .messages import EventWriter, results_from
+from .events import EventWriter
+from .results import results_from
 from .stage import Stage
 
 
