@@ -33,8 +33,8 @@ from ..running.runner import Runner
 from ..running.sampler import Sampler
 from ..scheduling.pipelining import Pipelining
 from ..scheduling.scheduler import Scheduler, StepLimits
+from ..sequences.engine_manager import EngineSequenceManager
 from ..sequences.event_log import ManagerPair
-from ..sequences.managers import EngineSequenceManager
 from ..sequences.request import Request
 from ..sequences.sequence import State
 from .commands import (

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from .managers import EngineSequenceManager, SequenceManager
+from .engine_manager import EngineSequenceManager
+from .manager import SequenceManager
 from .request import Request
 from .sequence import Sequence
 
