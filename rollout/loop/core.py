@@ -27,8 +27,9 @@ from ..replica.stage import Stage
 from ..reports.latencies import Latencies
 from ..reports.metrics import Metrics
 from ..reports.trace import Trace
-from ..running.decode_graphs import DecodeGraphs, PlainCalls, decode_ladder, why_not_recorded
+from ..running.decode_graphs import DecodeGraphs, decode_ladder, why_not_recorded
 from ..running.model_runner import ModelRunner
+from ..running.recorders import PlainCalls
 from ..running.runner import Runner
 from ..running.sampler import Sampler
 from ..scheduling.pipelining import Pipelining

@@ -12,7 +12,8 @@ from lockstep.kernels.machine import native
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.running.cpu_graphs import CPUGraphs
-from lockstep.rollout.running.decode_graphs import CUDAGraphs, DecodeGraphs, PlainCalls, decode_ladder
+from lockstep.rollout.running.decode_graphs import DecodeGraphs, decode_ladder
+from lockstep.rollout.running.recorders import CUDAGraphs, PlainCalls
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.request import RequestOptions
 
