@@ -114,10 +114,6 @@ class RankChannel:
             said = dict(self._mail.get((Kind.STANDS, 0), ()))
         return {rank: said[rank].json() for rank in sorted(said)}
 
-    def agree(self, problem: str | None, timeout_s: float | None = None) -> list[str | None]:
-        """A collective vote: everybody says what is wrong here, or None, and learns what is wrong where."""
-        return self.gather_json(problem, timeout_s)
-
     def run_everywhere(
         self, verb: str, arguments: Mapping[str, Any], timeout_s: float = VERB_TIMEOUT_S
     ) -> list[RankResult]:

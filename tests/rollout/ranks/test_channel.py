@@ -21,7 +21,7 @@ TIMEOUT_S = 30.0
 def test_a_rank_alone_votes_and_answers_by_itself() -> None:
     ranks = RankChannel(Mesh.single(), TIMEOUT_S)
     ranks.handlers["double"] = lambda x: 2 * x
-    assert ranks.agree("no") == ["no"] and ranks.gather_json({"a": (1, 2)}) == [{"a": [1, 2]}]
+    assert ranks.gather_json("no") == ["no"] and ranks.gather_json({"a": (1, 2)}) == [{"a": [1, 2]}]
     assert [r.data for r in ranks.run_everywhere("double", {"x": 4})] == [8]
     assert ranks.run_everywhere("triple", {})[0].data == {"skipped": True, "unsupported": True}
     ranks.close()
@@ -39,7 +39,10 @@ def _serve(ranks: RankChannel) -> None:
 def test_every_rank_gets_every_answer_and_verbs_run_everywhere(run_world: RunWorld) -> None:
     def rank(rank: int) -> object:
         ranks = RankChannel(Mesh.build(2, 2, timeout_s=TIMEOUT_S), TIMEOUT_S)
-        seen = [ranks.gather_json({"rank": rank, "text": "é" * 3000 * rank}), ranks.agree(None if rank else "not yet")]
+        seen = [
+            ranks.gather_json({"rank": rank, "text": "é" * 3000 * rank}),
+            ranks.gather_json(None if rank else "not yet"),
+        ]
 
         def vote(word: str) -> list[object]:  # handlers may talk to each other
             return ranks.gather_json([word, rank])
@@ -82,7 +85,7 @@ def test_a_rank_that_does_not_come_to_a_vote_is_named(run_world: RunWorld) -> No
         with pytest.raises(DeadlineExceeded, match=r"rank 1 \(stage 1, tp 0\) did not come to follow"):
             ranks.run_everywhere("anything", {}, timeout_s=0.5)
         with pytest.raises(RankFailure) as caught:
-            ranks.agree(None)
+            ranks.gather_json(None)
         with pytest.raises(RankFailure, match="did not come to a vote"):  # from now on
             ranks.send(Kind.CLOSE)
         return caught.value.ranks, str(caught.value)
@@ -96,11 +99,11 @@ def test_a_rank_that_does_not_come_to_a_vote_is_named(run_world: RunWorld) -> No
 def test_an_idle_replica_takes_next_to_no_time_of_a_processor(run_world: RunWorld) -> None:
     def rank(rank: int) -> float:
         ranks = RankChannel(Mesh.build(2, 2, timeout_s=TIMEOUT_S), 10.0)
-        ranks.agree(None)
+        ranks.gather_json(None)
         began = time.process_time()
         threading.Event().wait(25)  # longer than the ranks' timeout
         used = time.process_time() - began
-        assert ranks.agree(None) == [None] * 4
+        assert ranks.gather_json(None) == [None] * 4
         if rank > 0:
             ranks.await_close()
         ranks.close()
