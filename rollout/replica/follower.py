@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import Literal
 
 from ..errors import RankFailure
 from ..ranks.channel import RankChannel
+from ..ranks.follower_channel import FollowerChannel
 from ..ranks.remote_errors import error_bytes
 from ..ranks.watch import AWAY
 from ..ranks.wire import Kind, Message
@@ -27,6 +27,7 @@ class Follower:
     """Does what the controller's messages say, in their order, in the thread that calls `follow`."""
 
     def __init__(self, ranks: RankChannel, stage: Stage) -> None:
+        assert isinstance(ranks, FollowerChannel)
         self._ranks, self._stage = ranks, stage
         self._workers = stage.workers
         self._reader = EventReader()
@@ -66,9 +67,7 @@ class Follower:
             for order in self._reader.read(message.payload, self._workers):
                 self._apply(order)
         elif message.kind is Kind.VERB:
-            asked = message.json()
-            result = self._ranks.run_verb(asked["verb"], asked["arguments"])
-            self._ranks.send(Kind.REPLY, message.id, json.dumps(result.as_dict()).encode())
+            self._ranks.answer_verb(message)
         else:
             raise AssertionError(f"a follower cannot take {message}")
 
