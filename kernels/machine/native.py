@@ -68,6 +68,14 @@ def load(source_name: str) -> NativeLibrary | None:
     return found if isinstance(found, NativeLibrary) else None
 
 
+def function(
+    source_name: str, name: str, argument_types: list[type], result_type: type | None = None
+) -> ctypes._CFuncPtr | None:
+    """The exported function `name` of the library built from `source_name`, typed; None where there is no library."""
+    library = load(source_name)
+    return None if library is None else library.function(name, argument_types, result_type)
+
+
 def why_unavailable(source_name: str) -> str | None:
     """None when the library is there, else the reason in words."""
     found = _look_up(source_name)
