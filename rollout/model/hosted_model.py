@@ -17,7 +17,7 @@ from ..ranks.mesh import Mesh
 from ..sharding.division import FullSpec, divide
 from ..sharding.part import Part, copy_part, load_part
 from ..sharding.shards import Shard
-from .attention import NO_MASK, STEP_KEYWORD, KVShape, Probe, StepContext
+from .attention import NO_MASK, STEP_KEYWORD, KVShape, LayerProbe, StepContext
 from .forward_numerics import ForwardNumerics
 from .rollout_phase import RolloutPhase
 from .supported import DTYPES, refuse_different_choices, refuse_unsupported
@@ -268,7 +268,7 @@ class HostedModel:
 
     def _probe(self) -> list[KVShape]:
         """Run a few tokens through: every layer must come to the hosted attention, with keywords it knows."""
-        probe = Probe()
+        probe = LayerProbe()
         positions = torch.arange(4, device=self.device)
         hidden = None
         if self._stage_input is not None:

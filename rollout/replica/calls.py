@@ -15,7 +15,7 @@ from ..ranks.remote_errors import error_bytes, error_from
 from ..ranks.watch import AWAY
 from ..ranks.wire import Kind
 from .follower import IN_A_CALL, SERVING, End, Follower
-from .results import as_tuples
+from .result_bytes import as_tuples
 
 
 class RankCalls:

@@ -14,8 +14,8 @@ from ..reports.metrics import Metrics
 from ..sequences.event_log import Event
 from ..sequences.request import Request
 from ..sequences.step import ScheduleOutput, SequenceResult
-from .events import EventWriter
-from .results import results_from
+from .event_stream import EventWriter
+from .result_bytes import results_from
 from .stage import Stage
 
 

@@ -13,8 +13,8 @@ from ..ranks.watch import AWAY
 from ..ranks.wire import Kind, Message
 from ..sequences.request import Request
 from ..sequences.step import ScheduleOutput
-from .events import EventReader, Op, Order
-from .results import results_bytes
+from .event_stream import EventReader, Op, Order
+from .result_bytes import results_bytes
 from .stage import Stage, StepSkipped
 
 logger = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from lockstep.rollout.errors import BrokenLogits
 from lockstep.rollout.grammars.jump import Jump
 from lockstep.rollout.ranks.remote_errors import error_bytes, error_from, is_of_a_group
 from lockstep.rollout.replica.calls import completions_bytes, completions_from
-from lockstep.rollout.replica.events import EventReader, EventWriter, Op
-from lockstep.rollout.replica.requests import request_json, request_of
-from lockstep.rollout.replica.results import results_bytes
-from lockstep.rollout.replica.results import results_from as results_of_bytes
+from lockstep.rollout.replica.event_stream import EventReader, EventWriter, Op
+from lockstep.rollout.replica.request_json import request_json, request_of
+from lockstep.rollout.replica.result_bytes import results_bytes
+from lockstep.rollout.replica.result_bytes import results_from as results_of_bytes
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.event_log import fresh_copy
 from lockstep.rollout.sequences.request import Request, RequestOptions

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from ..grammars.jump import Jump
 from ..sequences.request import Request
 from ..sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
-from .requests import request_json, request_of
+from .request_json import request_json, request_of
 
 
 class Op(IntEnum):
