@@ -160,3 +160,9 @@ class ControllerChannel(RankChannel):
         with self._changed:
             if not self._wait(lambda: len(self._said_goodbye) == len(self._peers), self.timeout_s):
                 logger.warning("not every follower said goodbye in %g s", self.timeout_s)
+
+
+def as_controller(channel: RankChannel) -> ControllerChannel:
+    """Return the channel of a rank that is known to be the controller, as its side."""
+    assert isinstance(channel, ControllerChannel)
+    return channel

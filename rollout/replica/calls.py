@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from ..completion import Completion, FinishReason, NextToken, WeightSpan
 from ..errors import RankFailure
 from ..ranks.channel import RankChannel
-from ..ranks.controller_channel import ControllerChannel
+from ..ranks.controller_channel import as_controller
 from ..ranks.remote_errors import error_bytes, error_from
 from ..ranks.watch import AWAY
 from ..ranks.wire import Kind
@@ -34,7 +34,7 @@ class RankCalls:
         if self._ranks.mesh.num_ranks == 1:
             yield lambda completions: None
             return
-        self._controller.await_followers(self._ranks.timeout_s)
+        as_controller(self._ranks).await_followers(self._ranks.timeout_s)
         given: list[Completion] = []
         try:
             yield given.extend
@@ -76,18 +76,13 @@ class RankCalls:
             self._ranks.close()
 
     def _end(self, how: int, payload: bytes) -> None:
-        ranks = self._controller
+        ranks = as_controller(self._ranks)
         leaving = [rank for rank, its_how in ranks.present.items() if its_how == how]
         for rank in leaving:
             del ranks.present[rank]
         ranks.send(Kind.CALL_OVER, 0, payload, leaving)
         if not ranks.present:
             ranks.watch.enter(AWAY)
-
-    @property
-    def _controller(self) -> ControllerChannel:
-        assert isinstance(self._ranks, ControllerChannel)
-        return self._ranks
 
 
 def completions_bytes(completions: list[Completion]) -> bytes:

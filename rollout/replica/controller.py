@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..ranks.channel import RankChannel
-from ..ranks.controller_channel import ControllerChannel
+from ..ranks.controller_channel import as_controller
 from ..ranks.remote_errors import error_from
 from ..ranks.wire import Kind
 from ..reports.metrics import Metrics
@@ -65,7 +65,7 @@ class ReplicaRunner:
 
     def launch(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> ReplicaStep:
         """Tell the followers and run the first stage here."""
-        ranks = self._controller
+        ranks = as_controller(self._ranks)
         ranks.await_followers(ranks.timeout_s)
         began = time.perf_counter()
         self._num_launched += 1
@@ -80,7 +80,7 @@ class ReplicaRunner:
 
     def check_states(self) -> None:
         """Have the followers compare their state with the controller's now, if they follow. Returns at once."""
-        if len(self._controller.present) == self._ranks.mesh.num_ranks - 1:
+        if len(as_controller(self._ranks).present) == self._ranks.mesh.num_ranks - 1:
             self._writer.check(self.workers.state_hash())
             self._send(0)
 
@@ -98,7 +98,7 @@ class ReplicaRunner:
 
     def results(self, output: ScheduleOutput) -> list[SequenceResult]:
         """Wait for the sampling rank. Raises what failed on a rank, and RankFailure."""
-        message = self._controller.await_step(output.step, self.sampling_rank)
+        message = as_controller(self._ranks).await_step(output.step, self.sampling_rank)
         began = time.perf_counter()
         if message.kind is Kind.STEP_FAILED:
             rank, _, text = message.payload.partition(b"\n")
@@ -108,13 +108,7 @@ class ReplicaRunner:
         return results
 
     def abandon(self, output: ScheduleOutput) -> None:
-        self._controller.abandon_step(output.step)
-
-    @property
-    def _controller(self) -> ControllerChannel:
-        """This rank's side of the channel, wherever steps are launched."""
-        assert isinstance(self._ranks, ControllerChannel)
-        return self._ranks
+        as_controller(self._ranks).abandon_step(output.step)
 
     def _send(self, step: int) -> None:
         self._ranks.send(Kind.STEP, step, self._writer.take())
