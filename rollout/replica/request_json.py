@@ -27,7 +27,7 @@ def request_json(request: Request) -> bytes:
 def request_of(data: bytes, token_ids: Sequence[int]) -> Request:
     """A follower's request: what a step reads of it."""
     given = json.loads(data)
-    options = {k: tuple(v) if isinstance(v, list) else v for k, v in given["options"].items()}
+    options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given["options"].items()}
     request = Request(
         TokenSequence(given["id"], token_ids), SamplingParams(**given["params"]), RequestOptions(**options),
         given["index"], given["seed"], 0.0, 0, None,

@@ -36,7 +36,7 @@ def results_from(data: bytes, items: Sequence[ScheduledSequence]) -> list[Sequen
     extras = json.loads(data[at + 12 * num : at + 12 * num + num_text] or b"{}")
     results = []
     for index, (item, token, logprob) in enumerate(zip(items, tokens, logprobs, strict=True)):
-        sampled = {} if token < 0 else {"token_id": token, "logprob": logprob}
+        sampled: dict[str, Any] = {} if token < 0 else {"token_id": token, "logprob": logprob}
         more = {name: as_tuples(v) for name, v in zip(_EXTRAS, extras.get(str(index), ()), strict=False)}
         if more.get("jump_logprobs"):
             more["jump"] = item.jump
