@@ -77,7 +77,6 @@ class DecodeGraphs:
         self._owners = [owner for owner in owners if owner]  # by name; what a name stands for may be replaced
         self._memory: list[int] = []  # that the records read: addresses
         self._num_steps = 0
-        self.num_recorded = 0
         self.num_tables_sent = 0  # rows of block tables that had changed
 
     def size_for(self, num_rows: int) -> int | None:
@@ -132,7 +131,6 @@ class DecodeGraphs:
             self._draw(logits, size, None)
             return logits, b.drawn_ids[:size], b.drawn_logprobs[:size]
 
-        self.num_recorded += 1
         return self._recorder.record(run)
 
     def _draw(self, logits: Tensor, num_rows: int, filtered: Tensor | None) -> None:
