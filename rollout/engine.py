@@ -23,8 +23,8 @@ from .control.verbs import EngineVerbs
 from .errors import EngineStopped, RankFailure
 from .grammars.compiler import CompiledGrammar
 from .loop.core import EngineCore
-from .ranks.channel import RankChannel
 from .ranks.mesh import Mesh
+from .ranks.opening import open_channel
 from .replica.calls import RankCalls
 from .replica.follower import End, Follower
 from .sampling_params import SamplingParams
@@ -57,7 +57,7 @@ class Engine(EngineVerbs):
         collective of the whole torch.distributed job where they make more than one rank. Every rank of a replica makes
         its engine, with the same configuration; one engine at a time may use a mesh."""
         self.config = config = config or EngineConfig()
-        self.ranks = RankChannel(_mesh(config, mesh), config.rank_timeout_s)
+        self.ranks = open_channel(_mesh(config, mesh), config.rank_timeout_s)
         self._mailboxes = Mailboxes()
         self._unclaimed: list[Completion] = []  # answers that no mailbox is there for: `step` returns them
         self._driver = Driver()

@@ -37,9 +37,9 @@ from lockstep.rollout.running.batch import Batch, build_batch
 from lockstep.rollout.running.results import results_of
 from lockstep.rollout.running.sampler import Sampler
 from lockstep.rollout.sequences.event_log import Event, replay
-from lockstep.rollout.sequences.managers import WorkerSequenceManager
 from lockstep.rollout.sequences.request import Request
 from lockstep.rollout.sequences.step import ScheduleOutput, SequenceResult
+from lockstep.rollout.sequences.worker_manager import WorkerSequenceManager
 from lockstep.tests.support.callers import wait_until
 from lockstep.tests.support.random_models import random_model
 

@@ -18,10 +18,11 @@ from ...rollout.kv.ledger import KVLedger
 from ...rollout.sampling_params import SamplingParams
 from ...rollout.scheduling.policies import POLICIES
 from ...rollout.scheduling.scheduler import Scheduler, StepLimits
-from ...rollout.sequences.managers import EngineSequenceManager, WorkerSequenceManager
+from ...rollout.sequences.engine_manager import EngineSequenceManager
 from ...rollout.sequences.request import Request, RequestOptions
 from ...rollout.sequences.sequence import Sequence
 from ...rollout.sequences.step import ScheduleOutput, SequenceResult
+from ...rollout.sequences.worker_manager import WorkerSequenceManager
 from .parts.load import positive
 
 _BLOCK_SIZE = 16

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ...rollout.engine import Engine
+from ...rollout.ranks.controller_channel import ControllerChannel
+from ...rollout.ranks.follower_channel import FollowerChannel
 from ...weight_sync.transaction.peers import PeerFailed, Peers
 
 _NUM_WAITS = 4  # of a verb, for other ranks or its sender, each under a deadline of its own
@@ -60,8 +62,10 @@ class Replica:
     def asks_followers(self) -> bool:
         """Whether a verb that is called here has to be brought to the other ranks: they follow this one, instead of
         calling it themselves. Waits until they did one or the other."""
-        is_asked = getattr(self._here, "in_verb", False) or not self._engine.is_controller
-        return not (self.is_alone or is_asked) and self._ranks.are_following(self._ranks.timeout_s)
+        ranks = self._ranks
+        if self.is_alone or getattr(self._here, "in_verb", False) or not isinstance(ranks, ControllerChannel):
+            return False
+        return ranks.are_following(ranks.timeout_s)
 
     def take_results(self) -> list[dict[str, object]]:
         """What each rank said to the first verb that this thread brought to all of them since it last asked for this;
@@ -71,14 +75,16 @@ class Replica:
 
     def stands(self) -> None:
         """Something may have changed: let the controller know how things stand on this rank."""
-        if not (self.is_alone or self._engine.is_controller) and (facts := self.how_it_stands()) != self._said:
+        if isinstance(self._ranks, FollowerChannel) and (facts := self.how_it_stands()) != self._said:
             self._said = facts
             self._ranks.say_how_it_stands(facts)
 
     def states(self) -> list[dict[str, object]]:
         """How things stand on each rank, by local rank: here now, on the others as they said after the last change. A
         follower knows itself alone. Waits for nobody."""
-        mesh, told = self._ranks.mesh, self._ranks.how_they_stand()
+        mesh, told = self._ranks.mesh, {}
+        if isinstance(self._ranks, ControllerChannel):
+            told = self._ranks.how_they_stand()
         found = []
         for rank, world_rank in enumerate(mesh.plan.replica(mesh.rank)):
             coords = mesh.plan.coords(world_rank)

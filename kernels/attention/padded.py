@@ -27,7 +27,7 @@ VALUE_BLOCK = 128
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowPiece:
     """Rows [first_row, first_row + num_rows) of each of these sequences, as far as they go."""
 
     sequences: tuple[int, ...]
@@ -53,7 +53,7 @@ def score_budget(device: torch.device) -> int:
     return 1 << 21 if device.type == "cpu" else 1 << 26
 
 
-def plan_pieces(rows: list[int], contexts: list[int], num_heads: int, group: int, budget: int) -> Iterator[Piece]:
+def plan_pieces(rows: list[int], contexts: list[int], num_heads: int, group: int, budget: int) -> Iterator[RowPiece]:
     """Packs sequences of like size together and cuts those that alone exceed the budget.
 
     Every row falls in exactly one piece.
@@ -65,17 +65,17 @@ def plan_pieces(rows: list[int], contexts: list[int], num_heads: int, group: int
         grown = max(longest, contexts[s])
         too_many = (len(batch) + 1) * num_heads * padded_rows(rows[s], group) * padded_keys(grown) > budget
         if batch and (too_many or rows[s] > 2 * rows[batch[0]] + 16):
-            yield Piece(tuple(batch), 0, rows[batch[-1]])
+            yield RowPiece(tuple(batch), 0, rows[batch[-1]])
             batch, grown = [], contexts[s]
         height = max(ROW_MULTIPLE, budget // (num_heads * padded_keys(contexts[s])))
         if height < rows[s]:
             for first in range(0, rows[s], height):
-                yield Piece((s,), first, min(height, rows[s] - first))
+                yield RowPiece((s,), first, min(height, rows[s] - first))
         else:
             batch.append(s)
             longest = grown
     if batch:
-        yield Piece(tuple(batch), 0, rows[batch[-1]])
+        yield RowPiece(tuple(batch), 0, rows[batch[-1]])
 
 
 def padded_rows(num_rows: int, group: int) -> int:
@@ -89,7 +89,7 @@ def padded_keys(num_keys: int) -> int:
 
 
 def gather_piece(
-    piece: Piece,
+    piece: RowPiece,
     query: Tensor,
     starts: list[int],
     rows: list[int],
@@ -231,8 +231,8 @@ def padded_attention(
 
 def _pieces(
     query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, rule: ScoreRule
-) -> Iterator[tuple[Piece, Gathered]]:
-    """Yields (Piece, Gathered) until every row of the step was in one."""
+) -> Iterator[tuple[RowPiece, Gathered]]:
+    """Yields (RowPiece, Gathered) until every row of the step was in one."""
     starts = layout.query_start.tolist()
     rows = [end - start for start, end in pairwise(starts)]
     contexts = rows if layout.context_lens is None else layout.context_lens.tolist()

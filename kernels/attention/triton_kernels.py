@@ -101,19 +101,13 @@ def triton_attention(
         return out
     tiling = tiling or tiling_of(query.dtype, max(width, value_width))
     units = math.gcd(width, 16), math.gcd(value_width, 16)
-    if layout.block_tables is None or layout.context_lens is None:
-        tables, contexts, block_size = layout.query_start[:-1, None], layout.query_start.diff(), _ENDLESS
-        key, value = (_one_block_each(_aligned(t, unit)) for t, unit in ((key, units[0]), (value, units[1])))
-    else:
-        tables, contexts, block_size = layout.block_tables, layout.context_lens, key.shape[1]
-        _refuse_unaligned(key, units[0])
-        _refuse_unaligned(value, units[1])
-    query = _aligned(query, units[0])
+    blocks = _blocks_of(key, value, layout, units)
+    query, key, value, tables = _aligned(query, units[0]), blocks.key, blocks.value, blocks.tables
     # Tiles begin anew with each sequence; this many there are at most.
     num_tiles = num_rows * (num_heads // num_kv_heads) // tiling.rows + num_sequences
     value_pad = max(16, triton.next_power_of_2(value_width))
     if sharing is None:
-        num_splits = 1 if block_size == _ENDLESS else triton.cdiv(tables.shape[1] * block_size, tiling.split)
+        num_splits = 1 if blocks.is_packed else triton.cdiv(tables.shape[1] * blocks.size, tiling.split)
         row_bytes = num_rows * num_heads * value_pad * 4
         sharing = share_splits(num_rows, num_sequences, num_tiles * num_kv_heads, num_splits, row_bytes)
     sums = query.new_empty(num_rows, num_heads, sharing.num_slots, value_pad, dtype=torch.float32)
@@ -125,18 +119,43 @@ def triton_attention(
     sinks = None if sinks is None else sinks.detach().float().contiguous()
     with torch.cuda.device_of(query):
         _attend_kernel[(num_tiles, num_kv_heads, sharing.num_programs)](
-            *(query, key, value, sums, scales, tables, layout.query_start, contexts),
-            *(tables.stride(0), block_size),
+            *(query, key, value, sums, scales, tables, layout.query_start, blocks.contexts),
+            *(tables.stride(0), blocks.size),
             *(*_strides(query, units[0]), *_strides(key, units[0]), *_strides(value, units[1])),
             scale=rule.scale, softcap=rule.softcap or 0.0, HAS_SOFTCAP=rule.softcap is not None, KEYS=tiling.keys,
             D=width, E=value_width, D_PAD=max(16, triton.next_power_of_2(width)), D_UNIT=units[0], E_UNIT=units[1],
             **numbers, **fixed, **launch,
         )  # fmt: skip
         _merge_kernel[(num_tiles, num_kv_heads)](
-            *(sums, scales, out, query if sinks is None else sinks, layout.query_start, contexts),
+            *(sums, scales, out, query if sinks is None else sinks, layout.query_start, blocks.contexts),
             HAS_SINKS=sinks is not None, E=value_width, **numbers, **fixed, num_warps=tiling.num_warps,
         )  # fmt: skip
     return out
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Keys and values as blocks with a table, whether they are a cache or packed rows."""
+
+    key: Tensor  # [blocks,tokens,K,D]
+    value: Tensor  # [blocks,tokens,K,E]
+    tables: Tensor  # int32 [S,W]
+    contexts: Tensor  # int32 [S]
+    size: int  # tokens of a block
+    is_packed: bool
+
+
+def _blocks_of(key: Tensor, value: Tensor, layout: RowLayout, units: tuple[int, int]) -> _Blocks:
+    """Packed rows become one endless block a sequence. units: as `_is_aligned` takes them, of keys and of values.
+
+    Raises ValueError for a cache that is not aligned.
+    """
+    if layout.block_tables is None or layout.context_lens is None:
+        key, value = (_one_block_each(_aligned(t, unit)) for t, unit in zip((key, value), units, strict=True))
+        return _Blocks(key, value, layout.query_start[:-1, None], layout.query_start.diff(), _ENDLESS, is_packed=True)
+    _refuse_unaligned(key, units[0])
+    _refuse_unaligned(value, units[1])
+    return _Blocks(key, value, layout.block_tables, layout.context_lens, key.shape[1], is_packed=False)
 
 
 def _check_on_host(query: Tensor, key: Tensor, layout: RowLayout) -> None:

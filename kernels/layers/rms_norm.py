@@ -118,8 +118,5 @@ def with_sum(
 
 @cache
 def _native(name: str = "lockstep_rms_norm", num_tensors: int = 3) -> Callable[..., None] | None:
-    library = native.load(SOURCE)
-    if library is None:
-        return None
     types = [*[ctypes.c_void_p] * num_tensors, *[ctypes.c_int64] * 2, *[ctypes.c_float] * 2, *[ctypes.c_int64] * 3]
-    return library.function(name, types, None)
+    return native.function(SOURCE, name, types)

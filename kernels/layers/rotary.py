@@ -82,9 +82,5 @@ class _Rotary(torch.autograd.Function):
 
 @cache
 def _native() -> Callable[..., None] | None:
-    library = native.load(SOURCE)
-    if library is None:
-        return None
     rows = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 4]
-    types = [*rows, *rows, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 7]
-    return library.function("lockstep_rotary", types, None)
+    return native.function(SOURCE, "lockstep_rotary", [*rows, *rows, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 7])

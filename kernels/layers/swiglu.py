@@ -61,7 +61,4 @@ class _SwiGLU(torch.autograd.Function):
 
 @cache
 def _native() -> Callable[..., None] | None:
-    library = native.load(SOURCE)
-    if library is None:
-        return None
-    return library.function("lockstep_swiglu", [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3], None)
+    return native.function(SOURCE, "lockstep_swiglu", [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3])

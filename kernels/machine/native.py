@@ -47,7 +47,7 @@ class NativeLibrary:
     compile_seconds: float  # 0.0 when it came from the cache
     handle: ctypes.CDLL
 
-    def function(self, name: str, argument_types: list[type], result_type: type | None) -> ctypes._CFuncPtr:
+    def function(self, name: str, argument_types: Sequence[type], result_type: type | None) -> ctypes._CFuncPtr:
         """The exported C function `name`, typed."""
         function = getattr(self.handle, name)
         function.argtypes, function.restype = argument_types, result_type
@@ -66,6 +66,14 @@ def load(source_name: str) -> NativeLibrary | None:
     """
     found = _look_up(source_name)
     return found if isinstance(found, NativeLibrary) else None
+
+
+def function(
+    source_name: str, name: str, argument_types: Sequence[type], result_type: type | None = None
+) -> Callable[..., Any] | None:
+    """The exported function `name` of the library built from `source_name`, typed; None where there is no library."""
+    library = load(source_name)
+    return None if library is None else library.function(name, argument_types, result_type)
 
 
 def why_unavailable(source_name: str) -> str | None:

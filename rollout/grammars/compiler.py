@@ -179,11 +179,6 @@ def pack_ids(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little")
 
 
-def allowed_ids(mask: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The ids whose bits a mask has."""
-    return np.flatnonzero(np.unpackbits(mask, bitorder="little", count=vocab_size))
-
-
 def _library() -> Any:
     try:
         import xgrammar

@@ -27,14 +27,15 @@ from ..replica.stage import Stage
 from ..reports.latencies import Latencies
 from ..reports.metrics import Metrics
 from ..reports.trace import Trace
-from ..running.decode_graphs import DecodeGraphs, PlainCalls, decode_ladder, why_not_recorded
+from ..running.decode_graphs import DecodeGraphs, decode_ladder, why_not_recorded
 from ..running.model_runner import ModelRunner
+from ..running.recorders import PlainCalls
 from ..running.runner import Runner
 from ..running.sampler import Sampler
 from ..scheduling.pipelining import Pipelining
 from ..scheduling.scheduler import Scheduler, StepLimits
+from ..sequences.engine_manager import EngineSequenceManager
 from ..sequences.event_log import ManagerPair
-from ..sequences.managers import EngineSequenceManager
 from ..sequences.request import Request
 from ..sequences.sequence import State
 from .commands import (

@@ -67,7 +67,7 @@ class StepContext:
 
 
 @dataclass
-class Probe:
+class LayerProbe:
     """Stands in for a StepContext in the start-up forward: records the KV shape of each layer."""
 
     layers: dict[int, KVShape] = field(default_factory=dict)
@@ -121,7 +121,7 @@ def hosted_attention(
         new = NewRows(rows[1], rows[2], step.slots)
         out = paged_attention(rows[0], step.key_caches[layer], step.value_caches[layer], step.paged, new=new, **options)
     else:
-        if isinstance(step, Probe):
+        if isinstance(step, LayerProbe):
             step.layers[module.layer_idx] = KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
         query_start = _query_start(attention_mask, cu_seq_lens_q, batch, num_rows, query.device)
         out = varlen_attention(*rows, query_start, **options)

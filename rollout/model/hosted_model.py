@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -19,17 +17,13 @@ from ..ranks.mesh import Mesh
 from ..sharding.division import FullSpec, divide
 from ..sharding.part import Part, copy_part, load_part
 from ..sharding.shards import Shard
-from .attention import NO_MASK, STEP_KEYWORD, KVShape, Probe, StepContext
+from .attention import NO_MASK, STEP_KEYWORD, KVShape, LayerProbe, StepContext
 from .forward_numerics import ForwardNumerics
-from .phase_gate import PhaseGate
+from .rollout_phase import RolloutPhase
+from .supported import DTYPES, refuse_different_choices, refuse_unsupported
 from .tensors import HostedTensors
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Rotary tables that are recomputed from the longest sequence of the batch: a row would depend on its neighbours.
-_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 class HostedModel:
@@ -47,19 +41,15 @@ class HostedModel:
         self.division = part.division
         self._stage_input = part.stage_input
         self.config = self.module.config.get_text_config(decoder=True)
-        self._refuse_unsupported(invariant)
-        self._hosted = ForwardNumerics(self.module, invariant, self.division)
-        self.numerics = self._hosted.numerics
-        self._trained = self._hosted
+        refuse_unsupported(self.module, self.config, invariant)
+        hosted = ForwardNumerics(self.module, invariant, self.division)
+        self.numerics = hosted.numerics
+        self._trained = hosted
         if trained is not None:
             self._trained = ForwardNumerics(trained, invariant, _whole(trained, self.division.k_blocks).division)
-        self._refuse_different_choices()
-        self._lock = threading.RLock()
-        self._rollout_users = 0
-        self._rollout_exit: ExitStack | None = None  # how to leave the phase: the last one out does; None outside it
+        refuse_different_choices(self.numerics.guarantee, self.mesh)
+        self._phase = RolloutPhase(hosted, owned=owned)
         self._released_shapes: list[torch.Size] = []  # of the parameters in their order, while their memory is released
-        self.before_phase_ends: Callable[[], None] = lambda: None
-        self._gate = PhaseGate()
         use_huge_pages((parameter for _, parameter in self._tensors.parameters()), now=True)
         self.kv_shapes = self._probe()  # of this rank's layers, in their order
         logger.info("hosting %s: %s", type(self.module).__name__, self.numerics.describe())
@@ -74,7 +64,7 @@ class HostedModel:
         if not (Path(path) / "config.json").is_file():
             raise ValueError(f"model folder {str(path)!r} holds no config.json")
         config = AutoConfig.from_pretrained(path)
-        kept = _DTYPES[dtype] if dtype else getattr(config, "dtype", None) or torch.float32
+        kept = DTYPES[dtype] if dtype else getattr(config, "dtype", None) or torch.float32
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if mesh is not None and mesh.num_ranks > 1:
             part = load_part(path, config, kept, torch.device(device), mesh, k_blocks)
@@ -96,7 +86,7 @@ class HostedModel:
             raise ValueError(f"can host a transformers PreTrainedModel or a folder, not {type(module).__name__}")
         parameter = next(module.parameters())
         wrong = []
-        if dtype is not None and _DTYPES[dtype] != parameter.dtype:
+        if dtype is not None and DTYPES[dtype] != parameter.dtype:
             wrong.append(f"dtype={dtype!r}, but the module is {parameter.dtype}")
         if device is not None and torch.device(device) != parameter.device:
             wrong.append(f"device={device!r}, but the module is on {parameter.device}")
@@ -154,7 +144,7 @@ class HostedModel:
 
     @property
     def in_rollout_phase(self) -> bool:
-        return self.owned or self._rollout_users > 0
+        return self.owned or self._phase.is_open
 
     def resident_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters by Hugging Face name, tied ones once, under the first of their names: what this rank has of them.
@@ -213,62 +203,31 @@ class HostedModel:
         with self._trained.installed():
             yield
 
-    @contextmanager
-    def rollout_phase(self, *, admits: bool = True) -> Iterator[None]:
+    def rollout_phase(self, *, admits: bool = True) -> AbstractContextManager[None]:
         """The module is the engine's in here: numerics, eval flags, no autograd. Re-entrant, also from several threads:
         the last one to leave waits for those of `borrowed`, calls `before_phase_ends`, waits for it, and restores
         everything.
 
         admits: False for a phase whose holder has the engine's lock, which a borrower would need.
         """
-        with self._lock:
-            if self._rollout_exit is None:
-                with ExitStack() as entered:
-                    entered.callback(self._leave_rollout_phase)
-                    entered.enter_context(self._hosted.installed())
-                    entered.callback(_restore_flags, [(module, module.training) for module in self.module.modules()])
-                    self.module.eval()
-                    self._rollout_exit = entered.pop_all()
-            self._rollout_users += 1
-        if admits:
-            self._gate.open()
-        try:
-            yield
-        finally:
-            try:
-                if admits:
-                    self._gate.close()
-            finally:
-                with self._lock:
-                    self._rollout_users -= 1
-                    is_last = self._rollout_users == 0
-                if is_last:
-                    self._end_rollout_phase()
+        return self._phase.entered(admits=admits)
 
-    @contextmanager
-    def borrowed(self, what: str, timeout_s: float) -> Iterator[float]:
+    def borrowed(self, what: str, timeout_s: float) -> AbstractContextManager[float]:
         """Have the module for something beside the steps, weights to be written for one: waits for a rollout phase,
         which then does not end before this does. Yields the seconds left. Re-entrant; changes nothing by itself.
 
         Raises DeadlineExceeded where the trainer kept it for `timeout_s`. The engine's own module is there at once.
         """
-        if self.owned:
-            yield timeout_s
-        else:
-            with self._gate.guest(what, timeout_s) as seconds_left:
-                yield seconds_left
+        return self._phase.borrowed(what, timeout_s)
 
-    def _end_rollout_phase(self) -> None:
-        try:
-            # Without our lock: it waits for a step that may be running, and that step may look at the phase.
-            self.before_phase_ends()
-        finally:
-            with self._lock:
-                if self._rollout_users == 0 and self._rollout_exit is not None:
-                    self._rollout_exit.close()
+    @property
+    def before_phase_ends(self) -> Callable[[], None]:
+        """The function to call, and to wait for, before the module goes back to the trainer."""
+        return self._phase.before_end
 
-    def _leave_rollout_phase(self) -> None:
-        self._rollout_exit = None
+    @before_phase_ends.setter
+    def before_phase_ends(self, function: Callable[[], None]) -> None:
+        self._phase.before_end = function
 
     def forward(
         self,
@@ -284,7 +243,7 @@ class HostedModel:
         Writes the rows' KV. Ranks of one stage run it together, and return the same. Raises PhaseError outside the
         rollout phase.
         """
-        if self._rollout_exit is None:
+        if not self._phase.is_set_up:
             raise PhaseError("the module is the trainer's now: generate inside the rollout phase")
         step.first_layer = self.division.layers.start
         return self._call(token_ids, positions, step, logit_rows, hidden)
@@ -307,42 +266,9 @@ class HostedModel:
             if self._stage_input is not None:
                 self._stage_input.received = None
 
-    def _refuse_different_choices(self) -> None:
-        """The ranks of a replica must have chosen the same operations. A collective; raises ValueError on all."""
-        guarantee = self.numerics.guarantee
-        if self.mesh.replica_group is None or guarantee is None:
-            return
-        own = torch.tensor(list(guarantee.choices.ljust(80).encode()), dtype=torch.uint8)
-        everybodys = [torch.empty_like(own) for _ in range(self.mesh.num_ranks)]
-        dist.all_gather(everybodys, own, group=self.mesh.replica_group)
-        texts = [bytes(t.tolist()).decode().strip() for t in everybodys]
-        if len(set(texts)) > 1:
-            choices = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-            raise ValueError(f"the self-test chose different operations on the ranks of the replica ({choices})")
-
-    def _refuse_unsupported(self, invariant: bool) -> None:
-        wrong = []
-        if next(self.module.parameters()).dtype not in _DTYPES.values():
-            wrong.append(f"dtype {next(self.module.parameters()).dtype}")
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-            if invariant and parameters.get("rope_type") in _BATCH_DEPENDENT_ROPE:
-                wrong.append(f"rope_type {parameters['rope_type']!r} (its tables depend on the batch)")
-        if not self.module._can_set_attn_implementation():
-            wrong.append("attention that does not go through transformers' attention interface")
-        if getattr(self.config, "num_attention_heads", None) is None:
-            wrong.append("layers without attention heads")
-        # Other kinds are told to a module by its mask or its own code, and would go unseen.
-        kinds = set(getattr(self.config, "layer_types", None) or ()) - _LAYER_TYPES
-        wrong += [f"layers of type {kind}" for kind in sorted(kinds)]
-        if getattr(self.config, "is_encoder_decoder", False):
-            wrong.append("an encoder")
-        if wrong:
-            raise ValueError(f"{type(self.module).__name__} cannot be hosted: {', '.join(wrong)}")
-
     def _probe(self) -> list[KVShape]:
         """Run a few tokens through: every layer must come to the hosted attention, with keywords it knows."""
-        probe = Probe()
+        probe = LayerProbe()
         positions = torch.arange(4, device=self.device)
         hidden = None
         if self._stage_input is not None:
@@ -361,8 +287,3 @@ class HostedModel:
 def _whole(module: PreTrainedModel, k_blocks: int) -> Part:
     num_layers = module.config.get_text_config(decoder=True).num_hidden_layers
     return Part(module, divide(module, Mesh.single(), k_blocks, range(num_layers)), None)
-
-
-def _restore_flags(flags: list[tuple[nn.Module, bool]]) -> None:
-    for module, training in flags:
-        module.training = training

@@ -19,7 +19,7 @@ class PhaseGate:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._num_hosts = 0
-        self._guests: list[str] = []  # what they are here for
+        self._num_guests = 0
         self._mine = threading.local()  # .is_guest: of this thread
 
     def open(self) -> None:
@@ -32,12 +32,7 @@ class PhaseGate:
         """A host leaves. The last one returns when every guest has left, but for the one that calls this itself."""
         with self._changed:
             self._num_hosts -= 1
-            self._changed.wait_for(lambda: self._num_hosts > 0 or len(self._guests) <= self._is_guest)
-
-    @property
-    def guests(self) -> tuple[str, ...]:
-        """What those who are in the phase are there for. Waits for nobody."""
-        return tuple(self._guests)
+            self._changed.wait_for(lambda: self._num_hosts > 0 or self._num_guests <= self._is_guest)
 
     @contextmanager
     def guest(self, what: str, timeout_s: float) -> Iterator[float]:
@@ -55,7 +50,7 @@ class PhaseGate:
                     f"{what} waited {timeout_s:g} s for the rollout phase, for the module is the trainer's now: it did "
                     "not begin and will not run"
                 )
-            self._guests.append(what)
+            self._num_guests += 1
         self._mine.is_guest = True
         try:
             # A phase that came in the last moment leaves as good as no time, but never none.
@@ -63,7 +58,7 @@ class PhaseGate:
         finally:
             self._mine.is_guest = False
             with self._changed:
-                self._guests.remove(what)
+                self._num_guests -= 1
                 self._changed.notify_all()
 
     @property

@@ -170,7 +170,3 @@ class Mesh:
     @property
     def is_sampling_rank(self) -> bool:
         return self.is_last_stage and self.tp_rank == 0
-
-    def world_rank_of(self, pp: int, tp: int) -> int:
-        """World rank of another rank of this replica."""
-        return self.plan.rank_of(Coords(self.dp_rank, pp, tp))

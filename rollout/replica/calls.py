@@ -10,10 +10,12 @@ from dataclasses import asdict, fields
 from ..completion import Completion, FinishReason, NextToken, WeightSpan
 from ..errors import RankFailure
 from ..ranks.channel import RankChannel
+from ..ranks.controller_channel import as_controller
 from ..ranks.remote_errors import error_bytes, error_from
 from ..ranks.watch import AWAY
 from ..ranks.wire import Kind
 from .follower import IN_A_CALL, SERVING, End, Follower
+from .result_bytes import as_tuples
 
 
 class RankCalls:
@@ -21,11 +23,6 @@ class RankCalls:
 
     def __init__(self, ranks: RankChannel, follower: Follower | None) -> None:
         self._ranks, self._follower = ranks, follower
-
-    @property
-    def follows(self) -> bool:
-        """Whether this rank follows another."""
-        return not self._ranks.mesh.is_controller
 
     @contextmanager
     def call(self, quiet: Callable[[], object]) -> Iterator[Callable[[list[Completion]], None]]:
@@ -37,7 +34,7 @@ class RankCalls:
         if self._ranks.mesh.num_ranks == 1:
             yield lambda completions: None
             return
-        self._ranks.await_followers(self._ranks.timeout_s)
+        as_controller(self._ranks).await_followers(self._ranks.timeout_s)
         given: list[Completion] = []
         try:
             yield given.extend
@@ -79,12 +76,13 @@ class RankCalls:
             self._ranks.close()
 
     def _end(self, how: int, payload: bytes) -> None:
-        leaving = [rank for rank, its_how in self._ranks.present.items() if its_how == how]
+        ranks = as_controller(self._ranks)
+        leaving = [rank for rank, its_how in ranks.present.items() if its_how == how]
         for rank in leaving:
-            del self._ranks.present[rank]
-        self._ranks.send(Kind.CALL_OVER, 0, payload, leaving)
-        if not self._ranks.present:
-            self._ranks.watch.enter(AWAY)
+            del ranks.present[rank]
+        ranks.send(Kind.CALL_OVER, 0, payload, leaving)
+        if not ranks.present:
+            ranks.watch.enter(AWAY)
 
 
 def completions_bytes(completions: list[Completion]) -> bytes:
@@ -98,13 +96,9 @@ def completions_from(data: bytes) -> list[Completion]:
 
 
 def _completion(given: dict) -> Completion:
-    values = {f.name: _tuples(given[f.name]) for f in fields(Completion)}
+    values = {f.name: as_tuples(given[f.name]) for f in fields(Completion)}
     for name, kind in (("finish_reason", FinishReason), ("next_token", NextToken)):
         if given[name] is not None:
-            values[name] = kind(**{key: _tuples(value) for key, value in given[name].items()})
+            values[name] = kind(**{key: as_tuples(value) for key, value in given[name].items()})
     values["weight_versions"] = tuple(WeightSpan(**span) for span in given["weight_versions"])
     return Completion(**values)
-
-
-def _tuples(value: object) -> object:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

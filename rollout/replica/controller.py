@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..ranks.channel import RankChannel
+from ..ranks.controller_channel import as_controller
 from ..ranks.remote_errors import error_from
 from ..ranks.wire import Kind
 from ..reports.metrics import Metrics
 from ..sequences.event_log import Event
 from ..sequences.request import Request
 from ..sequences.step import ScheduleOutput, SequenceResult
-from .messages import EventWriter, results_from
+from .event_stream import EventWriter
+from .result_bytes import results_from
 from .stage import Stage
 
 
@@ -63,7 +65,8 @@ class ReplicaRunner:
 
     def launch(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> ReplicaStep:
         """Tell the followers and run the first stage here."""
-        self._ranks.await_followers(self._ranks.timeout_s)
+        ranks = as_controller(self._ranks)
+        ranks.await_followers(ranks.timeout_s)
         began = time.perf_counter()
         self._num_launched += 1
         if self._num_launched % self._check_every == 0:
@@ -72,12 +75,12 @@ class ReplicaRunner:
         self._send(output.step)
         self._metrics.control_seconds += time.perf_counter() - began
         own = self._stage.run(output, requests)
-        self._ranks.watch.enter("waiting for results")
+        ranks.watch.enter("waiting for results")
         return ReplicaStep(self, output, own)
 
     def check_states(self) -> None:
         """Have the followers compare their state with the controller's now, if they follow. Returns at once."""
-        if len(self._ranks.present) == self._ranks.mesh.num_ranks - 1:
+        if len(as_controller(self._ranks).present) == self._ranks.mesh.num_ranks - 1:
             self._writer.check(self.workers.state_hash())
             self._send(0)
 
@@ -95,7 +98,7 @@ class ReplicaRunner:
 
     def results(self, output: ScheduleOutput) -> list[SequenceResult]:
         """Wait for the sampling rank. Raises what failed on a rank, and RankFailure."""
-        message = self._ranks.await_step(output.step, self.sampling_rank)
+        message = as_controller(self._ranks).await_step(output.step, self.sampling_rank)
         began = time.perf_counter()
         if message.kind is Kind.STEP_FAILED:
             rank, _, text = message.payload.partition(b"\n")
@@ -105,7 +108,7 @@ class ReplicaRunner:
         return results
 
     def abandon(self, output: ScheduleOutput) -> None:
-        self._ranks.abandon_step(output.step)
+        as_controller(self._ranks).abandon_step(output.step)
 
     def _send(self, step: int) -> None:
         self._ranks.send(Kind.STEP, step, self._writer.take())

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import Literal
 
 from ..errors import RankFailure
 from ..ranks.channel import RankChannel
+from ..ranks.follower_channel import FollowerChannel
 from ..ranks.remote_errors import error_bytes
 from ..ranks.watch import AWAY
 from ..ranks.wire import Kind, Message
 from ..sequences.request import Request
 from ..sequences.step import ScheduleOutput
-from .messages import Event, EventReader, Op, results_bytes
+from .event_stream import EventReader, Op, Order
+from .result_bytes import results_bytes
 from .stage import Stage, StepSkipped
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ class Follower:
     """Does what the controller's messages say, in their order, in the thread that calls `follow`."""
 
     def __init__(self, ranks: RankChannel, stage: Stage) -> None:
+        assert isinstance(ranks, FollowerChannel)
         self._ranks, self._stage = ranks, stage
         self._workers = stage.workers
         self._reader = EventReader()
@@ -62,36 +64,34 @@ class Follower:
 
     def _take(self, message: Message) -> None:
         if message.kind is Kind.STEP:
-            for event in self._reader.read(message.payload, self._workers):
-                self._apply(event)
+            for order in self._reader.read(message.payload, self._workers):
+                self._apply(order)
         elif message.kind is Kind.VERB:
-            asked = message.json()
-            result = self._ranks.run_verb(asked["verb"], asked["arguments"])
-            self._ranks.send(Kind.REPLY, message.id, json.dumps(result.as_dict()).encode())
+            self._ranks.answer_verb(message)
         else:
             raise AssertionError(f"a follower cannot take {message}")
 
-    def _apply(self, event: Event) -> None:
-        workers, value = self._workers, event.value
-        if event.op is Op.SCHEDULE:
+    def _apply(self, order: Order) -> None:
+        workers, value = self._workers, order.value
+        if order.op is Op.SCHEDULE:
             self._output, new = value
             workers.on_schedule(self._output)
             for request in new:
                 request.sequence = workers.sequence(request.id)
                 self._requests[request.id] = request
-        elif event.op is Op.RESULTS:
+        elif order.op is Op.RESULTS:
             for result in value:
                 if workers.is_live(result.id, result.incarnation):
                     self._requests[result.id].prompt_logprobs += result.prompt_logprobs
             workers.on_step_completed(value)
-        elif event.op is Op.CANCELLED:
+        elif order.op is Op.CANCELLED:
             workers.on_step_cancelled(value)
-        elif event.op is Op.PREEMPT:
+        elif order.op is Op.PREEMPT:
             workers.preempt(value)
-        elif event.op is Op.FREE:
+        elif order.op is Op.FREE:
             workers.free(value)
             self._stage.forget(self._requests.pop(value))
-        elif event.op is Op.CHECK:
+        elif order.op is Op.CHECK:
             self._check(value)
         else:
             self._run(value)

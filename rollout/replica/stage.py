@@ -23,20 +23,9 @@ from ..reports.trace import Trace
 from ..running.batch import Batch, build_batch
 from ..running.results import results_of
 from ..running.sampler import Sampler
-from ..sequences.managers import WorkerSequenceManager
 from ..sequences.request import Request
 from ..sequences.step import ScheduleOutput, SequenceResult
-
-
-class RankSequenceManager(WorkerSequenceManager):
-    """The worker manager of a rank that tells, or is told, what sequences do in few words."""
-
-    def incarnation(self, id: str) -> int:
-        return self._incarnations[id]
-
-    def next_row(self, id: str) -> int:
-        """The first row of the sequence that has not gone through this stage."""
-        return self.sequence(id).num_tokens_stage_processed
+from ..sequences.worker_manager import WorkerSequenceManager
 
 
 class StepSkipped(Exception):
@@ -58,7 +47,7 @@ class Stage:
         self.mesh = ranks.mesh
         self._ranks, self._model, self._kv_cache, self._sampler = ranks, model, kv_cache, sampler
         self._block_size, self._trace = block_size, trace
-        self.workers = RankSequenceManager(self.mesh.pp)
+        self.workers = WorkerSequenceManager(self.mesh.pp)
         self.num_forwards = 0
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # to the next stage: kept until it must have them
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention.paged import PagedStep
-from ..sequences.managers import WorkerSequenceManager
 from ..sequences.request import Request
 from ..sequences.step import ScheduledSequence, ScheduleOutput
+from ..sequences.worker_manager import WorkerSequenceManager
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 from ...kernels.layers.rms_norm import with_sum
 from ...kernels.machine import native
 from ..model.fused_layers import has_hooks
+from .recorders import Run
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +32,6 @@ _ALIGNMENT = 64
 _aten = torch.ops.aten
 _EMPTY = {_aten.empty, _aten.new_empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty_strided}
 _REFUSED = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-
-Run = Callable[[], Sequence[Tensor]]
 
 
 class CPUGraphs:

@@ -7,15 +7,12 @@ they need no block of their own and change nothing.
 A record stays good while weights and KV stay where they are. Weights are updated in place, so a commit keeps it; memory
 that was released and made again does not. What was drawn stays on the device and can feed the next step, which may so
 be put in the queue before the host has read it; the host reads a step through an event, when it wants its results.
-
-Letters: M rows of the largest size, W blocks of the longest table, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,8 +24,9 @@ from ..kv.tensors import KVCache
 from ..model.attention import StepContext
 from ..model.hosted_model import HostedModel
 from .cpu_graphs import CPUGraphs
+from .decode_buffers import Buffers, DecodedStep, DecodeInputs, Staging
+from .recorders import CUDAGraphs, Recorder, Run
 
-_NUM_WARM_UPS = 2  # before a capture: compiles kernels, and makes the workspaces that libraries keep
 _NUM_STAGINGS = 2  # steps that may be in the queue
 _LADDER = (1, 2, 4, *range(8, 257, 8))
 _CPU_LADDER = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8))  # where rows that pad cost time
@@ -59,143 +57,6 @@ def why_not_recorded(model: HostedModel) -> str | None:
     return "; ".join(wrong) or None
 
 
-Run = Callable[[], Sequence[Tensor]]
-
-
-class Recorder(Protocol):
-    """How a step that reads and writes fixed memory becomes something to be run again."""
-
-    def record(self, run: Run) -> Run:
-        """A function that does what `run` does, whose results the next call may overwrite. May call `run` several
-        times, and need not have its effect yet."""
-        ...
-
-
-class PlainCalls:
-    """For a CPU and a module whose steps cannot be recorded."""
-
-    def record(self, run: Run) -> Run:
-        return run
-
-
-class CUDAGraphs:
-    """Captures. All graphs share one memory pool: they run one after another, and what they leave is in our buffers."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, run: Run) -> Run:
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(_NUM_WARM_UPS):
-                run()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may talk to the device meanwhile: what they do is not ours to forbid.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            results = run()
-
-        def replay() -> Sequence[Tensor]:
-            graph.replay()
-            return results
-
-        return replay
-
-
-@dataclass(frozen=True)
-class DecodeInputs:
-    """One row a sequence, on the host."""
-
-    token_ids: np.ndarray  # int64 [n]; where `sources` is given, what is there is not read
-    positions: np.ndarray  # int64 [n]
-    slots: np.ndarray  # int64 [n]
-    block_tables: np.ndarray  # int32 [n, up to W]
-    settings: RowSettings | None  # of the host; None: nothing is drawn that anybody reads
-    sources: np.ndarray | None = None  # int64 [n]: the rows of the step before whose tokens these rows run
-
-
-@dataclass
-class _Buffers:
-    """What the recorded steps read and write; never made anew."""
-
-    token_ids: Tensor  # int64 [M]
-    positions: Tensor  # int64 [M]
-    noise_positions: Tensor  # int64 [M]: of the tokens that are drawn
-    slots: Tensor  # int64 [M]
-    sources: Tensor  # int64 [M]
-    context_lens: Tensor  # int32 [M]
-    block_tables: Tensor  # int32 [M, W]
-    settings: RowSettings
-    logit_rows: Tensor  # int64 [M]: 0, 1, 2, ...
-    query_start: Tensor  # int32 [M + 1]: likewise
-    drawn_ids: Tensor  # int64 [M]
-    drawn_logprobs: Tensor  # float32 [M]
-
-    @classmethod
-    def make(cls, size: int, width: int, device: torch.device) -> _Buffers:
-        def zeros(dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
-
-        settings = RowSettings(
-            temperatures=torch.ones(size, device=device), seeds=zeros(), top_k=torch.ones_like(zeros()),
-            top_p=torch.ones(size, dtype=torch.float64, device=device), min_p=zeros(torch.float32),
-            filtered=torch.zeros(0, dtype=torch.int64, device=device),
-        )  # fmt: skip
-        return cls(
-            zeros(), zeros(), zeros(), zeros(), zeros(), zeros(torch.int32),
-            torch.zeros(size, width, dtype=torch.int32, device=device), settings,
-            torch.arange(size, device=device), torch.arange(size + 1, dtype=torch.int32, device=device),
-            zeros(), zeros(torch.float32),
-        )  # fmt: skip
-
-
-@dataclass
-class _Staging:
-    """Host memory that copies of one step to and from the device pass through."""
-
-    numbers: Tensor  # int64 [5, M]: token ids, positions, those of the noise, slots, sources
-    context_lens: Tensor  # int32 [M]
-    block_tables: Tensor  # int32 [M, W]
-    drawn_ids: Tensor  # int64 [M]
-    drawn_logprobs: Tensor  # float32 [M]
-    done: torch.cuda.Event | None  # the step that used it last
-
-    @classmethod
-    def make(cls, size: int, width: int, is_cuda: bool) -> _Staging:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, pin_memory=is_cuda)
-
-        return cls(
-            zeros(5, size), zeros(size, dtype=torch.int32), zeros(size, width, dtype=torch.int32),
-            zeros(size), zeros(size, dtype=torch.float32), torch.cuda.Event() if is_cuda else None,
-        )  # fmt: skip
-
-    def wait(self) -> None:
-        if self.done is not None:
-            self.done.synchronize()
-
-
-class DecodedStep:
-    """A step in the device's queue."""
-
-    def __init__(self, num_rows: int, logits: Tensor, staging: _Staging) -> None:
-        self.num_rows = num_rows
-        self.logits = logits  # [n, V], until the next step runs
-        self._staging = staging
-
-    def wait(self) -> None:
-        """Return once it has run."""
-        self._staging.wait()
-
-    def drawn(self) -> tuple[list[int], list[float]]:
-        """Wait for the step: its tokens and their log-probabilities. To be asked before two further steps ran."""
-        self.wait()
-        staging, n = self._staging, self.num_rows
-        return staging.drawn_ids[:n].tolist(), staging.drawn_logprobs[:n].tolist()
-
-
 class DecodeGraphs:
     """Runs decode steps at the sizes of a ladder. One thread at a time; in inference mode."""
 
@@ -206,8 +67,8 @@ class DecodeGraphs:
         self._model, self._kv_cache, self.sizes = model, kv_cache, tuple(sizes)
         device = model.device
         self._recorder = recorder or (CUDAGraphs(device) if device.type == "cuda" else CPUGraphs(model.module))
-        self._buffers = _Buffers.make(self.sizes[-1], width, device)
-        self._stagings = [_Staging.make(self.sizes[-1], width, device.type == "cuda") for _ in range(_NUM_STAGINGS)]
+        self._buffers = Buffers.make(self.sizes[-1], width, device)
+        self._stagings = [Staging.make(self.sizes[-1], width, device.type == "cuda") for _ in range(_NUM_STAGINGS)]
         self._tables = np.zeros((self.sizes[-1], width), np.int32)  # as the device has them
         self._settings: RowSettings | None = None  # as the device has them, for so many rows:
         self._settings_size = 0
@@ -216,7 +77,6 @@ class DecodeGraphs:
         self._owners = [owner for owner in owners if owner]  # by name; what a name stands for may be replaced
         self._memory: list[int] = []  # that the records read: addresses
         self._num_steps = 0
-        self.num_recorded = 0
         self.num_tables_sent = 0  # rows of block tables that had changed
 
     def size_for(self, num_rows: int) -> int | None:
@@ -271,20 +131,19 @@ class DecodeGraphs:
             self._draw(logits, size, None)
             return logits, b.drawn_ids[:size], b.drawn_logprobs[:size]
 
-        self.num_recorded += 1
         return self._recorder.record(run)
 
     def _draw(self, logits: Tensor, num_rows: int, filtered: Tensor | None) -> None:
         """Draw from logits [n, V] with the settings in the buffers, into the buffers."""
         b = self._buffers
-        settings = _first(b.settings, num_rows)
+        settings = b.first_settings(num_rows)
         if filtered is not None:
             settings = replace(settings, filtered=filtered)
         drawn = draw_tokens(logits, settings, b.noise_positions[:num_rows])
         b.drawn_ids[:num_rows].copy_(drawn.token_ids)
         b.drawn_logprobs[:num_rows].copy_(drawn.logprobs)
 
-    def _fill(self, inputs: DecodeInputs, size: int, staging: _Staging) -> None:
+    def _fill(self, inputs: DecodeInputs, size: int, staging: Staging) -> None:
         """Bring the inputs to the buffers, padded to `size`. Of the tables, rows that have changed."""
         num_rows, b = len(inputs.positions), self._buffers
         rows = np.full(size, inputs.positions.argmin())
@@ -306,7 +165,7 @@ class DecodeGraphs:
         self._fill_tables(inputs.block_tables[rows], staging)
         self._fill_settings(inputs.settings, rows)
 
-    def _fill_tables(self, tables: np.ndarray, staging: _Staging) -> None:
+    def _fill_tables(self, tables: np.ndarray, staging: Staging) -> None:
         size, width = tables.shape
         known = self._tables[:size, :width]
         staged = staging.block_tables.numpy()
@@ -323,10 +182,3 @@ class DecodeGraphs:
         index, ours = torch.from_numpy(rows), self._buffers.settings
         for name in ("temperatures", "seeds", "top_k", "top_p", "min_p"):
             getattr(ours, name)[: len(rows)].copy_(getattr(settings, name)[index], non_blocking=True)
-
-
-def _first(settings: RowSettings, num_rows: int) -> RowSettings:
-    return RowSettings(
-        settings.temperatures[:num_rows], settings.seeds[:num_rows], settings.top_k[:num_rows],
-        settings.top_p[:num_rows], settings.min_p[:num_rows], settings.filtered,
-    )  # fmt: skip

@@ -14,11 +14,12 @@ from ..kv.tensors import KVCache
 from ..model.attention import StepContext
 from ..model.hosted_model import HostedModel
 from ..reports.trace import Trace
-from ..sequences.managers import WorkerSequenceManager
 from ..sequences.request import Request
 from ..sequences.step import ScheduleOutput, SequenceResult
+from ..sequences.worker_manager import WorkerSequenceManager
 from .batch import Batch, build_batch
-from .decode_graphs import DecodedStep, DecodeGraphs, DecodeInputs
+from .decode_buffers import DecodedStep, DecodeInputs
+from .decode_graphs import DecodeGraphs
 from .results import drawn_results, results_of
 from .sampler import Sampler
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from ..sequences.event_log import Event
-from ..sequences.managers import WorkerSequenceManager
 from ..sequences.request import Request
 from ..sequences.step import ScheduleOutput, SequenceResult
+from ..sequences.worker_manager import WorkerSequenceManager
 
 
 class StepHandle(Protocol):

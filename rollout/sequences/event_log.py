@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from .managers import EngineSequenceManager, SequenceManager
+from ..completion import FinishReason
+from .engine_manager import EngineSequenceManager
+from .manager import SequenceManager
 from .request import Request
 from .sequence import Sequence
+from .step import ScheduledSequence, ScheduleOutput, SequenceResult
 
-Event = tuple[str, tuple[object, ...]]  # the manager's method, its arguments
+Event = tuple[str, tuple[Any, ...]]  # the manager's method, its arguments
 
 
 class ManagerPair:
@@ -31,24 +34,24 @@ class ManagerPair:
         self._record("add", fresh_copy(request))
         self.engine.add(request)
 
-    def on_schedule(self, output: object) -> None:
+    def on_schedule(self, output: ScheduleOutput) -> None:
         self._record("on_schedule", output)
         self.engine.on_schedule(output)
         self.worker.on_schedule(output)
 
-    def on_stage_completed(self, items: tuple) -> None:
+    def on_stage_completed(self, items: tuple[ScheduledSequence, ...]) -> None:
         """Of the controller's stage; a rank of another stage knows best when its own has run these rows."""
         self._record("on_stage_completed", items)
         self.engine.on_stage_completed(items)
         self.worker.on_stage_completed(items)
 
-    def on_step_completed(self, results: list) -> list[str]:
+    def on_step_completed(self, results: list[SequenceResult]) -> list[str]:
         self._record("on_step_completed", results)
         finished = self.engine.on_step_completed(results)
         self.worker.on_step_completed(results)
         return finished
 
-    def on_step_cancelled(self, items: tuple) -> None:
+    def on_step_cancelled(self, items: tuple[ScheduledSequence, ...]) -> None:
         self._record("on_step_cancelled", items)
         self.engine.on_step_cancelled(items)
         self.worker.on_step_cancelled(items)
@@ -65,7 +68,7 @@ class ManagerPair:
         if id in self.worker:
             self.worker.preempt(id)
 
-    def finish(self, id: str, reason: object) -> None:
+    def finish(self, id: str, reason: FinishReason) -> None:
         self._record("finish", id, reason)
         self.engine.finish(id, reason)
 
@@ -93,13 +96,13 @@ def fresh_copy(request: Request) -> Request:
 
 def replay(events: Iterable[Event], manager: SequenceManager) -> None:
     """Feed a log to a fresh manager of either kind; a worker takes the events that concern it."""
-    is_engine = isinstance(manager, EngineSequenceManager)
+    engine = manager if isinstance(manager, EngineSequenceManager) else None
     for name, args in events:
         if name == "add":
-            if is_engine:
-                manager.add(fresh_copy(args[0]))
+            if engine is not None:
+                engine.add(fresh_copy(args[0]))
         elif name == "finish":
-            if is_engine:
-                manager.finish(*args)
-        elif is_engine or name.startswith("on_") or args[0] in manager:
+            if engine is not None:
+                engine.finish(*args)
+        elif engine is not None or name.startswith("on_") or args[0] in manager:
             getattr(manager, name)(*args)

@@ -31,7 +31,6 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 
 HOLDS_BLOCKS = frozenset({State.RUNNING, State.PAUSED})
-QUEUED = frozenset({State.WAITING, State.WAITING_PREEMPT})
 TERMINAL = frozenset({State.FINISHED, State.IGNORED})
 
 

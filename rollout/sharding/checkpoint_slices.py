@@ -34,7 +34,7 @@ SINGLE_FILE = "model.safetensors"
 
 
 @dataclass
-class _Pieces:
+class _StoredParameter:
     """How a parameter stands in the folder: one tensor, or groups of tensors, stacked and then concatenated."""
 
     groups: dict[str, list[str]]  # by source pattern, in the order of the converter; keys of the folder
@@ -50,7 +50,7 @@ class CheckpointSlices:
         self._opened = ExitStack()
         self._files: dict[str, Any] = {}  # by file name
         self._file_of: dict[str, str] = {}  # by key of the folder
-        self._pieces: dict[str, _Pieces] = {}  # by parameter name
+        self._pieces: dict[str, _StoredParameter] = {}  # by parameter name
 
     def __enter__(self) -> CheckpointSlices:
         if (self._path / INDEX_FILE).is_file():
@@ -129,7 +129,7 @@ class CheckpointSlices:
             unique = list(dict.fromkeys(converters.values()))
             name, pattern = rename_source_key(key, renamings, unique, prefix, state)
             if pattern is None:
-                self._pieces[name] = _Pieces({"": [key]}, stacked=False)
+                self._pieces[name] = _StoredParameter({"": [key]}, stacked=False)
                 continue
             converter = converters[pattern]
             kinds = [type(operation) for operation in converter.operations]
@@ -138,7 +138,9 @@ class CheckpointSlices:
                 continue
             cat_dim = converter.operations[1].dim if len(kinds) == 2 else 1
             groups: dict[str, list[str]] = {p: [] for p in converter.source_patterns}
-            self._pieces.setdefault(name, _Pieces(groups, stacked=True, cat_dim=cat_dim)).groups[pattern].append(key)
+            self._pieces.setdefault(name, _StoredParameter(groups, stacked=True, cat_dim=cat_dim)).groups[
+                pattern
+            ].append(key)
         if wrong:
             text = "; ".join(f"{name} ({kinds})" for name, kinds in wrong.items())
             raise ValueError(f"model folder {str(self._path)!r} needs conversions that slices cannot take: {text}")

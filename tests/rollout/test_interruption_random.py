@@ -16,8 +16,9 @@ from lockstep.rollout.completion import Completion
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.rollout.sequences.engine_manager import EngineSequenceManager
 from lockstep.rollout.sequences.event_log import replay
-from lockstep.rollout.sequences.managers import EngineSequenceManager, WorkerSequenceManager
+from lockstep.rollout.sequences.worker_manager import WorkerSequenceManager
 
 NUM_BLOCKS = 14
 NUM_PLACES = 5

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.rollout.grammars.cache import MAX_TEXT_BYTES, GrammarCache
 from lockstep.rollout.grammars.catalog import Grammars
-from lockstep.rollout.grammars.compiler import Constraint, GrammarCompiler, allowed_ids, constraint_of
+from lockstep.rollout.grammars.compiler import Constraint, GrammarCompiler, constraint_of
 from lockstep.rollout.grammars.token_text import TokenText
 from lockstep.rollout.sampling_params import SamplingParams
 
@@ -25,6 +25,11 @@ def text(bpe_tokenizer):
 @pytest.fixture(scope="module")
 def compiler(text):
     return GrammarCompiler(text, [EOS])
+
+
+def allowed_ids(mask: np.ndarray, vocab_size: int) -> np.ndarray:
+    """The ids whose bits a mask has."""
+    return np.flatnonzero(np.unpackbits(mask, bitorder="little", count=vocab_size))
 
 
 def follow(matcher, text, string: str) -> None:

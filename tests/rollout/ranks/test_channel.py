@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -10,8 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from lockstep.rollout.errors import DeadlineExceeded, RankFailure
-from lockstep.rollout.ranks.channel import RankChannel
+from lockstep.rollout.ranks.follower_channel import FollowerChannel
 from lockstep.rollout.ranks.mesh import Mesh
+from lockstep.rollout.ranks.opening import open_channel
 from lockstep.rollout.ranks.wire import Kind
 
 RunWorld = Callable[..., list[object]]
@@ -19,27 +19,28 @@ TIMEOUT_S = 30.0
 
 
 def test_a_rank_alone_votes_and_answers_by_itself() -> None:
-    ranks = RankChannel(Mesh.single(), TIMEOUT_S)
+    ranks = open_channel(Mesh.single(), TIMEOUT_S)
     ranks.handlers["double"] = lambda x: 2 * x
-    assert ranks.agree("no") == ["no"] and ranks.gather_json({"a": (1, 2)}) == [{"a": [1, 2]}]
+    assert ranks.gather_json("no") == ["no"] and ranks.gather_json({"a": (1, 2)}) == [{"a": [1, 2]}]
     assert [r.data for r in ranks.run_everywhere("double", {"x": 4})] == [8]
     assert ranks.run_everywhere("triple", {})[0].data == {"skipped": True, "unsupported": True}
     ranks.close()
 
 
-def _serve(ranks: RankChannel) -> None:
+def _serve(ranks: FollowerChannel) -> None:
     ranks.send(Kind.HERE, 2)
     while (message := ranks.next_message()).kind is Kind.VERB:
-        asked = message.json()
-        result = ranks.run_verb(asked["verb"], asked["arguments"])
-        ranks.send(Kind.REPLY, message.id, json.dumps(result.as_dict()).encode())
+        ranks.answer_verb(message)
     assert message.kind is Kind.CLOSE
 
 
 def test_every_rank_gets_every_answer_and_verbs_run_everywhere(run_world: RunWorld) -> None:
     def rank(rank: int) -> object:
-        ranks = RankChannel(Mesh.build(2, 2, timeout_s=TIMEOUT_S), TIMEOUT_S)
-        seen = [ranks.gather_json({"rank": rank, "text": "é" * 3000 * rank}), ranks.agree(None if rank else "not yet")]
+        ranks = open_channel(Mesh.build(2, 2, timeout_s=TIMEOUT_S), TIMEOUT_S)
+        seen = [
+            ranks.gather_json({"rank": rank, "text": "é" * 3000 * rank}),
+            ranks.gather_json(None if rank else "not yet"),
+        ]
 
         def vote(word: str) -> list[object]:  # handlers may talk to each other
             return ranks.gather_json([word, rank])
@@ -73,7 +74,7 @@ def test_every_rank_gets_every_answer_and_verbs_run_everywhere(run_world: RunWor
 
 def test_a_rank_that_does_not_come_to_a_vote_is_named(run_world: RunWorld) -> None:
     def rank(rank: int) -> object:
-        ranks = RankChannel(Mesh.build(1, 2, timeout_s=TIMEOUT_S), 3.0)
+        ranks = open_channel(Mesh.build(1, 2, timeout_s=TIMEOUT_S), 3.0)
         if rank == 1:  # alive, and elsewhere
             end = time.monotonic() + 60
             while ranks.watch.failure is None and time.monotonic() < end:
@@ -82,7 +83,7 @@ def test_a_rank_that_does_not_come_to_a_vote_is_named(run_world: RunWorld) -> No
         with pytest.raises(DeadlineExceeded, match=r"rank 1 \(stage 1, tp 0\) did not come to follow"):
             ranks.run_everywhere("anything", {}, timeout_s=0.5)
         with pytest.raises(RankFailure) as caught:
-            ranks.agree(None)
+            ranks.gather_json(None)
         with pytest.raises(RankFailure, match="did not come to a vote"):  # from now on
             ranks.send(Kind.CLOSE)
         return caught.value.ranks, str(caught.value)
@@ -95,12 +96,12 @@ def test_a_rank_that_does_not_come_to_a_vote_is_named(run_world: RunWorld) -> No
 @pytest.mark.slow
 def test_an_idle_replica_takes_next_to_no_time_of_a_processor(run_world: RunWorld) -> None:
     def rank(rank: int) -> float:
-        ranks = RankChannel(Mesh.build(2, 2, timeout_s=TIMEOUT_S), 10.0)
-        ranks.agree(None)
+        ranks = open_channel(Mesh.build(2, 2, timeout_s=TIMEOUT_S), 10.0)
+        ranks.gather_json(None)
         began = time.process_time()
         threading.Event().wait(25)  # longer than the ranks' timeout
         used = time.process_time() - began
-        assert ranks.agree(None) == [None] * 4
+        assert ranks.gather_json(None) == [None] * 4
         if rank > 0:
             ranks.await_close()
         ranks.close()

@@ -70,7 +70,8 @@ def test_each_group_sums_over_its_own_ranks_only(run_world):
 def test_ranks_know_their_stage_and_their_neighbours(run_world):
     def place(rank: int) -> tuple[object, ...]:
         mesh = Mesh.build(1, 2)
-        next_stage = mesh.world_rank_of(mesh.pp_rank + 1, mesh.tp_rank) if not mesh.is_last_stage else None
+        following = Coords(mesh.dp_rank, mesh.pp_rank + 1, mesh.tp_rank)
+        next_stage = mesh.plan.rank_of(following) if not mesh.is_last_stage else None
         return mesh.dp_rank, mesh.local_rank, mesh.is_controller, mesh.is_sampling_rank, next_stage
 
     assert run_world(4, place) == [

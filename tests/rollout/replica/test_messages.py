@@ -9,14 +9,16 @@ from lockstep.rollout.errors import BrokenLogits
 from lockstep.rollout.grammars.jump import Jump
 from lockstep.rollout.ranks.remote_errors import error_bytes, error_from, is_of_a_group
 from lockstep.rollout.replica.calls import completions_bytes, completions_from
-from lockstep.rollout.replica.messages import EventReader, EventWriter, Op, request_json, request_of, results_bytes
-from lockstep.rollout.replica.messages import results_from as results_of_bytes
-from lockstep.rollout.replica.stage import RankSequenceManager
+from lockstep.rollout.replica.event_stream import EventReader, EventWriter, Op
+from lockstep.rollout.replica.request_json import request_json, request_of
+from lockstep.rollout.replica.result_bytes import results_bytes
+from lockstep.rollout.replica.result_bytes import results_from as results_of_bytes
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.event_log import fresh_copy
 from lockstep.rollout.sequences.request import Request, RequestOptions
 from lockstep.rollout.sequences.sequence import Sequence
 from lockstep.rollout.sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
+from lockstep.rollout.sequences.worker_manager import WorkerSequenceManager
 
 
 def make_request(id: str, prompt: list[int], params: SamplingParams | None = None, **options: object) -> Request:
@@ -28,7 +30,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.writer, self.reader = EventWriter(), EventReader()
-        self.controller, self.follower = RankSequenceManager(1), RankSequenceManager(1)
+        self.controller, self.follower = WorkerSequenceManager(1), WorkerSequenceManager(1)
         self.requests: dict[str, Request] = {}
         self.ran: list[int] = []
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import RankFailure
-from lockstep.rollout.ranks.channel import RankChannel
 from lockstep.rollout.ranks.mesh import Mesh
+from lockstep.rollout.ranks.opening import open_channel
 from lockstep.rollout.ranks.wire import Kind
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.forked_ranks import run_survivors
@@ -96,8 +96,8 @@ def test_a_rank_that_stopped_between_two_calls_is_missed_by_who_waits_for_it(
         monkeypatch.setenv(name, value)
 
     def rank(rank: int) -> object:
-        ranks = RankChannel(Mesh.build(1, 2, timeout_s=60.0), 3.0)
-        ranks.agree(None)
+        ranks = open_channel(Mesh.build(1, 2, timeout_s=60.0), 3.0)
+        ranks.gather_json(None)
         if rank == victim:
             threading.Event().wait(1.0)  # until it was heard that it is away
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -105,7 +105,7 @@ def test_a_rank_that_stopped_between_two_calls_is_missed_by_who_waits_for_it(
             ranks.send(Kind.HERE)
             ranks.watch.enter("waiting for a step")
         with pytest.raises(RankFailure) as caught:
-            ranks.next_message() if is_followed else ranks.agree(None, timeout_s=300.0)
+            ranks.next_message() if is_followed else ranks.gather_json(None, timeout_s=300.0)
         return caught.value, time.monotonic()
 
     results = run_survivors(2, tmp_path, rank, victim, timeout_s=60.0)

@@ -12,7 +12,8 @@ from lockstep.kernels.machine import native
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.running.cpu_graphs import CPUGraphs
-from lockstep.rollout.running.decode_graphs import CUDAGraphs, DecodeGraphs, PlainCalls, decode_ladder
+from lockstep.rollout.running.decode_graphs import DecodeGraphs, decode_ladder
+from lockstep.rollout.running.recorders import CUDAGraphs, PlainCalls, Recorder, Run
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.request import RequestOptions
 
@@ -43,6 +44,25 @@ def answers(engine: Engine, prompts=PROMPTS, **others: object) -> list[tuple]:
 
 def graphs_of(engine: Engine) -> DecodeGraphs:
     return engine._core._runner._graphs
+
+
+class Counting:
+    """A recorder that counts what another one records."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self.num_recorded = recorder, 0
+
+    def record(self, run: Run) -> Run:
+        self.num_recorded += 1
+        return self._recorder.record(run)
+
+
+def count_records(engine: Engine) -> Counting:
+    """From now on; a fresh engine has recorded nothing."""
+    graphs = graphs_of(engine)
+    assert not graphs._records
+    graphs._recorder = counting = Counting(graphs._recorder)
+    return counting
 
 
 def addresses(graphs: DecodeGraphs) -> list[int]:
@@ -77,9 +97,9 @@ def test_padding_five_sequences_to_eight_changes_no_bit(make_model, family, dtyp
     model = make_model(family, dtype)
     expected = answers(make_engine(model))
     engine = make_engine(model, 8, overlap=overlap)
+    records = count_records(engine)
     assert answers(engine) == expected
-    graphs = graphs_of(engine)
-    assert graphs.num_recorded == 1 and graphs._num_steps > 20
+    assert records.num_recorded == 1 and graphs_of(engine)._num_steps > 20
     assert (engine._core._runner.num_begun > 20) == overlap
     engine.close()
 
@@ -108,25 +128,26 @@ def test_stop_tokens_filters_and_what_the_host_has_a_say_in_come_out_the_same(ma
 def test_batches_beyond_the_ladder_run_as_they_are(make_model):
     model = make_model("qwen3")
     engine = make_engine(model, 2)
+    records = count_records(engine)
     assert answers(engine) == answers(make_engine(model))
     # The two longest of five outputs: 5 steps of two sequences, and 5 of one.
-    assert graphs_of(engine)._num_steps == 10 and graphs_of(engine).num_recorded == 1
+    assert graphs_of(engine)._num_steps == 10 and records.num_recorded == 1
 
 
 def test_every_step_runs_in_the_same_memory_and_a_weight_commit_records_nothing_anew(make_model):
     model = make_model("qwen3")
     engine = make_engine(model, 4, 8)
-    graphs = graphs_of(engine)
+    graphs, records = graphs_of(engine), count_records(engine)
     before = addresses(graphs)
     answers(engine)
     answers(engine, PROMPTS[:3])
-    assert graphs.num_recorded == 2
+    assert records.num_recorded == 2
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.25)
     engine.commit_weights("louder", None)
     assert answers(engine) == answers(make_engine(model))
-    assert graphs.num_recorded == 2 and addresses(graphs) == before
+    assert records.num_recorded == 2 and addresses(graphs) == before
 
 
 def test_only_block_tables_that_grew_are_sent(make_model):
@@ -141,22 +162,23 @@ def test_memory_that_was_released_or_moved_is_recorded_anew(make_model, tmp_path
     model = make_model("qwen3")
     expected = answers(make_engine(model))
     engine = make_engine(model, 8)
+    records = count_records(engine)
     assert answers(engine) == expected
     engine.release_kv()
     assert not graphs_of(engine)._records  # they would keep what they need alive
     engine.resume_kv()
     assert answers(engine) == expected
-    assert graphs_of(engine).num_recorded == 2
+    assert records.num_recorded == 2
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.data * 1.25  # by a trainer, between two phases
     engine.commit_weights("moved", None)
     assert answers(engine) == answers(make_engine(model)) != expected
-    assert graphs_of(engine).num_recorded == 3
+    assert records.num_recorded == 3
     norm = model.model.norm
     norm.weight = torch.nn.Parameter(norm.weight.detach() * 0.5)  # another object
     assert answers(engine) == answers(make_engine(model))
-    assert graphs_of(engine).num_recorded == 4
+    assert records.num_recorded == 4
 
 
 def test_weights_that_were_released_are_recorded_anew(make_model, tmp_path):
@@ -164,6 +186,7 @@ def test_weights_that_were_released_are_recorded_anew(make_model, tmp_path):
     model.save_pretrained(tmp_path / "model")
     expected = answers(make_engine(model))
     engine = make_engine(tmp_path / "model", 8)
+    records = count_records(engine)
     assert answers(engine) == expected
     engine.release_weights()
     engine.resume_weights()
@@ -171,7 +194,7 @@ def test_weights_that_were_released_are_recorded_anew(make_model, tmp_path):
         for name, tensor in engine.model.resident_tensors():
             tensor.copy_(model.get_parameter(name))
     assert answers(engine) == expected
-    assert graphs_of(engine).num_recorded <= 2  # memory may come back where it was
+    assert records.num_recorded <= 2  # memory may come back where it was
 
 
 class Unruly:
@@ -243,21 +266,23 @@ def test_captured_steps_give_the_numbers_of_plain_ones(gpu_model, overlap):
     expected = answers(make_engine(gpu_model))
     engine = make_engine(gpu_model, 1, 2, 4, 8, overlap=overlap)
     assert isinstance(graphs_of(engine)._recorder, CUDAGraphs)
+    records = count_records(engine)
     assert answers(engine) == expected == answers(engine)
-    assert graphs_of(engine).num_recorded == 4
+    assert records.num_recorded == 4
 
 
 @pytest.mark.gpu
 @GPU
 def test_replay_reads_weights_that_were_updated_in_place(gpu_model):
     engine = make_engine(gpu_model, 8, overlap=True)
+    records = count_records(engine)
     answers(engine)
     with torch.no_grad():
         for parameter in gpu_model.parameters():
             parameter.mul_(1.25)
     engine.commit_weights("louder", None)
     assert answers(engine) == answers(make_engine(gpu_model))
-    assert graphs_of(engine).num_recorded == 1
+    assert records.num_recorded == 1
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from lockstep.rollout.scheduling.policies import POLICIES, Edf, Lrs, find_policy
 from lockstep.rollout.scheduling.prefill_time import PRIOR_ROW_SECONDS, PRIOR_STEP_SECONDS, PrefillTimePredictor
 from lockstep.rollout.scheduling.scheduler import Scheduler, StepLimits
 from lockstep.rollout.scheduling.waiting_queue import OrderedQueue, SlackQueue
-from lockstep.rollout.sequences.managers import EngineSequenceManager
+from lockstep.rollout.sequences.engine_manager import EngineSequenceManager
 from lockstep.rollout.sequences.request import Request, RequestOptions
 from lockstep.rollout.sequences.sequence import Sequence
 from lockstep.rollout.sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult

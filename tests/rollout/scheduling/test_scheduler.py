@@ -14,10 +14,11 @@ from lockstep.rollout.scheduling import admission
 from lockstep.rollout.scheduling.admission import MINIMUM_SHARE, NUM_DECAY_STEPS, RISE
 from lockstep.rollout.scheduling.policies import fcfs, find_policy, pick_victim
 from lockstep.rollout.scheduling.scheduler import Scheduler, StepLimits
-from lockstep.rollout.sequences.managers import EngineSequenceManager, WorkerSequenceManager
+from lockstep.rollout.sequences.engine_manager import EngineSequenceManager
 from lockstep.rollout.sequences.request import Request, RequestOptions
 from lockstep.rollout.sequences.sequence import Sequence, State
 from lockstep.rollout.sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
+from lockstep.rollout.sequences.worker_manager import WorkerSequenceManager
 
 SIZE = 4
 

@@ -6,10 +6,12 @@ import pytest
 
 from lockstep.rollout.completion import FinishReason
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.managers import EngineSequenceManager, SequenceManager, WorkerSequenceManager
+from lockstep.rollout.sequences.engine_manager import EngineSequenceManager
+from lockstep.rollout.sequences.manager import SequenceManager
 from lockstep.rollout.sequences.request import Request, RequestOptions
 from lockstep.rollout.sequences.sequence import Sequence, State
 from lockstep.rollout.sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
+from lockstep.rollout.sequences.worker_manager import WorkerSequenceManager
 
 EOS = 99
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lockstep.kernels.attention.paged import PagedStep
 from lockstep.rollout.model.attention import StepContext
 from lockstep.rollout.model.hosted_model import HostedModel
-from lockstep.rollout.ranks.mesh import Mesh
+from lockstep.rollout.ranks.mesh import Coords, Mesh
 
 BLOCK_SIZE, BLOCKS_EACH = 16, 4
 SEQUENCES = {0: 40, 1: 23}  # tokens by sequence
@@ -45,14 +45,19 @@ class Rank:
                 hidden = None
                 if not mesh.is_first_stage:
                     hidden = torch.empty(len(positions), hosted.hidden_size, dtype=hosted.dtype)
-                    dist.recv(hidden, mesh.world_rank_of(mesh.pp_rank - 1, mesh.tp_rank), group=mesh.stage_group)
+                    dist.recv(hidden, _neighbour(mesh, -1), group=mesh.stage_group)
                 ids = tokens if mesh.is_first_stage else None
                 out = hosted.forward(ids, positions, torch.arange(len(positions)), step, hidden)
                 if mesh.is_last_stage:
                     self.logits.append(out)
                 else:
-                    dist.send(out.contiguous(), mesh.world_rank_of(mesh.pp_rank + 1, mesh.tp_rank), mesh.stage_group)
+                    dist.send(out.contiguous(), _neighbour(mesh, 1), mesh.stage_group)
         return self.logits
+
+
+def _neighbour(mesh: Mesh, num_stages: int) -> int:
+    """World rank of the same place so many stages on."""
+    return mesh.plan.rank_of(Coords(mesh.dp_rank, mesh.pp_rank + num_stages, mesh.tp_rank))
 
 
 def _tokens(sequence: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the controller tells its followers about a step, and what the sampling rank answers, as bytes.
+"""Encode and decode what the controller tells its followers about a step.
 
 A step's message is a stream of int32 words: the events of the worker manager since the last message, in order, then the
 step to run, if there is one. A sequence is a handle after first sight, and one that decodes its next token is one word:
@@ -16,21 +16,16 @@ Both ends keep handles in the same order of events. `EventWriter` and `EventRead
 
 from __future__ import annotations
 
-import json
-import struct
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
 
 from ..grammars.jump import Jump
-from ..sampling_params import SamplingParams
-from ..sequences.request import Request, RequestOptions
-from ..sequences.sequence import Sequence as TokenSequence
+from ..sequences.request import Request
 from ..sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
-
-_RESULTS_HEADER = struct.Struct("<ii")  # results, bytes of JSON behind them
+from .request_json import request_json, request_of
 
 
 class Op(IntEnum):
@@ -56,8 +51,8 @@ class FollowedState(Protocol):
 
 
 @dataclass(frozen=True)
-class Event:
-    """One decoded event: what to tell the manager, or to do, and its argument."""
+class Order:
+    """One decoded event of a message: what to tell the manager, or to do, and its argument."""
 
     op: Op
     value: Any
@@ -73,10 +68,6 @@ class EventWriter:
 
     def __contains__(self, id: str) -> bool:
         return id in self._handles
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._words
 
     def schedule(self, output: ScheduleOutput, manager: FollowedState, requests: Mapping[str, Request]) -> None:
         """A decision that the manager has not taken yet; requests: of those never seen."""
@@ -158,8 +149,8 @@ class EventReader:
     def __init__(self) -> None:
         self._ids: dict[int, str] = {}
 
-    def read(self, message: bytes, manager: FollowedState) -> Iterator[Event]:
-        """The events of a message, in order. Each is decoded after the one before was taken: the manager knows by then
+    def read(self, message: bytes, manager: FollowedState) -> Iterator[Order]:
+        """Decode a message into orders. Each is decoded after the one before was taken: the manager knows by then
         what a decode row leaves out."""
         words = array("i")
         words.frombytes(message)
@@ -167,7 +158,7 @@ class EventReader:
         while at < len(words):
             op = Op(words[at])
             value, at = _READERS[op](self, words, at + 1, manager)
-            yield Event(op, value)
+            yield Order(op, value)
 
     def _schedule(self, words: array, at: int, manager: FollowedState) -> tuple[Any, int]:
         step, num = words[at], words[at + 1]
@@ -267,76 +258,3 @@ _READERS: dict[Op, _Reader] = {
     Op.CHECK: EventReader._check,
     Op.RUN: EventReader._run,
 }
-
-
-# -- requests: what a sampler needs of them, once ---------------------------------------------------------------------
-
-_CONTROLLERS_OWN = {"n", "stop", "stop_regex", "stream_interval", "custom_params", "no_stop_trim",
-                    "skip_special_tokens", "spaces_between_special_tokens", "json_schema", "regex", "ebnf",
-                    "structural_tag", "jump_forward"}  # fmt: skip
-
-
-def request_json(request: Request) -> bytes:
-    """A request's settings, defaults left out."""
-    data: dict[str, Any] = {"id": request.id, "index": request.index, "seed": request.seed}
-    data["params"] = {k: v for k, v in _changed(request.params).items() if k not in _CONTROLLERS_OWN}
-    data["options"] = _changed(request.options)
-    return json.dumps(data, separators=(",", ":"), default=list).encode()
-
-
-def request_of(data: bytes, token_ids: Sequence[int]) -> Request:
-    """A follower's request: what a step reads of it."""
-    given = json.loads(data)
-    options = {k: tuple(v) if isinstance(v, list) else v for k, v in given["options"].items()}
-    request = Request(
-        TokenSequence(given["id"], token_ids), SamplingParams(**given["params"]), RequestOptions(**options),
-        given["index"], given["seed"], 0.0, 0, None,
-    )  # fmt: skip
-    if request.options.logprob_start_len == 0:  # nothing comes before the first token
-        request.prompt_logprobs.append(None)
-    return request
-
-
-def _changed(value: Any) -> dict[str, Any]:
-    default = type(value)()
-    pairs = ((f.name, getattr(value, f.name)) for f in fields(value))
-    return {name: dict(v) if isinstance(v, Mapping) else v for name, v in pairs if v != getattr(default, name)}
-
-
-# -- results ----------------------------------------------------------------------------------------------------------
-
-_EXTRAS = ("top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "listed_logprobs", "prompt_listed_logprobs",
-           "masked_prob", "was_only_choice", "jump_logprobs", "jump_top_logprobs", "jump_listed_logprobs")  # fmt: skip
-
-
-def results_bytes(results: Sequence[SequenceResult]) -> bytes:
-    """A step's results, in the order of its schedule: tokens, log-probabilities, and what else was asked for."""
-    tokens = array("i", (-1 if r.token_id is None else r.token_id for r in results))
-    logprobs = array("d", (0.0 if r.logprob is None else r.logprob for r in results))
-    found = ((i, [getattr(r, name) for name in _EXTRAS]) for i, r in enumerate(results))
-    extras = {i: values for i, values in found if any(values)}
-    text = json.dumps(extras, separators=(",", ":")).encode() if extras else b""
-    return _RESULTS_HEADER.pack(len(results), len(text)) + tokens.tobytes() + logprobs.tobytes() + text
-
-
-def results_from(data: bytes, items: Sequence[ScheduledSequence]) -> list[SequenceResult]:
-    """The other end; `items` are those of the step."""
-    num, num_text = _RESULTS_HEADER.unpack_from(data)
-    assert num == len(items), f"{num} results for {len(items)} sequences"
-    tokens, logprobs = array("i"), array("d")
-    at = _RESULTS_HEADER.size
-    tokens.frombytes(data[at : at + 4 * num])
-    logprobs.frombytes(data[at + 4 * num : at + 12 * num])
-    extras = json.loads(data[at + 12 * num : at + 12 * num + num_text] or b"{}")
-    results = []
-    for index, (item, token, logprob) in enumerate(zip(items, tokens, logprobs, strict=True)):
-        sampled = {} if token < 0 else {"token_id": token, "logprob": logprob}
-        more = {name: _tuples(v) for name, v in zip(_EXTRAS, extras.get(str(index), ()), strict=False)}
-        if more.get("jump_logprobs"):
-            more["jump"] = item.jump
-        results.append(SequenceResult(item.id, item.incarnation, item.num_tokens, **sampled, **more))
-    return results
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

@@ -1,0 +1,101 @@
+"""Make a trainer's module the engine's for a while: numerics, eval flags, no autograd, and all of it undone after."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from torch import nn
+
+from .forward_numerics import ForwardNumerics
+from .phase_gate import PhaseGate
+
+
+class RolloutPhase:
+    """Enters and leaves the rollout phase of one module. Thread-safe; a phase may be entered while it is open.
+
+    While the phase is open others may borrow the module through a `PhaseGate`; its end waits for them.
+    """
+
+    def __init__(self, hosted: ForwardNumerics, *, owned: bool) -> None:
+        """owned: the module is the engine's own, so its phase never has to be waited for."""
+        self.before_end: Callable[[], None] = lambda: None
+        self._hosted, self._owned = hosted, owned
+        self._lock = threading.RLock()
+        self._num_users = 0
+        self._exit: ExitStack | None = None  # how to leave the phase: the last user does; None outside it
+        self._gate = PhaseGate()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a user is in the phase."""
+        return self._num_users > 0
+
+    @property
+    def is_set_up(self) -> bool:
+        """Whether the module has the engine's numerics and flags, which it keeps until the phase has ended."""
+        return self._exit is not None
+
+    @contextmanager
+    def entered(self, *, admits: bool) -> Iterator[None]:
+        """Be in the phase. The last user to leave waits for the borrowers, calls `before_end`, and restores the module.
+
+        admits: False where borrowers must not come in, for this user holds the engine's lock, which they would need.
+        """
+        with self._lock:
+            if self._exit is None:
+                self._set_up()
+            self._num_users += 1
+        if admits:
+            self._gate.open()
+        try:
+            yield
+        finally:
+            try:
+                if admits:
+                    self._gate.close()
+            finally:
+                with self._lock:
+                    self._num_users -= 1
+                    is_last = self._num_users == 0
+                if is_last:
+                    self._end()
+
+    @contextmanager
+    def borrowed(self, what: str, timeout_s: float) -> Iterator[float]:
+        """Wait for a phase and keep it open. Yields the seconds left. Re-entrant.
+
+        Raises DeadlineExceeded where none began for `timeout_s`. The engine's own module is there at once.
+        """
+        if self._owned:
+            yield timeout_s
+        else:
+            with self._gate.guest(what, timeout_s) as seconds_left:
+                yield seconds_left
+
+    def _set_up(self) -> None:
+        module = self._hosted.module
+        with ExitStack() as entered:
+            entered.callback(self._forget_exit)
+            entered.enter_context(self._hosted.installed())
+            entered.callback(_restore_flags, [(part, part.training) for part in module.modules()])
+            module.eval()
+            self._exit = entered.pop_all()
+
+    def _end(self) -> None:
+        try:
+            # Without our lock: it waits for a step that may be running, and that step may look at the phase.
+            self.before_end()
+        finally:
+            with self._lock:
+                if self._num_users == 0 and self._exit is not None:
+                    self._exit.close()
+
+    def _forget_exit(self) -> None:
+        self._exit = None
+
+
+def _restore_flags(flags: list[tuple[nn.Module, bool]]) -> None:
+    for module, training in flags:
+        module.training = training

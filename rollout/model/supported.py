@@ -1,0 +1,50 @@
+"""Refuse modules that cannot be hosted, and replicas whose ranks would compute differently."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ...kernels.self_test import Guarantee
+from ..ranks.mesh import Mesh
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Rotary tables that are recomputed from the longest sequence of the batch: a row would depend on its neighbours.
+_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invariant: bool) -> None:
+    """Raise ValueError naming everything about the module that the engine cannot serve. config: of its decoder."""
+    wrong = []
+    if next(module.parameters()).dtype not in DTYPES.values():
+        wrong.append(f"dtype {next(module.parameters()).dtype}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if invariant and parameters.get("rope_type") in _BATCH_DEPENDENT_ROPE:
+            wrong.append(f"rope_type {parameters['rope_type']!r} (its tables depend on the batch)")
+    if not module._can_set_attn_implementation():
+        wrong.append("attention that does not go through transformers' attention interface")
+    if getattr(config, "num_attention_heads", None) is None:
+        wrong.append("layers without attention heads")
+    # Other kinds are told to a module by its mask or its own code, and would go unseen.
+    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    wrong += [f"layers of type {kind}" for kind in sorted(kinds)]
+    if getattr(config, "is_encoder_decoder", False):
+        wrong.append("an encoder")
+    if wrong:
+        raise ValueError(f"{type(module).__name__} cannot be hosted: {', '.join(wrong)}")
+
+
+def refuse_different_choices(guarantee: Guarantee | None, mesh: Mesh) -> None:
+    """Raise ValueError on all ranks of a replica where their self-tests chose different operations. A collective."""
+    if mesh.replica_group is None or guarantee is None:
+        return
+    own = torch.tensor(list(guarantee.choices.ljust(80).encode()), dtype=torch.uint8)
+    of_all = [torch.empty_like(own) for _ in range(mesh.num_ranks)]
+    dist.all_gather(of_all, own, group=mesh.replica_group)
+    texts = [bytes(t.tolist()).decode().strip() for t in of_all]
+    if len(set(texts)) > 1:
+        choices = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+        raise ValueError(f"the self-test chose different operations on the ranks of the replica ({choices})")

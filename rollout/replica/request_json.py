@@ -1,0 +1,43 @@
+"""Encode and decode a request as a follower needs it, once per sequence: its sampler's settings, as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from ..sampling_params import SamplingParams
+from ..sequences.request import Request, RequestOptions
+from ..sequences.sequence import Sequence as TokenSequence
+
+_CONTROLLERS_OWN = {"n", "stop", "stop_regex", "stream_interval", "custom_params", "no_stop_trim",
+                    "skip_special_tokens", "spaces_between_special_tokens", "json_schema", "regex", "ebnf",
+                    "structural_tag", "jump_forward"}  # fmt: skip
+
+
+def request_json(request: Request) -> bytes:
+    """A request's settings, defaults left out."""
+    data: dict[str, Any] = {"id": request.id, "index": request.index, "seed": request.seed}
+    data["params"] = {k: v for k, v in _changed(request.params).items() if k not in _CONTROLLERS_OWN}
+    data["options"] = _changed(request.options)
+    return json.dumps(data, separators=(",", ":"), default=list).encode()
+
+
+def request_of(data: bytes, token_ids: Sequence[int]) -> Request:
+    """A follower's request: what a step reads of it."""
+    given = json.loads(data)
+    options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given["options"].items()}
+    request = Request(
+        TokenSequence(given["id"], token_ids), SamplingParams(**given["params"]), RequestOptions(**options),
+        given["index"], given["seed"], 0.0, 0, None,
+    )  # fmt: skip
+    if request.options.logprob_start_len == 0:  # nothing comes before the first token
+        request.prompt_logprobs.append(None)
+    return request
+
+
+def _changed(value: Any) -> dict[str, Any]:
+    default = type(value)()
+    pairs = ((f.name, getattr(value, f.name)) for f in fields(value))
+    return {name: dict(v) if isinstance(v, Mapping) else v for name, v in pairs if v != getattr(default, name)}

@@ -1,0 +1,49 @@
+"""Encode and decode what the sampling rank answers to a step."""
+
+from __future__ import annotations
+
+import json
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from ..sequences.step import ScheduledSequence, SequenceResult
+
+_HEADER = struct.Struct("<ii")  # results, bytes of JSON behind them
+_EXTRAS = ("top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "listed_logprobs", "prompt_listed_logprobs",
+           "masked_prob", "was_only_choice", "jump_logprobs", "jump_top_logprobs", "jump_listed_logprobs")  # fmt: skip
+
+
+def results_bytes(results: Sequence[SequenceResult]) -> bytes:
+    """A step's results, in the order of its schedule: tokens, log-probabilities, and what else was asked for."""
+    tokens = array("i", (-1 if r.token_id is None else r.token_id for r in results))
+    logprobs = array("d", (0.0 if r.logprob is None else r.logprob for r in results))
+    found = ((i, [getattr(r, name) for name in _EXTRAS]) for i, r in enumerate(results))
+    extras = {i: values for i, values in found if any(values)}
+    text = json.dumps(extras, separators=(",", ":")).encode() if extras else b""
+    return _HEADER.pack(len(results), len(text)) + tokens.tobytes() + logprobs.tobytes() + text
+
+
+def results_from(data: bytes, items: Sequence[ScheduledSequence]) -> list[SequenceResult]:
+    """The other end; `items` are those of the step."""
+    num, num_text = _HEADER.unpack_from(data)
+    assert num == len(items), f"{num} results for {len(items)} sequences"
+    tokens, logprobs = array("i"), array("d")
+    at = _HEADER.size
+    tokens.frombytes(data[at : at + 4 * num])
+    logprobs.frombytes(data[at + 4 * num : at + 12 * num])
+    extras = json.loads(data[at + 12 * num : at + 12 * num + num_text] or b"{}")
+    results = []
+    for index, (item, token, logprob) in enumerate(zip(items, tokens, logprobs, strict=True)):
+        sampled: dict[str, Any] = {} if token < 0 else {"token_id": token, "logprob": logprob}
+        more = {name: as_tuples(v) for name, v in zip(_EXTRAS, extras.get(str(index), ()), strict=False)}
+        if more.get("jump_logprobs"):
+            more["jump"] = item.jump
+        results.append(SequenceResult(item.id, item.incarnation, item.num_tokens, **sampled, **more))
+    return results
+
+
+def as_tuples(value: Any) -> Any:
+    """Turn the lists of a JSON value into tuples, inner ones too."""
+    return tuple(as_tuples(v) for v in value) if isinstance(value, list) else value

@@ -1,0 +1,114 @@
+"""The memory of recorded decode steps: inputs, the buffers that records read and write, and a step's results.
+
+Letters: M rows of the largest size, W blocks of the longest table, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.sampling.draws import RowSettings
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """One row a sequence, on the host."""
+
+    token_ids: np.ndarray  # int64 [n]; where `sources` is given, what is there is not read
+    positions: np.ndarray  # int64 [n]
+    slots: np.ndarray  # int64 [n]
+    block_tables: np.ndarray  # int32 [n, up to W]
+    settings: RowSettings | None  # of the host; None: nothing is drawn that anybody reads
+    sources: np.ndarray | None = None  # int64 [n]: the rows of the step before whose tokens these rows run
+
+
+@dataclass
+class Buffers:
+    """What the recorded steps read and write; never made anew."""
+
+    token_ids: Tensor  # int64 [M]
+    positions: Tensor  # int64 [M]
+    noise_positions: Tensor  # int64 [M]: of the tokens that are drawn
+    slots: Tensor  # int64 [M]
+    sources: Tensor  # int64 [M]
+    context_lens: Tensor  # int32 [M]
+    block_tables: Tensor  # int32 [M, W]
+    settings: RowSettings
+    logit_rows: Tensor  # int64 [M]: 0, 1, 2, ...
+    query_start: Tensor  # int32 [M + 1]: likewise
+    drawn_ids: Tensor  # int64 [M]
+    drawn_logprobs: Tensor  # float32 [M]
+
+    @classmethod
+    def make(cls, size: int, width: int, device: torch.device) -> Buffers:
+        def zeros(dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        settings = RowSettings(
+            temperatures=torch.ones(size, device=device), seeds=zeros(), top_k=torch.ones_like(zeros()),
+            top_p=torch.ones(size, dtype=torch.float64, device=device), min_p=zeros(torch.float32),
+            filtered=torch.zeros(0, dtype=torch.int64, device=device),
+        )  # fmt: skip
+        return cls(
+            zeros(), zeros(), zeros(), zeros(), zeros(), zeros(torch.int32),
+            torch.zeros(size, width, dtype=torch.int32, device=device), settings,
+            torch.arange(size, device=device), torch.arange(size + 1, dtype=torch.int32, device=device),
+            zeros(), zeros(torch.float32),
+        )  # fmt: skip
+
+    def first_settings(self, num_rows: int) -> RowSettings:
+        """Slice the settings to the first rows, without a copy."""
+        settings = self.settings
+        return RowSettings(
+            settings.temperatures[:num_rows], settings.seeds[:num_rows], settings.top_k[:num_rows],
+            settings.top_p[:num_rows], settings.min_p[:num_rows], settings.filtered,
+        )  # fmt: skip
+
+
+@dataclass
+class Staging:
+    """Host memory that copies of one step to and from the device pass through."""
+
+    numbers: Tensor  # int64 [5, M]: token ids, positions, those of the noise, slots, sources
+    context_lens: Tensor  # int32 [M]
+    block_tables: Tensor  # int32 [M, W]
+    drawn_ids: Tensor  # int64 [M]
+    drawn_logprobs: Tensor  # float32 [M]
+    done: torch.cuda.Event | None  # the step that used it last
+
+    @classmethod
+    def make(cls, size: int, width: int, is_cuda: bool) -> Staging:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, pin_memory=is_cuda)
+
+        return cls(
+            zeros(5, size), zeros(size, dtype=torch.int32), zeros(size, width, dtype=torch.int32),
+            zeros(size), zeros(size, dtype=torch.float32), torch.cuda.Event() if is_cuda else None,
+        )  # fmt: skip
+
+    def wait(self) -> None:
+        if self.done is not None:
+            self.done.synchronize()
+
+
+class DecodedStep:
+    """A step in the device's queue."""
+
+    def __init__(self, num_rows: int, logits: Tensor, staging: Staging) -> None:
+        self.num_rows = num_rows
+        self.logits = logits  # [n, V], until the next step runs
+        self._staging = staging
+
+    def wait(self) -> None:
+        """Return once it has run."""
+        self._staging.wait()
+
+    def drawn(self) -> tuple[list[int], list[float]]:
+        """Wait for the step: its tokens and their log-probabilities. To be asked before two further steps ran."""
+        self.wait()
+        staging, n = self._staging, self.num_rows
+        return staging.drawn_ids[:n].tolist(), staging.drawn_logprobs[:n].tolist()

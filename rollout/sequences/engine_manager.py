@@ -1,0 +1,151 @@
+"""Keep the authoritative state of sequences, on the controller: requests, stop conditions, text and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..completion import FinishReason, NextToken
+from .detokenizer import StopRegexTimeout
+from .manager import TAKES_NO_RESULT, SequenceManager
+from .request import Request
+from .sequence import Sequence, State
+from .step import ScheduledSequence, SequenceResult
+
+
+class EngineSequenceManager(SequenceManager):
+    """The authoritative manager, on the controller: requests, stop conditions, detokenising, what was answered."""
+
+    def __init__(self, eos_token_ids: frozenset[int], max_model_len: int, num_stages: int = 1) -> None:
+        super().__init__(num_stages)
+        self.eos_token_ids = eos_token_ids
+        self.max_model_len = max_model_len
+        self.weight_version = "default"
+        self.weight_digest: str | None = None
+        self._requests: dict[str, Request] = {}
+        self.num_constrained = 0  # live requests that follow a grammar
+
+    def add(self, request: Request) -> None:
+        """Register a new request. Raises ValueError when a live one has its id."""
+        self._register(request.sequence)
+        self._requests[request.id] = request
+        self.num_constrained += request.grammar is not None
+
+    def request(self, id: str) -> Request:
+        """The live request of that id. Raises ValueError for an unknown one."""
+        request = self._requests.get(id)
+        if request is None:
+            raise ValueError(f"no live sequence {id!r}")
+        return request
+
+    def requests_of(self, items: Iterable[ScheduledSequence]) -> dict[str, Request]:
+        """The live requests of these shares of a step, by id, in order."""
+        requests = self._requests
+        return {item.id: requests[item.id] for item in items}
+
+    def takes(self, result: SequenceResult, request: Request) -> bool:
+        """Whether this result, of a step that was launched for `request`, would be taken: the request lives, and was
+        not preempted since."""
+        is_same = self._requests.get(result.id) is request and request.num_retractions == result.incarnation
+        return is_same and request.sequence.state not in TAKES_NO_RESULT
+
+    def requests(self) -> list[Request]:
+        """Live requests in order of arrival."""
+        return list(self._requests.values())
+
+    def finish(self, id: str, reason: FinishReason) -> None:
+        """End a live sequence for `reason`, from any live state."""
+        self.sequence(id).move(State.FINISHED)
+        self._requests[id].finish_reason = reason
+
+    def preempt(self, id: str) -> None:
+        super().preempt(id)
+        self._requests[id].num_retractions += 1
+        self._requests[id].forget_flights()
+
+    def free(self, id: str) -> None:
+        super().free(id)
+        self.num_constrained -= self._requests.pop(id).grammar is not None
+
+    def _ignore(self, id: str, why: str) -> None:
+        super()._ignore(id, why)
+        self._requests[id].finish_reason = FinishReason("ignored", message=why)
+
+    def _exhaust(self, id: str, why: str) -> None:
+        length = self.sequence(id).num_output_tokens
+        self.finish(id, FinishReason("length", length=length, message=why))
+
+    def _on_result(self, sequence: Sequence, result: SequenceResult) -> bool:
+        request = self._requests[sequence.id]
+        if result.prompt_logprobs:
+            request.prompt_logprobs += result.prompt_logprobs
+            request.prompt_top_logprobs += result.prompt_top_logprobs
+            request.prompt_listed_logprobs += result.prompt_listed_logprobs
+        if result.token_id is None:
+            return False
+        if request.params.max_new_tokens == 0:  # rescoring: the prompt is done, the sampled token is not wanted
+            sequence.token_ids.pop()
+            assert result.logprob is not None
+            request.next_token = NextToken(result.token_id, result.logprob, result.top_logprobs, result.listed_logprobs)
+            self.finish(sequence.id, FinishReason("length", length=0))
+            return True
+        assert result.logprob is not None
+        if not result.jump.token_ids:
+            request.record_sampled(result)
+            request.tag_token(self.weight_version, self.weight_digest)
+            reason = self._why_finished(request, result.token_id)
+            if reason is not None:
+                self.finish(sequence.id, reason)
+            return reason is not None
+        request.begin_tokens(result.jump)
+        for token in result.tokens():
+            request.record(token)
+            request.tag_token(self.weight_version, self.weight_digest)
+            reason = self._why_finished(request, token.token_id)
+            if reason is not None:
+                request.cut_output(len(request.logprobs))  # what else the same step brought is not wanted
+                self.finish(sequence.id, reason)
+                return True
+        return False
+
+    def _why_finished(self, request: Request, token_id: int) -> FinishReason | None:
+        """Stop conditions that need no text, at the newest recorded token: a stop token ends with "stop" also at the
+        last allowed length."""
+        num_output, params = len(request.logprobs), request.params
+        if token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos):
+            return FinishReason("stop", matched=token_id)
+        num_tokens = request.sequence.num_prompt_tokens + num_output
+        if num_output >= params.max_new_tokens or num_tokens >= self.max_model_len:
+            return FinishReason("length", length=num_output)
+        return None
+
+    def _is_stop(self, request: Request, token_id: int) -> bool:
+        params = request.params
+        return token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self.eos_token_ids)
+
+    def deliver(self, request: Request) -> bool:
+        """Turn the newest step's tokens into text, which may complete a stop string and so end the output before the
+        last of them; returns whether the sequence is finished.
+
+        Comes after `on_step_completed`, while the next step may be running already: then that step's result is dropped.
+        """
+        num_new, request.num_undelivered = request.num_undelivered, 0
+        if request.detokenizer is None:
+            return request.finish_reason is not None
+        first = len(request.logprobs) - num_new
+        token_ids = request.sequence.settled_output(first)[:num_new]
+        if token_ids and not request.params.no_stop_trim and self._is_stop(request, token_ids[-1]):
+            del token_ids[-1]
+        if token_ids:
+            reason = None
+            try:
+                num_replaced = request.newest_jump.num_rolled_back
+                if (matched := request.detokenizer.append(token_ids, num_replaced)) is not None:
+                    reason = FinishReason("stop", matched=matched.stop)
+                    request.cut_output(matched.num_tokens)
+            except StopRegexTimeout as error:  # this pattern runs wild: its request ends, the batch goes on
+                reason = FinishReason("abort", message=str(error))
+            if reason is not None and request.finish_reason is None:
+                self.finish(request.id, reason)
+            elif reason is not None:  # a stop string in the last allowed token is a stop, not a length
+                request.finish_reason = reason
+        return request.finish_reason is not None

@@ -1,0 +1,171 @@
+"""Change the states of sequences: all changes go through a manager, and this is the base of both.
+
+Two managers consume the same events, so that replaying one log gives equal state: the controller's is authoritative
+(stop conditions, detokenising, outputs), a worker's stands on every rank (execution, block tables, stage progress).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from .sequence import TERMINAL, Sequence, State
+from .step import ScheduledSequence, ScheduleOutput, SequenceResult
+
+TAKES_NO_RESULT = TERMINAL | {State.WAITING_PREEMPT}
+
+
+class SequenceManager:
+    """Registry of live sequences and the events that move them. Base of both managers.
+
+    With one stage both progress counters advance together, at `on_step_completed`. With several, `on_stage_completed`
+    advances the stage counter and pauses the sequence early, so that its next chunk can enter this stage while the
+    present one is in the next.
+    """
+
+    def __init__(self, num_stages: int = 1) -> None:
+        self.num_stages = num_stages
+        self._sequences: dict[str, Sequence] = {}
+        self._incarnations: dict[str, int] = {}
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._sequences
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def sequence(self, id: str) -> Sequence:
+        """The live sequence of that id. Raises ValueError for an unknown one."""
+        sequence = self._sequences.get(id)
+        if sequence is None:
+            raise ValueError(f"no live sequence {id!r}")
+        return sequence
+
+    def on_schedule(self, output: ScheduleOutput) -> None:
+        """Take a scheduling decision: ignored, exhausted, preempted, then scheduled sequences."""
+        for id, why in output.ignored:
+            self._ignore(id, why)
+        for id, why in output.exhausted:
+            self._exhaust(id, why)
+        for id in output.preempted:
+            self.preempt(id)
+        for item in output.scheduled:
+            self._on_scheduled(item)
+
+    def on_stage_completed(self, items: Iterable[ScheduledSequence]) -> None:
+        """These rows went through this stage. Does nothing with one stage: the step's end counts them."""
+        if self.num_stages == 1:
+            return
+        for item in items:
+            sequence = self._live(item.id, item.incarnation)
+            if sequence is None:
+                continue
+            sequence.stage_processed(item.num_tokens)
+            if sequence.is_prefilling or sequence.num_tokens_stage_processed < sequence.num_tokens:
+                sequence.move(State.PAUSED)  # more known tokens: the next chunk may enter this stage now
+
+    def on_step_completed(self, results: Iterable[SequenceResult]) -> list[str]:
+        """These rows went through all stages. Returns the ids that finished, as far as no text is needed to tell.
+
+        Results of sequences that are gone, or were preempted since, are dropped.
+        """
+        finished = []
+        has_one_stage = self.num_stages == 1
+        for result in results:
+            sequence = self._live(result.id, result.incarnation)
+            if sequence is None:
+                continue
+            if has_one_stage:
+                sequence.stage_processed(result.num_tokens)
+            sequence.step_processed(result.num_tokens)
+            # In a pipeline a chunk inside the prompt was paused when it left this stage, and RUNNING is the next one.
+            was_last = has_one_stage or result.token_id is not None
+            if was_last and sequence.state is State.RUNNING:
+                sequence.move(State.PAUSED)
+            if result.token_id is not None:
+                sequence.settle_jump()
+                sequence.token_ids.append(result.token_id)
+            if self._on_result(sequence, result):
+                finished.append(sequence.id)
+        return finished
+
+    def on_step_cancelled(self, items: Iterable[ScheduledSequence]) -> None:
+        """These were scheduled and did not run: they keep their blocks and wait for the next step."""
+        for item in items:
+            self.sequence(item.id).move(State.PAUSED)
+
+    def preempt(self, id: str) -> None:
+        """The sequence gave its blocks back; its tokens, prompt boundary and log-probabilities stay."""
+        sequence = self.sequence(id)
+        sequence.move(State.WAITING_PREEMPT)
+        sequence.forget_progress()
+        sequence.undo_jump()  # nothing of it was answered
+        self._incarnations[id] += 1
+
+    def free(self, id: str) -> None:
+        """Forget a sequence, live or ended."""
+        sequence = self.sequence(id)
+        if not sequence.is_terminal:
+            sequence.move(State.FINISHED)
+        del self._sequences[id], self._incarnations[id]
+
+    def state_hash(self) -> str:
+        """SHA-256 over everything the two managers must agree on: ids, states, tokens, counters, incarnations.
+
+        A sequence that still waits for its first step is left out: no worker has heard of it.
+        """
+        digest = hashlib.sha256()
+        for id in sorted(self._sequences):
+            s = self._sequences[id]
+            if s.state in (State.WAITING, State.IGNORED):
+                continue
+            record = (
+                id,
+                s.state.name,
+                s.num_prompt_tokens,
+                s.token_ids,
+                s.num_tokens_step_processed,
+                s.num_tokens_stage_processed,
+                self._incarnations[id],
+            )
+            digest.update(repr(record).encode())
+        return digest.hexdigest()
+
+    def _register(self, sequence: Sequence, incarnation: int = 0) -> None:
+        if sequence.id in self._sequences:
+            raise ValueError(f"duplicate request id {sequence.id!r}: a live request has it")
+        self._sequences[sequence.id] = sequence
+        self._incarnations[sequence.id] = incarnation
+
+    def is_live(self, id: str, incarnation: int) -> bool:
+        """Whether a result of that incarnation would be taken."""
+        return self._live(id, incarnation) is not None
+
+    def _live(self, id: str, incarnation: int) -> Sequence | None:
+        sequence = self._sequences.get(id)
+        if sequence is None or self._incarnations[id] != incarnation or sequence.state in TAKES_NO_RESULT:
+            return None
+        return sequence
+
+    def _on_scheduled(self, item: ScheduledSequence) -> None:
+        sequence = self.sequence(item.id)
+        sequence.move(State.RUNNING)
+        has_jump = bool(item.jump.token_ids)
+        if has_jump:
+            sequence.give_up_progress(item.start)
+        if (num_cached := item.start - sequence.num_tokens_stage_processed) > 0:  # their KV was there already
+            sequence.stage_processed(num_cached)
+            sequence.step_processed(num_cached)
+        if has_jump:
+            sequence.begin_jump(item.jump.num_rolled_back, item.jump.token_ids)
+
+    def _on_result(self, sequence: Sequence, result: SequenceResult) -> bool:
+        """What this manager does with a result beyond counting. Returns whether the sequence is finished."""
+        return False
+
+    def _ignore(self, id: str, why: str) -> None:
+        if id in self._sequences:
+            self.sequence(id).move(State.IGNORED)
+
+    def _exhaust(self, id: str, why: str) -> None:
+        self.sequence(id).move(State.FINISHED)
