@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from svg import BLUE, GREEN, INK, ORANGE, PURPLE, RED, SOFT, Drawing, Point
 
-from lockstep.rollout.sequences.sequence import HOLDS_BLOCKS, QUEUED, TERMINAL, TRANSITIONS, State
+from lockstep.rollout.sequences.sequence import HOLDS_BLOCKS, TERMINAL, TRANSITIONS, State
 
 WIDTH, HEIGHT = 176, 66
 PLACES: dict[State, Point] = {  # middle of the box
@@ -62,5 +62,5 @@ def draw() -> Drawing:
 
 
 def _colour(state: State) -> str:
-    kinds = ((HOLDS_BLOCKS, GREEN), (QUEUED, ORANGE), (TERMINAL, BLUE))
+    kinds = ((HOLDS_BLOCKS, GREEN), ({State.WAITING, State.WAITING_PREEMPT}, ORANGE), (TERMINAL, BLUE))
     return next((colour for kind, colour in kinds if state in kind), PURPLE)
