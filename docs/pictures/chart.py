@@ -78,6 +78,13 @@ def section(heading: str) -> str:
     return found
 
 
+def machine_of(text: str) -> str:
+    """Return the description of the machine that a section names by its letter, from the head of BENCHMARKS.md."""
+    [letter] = set(re.findall(r"\bmachine ([A-Z])\b", text))
+    [machine] = re.findall(rf"Machine {letter}: ([^.]+)\.", BENCHMARKS.read_text(encoding="utf-8"))
+    return " ".join(machine.split())
+
+
 def table(text: str) -> list[dict[str, str]]:
     """Return the rows of the first table in a text, by the names of its columns."""
     [lines, *_] = re.findall(r"(?:^\|.*\|$\n)+", text, flags=re.MULTILINE)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from chart import Axis, Chart, numbers, section, table
+from chart import Axis, Chart, machine_of, numbers, section, table
 from svg import BLUE, INK, ORANGE, PURPLE, SOFT, TINTS, Drawing
 
 HEADING = "Rollout, against vLLM and transformers"
-MACHINE = "two shared cores of an Intel Xeon with AMX"  # the section says so, and this is checked
 LOADS = {  # a row of the table by its load: what the picture calls it
     "`tiny`": "tiny, 32 prompts",
     "`small`": "small, 32 prompts",
@@ -19,11 +18,11 @@ PANEL, LEFT, TOP, BOTTOM = 270, 72, 118, 350
 def draw() -> Drawing:
     """Draw a panel for each load: a bar is the median, its whisker the range over the repeats."""
     text = section(HEADING)
-    assert MACHINE in " ".join(text.split()), "the machine that the picture names must be the section's"
+    machine = machine_of(text)
     rows = {row["load"]: row for row in table(text)}
     drawing = Drawing(LEFT + len(LOADS) * PANEL + 20, 450, "Tokens a second of lockstep, vLLM and transformers")
     drawing.text(24, 30, "Tokens a second, sampled with log-probabilities", 18, INK, "start", bold=True)
-    drawing.text(24, 56, f"On {MACHINE}, bfloat16, by turns in one run", 13, SOFT, "start")
+    drawing.text(24, 56, f"On {machine}, bfloat16, by turns in one run", 13, SOFT, "start")
     for number, (load, name) in enumerate(LOADS.items()):
         _panel(drawing, LEFT + number * PANEL, name, rows[load])
     drawing.text(24, 414, "A bar is the median of the repeats, its whisker their range. Each load has its own scale.",
