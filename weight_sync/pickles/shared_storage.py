@@ -56,7 +56,7 @@ class EmptyStorage:
 
 @dataclass(frozen=True)
 class NamedStorage:
-    """A storage shared under the sharing strategy file_system: a file, and the socket of the process that manages it."""
+    """A storage shared under the strategy file_system: a file, and the socket of the process that manages it."""
 
     manager: bytes
     handle: bytes
