@@ -1,4 +1,4 @@
-"""What a request is answered with."""
+"""The answer to a request, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class FinishReason:
-    """Why a sequence ended. Example: `FinishReason("stop", matched="\\n")`."""
+    """The reason why a sequence ended. Example: `FinishReason("stop", matched="\\n")`."""
 
     type: Literal["stop", "length", "abort", "ignored"]
     matched: int | str | None = None  # the stop token id, or the stop string, that ended it
-    length: int | None = None  # for "length": how many tokens it was ended at
+    length: int | None = None  # for "length": number of tokens at which it ended
     message: str | None = None  # for "abort" and "ignored", and a "length" that the pool forced
 
 
 @dataclass(frozen=True)
 class WeightSpan:
-    """Output tokens start .. end-1 were sampled from the weights of this version."""
+    """A run of output tokens, start .. end-1, that were sampled from the weights of one version."""
 
     version: str
     digest: str | None
@@ -27,12 +27,12 @@ class WeightSpan:
 
 
 TopLogprobs = tuple[tuple[float, int], ...]  # (log-probability, token id), most likely first
-ListedLogprobs = tuple[tuple[float, int], ...]  # likewise, of the token ids that were asked for, in that order
+ListedLogprobs = tuple[tuple[float, int], ...]  # likewise, of the requested token ids, in their order
 
 
 @dataclass(frozen=True)
 class NextToken:
-    """What would have come after a prompt that was only scored."""
+    """The most likely token after a prompt that was only scored."""
 
     token_id: int
     logprob: float
@@ -45,26 +45,27 @@ class Completion:
     """The answer to one sequence of a request."""
 
     id: str
-    index: int  # which of the request's n samples
+    index: int  # number of the sample, 0 .. n-1 of the request
     prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]  # what was generated, a stop token included
-    text: str  # of token_ids, without what stopped it unless no_stop_trim
+    token_ids: tuple[int, ...]  # the generated tokens, a stop token included
+    text: str  # of token_ids, without the stop unless no_stop_trim
     logprobs: tuple[float, ...]  # log_softmax(logits / temperature)[token], one per token
     finish_reason: FinishReason | None  # None while the sequence still runs
-    num_cached_tokens: int  # prompt tokens whose KV was there already
+    num_cached_tokens: int  # prompt tokens whose KV was in the cache
     num_retractions: int
     weight_version: str  # at the end
-    weight_digest: str | None  # at the end; None where it has not been computed
+    weight_digest: str | None  # at the end; None if it was not computed
     weight_versions: tuple[WeightSpan, ...]  # contiguous over token_ids
-    top_logprobs: tuple[TopLogprobs, ...] | None = None  # one entry per token, when asked for
+    top_logprobs: tuple[TopLogprobs, ...] | None = None  # one entry per token; None unless requested
     prompt_logprobs: tuple[float | None, ...] | None = None  # prompt[logprob_start_len:], the very first is None
     prompt_top_logprobs: tuple[TopLogprobs | None, ...] | None = None
     listed_logprobs: tuple[ListedLogprobs, ...] | None = None  # of options.token_ids_logprob, one entry per token
     prompt_listed_logprobs: tuple[ListedLogprobs | None, ...] | None = None
     next_token: NextToken | None = None  # with max_new_tokens=0
-    # With a grammar, one per token: whether the model had no choice; also where text that it chose got other tokens.
+    # With a grammar, one per token: whether the model had no choice; also where its text was tokenised again.
     forced: tuple[bool, ...] | None = None
-    masked_probs: tuple[float, ...] | None = None  # with a grammar: probability among what it allowed; 1.0 if forced
+    # with a grammar: probability of the allowed tokens together; 1.0 if forced
+    masked_probs: tuple[float, ...] | None = None
     num_jump_forward_tokens: int = 0  # tokens that needed no step of their own
 
     @property
@@ -78,7 +79,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """What one step added to a streamed sequence; text that may still become a stop string is held back."""
+    """The tokens that one step added to a streamed sequence; text that may become a stop string is held back."""
 
     id: str
     index: int
@@ -89,7 +90,7 @@ class StreamChunk:
     num_cached_tokens: int = 0
     num_retractions: int = 0
     weight_version: str = ""  # of the newest token, or of the weights at the end
-    top_logprobs: tuple[TopLogprobs, ...] = ()  # of the new ones, when asked for
+    top_logprobs: tuple[TopLogprobs, ...] = ()  # of the new ones, if requested
     listed_logprobs: tuple[ListedLogprobs, ...] = ()
-    num_taken_back: int = 0  # of earlier chunks' tokens, the last ones, that these replace; the text goes on
+    num_taken_back: int = 0  # number of last tokens of earlier chunks that these replace; their text stays
     completion: Completion | None = None  # on the last chunk: the whole answer

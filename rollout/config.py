@@ -1,4 +1,4 @@
-"""How an engine is set up: one frozen value, checked as a whole."""
+"""The settings of an engine: one frozen value, checked as a whole."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ ADMISSION_RATIO = 0.7
 PIN_BUDGET = 0.5
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_COUNTS = ("block_size", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill_size", "max_model_len")
-_COUNTS += ("tp", "pp", "k_blocks", "state_check_steps")
-_COUNTS += ("jump_forward_max_rollback", "jump_forward_max_blocks", "max_grammars")
+_COUNTS = (
+    *("block_size", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill_size", "max_model_len"),
+    *("tp", "pp", "k_blocks", "state_check_steps"),
+    *("jump_forward_max_rollback", "jump_forward_max_blocks", "max_grammars"),
+)
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(|k|m|g|ki|mi|gi)b\s*", re.IGNORECASE)
 _BLOCKS = re.compile(r"\s*(\d+)\s*blocks?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class KVSize:
-    """What was asked for the KV pool: exactly one of the two, or neither for `auto`."""
+    """The configured size of the KV pool: exactly one of the two, or neither for `auto`."""
 
     num_bytes: int | None = None
     num_blocks: int | None = None
@@ -33,7 +35,7 @@ class KVSize:
 def parse_kv_size(text: str | int) -> KVSize:
     """Read a KV pool size: `auto`, bytes (`"512MiB"`, `"2GB"`), or blocks (`"4096 blocks"`, or a plain number).
 
-    Raises ValueError quoting what it cannot read.
+    Raises ValueError quoting text that it cannot read.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         size = KVSize(num_blocks=text)
@@ -62,7 +64,7 @@ class EngineConfig:
     block_size: int = 16  # tokens per KV block
     max_num_seqs: int = 256  # sequences that may hold blocks at a time
     max_num_batched_tokens: int = 2048  # rows of one step, prefill and decode together
-    chunked_prefill_size: int | None = None  # rows of one prompt per step; None: as many as the step has room for
+    chunked_prefill_size: int | None = None  # rows of one prompt per step; None: as many as fit in the step
     max_model_len: int | None = None  # prompt + output tokens of a sequence; None: the model's own limit
     prefix_cache: bool = True  # reuse the KV of equal prefixes
     pin_budget: float = PIN_BUDGET  # share of the pool's blocks that pins may protect from eviction
@@ -80,16 +82,16 @@ class EngineConfig:
     jump_forward: str = "text"  # for requests with a grammar that name no mode: "text", "exact" or "off"
     jump_forward_max_rollback: int = 10  # tokens that a jump may replace ("text" only)
     jump_forward_max_blocks: int = 10  # KV blocks that one jump may take
-    grammar_any_whitespace: bool = False  # JSON with spaces and line breaks as the model likes; little is forced then
+    grammar_any_whitespace: bool = False  # JSON with any spaces and line breaks; little text is forced then
     max_grammars: int = 256  # compiled grammars that are kept
-    trace: str | None = None  # a file for Chrome-trace events
-    seed: int = 0  # root of the noise of requests that bring no sampling_seed
+    trace: str | None = None  # file for Chrome-trace events
+    seed: int = 0  # root of the noise of requests without a sampling_seed
     tp: int = 1  # ranks that share each layer
     pp: int = 1  # stages that the layers are divided into; a replica is tp * pp ranks
-    k_blocks: int = 1  # partial products that a row-parallel product is the sum of: with equal k_blocks, equal bits
-    # whatever tp. Invariant mode needs a multiple of tp, and the trainer's forward the same number
-    sequence_pipelining: bool = True  # a prompt's next chunk may enter the first stage while the last is further on
-    rank_timeout_s: float = 60.0  # silence of a rank of the replica that ends a call, naming the rank
+    k_blocks: int = 1  # number of partial products that form a row-parallel product: equal k_blocks give equal bits for
+    # any tp. Invariant mode needs a multiple of tp, and the trainer's forward the same number
+    sequence_pipelining: bool = True  # a prompt's next chunk may enter a stage while the last one is in a later stage
+    rank_timeout_s: float = 60.0  # silence of a rank of the replica after which a call fails, naming the rank
     state_check_steps: int = 64  # steps between comparisons of the ranks' states with the controller's
 
     def __post_init__(self) -> None:
@@ -105,7 +107,7 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 wrong.append(f"{name} must be true or false, not {getattr(self, name)!r}")
         sizes = self.cuda_graph_batch_sizes
-        if isinstance(sizes, list):  # as it comes from a file
+        if isinstance(sizes, list):  # from a file
             object.__setattr__(self, "cuda_graph_batch_sizes", sizes := tuple(sizes))
         is_tuple = isinstance(sizes, tuple)
         if sizes is not None and not (is_tuple and all(type(size) is int and size > 0 for size in sizes)):

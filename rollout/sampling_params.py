@@ -1,5 +1,4 @@
-"""How one request is to be sampled: the field names, defaults and ranges that SGLang-speaking clients
-send."""
+"""The sampling settings of one request: field names, defaults and ranges of SGLang's clients."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 class SamplingParams:
     """Settings of one request. Immutable.
 
-    `stop` and `stop_regex` take a string, a list or None too, `stop_token_ids` a list or None, `logit_bias`
-    string keys, `json_schema` and `structural_tag` a JSON object; they are kept as declared. ValueError names every
-    field with a wrong type or a value out of range.
+    `stop` and `stop_regex` also take a string, a list or None, `stop_token_ids` a list or None, `logit_bias` string
+    keys, `json_schema` and `structural_tag` a JSON object; they are converted to the declared types. ValueError names
+    every field with a wrong type or a value out of range.
     """
 
     max_new_tokens: int = 128  # longest output, in tokens; 0: score the prompt only
@@ -47,18 +46,18 @@ class SamplingParams:
     no_stop_trim: bool = False  # keep the stop in the text
     stream_interval: int | None = None  # tokens between two streamed pieces
     logit_bias: Mapping[int, float] | None = None  # added to the logits
-    sampling_seed: int | None = None  # int64; the engine draws one where there is none
+    sampling_seed: int | None = None  # int64; None: the engine draws one
     custom_params: Mapping[str, Any] | None = None  # not read by the engine
     json_schema: str | None = None  # the output is JSON that follows this schema; "$$ANY$$": any JSON
     regex: str | None = None  # the output matches this pattern from its first character to its last
-    ebnf: str | None = None  # the output is what the rule `root` of this grammar describes (GBNF)
+    ebnf: str | None = None  # the output matches the rule `root` of this grammar (GBNF)
     structural_tag: str | None = None  # parts of the output, between tags, follow schemas; in xgrammar's JSON
-    jump_forward: str | None = None  # what becomes of text that a grammar forces: "text", "exact" or "off"; None: the
-    # engine's default
+    # rule for text that a grammar forces: "text", "exact" or "off"; None: the engine's default
+    jump_forward: str | None = None
 
     def __post_init__(self) -> None:
         problems: list[str] = []
-        # The class is frozen for its users; here its fields take their final form, once.
+        # The class is frozen for its users; here its fields get their final form, once.
         object.__setattr__(self, "stop", _strings(self.stop))
         object.__setattr__(self, "stop_regex", _strings(self.stop_regex))
         object.__setattr__(self, "stop_token_ids", _listed(self.stop_token_ids))
@@ -79,10 +78,9 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> SamplingParams:
-        """From a JSON object. null stands for the default.
+        """Build from a JSON object; null means the default.
 
-        Raises ValueError naming every unknown key, every setting that is not supported yet and every wrong
-        value.
+        Raises ValueError naming every unknown key, every unsupported setting and every wrong value.
         """
         given = {name: value for name, value in mapping.items() if value is not None}
         known = {field.name for field in fields(cls)}
@@ -108,12 +106,12 @@ class SamplingParams:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a grammar says what the output looks like."""
+        """Whether a grammar constrains the output."""
         return any(getattr(self, name) is not None for name in GRAMMARS)
 
     @property
     def needs_text(self) -> bool:
-        """Whether ending the request takes a tokenizer."""
+        """Whether the end of the request depends on text, so that a tokenizer is needed."""
         return bool(self.stop or self.stop_regex)
 
     def _broken_patterns(self) -> list[tuple[str, str]]:
@@ -134,7 +132,7 @@ def _strings(value: object) -> object:
 
 
 def _listed(value: object) -> object:
-    """None as nothing, a list, tuple or set as a tuple, anything else as it is (and refused later)."""
+    """Convert None to () and a list, tuple or set to a tuple; return other values unchanged (and refused later)."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list | tuple | set | frozenset) else value
@@ -147,7 +145,7 @@ def _integer_keys(value: object) -> object:
 
 
 def _json_text(value: object) -> object:
-    """A JSON object as its text, anything else as it is."""
+    """Convert a JSON object to its text; return other values unchanged."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, Mapping) else value
 
 

@@ -1,4 +1,4 @@
-"""Run-time conditions of a weight update; what a caller got wrong is a ValueError that lists every offender instead."""
+"""Run-time conditions of a weight update; a caller's own mistakes are ValueErrors that list all of them instead."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterable
 
 
 class WeightSyncError(RuntimeError):
-    """Base of every run-time condition that weight_sync raises on purpose."""
+    """The base of every run-time condition that weight_sync raises on purpose."""
 
 
 class TransferFailed(WeightSyncError):
-    """A wire broke or its deadline passed; the message names rank, phase and tensor."""
+    """A broken wire or a passed deadline; the message names rank, phase and tensor."""
 
 
 class DigestMismatch(WeightSyncError):
-    """What was written is not what the sender digested.
+    """Written bytes that differ from the sender's digests.
 
-    names: the tensors that differ. remedy: what the caller may do about it, at the end of the message.
+    names: the tensors that differ. remedy: advice to the caller, at the end of the message.
     """
 
     def __init__(self, names: Iterable[str], remedy: str = "") -> None:
@@ -30,12 +30,12 @@ class DigestMismatch(WeightSyncError):
 
 
 class PlanMismatch(WeightSyncError):
-    """Two ends of a wire plan different transfers; the message names the first difference."""
+    """Different transfer plans at the two ends of a wire; the message names the first difference."""
 
 
 class Poisoned(WeightSyncError):
-    """The weights are neither the old ones nor the new ones; only a full, verified update helps."""
+    """Weights that are neither the old ones nor the new ones; only a full, verified update helps."""
 
 
 class SessionError(WeightSyncError):
-    """begin, update, commit or revert in the wrong order, or too late."""
+    """A begin, update, commit or revert in the wrong order, or too late."""

@@ -1,11 +1,13 @@
-"""What an update is going to write, as plain values that travel as JSON: names, dtypes, shapes, bytes, digests."""
+"""The plan of an update, as plain values for JSON: names, dtypes, shapes, bytes, digests."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,12 +18,12 @@ _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).val
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as it is written on every wire: "bfloat16", "float8_e4m3fn", ..."""
+    """Return a dtype's name as every wire has it: "bfloat16", "float8_e4m3fn", ..."""
     return str(dtype).removeprefix("torch.")
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The dtype of that name, with or without "torch.". Raises ValueError quoting an unknown one."""
+    """Return the dtype of that name, with or without "torch.". Raises ValueError quoting an unknown one."""
     dtype = _DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
     if dtype is None:
         raise ValueError(f"unknown dtype {name!r}")
@@ -30,7 +32,7 @@ def parse_dtype(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor without its values."""
+    """A tensor without its values."""
 
     name: str
     dtype: torch.dtype
@@ -49,21 +51,21 @@ class TensorSpec:
         return self.num_elements * self.dtype.itemsize
 
     def describe(self) -> str:
-        """As error messages show it: `name bfloat16[2, 3]`."""
+        """Return the form for error messages: `name bfloat16[2, 3]`."""
         return f"{self.name} {dtype_name(self.dtype)}{list(self.shape)}"
 
 
 def specs_of(named_tensors: NamedTensors) -> tuple[TensorSpec, ...]:
-    """The specs of tensors, in their order."""
+    """Return the specs of tensors, in their order."""
     return tuple(TensorSpec.of(name, tensor) for name, tensor in named_tensors)
 
 
 def specs_from_lists(
     names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
 ) -> tuple[TensorSpec, ...]:
-    """Specs from the three parallel lists that the frameworks send.
+    """Build specs from the three parallel lists that the frameworks send.
 
-    Raises ValueError listing every bad dtype and shape, lists of different lengths, and names that come twice.
+    Raises ValueError listing every bad dtype and shape, lists of different lengths, and duplicate names.
     """
     if not len(names) == len(dtypes) == len(shapes):
         raise ValueError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: they must be as many")
@@ -80,8 +82,7 @@ def specs_from_lists(
             specs.append(TensorSpec(name, parse_dtype(dtype), tuple(sizes)))
         except ValueError as error:
             wrong.append(f"{name}: {error}")
-    seen: set[str] = set()
-    twice = sorted({s.name for s in specs if s.name in seen or seen.add(s.name)})
+    twice = sorted(name for name, count in Counter(spec.name for spec in specs).items() if count > 1)
     wrong += [f"{name} is named more than once" for name in twice]
     if wrong:
         raise ValueError("; ".join(wrong))
@@ -90,19 +91,20 @@ def specs_from_lists(
 
 @dataclass(frozen=True)
 class Manifest:
-    """The tensors of one update, in the order in which they travel."""
+    """The tensors of one update, in the order of their transfer."""
 
     version: str | None
     tensors: tuple[TensorSpec, ...]
-    digests: Mapping[str, str] = field(default_factory=dict)  # hex tensor roots (digest.tensor_root) by name
-    model_digest: str | None = None  # what the engine's digest will be (digest.model_root), where the sender knows it
+    digests: Mapping[str, str] = field(default_factory=dict)  # hex tensor roots (model_digest.tensor_root) by name
+    # the engine's digest after the update (model_digest.model_root), if the sender knows it
+    model_digest: str | None = None
 
     @property
     def num_bytes(self) -> int:
         return sum(spec.num_bytes for spec in self.tensors)
 
     def to_json(self) -> str:
-        """One JSON object; `from_json` reads it back."""
+        """Return one JSON object, for `from_json`."""
         return json.dumps(
             {
                 "version": self.version,
@@ -116,7 +118,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
-        """Raises ValueError for anything that is not such an object, naming what is wrong."""
+        """Read a manifest from JSON. Raises ValueError naming every error."""
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError(f"a manifest is a JSON object, not {type(values).__name__}")
@@ -130,27 +132,34 @@ class Manifest:
 
     @classmethod
     def checked(cls, tensors: tuple[TensorSpec, ...], values: Mapping[str, object]) -> Manifest:
-        """From specs, and the other fields as they came: `version`, `digests`, `model_digest`. Raises ValueError naming
-        what is wrong with these."""
-        version, digests, model_digest = (values.get(key) for key in ("version", "digests", "model_digest"))
+        """Build a manifest from specs and the unchecked other fields: `version`, `digests`, `model_digest`.
+
+        Raises ValueError naming the errors in these.
+        """
         is_right = {
-            "version": isinstance(version, str | None),
-            "model_digest": isinstance(model_digest, str | None),
-            "digests": isinstance(digests, dict) and all(isinstance(digest, str) for digest in digests.values()),
+            "version": isinstance(values.get("version"), str | None),
+            "model_digest": isinstance(values.get("model_digest"), str | None),
+            "digests": _are_texts(values.get("digests")),
         }
         if wrong := [f"{key} = {values.get(key)!r}" for key, right in is_right.items() if not right]:
             raise ValueError(f"manifest fields of the wrong type: {'; '.join(wrong)}")
+        digests = cast(dict[str, str], values["digests"])
         if unknown := sorted(set(digests) - {spec.name for spec in tensors}):
             raise ValueError(f"digests of tensors that are not in the manifest: {', '.join(unknown)}")
+        version, model_digest = (cast(str | None, values.get(key)) for key in ("version", "model_digest"))
         return cls(version, tensors, digests, model_digest)
+
+
+def _are_texts(values: object) -> bool:
+    return isinstance(values, dict) and all(isinstance(text, str) for text in values.values())
 
 
 def differences(
     ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec], our_name: str = "ours", their_name: str = "theirs"
 ) -> list[str]:
-    """What differs between two ordered plans, in words, first difference first; empty when they are equal."""
+    """Describe the differences between two ordered plans, first difference first; empty when they are equal."""
     if tuple(ours) == tuple(theirs):
-        return []  # the rule: nothing is put in words
+        return []  # the usual case, without formatting anything
     found = []
     for index in range(max(len(ours), len(theirs))):
         mine = ours[index].describe() if index < len(ours) else "nothing"

@@ -1,4 +1,4 @@
-"""A place whose weights can be updated: one verb call at a time, with plain JSON values in and out."""
+"""The interface of an engine whose weights can be updated: one verb call at a time, plain JSON values in and out."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from .errors import WeightSyncError
 
 
 class TargetError(WeightSyncError):
-    """A target answered a verb with an error, or not at all."""
+    """A verb that a target answered with an error, or not at all."""
 
     def __init__(self, target: str, verb: str, message: str, kind: str = "") -> None:
-        """kind: the error's class name at the target; "" where it could not be reached."""
+        """Create the error. kind: the error's class name at the target; "" if the target could not be reached."""
         super().__init__(f"{target}: {verb}: {message}")
         self.target, self.verb, self.message, self.kind = target, verb, message, kind
 
@@ -24,13 +24,13 @@ class Target(Protocol):
 
     @property
     def name(self) -> str:
-        """As errors call it."""
+        """Its name in error messages."""
 
     def call(self, verb: str, *, timeout_s: float, **arguments: object) -> dict[str, object]:
-        """Run a weight verb there and return its report. Calls of different threads may overlap.
+        """Run a weight verb there and return its report. Thread-safe; calls of different threads may overlap.
 
-        Raises TargetError for what it answers with, or when it does not answer within `timeout_s`.
+        Raises TargetError for an error at the target, or without an answer within `timeout_s`.
         """
 
     def close(self) -> None:
-        """End the connection; the engine stays."""
+        """End the connection; the engine keeps running."""

@@ -1,1 +1,1 @@
-"""What an output has to look like: compiled grammars, masks, jumps."""
+"""Grammars that constrain outputs: compilation, masks, jumps."""

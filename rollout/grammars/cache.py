@@ -1,4 +1,4 @@
-"""Grammars compiled once each, away from the loop: a request waits for its own grammar, and for no other."""
+"""A cache of grammars, each compiled once and outside the engine's loop: a request waits for no grammar but its own."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ _NUM_THREADS = 2
 
 
 class GrammarCache:
-    """The grammars used last, at most `max_grammars`; those that are being compiled come on top. Any thread may ask.
+    """Keep the most recently used grammars, at most `max_grammars` and those that are being compiled. Thread-safe.
 
-    A grammar that is wrong is not kept: whoever asks again is told again.
+    A wrong grammar is not kept: a further request for it compiles it again and gets the error again.
     """
 
     def __init__(self, compile: Callable[[Constraint], CompiledGrammar], max_grammars: int = MAX_GRAMMARS) -> None:
-        """compile: raises ValueError for a wrong grammar; runs on threads of the cache."""
+        """Create an empty cache.
+
+        compile: raises ValueError for a wrong grammar; runs on threads of the cache.
+        """
         assert max_grammars > 0
         self._compile = compile
         self._max_grammars = max_grammars
         self._lock = threading.Lock()
         self._grammars: OrderedDict[Constraint, Future[CompiledGrammar]] = OrderedDict()  # the longest unused first
-        self._threads: ThreadPoolExecutor | None = None  # once there is something to compile
+        self._threads: ThreadPoolExecutor | None = None  # None until there is something to compile
         self.num_hits = 0
         self.num_compiled = 0
         self.compile_seconds = 0.0
@@ -37,7 +40,7 @@ class GrammarCache:
         return len(self._grammars)
 
     def ask(self, constraint: Constraint) -> Future[CompiledGrammar]:
-        """The compiled grammar, or the promise of it. Raises ValueError for a text that is too long to try."""
+        """Return a future of the compiled grammar. Raises ValueError for a text that is too long to compile."""
         if (size := len(constraint.text.encode())) > MAX_TEXT_BYTES:
             raise ValueError(f"{constraint.kind}: {size} bytes of grammar, at most {MAX_TEXT_BYTES} are compiled")
         with self._lock:
@@ -52,12 +55,14 @@ class GrammarCache:
         return promise
 
     def get_all(self, constraints: Iterable[Constraint | None]) -> list[CompiledGrammar | None]:
-        """The grammars of a call, waiting for those that are not there; equal ones are compiled once, different ones
-        side by side. Raises ValueError naming everything that is wrong with them."""
+        """Return the grammars of one call, waiting for missing ones.
+
+        Equal constraints are compiled once, different ones in parallel. Raises ValueError naming every error in them.
+        """
         promises = [None if constraint is None else self.ask(constraint) for constraint in constraints]
         faults = {str(p.exception()): p.exception() for p in promises if p is not None and p.exception() is not None}
         for fault in faults.values():
-            if not isinstance(fault, ValueError):
+            if fault is not None and not isinstance(fault, ValueError):
                 raise fault
         if faults:
             raise ValueError("; ".join(faults))
@@ -78,7 +83,7 @@ class GrammarCache:
                 self.compile_seconds += time.perf_counter() - started
 
     def _settle(self, constraint: Constraint, done: Future[CompiledGrammar]) -> None:
-        """Forget a wrong grammar, and the longest unused of too many."""
+        """Remove a wrong grammar, and the longest unused of too many."""
         with self._lock:
             is_kept = self._grammars.get(constraint) is done
             if is_kept and (done.cancelled() or done.exception() is not None):

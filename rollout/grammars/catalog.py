@@ -1,4 +1,4 @@
-"""The grammars of one engine: made ready when the first request asks for one, so that nobody else pays for them."""
+"""The grammars of one engine, prepared at the first request with a grammar: other requests pay nothing for them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import lru_cache
+from typing import cast
 
 from ..sampling_params import SamplingParams
 from .cache import MAX_GRAMMARS, GrammarCache
@@ -18,7 +19,7 @@ _NUM_STRETCHES = 4096  # forced texts whose canonical tokens are remembered
 
 
 class Grammars:
-    """Compiles, and gives each sequence its state. Any thread may ask."""
+    """Compile grammars and create the state of each sequence. Thread-safe."""
 
     def __init__(
         self,
@@ -31,7 +32,10 @@ class Grammars:
         max_grammars: int = MAX_GRAMMARS,
         max_rollback: int = MAX_ROLLBACK_TOKENS,
     ) -> None:
-        """mode: of requests that do not say; stop_token_ids: what ends a sequence."""
+        """Create an empty catalog.
+
+        mode: of requests that do not choose one. stop_token_ids: tokens that end a sequence.
+        """
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._stop_token_ids = frozenset(stop_token_ids)
         self._mode: JumpMode = mode
@@ -43,15 +47,19 @@ class Grammars:
         self._plan_stretch = lru_cache(_NUM_STRETCHES)(lambda forced: plan_stretch(forced, self._ready().text))
 
     def compiled(self, params: Iterable[SamplingParams]) -> list[CompiledGrammar | None]:
-        """The grammar of each, or None; waits for those that are not there. Raises ValueError for a wrong one, and
-        where the engine cannot have any."""
+        """Return the grammar of each request, or None, waiting for missing ones.
+
+        Raises ValueError for a wrong grammar, and for any grammar if the engine has no tokenizer.
+        """
         checked = list(params)
         self.ask(checked)
         return self.cache.get_all([constraint_of(one) for one in checked])
 
     def ask(self, params: Iterable[SamplingParams]) -> list[Future[CompiledGrammar]]:
-        """Begin to compile what these ask for; what is not there yet. Raises ValueError as `compiled`, but for what is
-        wrong with a grammar."""
+        """Start to compile the grammars of these requests; returns the unfinished ones.
+
+        Raises ValueError as `compiled`, except for errors in a grammar.
+        """
         constraints = [constraint_of(one) for one in params]
         if any(constraints) and self._tokenizer is None:
             raise ValueError("json_schema, regex, ebnf and structural_tag need a tokenizer: the engine has none")
@@ -59,11 +67,11 @@ class Grammars:
         return [promise for promise in promises if not promise.done()]
 
     def state(self, grammar: CompiledGrammar, params: SamplingParams) -> GrammarState:
-        """For one sequence that begins. Raises ValueError where it could not have a single token."""
+        """Create the state of a new sequence. Raises ValueError if the grammar would not allow it a single token."""
         state = GrammarState(
             grammar,
             self._ready().text,
-            params.jump_forward or self._mode,
+            cast(JumpMode, params.jump_forward or self._mode),
             self._plan_stretch,
             may_stop=not params.ignore_eos,
             max_rollback=self._max_rollback,

@@ -1,7 +1,7 @@
-"""What a request's output has to look like, and who follows it token by token. The engine behind it is xgrammar.
+"""Grammars that constrain a request's output, and matchers that follow one token by token, on top of xgrammar.
 
-Only this file knows that library, and loads it with the first grammar. It is asked for masks, for the text that is
-forced, and to go back; which tokens a forced text becomes is `jump_forward`'s business.
+Only this file knows that library, and imports it with the first grammar. It asks the library for masks, for the forced
+text, and for rollbacks; `jump_forward` chooses the tokens of a forced text.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from .json_schema import check_schema, parse_json
 from .token_text import WRONG_SECOND_BYTES, TokenText, can_be_text
 
 Kind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
-ANY_JSON = "$$ANY$$"  # SGLang's word for a json_schema that allows every JSON value
+ANY_JSON = "$$ANY$$"  # SGLang's value for a json_schema that allows every JSON value
 _CODE_PLACE = re.compile(r"^\[[^\]]*\] \S+?:\d+: (Check failed: \(.*?\) is false: )?", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """A grammar as it was asked for. Equal ones are compiled once."""
+    """A grammar as the request gives it. Equal ones are compiled once."""
 
     kind: Kind
     text: str
 
 
 def constraint_of(params: SamplingParams) -> Constraint | None:
-    """What these parameters ask of the output; None: nothing."""
+    """Return the constraint that these parameters put on the output; None if there is none."""
     for kind in ("json_schema", "regex", "ebnf", "structural_tag"):
         if (text := getattr(params, kind)) is not None:
             return Constraint(kind, text)
@@ -39,11 +39,14 @@ def constraint_of(params: SamplingParams) -> Constraint | None:
 
 
 class GrammarCompiler:
-    """Compiles constraints for one vocabulary. Any thread may call it; it lets other threads run meanwhile."""
+    """Compile constraints for one vocabulary. Thread-safe; other threads run meanwhile."""
 
     def __init__(self, text: TokenText, stop_token_ids: Iterable[int], *, any_whitespace: bool = False) -> None:
-        """stop_token_ids: what a model may say once the grammar has ended. any_whitespace: JSON with spaces and line
-        breaks as the model likes; then hardly anything is forced. Raises ValueError without the library."""
+        """Prepare the vocabulary. Raises ValueError if the library is not installed.
+
+        stop_token_ids: tokens that a model may generate once the grammar has ended. any_whitespace: allow any spaces
+        and line breaks in JSON; then hardly any text is forced.
+        """
         self.text = text
         self._xgrammar = _library()
         self.stop_token_ids = tuple(sorted(id for id in set(stop_token_ids) if id < len(text.pieces)))
@@ -54,8 +57,8 @@ class GrammarCompiler:
         self._compiler = self._xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self._any_whitespace = any_whitespace
         pieces, vocab_size = text.pieces, len(text.pieces)
-        # The library takes any bytes of the right form for a character, and lets control characters into strings of
-        # bounded length, where JSON has none.
+        # The library takes any bytes of the right form for a character, and allows control characters in strings of
+        # bounded length, which JSON does not.
         self._no_text = pack_ids((i for i, piece in enumerate(pieces) if not can_be_text(piece)), vocab_size)
         controls = set(range(0x20)) - (set(b"\n\r") if any_whitespace else set())
         no_json = pack_ids((i for i, piece in enumerate(pieces) if not controls.isdisjoint(piece)), vocab_size)
@@ -66,10 +69,10 @@ class GrammarCompiler:
         }
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
-        """Raises ValueError that says what is wrong with the grammar, and where."""
+        """Compile a constraint. Raises ValueError with the error in the grammar and its position."""
         try:
             compiled = self._compiled(constraint)
-        except RuntimeError as error:  # the library's word for a fault in the grammar
+        except RuntimeError as error:  # the library's exception for an error in the grammar
             _refuse(constraint.kind, error)
         banned = self._no_json if constraint.kind == "json_schema" else self._no_text
         grammar = CompiledGrammar(self._xgrammar, compiled, self.text, self.stop_token_ids, banned, self._after_lead)
@@ -94,7 +97,7 @@ class GrammarCompiler:
 
 
 class CompiledGrammar:
-    """A grammar that any number of sequences follow. Never changes."""
+    """A grammar that any number of sequences follow. Immutable."""
 
     def __init__(
         self,
@@ -111,40 +114,43 @@ class CompiledGrammar:
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory it takes."""
+        """Approximate size in memory."""
         return int(self._compiled.memory_size_bytes)
 
     def matcher(self) -> GrammarMatcher:
-        """A new one, at the beginning."""
+        """Create a matcher at the beginning of the grammar."""
         matcher = self._library.GrammarMatcher(self._compiled)
         row = self._library.allocate_token_bitmask(1, len(self._text.pieces))
         return GrammarMatcher(matcher, row, self._text, self._banned, self._after_lead)
 
 
 class GrammarMatcher:
-    """Where one sequence stands in its grammar. One thread at a time."""
+    """The position of one sequence in its grammar. Not thread-safe."""
 
     def __init__(
         self, matcher: Any, row: Any, text: TokenText, banned: np.ndarray, after_lead: Mapping[int, np.ndarray]
     ) -> None:
-        """row: int32 [1, ceil(V / 32)], filled anew for each mask; banned: a mask of tokens that never come;
-        after_lead: masks of tokens that do not come after this byte."""
+        """Create a matcher that has accepted no token.
+
+        row: int32 [1, ceil(V / 32)], filled anew for each mask. banned: a mask of tokens that are never allowed.
+        after_lead: masks of tokens that are not allowed after this byte.
+        """
         self._matcher, self._row, self._bits = matcher, row, row.numpy()
         self._text, self._banned, self._after_lead = text, banned, after_lead
-        self._last_bytes: list[int] = []  # of each token that was accepted
+        self._last_bytes: list[int] = []  # last byte of each accepted token
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text so far is one that the grammar describes; it may allow more."""
+        """Whether the text so far matches the grammar; the grammar may allow more."""
         return bool(self._matcher.is_completed())
 
     @property
     def has_stopped(self) -> bool:
-        """Whether a stop token was accepted: nothing follows."""
+        """Whether a stop token was accepted: no token follows."""
         return bool(self._matcher.is_terminated())
 
     def accept(self, token_id: int) -> bool:
-        """Go on by one token; returns whether the grammar allows it, and changes nothing where it does not."""
+        """Accept one more token; returns whether the grammar allows it, and changes nothing if it does not."""
         is_accepted = bool(self._matcher.accept_token(token_id))
         if is_accepted:
             self._last_bytes.append((self._text.pieces[token_id] or b"\0")[-1])
@@ -157,14 +163,15 @@ class GrammarMatcher:
             del self._last_bytes[-num_tokens:]
 
     def forced(self) -> bytes:
-        """The text that has to come next, however the output goes on; may end, or begin, inside a character."""
+        """Return the text that every continuation starts with; it may end, or begin, inside a character."""
         try:
             return self._matcher.find_jump_forward_string().encode()
-        except UnicodeDecodeError as error:  # the library makes a str of it
+        except UnicodeDecodeError as error:  # the library converts the text to str
             return bytes(error.object)
 
     def mask(self) -> np.ndarray:
-        """Which tokens may come next: one bit each, uint8 [4 * ceil(V / 32)], the first token in the lowest bit."""
+        """Return the tokens that may come next: one bit each, uint8 [4 * ceil(V / 32)], the first token in the lowest
+        bit."""
         self._matcher.fill_next_token_bitmask(self._row)
         mask = self._bits[0].view(np.uint8) & ~self._banned
         if self._last_bytes and (wrong := self._after_lead.get(self._last_bytes[-1])) is not None:
@@ -173,7 +180,7 @@ class GrammarMatcher:
 
 
 def pack_ids(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
-    """The mask, as `GrammarMatcher.mask`, that has these ids."""
+    """Build the mask of these ids, in the format of `GrammarMatcher.mask`."""
     bits = np.zeros(32 * -(-vocab_size // 32), np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little")

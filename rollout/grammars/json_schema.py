@@ -1,8 +1,10 @@
-"""What of JSON Schema the grammar engine enforces. It ignores the rest without a word, so that a text which follows the
-grammar would not follow the schema; here such a schema is refused, with the place of everything that is wrong.
+"""The check that the grammar engine enforces every keyword of a JSON schema.
 
-Texts follow a schema in a stricter sense than validators check it: one order of properties (that of the schema), no
-properties or items but those named, patterns from the first character to the last.
+The engine silently ignores the keywords that it does not know, so a text could match the grammar and not the schema.
+Such a schema is refused here, with the position of every error.
+
+Texts follow a schema more strictly than validators check it: one order of properties (that of the schema), no
+properties or items but the named ones, patterns from the first character to the last.
 """
 
 from __future__ import annotations
@@ -12,13 +14,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-MAX_NESTING = 64  # the time to compile grows with the cube of it
+MAX_NESTING = 64  # the time to compile grows with its cube
 
 _IGNORED = (
     "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "dependentRequired",
     "dependentSchemas", "dependencies", "unevaluatedItems", "$dynamicRef", "$recursiveRef", "contentSchema",
 )  # fmt: skip
-_BY_TYPE = {  # validation keywords, by the type that has to be there for them to be enforced
+_BY_TYPE = {  # validation keywords, by the type that must be present for them to be enforced
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     "string": ("minLength", "maxLength", "pattern", "format"),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
@@ -30,19 +32,19 @@ _FORMATS = (
     "date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "uri-reference",
     "uri-template", "json-pointer", "relative-json-pointer",
 )  # fmt: skip
-_ALONE = ("anyOf", "oneOf", "allOf", "$ref", "const", "enum")  # hide what stands beside them
-_NEGATED = re.compile(r"\[\^(?:[^\]\\]|\\.)*\]")  # classes that leave things out, as quotes always are
+_ALONE = ("anyOf", "oneOf", "allOf", "$ref", "const", "enum")  # the engine ignores other keywords beside these
+_NEGATED = re.compile(r"\[\^(?:[^\]\\]|\\.)*\]")  # character classes that exclude characters, as quotes always are
 _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\(?:[nrtfv0xucb]|\\)")
 _LATE_START = re.compile(r"(?<![\\|\[])(?<!^)\^")
 _EARLY_END = re.compile(r"(?<!\\)\$(?!$|\|)")
-_TYPES = {
+_TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None), "array": list,
     "object": dict,
 }  # fmt: skip
 
 
 def parse_json(text: str, what: str) -> Any:
-    """A JSON text as values. ValueError quotes the position, also of one that is nested too deeply."""
+    """Parse a JSON text. Raises ValueError with the position of the error, also for a text nested too deeply."""
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
@@ -55,7 +57,7 @@ def parse_json(text: str, what: str) -> Any:
 
 
 def check_schema(schema: object) -> None:
-    """ValueError naming, by JSON pointer, everything in a schema that would not be enforced."""
+    """Check a schema. Raises ValueError naming, by JSON pointer, everything that would not be enforced."""
     if faults := list(_faults(schema, "#", schema)):
         raise ValueError("json_schema: " + "; ".join(faults))
 
@@ -77,7 +79,7 @@ def _faults(schema: object, at: str, root: object) -> Iterator[str]:
         if name in schema:
             yield from _faults(schema[name], f"{at}/{name}", root)
     if (names := schema.get("propertyNames")) is not None:
-        names = {"type": "string", **names} if isinstance(names, dict) else names  # which need not be said
+        names = {"type": "string", **names} if isinstance(names, dict) else names  # this type is implied
         yield from _faults(names, f"{at}/propertyNames", root)
     for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
         for index, member in enumerate(_listed(schema.get(name))):
@@ -122,7 +124,8 @@ def _not_enforced(schema: dict, at: str) -> Iterator[str]:
 
 
 def _pattern_faults(pattern: str) -> Iterator[str]:
-    """Why a text that matches from end to end, put between quotes, may be no JSON string, or not match."""
+    """Yield reasons why a text that matches from end to end may be no JSON string between quotes, or not match
+    there."""
     outside = _NEGATED.sub("", pattern)
     if '"' in outside or _ESCAPED.search(outside) or any(character < " " for character in pattern):
         yield "allows quotes, backslashes or control characters, which JSON writes in another way"
@@ -131,7 +134,7 @@ def _pattern_faults(pattern: str) -> Iterator[str]:
 
 
 def _shadowed(schema: dict, at: str) -> Iterator[str]:
-    """Keywords that would be ignored because of one beside them, and unions whose choice is not checked."""
+    """Yield keywords that another keyword beside them would disable, and unions whose choice is not checked."""
     present = [name for name in _ALONE if name in schema]
     validating = [name for names in _BY_TYPE.values() for name in names if name in schema]
     values = _listed(schema.get("enum")) if "enum" in schema else [schema.get("const")]
@@ -170,7 +173,7 @@ def _wrong_references(schema: dict, at: str, root: object) -> Iterator[str]:
 
 
 def _are_disjoint(a: object, b: object) -> bool:
-    """Whether no value can fit both, as far as can be told from their types and constants."""
+    """Return whether no value can fit both, as far as their types and constants show."""
     if not isinstance(a, dict) or not isinstance(b, dict):
         return False
     values_a, values_b = _constants(a), _constants(b)
@@ -218,7 +221,7 @@ def _kind(value: object) -> str:
 
 
 def _depth(values: object) -> int:
-    """Levels of nesting, counted without recursion."""
+    """Count the levels of nesting without recursion."""
     depth, level = 0, [values]
     while level:
         depth += 1

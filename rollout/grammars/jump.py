@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Jump:
-    """Tokens that take the place of a sequence's last ones. Example: `Jump(1, (17, 4))` replaces one token by two."""
+    """Tokens that replace the last ones of a sequence. Example: `Jump(1, (17, 4))` replaces one token by two."""
 
     num_rolled_back: int
     token_ids: tuple[int, ...]

@@ -1,14 +1,14 @@
-"""Which tokens a text becomes that a grammar leaves no choice about: pure functions of tokens and text.
+"""The tokens of a text that a grammar forces: pure functions of tokens and text.
 
-Two rules. The one of `text` is MLC-LLM's: the last tokens and the forced text are tokenised anew together,
-so tokens that were sampled may be replaced by others that spell the same and go on:
+There are two rules. Rule `text` is MLC-LLM's: the last tokens and the forced text are tokenised together, so sampled
+tokens may be replaced by others that spell the same text and continue it:
 
     had      | {" | na |                        forced text: me": "
-    now      | {" | name | ": |                 one token rolled back, two new; the last one, ` "`, is dropped where a
-                                                longer token begins with it, for the model to choose
+    now      | {" | name | ": |                 one token rolled back, two new; the last one, ` "`, is dropped because
+                                                a longer token starts with it: the model chooses
 
-The one of `exact` and `off` replaces nothing: the forced text is tokenised by itself, and of that only the tokens count
-that stay the same however the text goes on.
+Rule `exact` and `off` replaces nothing: the forced text is tokenised by itself, and only those of its tokens are used
+that are the same for every continuation of the text.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ MAX_ROLLBACK_TOKENS = 10
 def plan_text_jump(
     output_ids: Sequence[int], forced: bytes, text: TokenText, max_rollback: int = MAX_ROLLBACK_TOKENS
 ) -> Jump:
-    """Tokenise the last `max_rollback` output tokens and the forced text together; without forced text, the tokens
-    alone. NO_JUMP where that changes nothing, or where the tokenizer does not give the text back."""
+    """Tokenise the last `max_rollback` output tokens and the forced text together; without forced text, only the
+    tokens.
+
+    Returns NO_JUMP if that changes nothing, or if the tokenizer does not reproduce the text.
+    """
     past = _whole_window(output_ids, max_rollback, text)
     past_text = text.spell(past)
     wanted = whole_characters(past_text + forced)
@@ -35,7 +38,7 @@ def plan_text_jump(
     if not new or len(wanted) < len(past_text):
         return NO_JUMP
     if forced and text.begins_a_token(last := text.pieces[new[-1]]):
-        # It would usually be rolled back by the next retokenisation, and bends what is sampled until then.
+        # The next retokenisation would usually roll it back, and until then it distorts the sampling.
         if len(last) >= len(wanted) - len(past_text):
             return NO_JUMP
         new = new[:-1]
@@ -46,10 +49,11 @@ def plan_text_jump(
 
 
 def plan_stretch(forced: bytes, text: TokenText) -> tuple[int, ...]:
-    """The first canonical tokens of the forced text that no continuation can change; a function of the text alone.
+    """Return the first canonical tokens of the forced text that no continuation can change; depends on the text alone.
 
-    However the text goes on, some token ends it or reaches beyond it, and begins at one of the text's open ends; what
-    comes before that token is tokenised as if nothing followed. So the tokens that all these beginnings share stay.
+    For every continuation, some token ends the text or extends beyond it, and this token begins at one of the text's
+    open ends; the text before that token is tokenised as if nothing followed. So the tokens that all these beginnings
+    share are final.
     """
     forced = whole_characters(forced)
     tokens = text.encode(forced) or ()
@@ -61,7 +65,7 @@ def plan_stretch(forced: bytes, text: TokenText) -> tuple[int, ...]:
 
 
 def cut_jump(jump: Jump, output_ids: Sequence[int], num_tokens: int, text: TokenText) -> Jump:
-    """At most the first `num_tokens` new tokens; NO_JUMP where they would spell less than those that they replace."""
+    """Keep at most the first `num_tokens` new tokens; NO_JUMP if they spell less than the tokens that they replace."""
     if len(jump.token_ids) <= num_tokens:
         return jump
     kept = jump.token_ids[: max(num_tokens, 0)]
@@ -72,7 +76,7 @@ def cut_jump(jump: Jump, output_ids: Sequence[int], num_tokens: int, text: Token
 
 
 def _whole_window(output_ids: Sequence[int], max_rollback: int, text: TokenText) -> Sequence[int]:
-    """The most of the last tokens that begin with a whole character and spell something each."""
+    """Return the longest run of last tokens that begins with a whole character and has no token without text."""
     for num_tokens in range(min(max_rollback, len(output_ids)), 0, -1):
         window = output_ids[len(output_ids) - num_tokens :]
         pieces = [text.pieces[id] for id in window]
@@ -82,5 +86,5 @@ def _whole_window(output_ids: Sequence[int], max_rollback: int, text: TokenText)
 
 
 def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many of the first items are equal."""
+    """Count the equal items at the beginning of both."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,7 +1,7 @@
-"""Where one sequence stands in its grammar, and what that says about its next tokens.
+"""The position of one sequence in its grammar, and the next tokens that follow from it.
 
-The state is a function of the output tokens: `follow` brings the matcher to them, forwards or back. So nothing has to
-be undone here when a step fails, a sequence is preempted, or its end is cut off.
+The state is a function of the output tokens: `follow` moves the matcher to them, forwards or back. So nothing has to be
+undone here when a step fails, a sequence is preempted, or its end is cut off.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from .token_text import TokenText
 
 
 class GrammarState:
-    """One sequence's. One thread at a time.
+    """The grammar state of one sequence. Not thread-safe.
 
-    Under `exact` and `off` an output that reaches forced text goes on with a planned stretch of canonical tokens, one
-    by one or all at once; the next stretch is planned where this one ends. So both modes see the same plans.
+    Under `exact` and `off` an output that reaches forced text continues with a planned stretch of canonical tokens, one
+    by one or all at once; the next stretch is planned at the end of this one. So both modes use the same plans.
     """
 
     def __init__(
@@ -33,8 +33,11 @@ class GrammarState:
         may_stop: bool = True,
         max_rollback: int = MAX_ROLLBACK_TOKENS,
     ) -> None:
-        """may_stop: whether a stop token ends the sequence; without, the grammar's end does. plan_stretch: the rule
-        of `exact` and `off` for this vocabulary."""
+        """Create the state of a sequence without output tokens.
+
+        may_stop: whether a stop token ends the sequence; if not, only the grammar's end does. plan_stretch: the rule of
+        `exact` and `off` for this vocabulary.
+        """
         self.mode = mode
         self.wants_retokenisation = False  # under `text`: the newest token came after a jump
         self._matcher = grammar.matcher()
@@ -42,13 +45,13 @@ class GrammarState:
         self._plan_stretch = plan_stretch
         self._max_rollback = max_rollback
         self._banned = None if may_stop else pack_ids(grammar.stop_token_ids, len(text.pieces))
-        self._followed: list[int] = []  # the tokens that the matcher has accepted
-        self._mask: np.ndarray | None = None  # of what comes after them, once asked for
+        self._followed: list[int] = []  # tokens that the matcher has accepted
+        self._mask: np.ndarray | None = None  # mask of the token after them, computed at its first use
         self._stretch: tuple[int, ...] = ()
-        self._stretch_start = 0  # number of the output token that it begins with
+        self._stretch_start = 0  # index of the output token that it begins with
 
     def follow(self, output_ids: Sequence[int]) -> None:
-        """Stand behind these tokens, all of which the grammar allowed."""
+        """Move to the position after these tokens, all of which the grammar allowed."""
         followed = self._followed
         num_same = len(followed)
         if followed != list(output_ids[:num_same]):
@@ -65,22 +68,23 @@ class GrammarState:
 
     @property
     def is_over(self) -> bool:
-        """Whether no token can follow, a stop token included."""
+        """Whether no token can follow, not even a stop token."""
         return not self._next_mask().any()
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text so far is one that the grammar describes."""
+        """Whether the text so far matches the grammar."""
         return self._matcher.is_complete
 
     def mask(self) -> np.ndarray:
-        """Which tokens may come next, as `GrammarMatcher.mask`; of the canonical stretch only its next one."""
+        """Return the tokens that may come next, as `GrammarMatcher.mask`; inside a canonical stretch only its next
+        token."""
         if self.mode == "text" or not (stretch := self._rest_of_stretch()):
             return self._next_mask()
         return pack_ids(stretch[:1], len(self.text.pieces))
 
     def plan_exact(self, max_tokens: int) -> Jump:
-        """The stretches that follow here, up to `max_tokens` tokens. Leaves the state behind them."""
+        """Return the stretches that follow here, up to `max_tokens` tokens. Moves the state behind them."""
         tokens: list[int] = []
         while len(tokens) < max_tokens and (stretch := self._rest_of_stretch()):
             taken = stretch[: max_tokens - len(tokens)]
@@ -89,7 +93,7 @@ class GrammarState:
         return Jump(0, tuple(tokens)) if tokens else NO_JUMP
 
     def plan_text(self) -> Jump:
-        """What the rule of `text` makes of the forced text and the last tokens. Changes nothing."""
+        """Plan a jump by rule `text` from the forced text and the last tokens. Changes nothing."""
         forced = self._matcher.forced()
         if not forced and not self.wants_retokenisation:
             return NO_JUMP
@@ -106,7 +110,7 @@ class GrammarState:
         return self._mask
 
     def _rest_of_stretch(self) -> tuple[int, ...]:
-        """What is left of the stretch here; where it has ended, or was left, a new one."""
+        """Return the rest of the stretch here; plan a new one if it has ended or the output has left it."""
         num_done = len(self._followed) - self._stretch_start
         is_inside = 0 <= num_done < len(self._stretch)
         if not is_inside or tuple(self._followed[self._stretch_start :]) != self._stretch[:num_done]:

@@ -1,6 +1,6 @@
-"""What the tokens of a vocabulary spell, in bytes, and the canonical tokens of a text: what grammars stand on.
+"""The bytes that the tokens of a vocabulary spell, and the canonical tokens of a text, for grammars.
 
-A token may hold part of a character, so everything here is bytes. Tokens that stand for no text (special ones, and
+A token may hold part of a character, so all text here is bytes. Tokens that represent no text (special ones, and
 control words such as `<think>` that a tokenizer has besides its vocabulary) spell nothing: a grammar never sees their
 names as text.
 """
@@ -14,26 +14,29 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-_SPACE = "\u2581"  # what SentencePiece writes for a space
-_SENTINEL = "\n"  # put before a text so that a tokenizer does not take it for the beginning
+_SPACE = "\u2581"  # SentencePiece's character for a space
+_SENTINEL = "\n"  # precedes a text so that a tokenizer does not treat it as the beginning
 
 
 class FastTokenizer(Protocol):
-    """What is asked of a tokenizer; the fast ones of transformers fit."""
+    """The attributes of a tokenizer that are used here; the fast ones of transformers fit."""
 
     backend_tokenizer: Tokenizer
     all_special_ids: list[int]
 
 
 class TokenText:
-    """Bytes of each token, and text to tokens. Holds a tokenizer of its own, so that any one thread may use it while
-    others tokenise prompts; nothing changes after construction.
+    """Convert tokens to bytes, and text to tokens.
 
-    Raises ValueError for a tokenizer whose tokens are not pieces of text one after another.
+    It holds its own copy of the tokenizer, so that any one thread may use it while others tokenise prompts; nothing
+    changes after construction. Raises ValueError for a tokenizer whose tokens are not pieces of text one after another.
     """
 
     def __init__(self, tokenizer: FastTokenizer, vocab_size: int) -> None:
-        """vocab_size: of the model; ids that the tokenizer does not know spell nothing."""
+        """Copy the tokenizer and spell its tokens.
+
+        vocab_size: of the model; ids that the tokenizer does not know spell nothing.
+        """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ValueError("grammars need a fast tokenizer (one with a backend of the tokenizers library)")
@@ -52,12 +55,14 @@ class TokenText:
         self._sentinel_ids = self._ids(_SENTINEL)
 
     def spell(self, token_ids: Iterable[int]) -> bytes:
-        """The bytes of these tokens."""
+        """Return the bytes of these tokens."""
         return b"".join([self.pieces[id] for id in token_ids])
 
     def encode(self, text: bytes) -> tuple[int, ...] | None:
-        """The canonical tokens of a text as it stands in the middle of others; None where it is no UTF-8, or where the
-        tokenizer would not give the same bytes back."""
+        """Return the canonical tokens of a text in the middle of other text.
+
+        Returns None if it is not UTF-8, or if the tokenizer would not reproduce its bytes.
+        """
         try:
             string = text.decode()
         except UnicodeDecodeError:
@@ -65,20 +70,22 @@ class TokenText:
         ids = self._ids(string)
         if self._spells(ids, text):
             return ids
-        # SentencePiece puts a space before what it takes for the beginning of a text.
+        # SentencePiece puts a space before a text that it treats as a beginning.
         ids, num_sentinel = self._ids(_SENTINEL + string), len(self._sentinel_ids)
         if ids[:num_sentinel] == self._sentinel_ids and self._spells(ids[num_sentinel:], text):
             return ids[num_sentinel:]
         return None
 
     def begins_a_token(self, text: bytes) -> bool:
-        """Whether some token is longer than this text and begins with it."""
+        """Return whether a longer token begins with this text."""
         index = bisect_right(self._sorted, text)
         return index < len(self._sorted) and self._sorted[index].startswith(text)
 
     def open_ends(self, text: bytes) -> list[int]:
-        """Where, in this text, a token could begin that reaches beyond its end: lengths of what comes before, rising;
-        always with the whole length."""
+        """Return the positions in this text where a token could begin that extends beyond its end.
+
+        Each is the length of the text before that token; they rise, and the last is the whole length.
+        """
         first = max(len(text) - self.max_piece_bytes + 1, 0)
         return [start for start in range(first, len(text)) if self.begins_a_token(text[start:])] + [len(text)]
 
@@ -99,7 +106,7 @@ WRONG_SECOND_BYTES = {
 
 
 def can_be_text(piece: bytes) -> bool:
-    """Whether these bytes can stand in UTF-8, where they may begin and end inside a character."""
+    """Return whether these bytes can be part of UTF-8 text; they may begin and end inside a character."""
     start = 0
     while start < min(3, len(piece)) and 0x80 <= piece[start] < 0xC0:
         start += 1
@@ -111,7 +118,7 @@ def can_be_text(piece: bytes) -> bool:
 
 
 def whole_characters(text: bytes) -> bytes:
-    """The text without the beginning of a character at its end."""
+    """Return the text without an incomplete character at its end."""
     for num_cut in range(min(4, len(text) + 1)):
         kept = text[: len(text) - num_cut]
         try:
@@ -125,13 +132,13 @@ def whole_characters(text: bytes) -> bytes:
 
 
 def _silent_ids(backend: Tokenizer) -> set[int]:
-    """Added tokens that are no text. Some vocabularies add runs of spaces, which are text."""
+    """Return the added tokens that are no text. Some vocabularies add runs of spaces, which are text."""
     added = backend.get_added_tokens_decoder()
     return {id for id, token in added.items() if token.special or token.content.strip()}
 
 
 def _speller(backend: Tokenizer) -> Callable[[str], bytes]:
-    """How a token of the vocabulary is spelled, told by the tokenizer's decoder."""
+    """Return the function that spells a token of the vocabulary, chosen by the tokenizer's decoder."""
     decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
     kinds = [part["type"] for part in decoder.get("decoders", [decoder])]
     if "ByteLevel" in kinds:
@@ -145,7 +152,7 @@ def _speller(backend: Tokenizer) -> Callable[[str], bytes]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for. Source: GPT-2's bytes_to_unicode."""
+    """Map each character of a byte-level vocabulary to its byte. Source: GPT-2's bytes_to_unicode."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class BlockPool:
-    """Hands out block ids 0 .. num_blocks-1, the most recently returned first (its memory is the warmest)."""
+    """Hand out block ids 0 .. num_blocks-1, the most recently returned first (its memory is the warmest)."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -15,7 +15,7 @@ class BlockPool:
         return len(self._free)
 
     def take(self, num_blocks: int) -> list[int]:
-        """Take `num_blocks` out of the free list, which must hold that many."""
+        """Take `num_blocks` out of the free list. The list must hold at least that many."""
         assert 0 <= num_blocks <= len(self._free), (num_blocks, len(self._free))
         if num_blocks == 0:
             return []
@@ -28,5 +28,5 @@ class BlockPool:
         self._free.append(block)
 
     def free_ids(self) -> frozenset[int]:
-        """The free block ids, for checks."""
+        """Return the free block ids, for checks."""
         return frozenset(self._free)

@@ -1,4 +1,4 @@
-"""The prefix cache as something to look at: its blocks, who keeps them, and where a prompt leaves it."""
+"""A report of the prefix cache: its blocks, their holders and pins, and the point where a prompt leaves it."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ class CacheNode:
     depth: int  # blocks before it
     num_tokens: int
     token_ids: tuple[int, ...]
-    epoch: int  # of the weights that its KV was computed with: blocks of an older one are gone
+    epoch: int  # epoch of the weights that computed its KV; a block of an older epoch is never in the tree
     salt: str  # extra_key of the requests that may use it
     num_holders: int  # running sequences that hold it
-    num_pins: int  # set on this very block
-    owners: dict[str, int]  # how many of them by owner; "" is the owner of pins without one
+    num_pins: int  # pins on this block itself
+    owners: dict[str, int]  # number of these pins by owner; "" is the owner of pins without one
     is_protected: bool  # by a pin on it, or on a block below it
     num_children: int
-    num_hits: int  # times a request found it
+    num_hits: int  # requests that found it
     idle_s: float  # seconds since it was last used
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where a prompt leaves the cache: the first of its full blocks that is not there."""
+    """The point where a prompt leaves the cache: its first full block that is not cached."""
 
     num_blocks: int  # full blocks of the prompt
-    num_matched: int  # those of them that are cached, from the start
-    hash: int | None  # of the first that is not; None: all are cached
-    nearest: int | None  # hash of the cached block in its place that begins most alike; None: nothing stands there
-    num_common_tokens: int  # tokens, from the start of the prompt, that agree with that one
+    num_matched: int  # cached blocks of them, from the start
+    hash: int | None  # of the first block that is not cached; None: all are cached
+    nearest: int | None  # of the cached block after the same prefix that starts most alike; None: there is none
+    num_common_tokens: int  # tokens, from the start of the prompt, that agree with that block
 
 
 @dataclass(frozen=True)
 class CacheTree:
     """The cache at one moment, between two steps."""
 
-    event_seq: int  # the last batch of KV events before it; -1: none
-    pin_event_seq: int  # the last batch of pin events before it
+    event_seq: int  # last batch of KV events before this report; -1: none
+    pin_event_seq: int  # last batch of pin events before this report
     epoch: int
     block_size: int
     num_blocks: int  # the pool; free, cached, held and pinned blocks add up to it
@@ -55,25 +55,27 @@ class CacheTree:
     num_cached: int  # evictable: in the tree, neither held nor protected
     num_held: int
     num_pinned: int  # protected and not held
-    num_protected: int  # protected, held ones included: what the budget counts
+    num_protected: int  # protected blocks, held ones included: the budget limits this count
     pin_budget: int  # blocks that pins may protect
-    num_pins: int  # blocks with a pin of their own
+    num_pins: int  # blocks with a pin on themselves
     eviction_pressure: float  # recent share of allocated blocks that had to be evicted first, 0 to 1
     num_evicted: int  # blocks, since the start
     num_expired_pins: int
     num_auto_unpinned: int  # blocks whose pins were lifted for a request that could not run
     num_looked_up_tokens: int
     num_hit_tokens: int
-    divergence: Divergence | None  # of the prompt that was asked about
-    nodes: tuple[CacheNode, ...]  # parents before their children, each followed by what is below it
+    divergence: Divergence | None  # of the prompt in the query; None: no prompt was given
+    nodes: tuple[CacheNode, ...]  # parents before their children; each node is followed by its subtree
 
     def as_dict(self) -> dict[str, object]:
-        """As plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
     def text(self, max_tokens_shown: int = 8) -> str:
-        """An indented tree for people. Blocks that only continue their parent, alike in everything shown, stand in one
-        line."""
+        """Return an indented tree for people.
+
+        A block that only continues its parent, with the same values in every shown field, shares its parent's line.
+        """
         lines = [
             f"epoch {self.epoch}: {self.num_blocks} blocks of {self.block_size} tokens: {self.num_free} free, "
             f"{self.num_cached} cached, {self.num_held} held, {self.num_pinned} pinned; {self.num_protected} of at "
@@ -93,10 +95,10 @@ def cache_tree(
     ledger: KVLedger, depth: int | None = None, under: int | None = None, prompt: Prefix | None = None,
     num_prompt_blocks: int = 0,
 ) -> CacheTree:  # fmt: skip
-    """Read the tree: all of it, or what is below the block `under` (itself included), `depth` levels at most.
+    """Read the whole tree, or the subtree of the block `under` (itself included), `depth` levels at most.
 
-    prompt: whose divergence is wanted, of that many full blocks. Raises ValueError for an unknown `under` or a depth
-    below 1. Changes nothing but expired pins, which it lifts.
+    prompt: report where this prompt of `num_prompt_blocks` full blocks leaves the cache. Raises ValueError for an
+    unknown `under` or a depth below 1. Changes nothing but expired pins, which it lifts.
     """
     if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 1):
         raise ValueError(f"depth must be at least 1, not {depth!r}")
@@ -178,7 +180,7 @@ def _divergence(ledger: KVLedger, prompt: Prefix, num_blocks: int) -> Divergence
 
 
 def _num_equal(a: bytes, b: bytes) -> int:
-    """How many token ids two blocks begin with in common."""
+    """Count the token ids that two blocks start with in common."""
     num_bytes = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
     return num_bytes // 4
 
@@ -210,7 +212,7 @@ def _lines(nodes: tuple[CacheNode, ...], max_tokens_shown: int) -> Iterator[str]
 
 
 def _continues(node: CacheNode, following: CacheNode) -> bool:
-    """Whether a line about `node` is true of `following` too."""
+    """Return whether a line about `node` is true of `following` too."""
 
     def shown(n: CacheNode) -> tuple[object, ...]:
         return (n.num_holders, n.owners, n.is_protected, n.num_hits, round(n.idle_s, 1))

@@ -1,4 +1,4 @@
-"""What happened in the prefix cache, as values. It knows no socket: whoever wants to hear attaches a sink."""
+"""Changes of the prefix cache, as values. This module knows no socket: subscribers attach a sink."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PinKind = Literal["pinned", "unpinned", "auto_unpinned", "expired", "dropped"]
 
 @dataclass(frozen=True)
 class BlockStored:
-    """Blocks of one prefix came into the cache, one after the other."""
+    """Blocks of one prefix that entered the cache, one after the other."""
 
     block_hashes: tuple[int, ...]
-    parent_block_hash: int | None  # of the block before the first of them; None: they begin a prefix
+    parent_block_hash: int | None  # of the block before the first one; None: they begin a prefix
     token_ids: tuple[int, ...]  # of all these blocks
     block_size: int
     cache_salt: str = ""  # extra_key of the requests that may use them
@@ -24,19 +24,19 @@ class BlockStored:
 
 @dataclass(frozen=True)
 class BlockRemoved:
-    """Blocks left the cache."""
+    """Blocks that left the cache."""
 
     block_hashes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class AllBlocksCleared:
-    """The cache was emptied: a flush, or new weights."""
+    """The whole cache was emptied: by a flush, or by new weights."""
 
 
 @dataclass(frozen=True)
 class PinEvent:
-    """Pins were set or lifted; a hash stands there once for each pin."""
+    """Pins that were set or lifted; a hash appears once for each pin."""
 
     kind: PinKind
     block_hashes: tuple[int, ...]
@@ -49,10 +49,10 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(frozen=True)
 class EventBatch:
-    """What one step or command did."""
+    """The events of one step or command."""
 
     topic: Topic
-    seq: int  # counts for each topic; a number is missing where nobody listened, see `KVEventLog.attach`
+    seq: int  # one counter per topic; a number without a batch marks a time without sinks, see `KVEventLog.attach`
     timestamp: float  # seconds of time.time()
     events: tuple[KVEvent | PinEvent, ...]
 
@@ -61,8 +61,10 @@ Sink = Callable[[EventBatch], None]
 
 
 class KVEventLog:
-    """Collects events between two flushes and hands them on. The caller holds the engine's lock, but for `attach` and
-    `detach`."""
+    """Collect events between two flushes and pass them to the sinks.
+
+    Not thread-safe: hold the engine's lock, except for `attach` and `detach`.
+    """
 
     def __init__(self) -> None:
         self._sinks: tuple[Sink, ...] = ()
@@ -71,14 +73,14 @@ class KVEventLog:
 
     @property
     def is_on(self) -> bool:
-        """Whether anybody listens."""
+        """Whether a sink is attached."""
         return bool(self._sinks)
 
     def attach(self, sink: Sink) -> None:
         """Call `sink` with every batch from now on; it must return at once.
 
-        The first to listen takes a number of each topic that no batch gets: what happened while nobody listened is not
-        told, and whoever followed an earlier sink sees that something is missing.
+        The first sink uses up one sequence number of each topic that no batch gets. Events without a sink are not
+        recorded, and a subscriber that followed an earlier sink sees by the gap that events are missing.
         """
         if not self._sinks:
             for topic in self._last_seq:
@@ -86,18 +88,18 @@ class KVEventLog:
         self._sinks += (sink,)
 
     def detach(self, sink: Sink) -> None:
-        """Call it no more. Raises ValueError for one that is not attached."""
+        """Stop calling `sink`. Raises ValueError if it is not attached."""
         if sink not in self._sinks:
             raise ValueError("this sink is not attached")
         self._sinks = tuple(s for s in self._sinks if s != sink)
 
     def append(self, event: KVEvent | PinEvent) -> None:
-        """Note an event. Does nothing while nobody listens."""
+        """Record an event. Does nothing while no sink is attached."""
         if self._sinks:
             self._pending["pins" if isinstance(event, PinEvent) else "kv"].append(event)
 
     def flush(self) -> None:
-        """Hand on what was noted since the last time, as at most one batch for each topic."""
+        """Pass the events since the last flush to the sinks, as at most one batch for each topic."""
         for topic, pending in self._pending.items():
             if not pending:
                 continue
@@ -108,12 +110,12 @@ class KVEventLog:
                 sink(batch)
 
     def last_seq(self, topic: Topic) -> int:
-        """The number of the last batch that was handed on, or that no batch gets; -1 before anybody listens."""
+        """Return the last used sequence number, of a batch or of a gap; -1 before the first sink."""
         return self._last_seq[topic]
 
 
 def _merged(events: list[KVEvent | PinEvent]) -> Iterator[KVEvent | PinEvent]:
-    """The same events, runs of blocks that continue each other and runs of removals as one each."""
+    """Merge runs of blocks that continue each other into one event each, and runs of removals too."""
     last: KVEvent | PinEvent | None = None
     stored: list[BlockStored] = []
     removed: list[int] = []

@@ -1,10 +1,10 @@
-"""Which request owns which KV blocks. The only place that moves blocks between free, cached and held.
+"""The ledger of KV blocks and their owners. The only place that moves blocks between free, cached and held.
 
 One request's block table, token ranges from left to right:
 
     | nodes[0] | nodes[1] | ... | own | own | own partly filled |
       published: in the tree,     private: computed by this
-      held by this request        request, in nobody's tree
+      held by this request        request, not in the tree
 
 `nodes` is a path in the tree from its root, so entry i of the path is about block i of the table. The block in the
 table is the node's own, except where two requests computed the same block at the same time: then the second holds the
@@ -26,7 +26,7 @@ from .pins import Pins
 from .prefix import Prefix
 from .radix_cache import Node, RadixCache
 
-_PRESSURE_MEMORY = 0.9  # how much of the eviction pressure so far each further allocation leaves standing
+_PRESSURE_MEMORY = 0.9  # share of the eviction pressure so far that each further allocation keeps
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class _Account:
     """The blocks of one admitted request."""
 
     blocks: list[int] = field(default_factory=list)  # the block table
-    nodes: list[Node] = field(default_factory=list)  # its published part
+    nodes: list[Node] = field(default_factory=list)  # nodes of its published part
     is_publishing: bool = True  # False after a hash collision or an epoch change: its blocks stay private
     num_matched: int = 0  # blocks that came from the cache
 
@@ -45,13 +45,13 @@ class KVUsage:
 
     num_blocks: int
     num_free: int
-    num_cached: int  # in the tree, held by nobody and not pinned: eviction can have them
-    num_pinned: int  # in the tree, held by nobody, kept by pins on them or on blocks below them
+    num_cached: int  # in the tree, without holder and not pinned: eviction can take them
+    num_pinned: int  # in the tree, without holder, kept by pins on them or on blocks below them
     num_held: int  # owned by running sequences
 
 
 class KVLedger:
-    """Allocates, publishes and releases blocks for requests."""
+    """Allocate, publish and release blocks for requests."""
 
     def __init__(
         self,
@@ -62,7 +62,10 @@ class KVLedger:
         pin_budget: float = PIN_BUDGET,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """pin_budget: share of the pool that pins may protect; clock: seconds, for their expiry."""
+        """Create a ledger whose blocks are all free.
+
+        pin_budget: share of the pool that pins may protect. clock: seconds, for the expiry of pins.
+        """
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.events = KVEventLog()
@@ -72,18 +75,18 @@ class KVLedger:
         self._accounts: dict[Request, _Account] = {}
         self._prefixes: dict[Request, Prefix] = {}  # of live requests
         self.epoch = 0
-        self.num_looked_up_tokens = 0  # known tokens of everybody admitted, again after a retraction
-        self.num_hit_tokens = 0  # those of them whose KV was there
+        self.num_looked_up_tokens = 0  # known tokens of all admitted requests, counted again after a retraction
+        self.num_hit_tokens = 0  # tokens of them whose KV was in the cache
         self.eviction_pressure = 0.0  # recent share of allocated blocks that had to be evicted first, 0 to 1
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be had now: free ones and those that eviction would free."""
+        """Number of blocks that can be allocated now: free ones and those that eviction would free."""
         return self._pool.num_free + self.cache.num_cached
 
     @property
     def usage(self) -> KVUsage:
-        """The ledger in numbers; `num_held` is what the others leave."""
+        """Numbers of blocks by owner. `num_held` is the rest of the pool."""
         total, free, cached = self._pool.num_blocks, self._pool.num_free, self.cache.num_cached
         pinned = self.cache.num_guarded_idle
         return KVUsage(total, free, cached, pinned, total - free - cached - pinned)
@@ -92,7 +95,7 @@ class KVLedger:
         return -(-num_tokens // self.block_size)
 
     def prefix(self, request: Request) -> Prefix:
-        """The blocks of a live request's tokens, by hash."""
+        """Return the full blocks of a live request's tokens, by hash."""
         prefix = self._prefixes.get(request)
         if prefix is None:
             prefix = Prefix(request.sequence.token_ids, self.block_size, request.options.extra_key)
@@ -100,17 +103,17 @@ class KVLedger:
         return prefix
 
     def hash_of_block(self, request: Request, index: int) -> int:
-        """Chained hash of the request's full block number `index`."""
+        """Return the chained hash of the request's full block number `index`."""
         return self.prefix(request).hash(index)
 
     def match(self, request: Request) -> list[Node]:
-        """The cached path of the request's prefix, as far as it may be reused. Changes nothing."""
+        """Return the cached path of the request's prefix, as far as it may be reused. Changes nothing."""
         if not self.prefix_cache:
             return []
         return self.path_of(self.prefix(request), request.max_reusable_tokens // self.block_size)
 
     def path_of(self, prefix: Prefix, num_blocks: int) -> list[Node]:
-        """The cached nodes of a prefix's first blocks, up to the first that is not there. Changes nothing."""
+        """Return the cached nodes of a prefix's first blocks, up to the first missing one. Changes nothing."""
         nodes: list[Node] = []
         parent = None
         for hash, tokens in prefix.blocks(0, num_blocks):
@@ -135,13 +138,13 @@ class KVLedger:
         return self._accounts[request].blocks
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
-        """Blocks that the table lacks for `num_tokens`; not positive when it has enough."""
+        """Count the blocks that the table lacks for `num_tokens`; not positive when it has enough."""
         return self.num_blocks_for(num_tokens) - len(self._accounts[request].blocks)
 
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Make the table long enough for `num_tokens`, evicting cached blocks if need be.
+        """Extend the table to hold `num_tokens`, evicting cached blocks if need be.
 
-        Returns the blocks that were added, or None, and leaves every table as it is, when there are not enough.
+        Returns the blocks that were added. Returns None, and leaves every table as it is, when there are not enough.
         """
         account = self._accounts[request]
         num_missing = -(-num_tokens // self.block_size) - len(account.blocks)
@@ -161,8 +164,10 @@ class KVLedger:
         return blocks
 
     def _merge_copies(self) -> None:
-        """Where a request holds a node besides its own copy of the block, and nobody else does, the node takes the copy
-        and its block is free: no table names it."""
+        """Merge the two copies of a block where a request holds a node besides its own copy, as the only holder.
+
+        The node takes the request's copy. Its former block becomes free: no table names it.
+        """
         for account in self._accounts.values():
             for block, node in zip(account.blocks, account.nodes, strict=False):
                 if node.block != block and node.num_holders == 1:
@@ -170,7 +175,7 @@ class KVLedger:
                     node.block = block
 
     def publish(self, request: Request, num_tokens: int) -> None:
-        """The KV of the first `num_tokens` tokens is complete: put the newly full blocks in the tree."""
+        """Put the newly full blocks among the first `num_tokens` tokens in the tree. Their KV must be complete."""
         account, cache = self._accounts[request], self.cache
         first, end = len(account.nodes), num_tokens // self.block_size
         if not account.is_publishing or end <= first:
@@ -190,10 +195,11 @@ class KVLedger:
             parent = node
 
     def roll_back(self, request: Request, num_tokens: int) -> int:
-        """The tokens from number `num_tokens` on will be computed anew, and may be others. Blocks in the tree are not
-        written to: the request gives those up that hold any of them, with all after them.
+        """Return the request to `num_tokens` tokens, because the tokens from there on are computed anew and may change.
 
-        Returns from where on it has to compute: `num_tokens`, or the beginning of the first block that it gave up.
+        Blocks in the tree are never rewritten: the request gives up each published block that holds such a token, and
+        all blocks after it. Returns the first token to compute: `num_tokens`, or the start of the first block that was
+        given up.
         """
         account, num_full = self._accounts[request], num_tokens // self.block_size
         if (prefix := self._prefixes.get(request)) is not None:
@@ -210,7 +216,7 @@ class KVLedger:
         return num_full * self.block_size
 
     def close(self, request: Request) -> None:
-        """The request gives everything back: published blocks stay cached, the rest is free."""
+        """Release all blocks of the request: published blocks stay cached, the rest is free."""
         account = self._accounts.pop(request)
         for index, block in enumerate(account.blocks):
             if index >= len(account.nodes) or account.nodes[index].block != block:
@@ -219,13 +225,16 @@ class KVLedger:
             self._pool.give(block)
 
     def forget(self, request: Request) -> None:
-        """The request is answered: drop what is remembered of its hashes. It must be closed."""
+        """Drop the remembered hashes of a request that has ended. It must be closed."""
         assert request not in self._accounts
         self._prefixes.pop(request, None)
 
     def flush(self) -> tuple[int, int]:
-        """Free every cached block and drop every pin; returns how many blocks, and how many of them had pins. Blocks of
-        running requests stay theirs, and stay where others find them."""
+        """Free every cached block and drop every pin.
+
+        Returns how many blocks, and how many of them had pins. Running requests keep their blocks, and other requests
+        still find them in the cache.
+        """
         if not self._accounts:
             return self._clear("flush_cache")
         num_pins = self.pins.drop_all("flush_cache")
@@ -235,7 +244,8 @@ class KVLedger:
         return len(blocks), num_pins
 
     def start_epoch(self) -> tuple[int, int]:
-        """New weights: nothing computed so far may match again, and no pin stands. Returns as `flush`.
+        """Start a new epoch, for new weights: no earlier KV matches again, and all pins are dropped. Returns as
+        `flush`.
 
         Running requests keep their blocks, as private ones, and publish nothing more.
         """
@@ -252,22 +262,24 @@ class KVLedger:
         return len(blocks), num_pins
 
     def evict_below(self, node: Node) -> int:
-        """Free every block below `node` that nobody holds and no pin protects; returns how many."""
+        """Free every block below `node` without a holder or a pin that protects it; returns how many."""
         blocks = self.cache.evict_below(node)
         for block in blocks:
             self._pool.give(block)
         return len(blocks)
 
     def check_idle(self) -> None:
-        """With nobody admitted, free + cached + pinned must be the pool. Raises LedgerError; cheap enough for each idle
-        time."""
+        """Check that free + cached + pinned is the pool while no request is admitted. Raises LedgerError.
+
+        Cheap enough for each idle time.
+        """
         usage = self.usage
         if not self._accounts and usage.num_held:
             parts = f"free {usage.num_free} + cached {usage.num_cached} + pinned {usage.num_pinned}"
             raise LedgerError(f"idle, but {parts} != pool {usage.num_blocks}")
 
     def check(self) -> None:
-        """Sum up the ledger block by block. Raises LedgerError listing everything that is wrong. Changes nothing."""
+        """Check the ledger block by block. Raises LedgerError listing everything that is wrong. Changes nothing."""
         wrong = self.cache.check() + self.pins.check()
         free = self._pool.free_ids()
         if len(free) != self._pool.num_free:

@@ -1,4 +1,4 @@
-"""Who wants which cached blocks kept: pins by block hash and owner, apart from what running sequences hold.
+"""Pins on cached blocks, by block hash and owner, separate from the holds of running sequences.
 
 Every pin is one lease, so two pins need two unpins. An owner's pins are lifted by that owner, by their expiry, by a
 flush or a weight commit, or, where nothing else helps, by the scheduler; never by a sequence that ends.
@@ -13,7 +13,7 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from .events import KVEventLog, PinEvent
+from .events import KVEventLog, PinEvent, PinKind
 from .radix_cache import Node, RadixCache
 
 _MIN_HASH, _MAX_HASH = -(2**63), 2**63 - 1
@@ -24,54 +24,57 @@ Owner = str | None
 
 @dataclass(frozen=True)
 class PinReport:
-    """What became of a request to pin, block by block."""
+    """The result of a request to pin."""
 
-    num_pinned: int  # pins that were set; a hash that was named twice counts twice
+    num_pinned: int  # pins that were set; a hash that was given twice counts twice
     num_unknown: int  # hashes that no cached block has
     num_refused: int  # blocks that exist and were not pinned
-    reason: str  # why they were refused; empty when none was
+    reason: str  # why blocks were refused; empty when none was
     hashes: tuple[int, ...]  # of the blocks that were pinned, in the order asked
 
 
 @dataclass(frozen=True)
 class UnpinReport:
-    """What became of a request to unpin."""
+    """The result of a request to unpin."""
 
     num_unpinned: int
     num_unknown: int  # hashes that this owner has no pin on
 
 
 class Pins:
-    """The ledger of pins on one cache."""
+    """All pins on one cache."""
 
     def __init__(
         self, cache: RadixCache, max_blocks: int, events: KVEventLog, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """max_blocks: how many blocks pins may protect, ancestors included; clock: seconds."""
+        """Create an empty set of pins.
+
+        max_blocks: number of blocks that pins may protect, ancestors included. clock: seconds.
+        """
         self.max_blocks = max_blocks
         self._cache = cache
         self._events = events
         self._clock = clock
-        self._leases: dict[int, dict[Owner, list[float]]] = {}  # hash -> owner -> when each pin expires, soonest first
-        self._expiries: list[tuple[float, int]] = []  # heap of (when, hash); some are stale
-        self._max_expiries = _MIN_EXPIRIES  # so many of them before the stale ones are cleared away
+        self._leases: dict[int, dict[Owner, list[float]]] = {}  # hash -> owner -> expiry times of pins, soonest first
+        self._expiries: list[tuple[float, int]] = []  # heap of (expiry time, hash); some are stale
+        self._max_expiries = _MIN_EXPIRIES  # number of entries that triggers the removal of stale ones
         self.num_expired = 0
         self.num_auto_unpinned = 0
 
     def __len__(self) -> int:
-        """How many blocks have at least one pin of their own."""
+        """Count the blocks with at least one pin on themselves."""
         return len(self._leases)
 
     def owners(self, hash: int) -> dict[Owner, int]:
-        """How many pins each owner has on a block."""
+        """Count each owner's pins on a block."""
         return {owner: len(leases) for owner, leases in self._leases.get(hash, {}).items()}
 
     def pin(self, hashes: Iterable[int], owner: Owner = None, ttl: float | None = None) -> PinReport:
-        """Protect the blocks of these hashes, and so their ancestors, in the order given and as far as the budget goes.
+        """Protect the blocks of these hashes and their ancestors, in the order given, as far as the budget allows.
 
-        owner: who alone can unpin them; "" is the same as None. ttl: seconds after which these pins lift themselves.
-        Raises ValueError for an owner that is not a text, a ttl that is not positive and finite, and a hash that is not
-        a signed 64-bit integer; then nothing is pinned.
+        owner: only this owner can unpin them; "" is the same as None. ttl: seconds until these pins expire. Raises
+        ValueError for an owner that is not a text, a ttl that is not positive and finite, and a hash that is not a
+        signed 64-bit integer; then nothing is pinned.
         """
         hashes, owner = _checked(hashes), _checked_owner(owner)
         if ttl is not None and not (_is_number(ttl) and 0 < ttl < math.inf):
@@ -120,7 +123,7 @@ class Pins:
         return UnpinReport(len(lifted), num_unknown)
 
     def expire(self) -> int:
-        """Lift the pins whose time has come; returns how many. Costs nothing when none has."""
+        """Lift the expired pins; returns how many. Costs nothing when none has expired."""
         now = self._clock()
         by_owner: dict[Owner, list[int]] = {}
         while self._expiries and self._expiries[0][0] <= now:
@@ -137,7 +140,7 @@ class Pins:
         return num_lifted
 
     def drop_all(self, reason: str) -> int:
-        """Lift every pin; returns on how many blocks."""
+        """Lift every pin; returns the number of blocks that had pins."""
         num_blocks = len(self._leases)
         self._emit_lifted("dropped", list(self._leases), reason)
         for hash in list(self._leases):
@@ -146,13 +149,14 @@ class Pins:
         return num_blocks
 
     def release_until(self, num_missing: Callable[[], int], reason: str) -> list[int]:
-        """Lift the pins of blocks until `num_missing()`, the blocks that lack, is not positive; returns the hashes.
+        """Lift pins until `num_missing()`, the number of missing blocks, is not positive; returns the blocks' hashes.
 
-        They go least recently used first, and only where that leaves a block to eviction: a pin above another pinned
-        block frees nothing, and one of a block that a sequence holds frees nothing now. Those that turn out not to be
-        needed beside later ones stay.
+        Blocks go least recently used first, and only if that makes a block evictable: a pin above another pinned block
+        frees nothing, and a pin on a block that a sequence holds frees nothing now. A pin that turns out to be
+        unnecessary, given the later ones, is set again.
         """
-        frontier = [self._age(node) for node in map(self._cache.get, self._leases) if _frees_something(node)]
+        pinned = (self._cache.get(hash) for hash in self._leases)
+        frontier = [self._age(node) for node in pinned if node is not None and _frees_something(node)]
         heapq.heapify(frontier)
         lifted: list[Node] = []
         while frontier and num_missing() > 0:
@@ -160,10 +164,11 @@ class Pins:
             assert node is not None
             self._cache.unpin(node)
             lifted.append(node)
-            while (node := node.parent) is not None and node.num_guards == 0:
-                pass  # went with it
-            if node is not None and _frees_something(node):
-                heapq.heappush(frontier, self._age(node))
+            above = node.parent
+            while above is not None and above.num_guards == 0:  # these became evictable together with the node
+                above = above.parent
+            if above is not None and _frees_something(above):
+                heapq.heappush(frontier, self._age(above))
         released = [node.hash for node in self._without_needless(lifted, num_missing)]
         self._emit_lifted("auto_unpinned", released, reason)
         for hash in released:
@@ -172,13 +177,13 @@ class Pins:
         return released
 
     def _without_needless(self, lifted: list[Node], num_missing: Callable[[], int]) -> list[Node]:
-        """Pin again what need not be lifted, most recently used first; returns the others in the order they came."""
+        """Pin unnecessarily lifted nodes again, most recently used first; returns the others in their order."""
         needed: dict[int, Node] = {}  # by hash
         for node in reversed(lifted):
             above = node.parent
             while above is not None and above.num_guards == 0 and above.hash not in needed:
                 above = above.parent
-            if above is None or above.num_guards:  # else it would keep more than one that cannot be kept
+            if above is None or above.num_guards:  # else a pin here would keep back more than one node that must go
                 self._cache.pin(node)
                 if num_missing() <= 0:
                     continue
@@ -187,7 +192,7 @@ class Pins:
         return list(needed.values())[::-1]
 
     def check(self) -> list[str]:
-        """What is inconsistent with the cache, in words; empty when nothing is."""
+        """Return a description of each inconsistency with the cache; empty when there is none."""
         pinned = {node.hash for node in self._cache if node.is_pinned}
         wrong = [f"pinned without a lease: {sorted(pinned - set(self._leases))}"] if pinned - set(self._leases) else []
         if stale := set(self._leases) - pinned:
@@ -198,7 +203,7 @@ class Pins:
 
     def _note_expiry(self, when: float, hash: int) -> None:
         heapq.heappush(self._expiries, (when, hash))
-        if len(self._expiries) > self._max_expiries:  # else pins that are lifted before their time would pile up
+        if len(self._expiries) > self._max_expiries:  # else entries of pins that were lifted early would pile up
             self._expiries = [
                 (when, hash)
                 for hash, by_owner in self._leases.items()
@@ -210,7 +215,7 @@ class Pins:
             self._max_expiries = max(2 * len(self._expiries), _MIN_EXPIRIES)
 
     def _tidy(self, hash: int, owner: Owner) -> None:
-        """Forget an owner without leases, and lift the pin of a block without owners."""
+        """Remove an owner without leases, and lift the pin of a block without owners."""
         by_owner = self._leases.get(hash)
         if by_owner is not None and not by_owner.get(owner):
             by_owner.pop(owner, None)
@@ -223,23 +228,23 @@ class Pins:
         assert node is not None, "a pinned block is never evicted"
         self._cache.unpin(node)
 
-    def _emit_lifted(self, kind: str, hashes: Sequence[int], reason: str) -> None:
+    def _emit_lifted(self, kind: PinKind, hashes: Sequence[int], reason: str) -> None:
         by_owner: dict[Owner, list[int]] = {}
         for hash in hashes:
             for owner, leases in self._leases[hash].items():
                 by_owner.setdefault(owner, []).extend([hash] * len(leases))
         for owner, theirs in by_owner.items():
-            self._events.append(PinEvent(kind, tuple(theirs), owner, reason))  # type: ignore[arg-type]
+            self._events.append(PinEvent(kind, tuple(theirs), owner, reason))
 
     @staticmethod
     def _age(node: Node) -> tuple[int, int, int]:
-        """Order of release: least recently used first, of one path the deepest first."""
+        """Return the order of release: least recently used first, and the deepest block of a path first."""
         return (node.last_used, -node.depth, node.hash)
 
 
-def _frees_something(node: Node | None) -> bool:
-    """Whether the node's own pin is all that keeps its block from eviction."""
-    return node is not None and node.is_pinned and node.num_guards == 1 and node.num_holders == 0
+def _frees_something(node: Node) -> bool:
+    """Return whether the node's own pin is all that keeps its block from eviction."""
+    return node.is_pinned and node.num_guards == 1 and node.num_holders == 0
 
 
 def _checked_owner(owner: Owner) -> Owner:

@@ -1,7 +1,8 @@
-"""How the blocks of a token prefix are named: a chained 64-bit hash per full block.
+"""Names for the blocks of a token prefix: a chained 64-bit hash per full block.
 
-Equal for equal prefixes in any process and run: seed and salt first, then for each block its parent's hash and its
-tokens. The hash finds a block quickly; whoever uses what it found compares the tokens, so a collision costs a hit.
+Equal prefixes have equal hashes in any process and run: the first hash covers a seed and the salt, each further one its
+parent's hash and the block's tokens. A hash is for quick lookup; the reader of a found block compares the tokens too,
+so a collision only costs a cache hit.
 """
 
 from __future__ import annotations
@@ -14,22 +15,23 @@ _HASH_SEED = b"lockstep-kv-1"
 
 
 def root_hash(salt: str = "") -> int:
-    """Hash that the first block of a prefix chains from; prefixes under different salts (`extra_key`) never meet."""
+    """Return the hash that the first block of a prefix chains from. Different salts (`extra_key`) give different
+    chains."""
     return _from_bytes(_digest(_HASH_SEED + salt.encode()))
 
 
 def block_hash(parent_hash: int, tokens: bytes) -> int:
-    """Chained hash of one full block, a signed 64-bit number. tokens: `token_bytes` of the block."""
+    """Return the chained hash of one full block, a signed 64-bit number. tokens: `token_bytes` of the block."""
     return _from_bytes(_digest(_to_bytes(parent_hash) + tokens))
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Token ids as they are hashed, compared and kept: 4 bytes each, little-endian."""
+    """Encode token ids as they are hashed, compared and kept: 4 bytes each, little-endian."""
     return array("i", token_ids).tobytes()
 
 
 def token_list(tokens: bytes) -> list[int]:
-    """The ids that `token_bytes` was given."""
+    """Decode the ids that `token_bytes` encoded."""
     return array("i", tokens).tolist()
 
 
@@ -46,7 +48,7 @@ def _from_bytes(digest: bytes) -> int:
 
 
 class Prefix:
-    """The full blocks of a list of tokens that grows; each is hashed once, when it is first asked for."""
+    """The full blocks of a growing list of tokens; each is hashed once, at its first use."""
 
     __slots__ = ("salt", "_block_size", "_token_ids", "_hashes", "_tokens")
 
@@ -58,30 +60,30 @@ class Prefix:
         self._tokens: list[bytes] = []
 
     def hash(self, index: int) -> int:
-        """Chained hash of full block number `index`."""
+        """Return the chained hash of full block number `index`."""
         if index >= len(self._hashes):
             self._reach(index + 1)
         return self._hashes[index]
 
     def tokens(self, index: int) -> bytes:
-        """Tokens of full block number `index`."""
+        """Return the tokens of full block number `index`."""
         if index >= len(self._hashes):
             self._reach(index + 1)
         return self._tokens[index]
 
     def blocks(self, start: int, stop: int) -> Iterable[tuple[int, bytes]]:
-        """Hash and tokens of the full blocks number `start` to `stop` - 1."""
+        """Return hash and tokens of the full blocks number `start` to `stop` - 1."""
         if stop > len(self._hashes):
             self._reach(stop)
         return zip(self._hashes[start:stop], self._tokens[start:stop], strict=True)
 
     def cut(self, num_blocks: int) -> None:
-        """Tokens after the first `num_blocks` blocks may have changed: those blocks will be hashed anew."""
+        """Forget the hashes after the first `num_blocks` blocks, because later tokens may have changed."""
         del self._hashes[num_blocks:], self._tokens[num_blocks:]
 
     def _reach(self, num_blocks: int) -> None:
         num_known, size = len(self._hashes), self._block_size
-        num_full = len(self._token_ids) // size  # all there are: one pass over a prompt, not one a block
+        num_full = len(self._token_ids) // size  # every full block at once: one pass over a prompt, not one per block
         assert num_blocks <= num_full, "only full blocks have a hash"
         data = token_bytes(self._token_ids[num_known * size : num_full * size])
         blocks = [data[start : start + size * 4] for start in range(0, len(data), size * 4)]

@@ -1,16 +1,16 @@
-"""Which blocks hold the KV of which token prefix: a tree with one node per full block.
+"""The cached KV blocks by token prefix: a tree with one node per full block.
 
 A node is found by the chained hash of its whole prefix, and its own tokens, parent and salt are compared before it is
 used, so a collision can cost a hit but never serve another prefix's KV. One node per block means that no node is ever
-split: prefixes part ways at a block boundary or not at all.
+split: prefixes diverge at a block boundary or not at all.
 
-Who may take a block of the tree away:
+Rules for removing a block from the tree:
 
-    num_holders > 0     nobody: held by that many running sequences; so are all its ancestors
-    num_guards > 0      nobody: it is pinned, or a block below it is
-    neither             eviction: leaves first, least recently used first
+    num_holders > 0     never: that many running sequences hold it, and all its ancestors
+    num_guards > 0      never: it is pinned, or a block below it is
+    neither             by eviction: leaves first, least recently used first
 
-Holds and guards are separate counts, so that a sequence that ends never lifts a pin, nor an unpin a hold.
+Holds and guards are separate counts, so that the end of a sequence never lifts a pin, and an unpin never ends a hold.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .prefix import token_list
 
 
 class Node:
-    """One full block of KV and the tokens it stands for."""
+    """One full block of KV and its tokens."""
 
     __slots__ = (
         "hash", "tokens", "salt", "block", "parent", "depth", "children", "num_holders", "is_pinned", "num_guards",
@@ -48,7 +48,7 @@ class Node:
 
     @property
     def is_free_to_go(self) -> bool:
-        """Whether nobody holds it and no pin protects it."""
+        """Whether it has no holder and no pin protects it."""
         return self.num_holders == 0 and self.num_guards == 0
 
     @property
@@ -64,16 +64,16 @@ class RadixCache:
     """The tree, its index from hash to node, and the eviction order."""
 
     def __init__(self, block_size: int = 0, events: KVEventLog | None = None) -> None:
-        """block_size: only for the events."""
+        """Create an empty cache. block_size: only for the events."""
         self._block_size = block_size
         self._events = events or KVEventLog()
         self._index: dict[int, Node] = {}
         self._leaves: list[tuple[int, int, Node]] = []  # heap of (last_used, tie, leaf); stale entries are skipped
         self._clock = 0
         self._num_pushed = 0
-        self.num_cached = 0  # nodes that eviction could take away: not held, not guarded
+        self.num_cached = 0  # nodes that eviction could remove: not held, not guarded
         self.num_guarded = 0  # nodes that pins protect, held ones included
-        self.num_guarded_idle = 0  # those of them that nobody holds
+        self.num_guarded_idle = 0  # guarded nodes without a holder
         self.num_evicted = 0  # since the cache was made
 
     def __len__(self) -> int:
@@ -81,25 +81,26 @@ class RadixCache:
 
     @property
     def num_eviction_candidates(self) -> int:
-        """Entries of the eviction order, stale ones included: in proportion to the tree, however long it is used."""
+        """Entries of the eviction order, stale ones included. Stays in proportion to the tree, however long it is
+        used."""
         return len(self._leaves)
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self._index.values())
 
     def get(self, hash: int) -> Node | None:
-        """The node of that hash, whatever its tokens are. Changes nothing."""
+        """Return the node of that hash, whatever its tokens are. Changes nothing."""
         return self._index.get(hash)
 
     def find(self, hash: int, tokens: bytes, parent: Node | None, salt: str = "") -> Node | None:
-        """The node of this block, or None. Changes nothing."""
+        """Return the node of this block, or None. Changes nothing."""
         node = self._index.get(hash)
         if node is None or node.parent is not parent or node.tokens != tokens or node.salt != salt:
             return None
         return node
 
     def insert(self, hash: int, tokens: bytes, block: int, parent: Node | None, salt: str = "") -> Node | None:
-        """Put a block in the tree, held once by the caller. None, and nothing changed, where the hash is taken."""
+        """Put a block in the tree, held once by the caller. Returns None and changes nothing if the hash is taken."""
         if hash in self._index:
             return None
         node = Node(hash, tokens, block, parent, salt)
@@ -120,7 +121,7 @@ class RadixCache:
         return node
 
     def hold(self, node: Node) -> None:
-        """One more holder; the caller holds, or is about to hold, every ancestor too."""
+        """Add one holder; the caller holds, or is about to hold, every ancestor too."""
         if node.num_holders == 0:
             if node.num_guards:
                 self.num_guarded_idle -= 1
@@ -129,9 +130,9 @@ class RadixCache:
         node.num_holders += 1
 
     def drop(self, nodes: Sequence[Node]) -> list[int]:
-        """One holder less for each of a path's nodes, given root first; they stay cached, most recently used.
+        """Remove one holder from each node of a path, given root first. The nodes stay cached, as most recently used.
 
-        Returns the blocks of detached nodes that nobody holds any more: those are not cached but free.
+        Returns the blocks of detached nodes without holders left: these are free, not cached.
         """
         self._clock += 1
         now = time.monotonic()
@@ -150,11 +151,12 @@ class RadixCache:
                 self._let_go(node)
         return freed
 
-    # -- guards: what pins protect ----------------------------------------------------------------------------------
+    # -- guards: protection by pins ---------------------------------------------------------------------------------
 
     def num_newly_guarded(self, node: Node) -> int:
-        """How many more nodes a pin on this one would protect. Changes nothing."""
-        count, at = 0, node
+        """Count the further nodes that a pin on this one would protect. Changes nothing."""
+        count = 0
+        at: Node | None = node
         while at is not None and at.num_guards == 0:
             count, at = count + 1, at.parent
         return count
@@ -175,16 +177,17 @@ class RadixCache:
             at = at.parent
 
     def touch(self, node: Node) -> None:
-        """A guarded node was used. (Others are used by holding them: the eviction order must hear of it.)"""
+        """Mark a guarded node as used. (Others are marked when held, which also updates the eviction order.)"""
         assert node.num_guards > 0
         self._clock += 1
         node.last_used, node.last_used_at = self._clock, time.monotonic()
 
     def unpin(self, node: Node) -> int:
-        """Lift the node's pin; returns how many blocks that leaves to eviction."""
+        """Lift the node's pin; returns the number of blocks that become evictable."""
         assert node.is_pinned
         node.is_pinned = False
-        num_let_go, at = 0, node
+        num_let_go = 0
+        at: Node | None = node
         while at is not None:
             at.num_guards -= 1
             if at.num_guards > 0:
@@ -197,7 +200,7 @@ class RadixCache:
             at = at.parent
         return num_let_go
 
-    # -- taking away ------------------------------------------------------------------------------------------------
+    # -- removal -----------------------------------------------------------------------------------------------------
 
     def evict(self, num_blocks: int) -> list[int]:
         """Remove up to `num_blocks` cached leaves, least recently used first; returns their blocks."""
@@ -210,14 +213,14 @@ class RadixCache:
                 at = self._remove(at)
                 if at is not None and (len(gone) == num_blocks or self._has_earlier(at)):
                     self._push(at)
-                    break  # else it is next in any case: up the path without a detour through the heap
+                    break  # else the parent is next in any case: no detour through the heap
         self.num_evicted += len(gone)
         if gone and self._events.is_on:
             self._events.append(BlockRemoved(tuple(node.hash for node in gone)))
         return [node.block for node in gone]
 
     def evict_below(self, top: Node) -> list[int]:
-        """Remove every node below `top` that nobody holds and no pin protects; returns their blocks."""
+        """Remove every node below `top` without a holder or a pin that protects it; returns their blocks."""
         gone: list[Node] = []
         for node in reversed(list(self.below(top))):  # deepest last in the walk, so children go before their parents
             if node.is_evictable_leaf:
@@ -230,7 +233,7 @@ class RadixCache:
         return [node.block for node in gone]
 
     def below(self, top: Node) -> Iterator[Node]:
-        """Every node below `top`, parents before their children. Changes nothing."""
+        """Yield every node below `top`, parents before their children. Changes nothing."""
         todo = [top]
         while todo:
             for child in (todo.pop().children or {}).values():
@@ -238,9 +241,9 @@ class RadixCache:
                 todo.append(child)
 
     def clear(self) -> list[int]:
-        """Forget the whole tree: nothing matches any more. No node may be pinned.
+        """Empty the whole tree: nothing matches any more. No node may be pinned.
 
-        Returns the blocks of the nodes nobody holds; those that are held are free when their last holder drops them.
+        Returns the blocks of the nodes without holders; a held block is free when its last holder drops it.
         """
         assert self.num_guarded == 0, "drop the pins first"
         blocks = [node.block for node in self if node.num_holders == 0]
@@ -252,13 +255,13 @@ class RadixCache:
         return blocks
 
     def _let_go(self, node: Node) -> None:
-        """Nobody holds or guards the node any more."""
+        """Make a node without holders and guards evictable."""
         self.num_cached += 1
         if not node.children:
             self._push(node)
 
     def _remove(self, node: Node) -> Node | None:
-        """Take a leaf away; returns its parent where that may go now: the caller pushes it, or takes it too."""
+        """Remove a leaf; returns its parent if that is evictable now: the caller pushes it or removes it too."""
         del self._index[node.hash]
         self.num_cached -= 1
         parent = node.parent
@@ -269,7 +272,7 @@ class RadixCache:
         return parent if parent.is_evictable_leaf else None
 
     def _has_earlier(self, node: Node) -> bool:
-        """Whether a leaf in the eviction order may go before this one, which is not in it."""
+        """Return whether a leaf in the eviction order goes before or together with this node, which is not in it."""
         return bool(self._leaves) and self._leaves[0][0] <= node.last_used
 
     def _push(self, node: Node) -> None:
@@ -286,7 +289,8 @@ class RadixCache:
     # -- checks -----------------------------------------------------------------------------------------------------
 
     def check(self) -> list[str]:
-        """What is inconsistent in the tree, in words; empty when nothing is. Cost grows with the tree."""
+        """Return a description of each inconsistency in the tree; empty when there is none. Cost grows with the
+        tree."""
         wrong = []
         for hash, node in self._index.items():
             wrong += self._check_node(hash, node)

@@ -1,9 +1,10 @@
-"""The KV tensors, and how large they are made."""
+"""The KV tensors and their size."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,12 +13,12 @@ from ...kernels.machine.huge_pages import use_huge_pages
 from ..config import KVSize
 from ..model.attention import KVShape
 
-_AUTO_FRACTION = {"cpu": 0.25, "cuda": 0.85}  # of the memory that is free now; a host's memory is shared with others
+_AUTO_FRACTION = {"cpu": 0.25, "cuda": 0.85}  # of the free memory; other processes share a host's memory
 
 
 @dataclass(frozen=True)
 class KVPlan:
-    """The size of a pool, and why."""
+    """The size of a pool, and the reason for it."""
 
     num_blocks: int
     bytes_per_block: int
@@ -31,7 +32,7 @@ class KVPlan:
 def plan_kv_pool(
     size: KVSize, shapes: list[KVShape], block_size: int, max_num_seqs: int, max_model_len: int, device: torch.device
 ) -> KVPlan:
-    """Turn what was asked into blocks. Raises ValueError when that is not even one block."""
+    """Compute the number of blocks for the configured size. Raises ValueError when that is less than one block."""
     per_block = block_size * sum((s.key_dim + s.value_dim) * s.num_kv_heads * s.dtype.itemsize for s in shapes)
     if size.num_blocks:
         return KVPlan(size.num_blocks, per_block, f"{size.num_blocks} blocks, as configured")
@@ -58,9 +59,9 @@ def _free_bytes(device: torch.device) -> int:
 
 
 class KVCache:
-    """Per layer one tensor for keys and one for values, [num_blocks, block_size, num_kv_heads, dim].
+    """One tensor of keys and one of values per layer, [num_blocks, block_size, num_kv_heads, dim].
 
-    Pages are touched as they are first written, so a large pool costs nothing until it is used.
+    A page of memory is used only after its first write, so a large pool costs nothing until then.
     """
 
     def __init__(self, plan: KVPlan, shapes: list[KVShape], block_size: int, device: torch.device) -> None:
@@ -78,16 +79,16 @@ class KVCache:
         return sum(t.nbytes for t in (*self.keys, *self.values))
 
     def allocate(self) -> None:
-        """Make the tensors. Does nothing when they are there."""
+        """Create the tensors. Does nothing when they exist."""
         if self.is_allocated:
             return
         rows = (self._plan.num_blocks, self._block_size)
         for shape in self._shapes:
-            options = {"dtype": shape.dtype, "device": self._device}
-            self.keys.append(torch.empty(*rows, shape.num_kv_heads, shape.key_dim, **options))
-            self.values.append(torch.empty(*rows, shape.num_kv_heads, shape.value_dim, **options))
+            make = partial(torch.empty, dtype=shape.dtype, device=self._device)
+            self.keys.append(make(*rows, shape.num_kv_heads, shape.key_dim))
+            self.values.append(make(*rows, shape.num_kv_heads, shape.value_dim))
         use_huge_pages([*self.keys, *self.values], now=False)
 
     def release(self) -> None:
-        """Drop the tensors; whoever still reads them keeps them alive."""
+        """Drop the tensors. Their memory stays until the last reader drops them too."""
         self.keys, self.values = [], []

@@ -1,1 +1,1 @@
-"""What an engine tells of itself: counters, latencies, traces, views."""
+"""Reports of an engine: counters, latencies, traces, views."""

@@ -1,4 +1,4 @@
-"""Plain counters of one engine; the HTTP edge turns them into Prometheus ones."""
+"""Plain counters of one engine, which the HTTP edge exports to Prometheus."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass
 class Metrics:
-    """Totals since the engine was made. Written by the engine's loop only."""
+    """Totals since the engine was created. Written by the engine's loop only."""
 
     num_requests: int = 0  # sequences added
     num_finished: int = 0  # answered with stop or length
@@ -17,7 +17,7 @@ class Metrics:
     num_cached_tokens: int = 0  # prompt tokens whose KV was reused
     num_output_tokens: int = 0
     num_retractions: int = 0
-    num_pauses: int = 0  # one that follows another without a continue between them counts too
+    num_pauses: int = 0  # a pause during a pause counts too
     num_steps: int = 0
     num_rows: int = 0  # prefill and decode rows run
     num_sequence_forwards: int = 0  # sequences in each step, added up
@@ -27,13 +27,13 @@ class Metrics:
     num_forwards_saved: int = 0  # steps of one sequence that those tokens would have taken
     num_jump_rollbacks: int = 0  # jumps that replaced tokens
     num_rolled_back_tokens: int = 0
-    num_retokenisations: int = 0  # looks at whether a token sampled after a jump joins what stands before it
+    num_retokenisations: int = 0  # checks whether a token sampled after a jump joins the text before it
     jump_forward_seconds: float = 0.0  # planning jumps and making room for them; part of:
     grammar_seconds: float = 0.0  # masks, forced text and jumps
     step_seconds: float = 0.0
     control_bytes: int = 0  # sent by the controller of a replica to its followers
     control_messages: int = 0  # likewise: one a step and follower, and a few
-    control_seconds: float = 0.0  # in which the controller wrote, sent and read messages
+    control_seconds: float = 0.0  # that the controller spent writing, sending and reading messages
 
     def as_dict(self) -> dict[str, float]:
         return asdict(self)

@@ -1,4 +1,4 @@
-"""A live sequence as something to look at."""
+"""A report of one live sequence."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ class SequenceView:
     """One live sequence at one moment."""
 
     id: str
-    base_id: str  # of the request whose sample this is
+    base_id: str  # of the request that this is a sample of
     state: str  # sequence.State, by its value
     num_prompt_tokens: int
     num_output_tokens: int
     max_new_tokens: int
-    num_cached_tokens: int  # prompt tokens whose KV was there already
-    num_tokens_processed: int  # of all that are known: those that have KV
+    num_cached_tokens: int  # prompt tokens whose KV was in the cache
+    num_tokens_processed: int  # known tokens that have KV
     num_retractions: int
-    age_s: float  # since it arrived
+    age_s: float  # since its arrival
     newest_ids: tuple[int, ...]  # the last tokens of prompt and output together
     weight_versions: tuple[WeightSpan, ...]  # contiguous over the output
 
 
 def view(request: Request, num_newest: int) -> SequenceView:
-    """As it stands now, with at most that many of its newest tokens. Changes nothing."""
+    """Return the sequence's present state, with at most `num_newest` of its newest tokens. Changes nothing."""
     sequence = request.sequence
     return SequenceView(
         id=request.id,

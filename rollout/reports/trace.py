@@ -1,4 +1,4 @@
-"""What happened when, as Chrome-trace events that chrome://tracing and Perfetto open.
+"""A log of events in time, in the format of Chrome traces, which chrome://tracing and Perfetto open.
 
 The file is a JSON array that may end without its bracket, which viewers accept: a killed run leaves a readable trace.
 """
@@ -12,16 +12,17 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import TextIO
 
 _FLUSH_EVERY = 512  # events between writes
 _NO_SPAN: AbstractContextManager[None] = nullcontext()  # reusable: it holds nothing
 
 
 class Trace:
-    """Appends events to a file; does nothing without one. Any thread may write."""
+    """Append events to a file; does nothing without one. Thread-safe."""
 
     def __init__(self, path: str | Path | None) -> None:
-        self._file = None
+        self._file: TextIO | None = None
         self._lock = threading.Lock()
         self._events: list[dict[str, object]] = []
         if path is not None:
@@ -32,8 +33,8 @@ class Trace:
         return self._file is not None
 
     def open(self, path: str | Path) -> None:
-        """Write to this file from now on, until `close`. Raises ValueError while another is open, OSError where it
-        cannot be made."""
+        """Write to this file until `close`. Raises ValueError while another is open, OSError if it cannot be
+        created."""
         with self._lock:
             if self._file is not None:
                 raise ValueError("a trace is being written already")
@@ -42,7 +43,7 @@ class Trace:
             self._file.write("[\n")
 
     def span(self, name: str, *, since: float | None = None, **args: object) -> AbstractContextManager[None]:
-        """Something that takes time, on the lane of this thread; `since` it was handed to the thread, if before now."""
+        """Record an event with a duration, on the lane of this thread. since: its start, if earlier than now."""
         return _NO_SPAN if self._file is None else self._span(name, since, args)
 
     @contextmanager
@@ -55,17 +56,17 @@ class Trace:
             self._add({"ph": "X", "name": name, "ts": started * 1e6, "dur": duration * 1e6, "args": args})
 
     def instant(self, name: str, **args: object) -> None:
-        """Something that happens at once."""
+        """Record an event without a duration."""
         if self._file is not None:
             self._add({"ph": "i", "s": "t", "name": name, "ts": time.perf_counter() * 1e6, "args": args})
 
     def counter(self, name: str, **values: float) -> None:
-        """Numbers that a viewer draws as a curve."""
+        """Record numbers that a viewer draws as a curve."""
         if self._file is not None:
             self._add({"ph": "C", "name": name, "ts": time.perf_counter() * 1e6, "args": values})
 
     def flush(self) -> None:
-        """Write what is buffered."""
+        """Write the buffered events."""
         with self._lock:
             if self._file is not None:
                 self._file.writelines(json.dumps(event) + ",\n" for event in self._events)

@@ -1,1 +1,1 @@
-"""Chooses the sequences of the next step."""
+"""The choice of sequences for the next step."""

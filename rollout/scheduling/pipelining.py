@@ -1,4 +1,4 @@
-"""Who may be in the next step while other steps are in the air."""
+"""The choice of sequences for the next step while other steps are in flight."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ..sequences.request import Request
 
 @dataclass(frozen=True)
 class Pipelining:
-    """The rule of micro-batches. With one stage it leaves everything to the scheduler: nothing else is in the air when
-    a step begins."""
+    """The rule of micro-batches. With one stage it restricts nothing: no other step is in flight when a step begins."""
 
     num_stages: int = 1
-    sequence_pipelining: bool = True  # a prompt's next chunk need not wait until the last is through all stages
+    sequence_pipelining: bool = True  # a prompt's next chunk need not wait until the last one is through all stages
 
     def may_run(self, request: Request) -> bool:
-        """Whether the running request's next rows are known, and may be scheduled.
+        """Return whether the running request's next rows are known and may be scheduled.
 
-        A decode needs the token that is sampled at the end of its flight. A prompt's next chunk needs the KV of the
-        last one, which each stage has by the time the next comes: it may follow as soon as the first stage is free.
+        A decode needs the token that is sampled at the end of the step before. A prompt's next chunk needs the KV of
+        the last chunk, which each stage has by the time the next one comes: it may follow as soon as the first stage is
+        free.
         """
         if self.num_stages == 1:
             return True
@@ -29,13 +29,14 @@ class Pipelining:
         return self.sequence_pipelining or request.num_flights == 0
 
     def max_decodes(self, running: Iterable[Request]) -> int | None:
-        """How many decodes one step may hold: an equal share of all, those in the air included, so that as many steps
-        as there are stages have work. A single step with everybody would leave all stages but one idle. None: all.
+        """Return the most decodes that one step may hold; None: no limit.
 
-        Starves nobody: decodes are left out only while a step in the air holds less than its share; it lands, and once
-        all in the air hold a full share the next step has room for all the others.
+        It is an equal share of all decodes, those in flight included, so that every stage has a step to run. A single
+        step with all decodes would leave all stages but one idle. No sequence starves: decodes are left out only while
+        a step in flight holds less than its share; that step ends, and once all steps in flight hold a full share the
+        next step has room for all other decodes.
 
-        Rows of prompts are not shared out: a step takes what its budget holds, and long prompts fill many steps.
+        Rows of prompts are not divided: a step takes as many as its budget holds, and long prompts fill many steps.
         """
         if self.num_stages == 1:
             return None

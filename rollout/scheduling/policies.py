@@ -1,13 +1,13 @@
-"""The order in which waiting sequences are taken up, and the order in which running ones give way.
+"""The order in which waiting requests are admitted, and the order in which running ones are preempted.
 
-What each policy promises to a waiting request, as long as no running sequence is computing its prefix at that moment
-(then it waits for that KV, which others need not):
+Each policy's guarantee to a waiting request, as long as no running sequence is computing its prefix at that moment
+(then it waits for that KV, and requests with other prefixes do not):
 
     fcfs    it is admitted before every request that arrived later
     edf     it is admitted before every request whose deadline is later, so before all that arrive after its deadline
     lrs     it is admitted before every request that arrives after its deadline
 
-A preempted request keeps its arrival and its deadline, so all three hold for it again.
+A preempted request keeps its arrival and its deadline, so all three guarantees hold again.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ class Policy(Protocol):
     """An order of requests. Smaller ranks go first."""
 
     def arrive(self, request: Request) -> None:
-        """The request is queued; the first time fixes what never changes for it."""
+        """Note a queued request; the first call fixes the values that never change for it."""
         ...
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         ...
 
     def rank(self, request: Request, now: float) -> Priority:
-        """Where a live request stands at `now`, in seconds of the clock that its arrival was read from."""
+        """Return the rank of a live request at `now`, in seconds of the clock of arrival times."""
         ...
 
     def make_queue(self) -> WaitingQueue:
-        """A queue in this order."""
+        """Create an empty queue in this order."""
         ...
 
 
 def fcfs(request: Request) -> Priority:
-    """First come, first served. A preempted request keeps its arrival, so it comes back before later ones."""
+    """Rank by arrival: first come, first served. A preempted request keeps its arrival, so it precedes later ones."""
     return (request.arrival_time, request.arrival_index)
 
 
 class Fcfs:
-    """By arrival."""
+    """First come, first served."""
 
     def __init__(self, predictor: PrefillTimePredictor, multiplier: float, min_deadline_s: float) -> None:
-        """Takes what the other policies need, and needs nothing."""
+        """Accept the arguments of all policies; this one uses none."""
 
     def arrive(self, request: Request) -> None:
         pass
@@ -67,8 +67,8 @@ class Fcfs:
 class Edf:
     """Earliest deadline first: deadline = arrival + max(predicted prefill * multiplier, min_deadline_s).
 
-    The prediction is the one made when the request first came; the deadline never moves.
-    Source: Medha (Agrawal et al., arXiv:2409.17264).
+    The prediction is made when the request first arrives; the deadline never changes. Source: Medha (Agrawal et al.,
+    arXiv:2409.17264).
     """
 
     def __init__(self, predictor: PrefillTimePredictor, multiplier: float, min_deadline_s: float) -> None:
@@ -87,11 +87,11 @@ class Edf:
         self._allowances.pop(request, None)
 
     def allowance(self, request: Request) -> float:
-        """Seconds from arrival to deadline; at least `min_deadline_s`, so never 0."""
+        """Return the seconds from arrival to deadline; at least `min_deadline_s`, so never 0."""
         return self._allowances[request]
 
     def deadline(self, request: Request) -> float:
-        """Seconds of the clock that arrivals were read from."""
+        """Return the deadline, in seconds of the clock of arrival times."""
         return request.arrival_time + self._allowances[request]
 
     def rank(self, request: Request, now: float) -> Priority:
@@ -102,21 +102,22 @@ class Edf:
 
 
 class Lrs(Edf):
-    """Least relative slack first, and before all of them whoever is past its deadline, earliest deadline first.
+    """Least relative slack first; requests past their deadline precede all others, earliest deadline first.
 
-    Relative slack = (deadline - now - predicted remaining prefill) / (deadline - arrival): long prompts, which were
-    given long deadlines, and short ones age at the same rate. Without the exception long ones could be overtaken for
-    ever while a queue of short ones grows. Source: Medha, as for Edf.
+    Relative slack = (deadline - now - predicted remaining prefill) / (deadline - arrival): long prompts, which have
+    long deadlines, and short ones age at the same rate. Without the exception, a growing queue of short prompts could
+    overtake long ones forever. Source: Medha, as for Edf.
     """
 
     def slack(self, request: Request, now: float) -> float:
-        """Relative slack at `now`; it falls with time and rises as prefill progresses."""
+        """Return the relative slack at `now`; it falls with time and rises as prefill progresses."""
         num_left = max(request.num_tokens_ahead - request.num_processed_ahead, 0)
         remaining = self.predictor.predict(num_left)
         return (self.deadline(request) - now - remaining) / self.allowance(request)
 
     def latest_start(self, request: Request) -> float:
-        """When its slack is used up while it waits: deadline less the prefill of everything known."""
+        """Return the time at which its slack is used up while it waits: deadline less the prefill of all known
+        tokens."""
         return self.deadline(request) - self.predictor.predict(request.num_tokens_ahead)
 
     def rank(self, request: Request, now: float) -> Priority:
@@ -129,20 +130,21 @@ class Lrs(Edf):
         return SlackQueue(self)
 
 
-POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs, "edf": Edf, "lrs": Lrs}
+PolicyClass = Callable[[PrefillTimePredictor, float, float], Policy]  # multiplier and min_deadline_s, as of `Edf`
+
+POLICIES: dict[str, PolicyClass] = {"fcfs": Fcfs, "edf": Edf, "lrs": Lrs}
 
 
-def find_policy(name: str) -> type[Policy]:
-    """The policy of that name. Raises ValueError listing the known ones."""
+def find_policy(name: str) -> PolicyClass:
+    """Return the policy of that name. Raises ValueError listing the known ones."""
     if name not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(sorted(POLICIES))}, not {name!r}")
     return POLICIES[name]
 
 
 def pick_victim(candidates: Iterable[Request], policy: Callable[[Request], Priority]) -> Request:
-    """Which running request gives its blocks back: lowest policy priority, then fewest generated tokens, then longest
-    input. Changes nothing.
+    """Choose the running request to preempt: lowest priority, then fewest generated tokens, then longest input.
 
-    policy: the rank of a request, whose last number, that of its arrival, does not count here.
+    policy: the rank of a request; its last number, the arrival, is ignored here. Changes nothing.
     """
     return max(candidates, key=lambda r: (policy(r)[:-1], -r.sequence.num_output_tokens, r.sequence.num_prompt_tokens))

@@ -1,4 +1,4 @@
-"""How long a prompt will take to prefill, learned from the steps that have run."""
+"""The predicted time to prefill a prompt, learned from the steps that have run."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from ..sequences.step import ScheduleOutput
 
 PRIOR_STEP_SECONDS = 0.010  # before the first measurement: a small model on a CPU, near enough to order requests by
 PRIOR_ROW_SECONDS = 0.0001
-_WINDOW = 31  # steps of each kind that count: one slow step changes no median, a new load is learned in sixteen
+_WINDOW = 31  # steps of each kind that are kept: one slow step changes no median, a new load is learned in sixteen
 
 
 class PrefillTimePredictor:
     """Seconds of a prefill as num_steps * step_seconds + num_rows * row_seconds.
 
-    step_seconds is the median over recent steps that only decoded. row_seconds is the median, weighted by rows, of what
-    recent steps with prompt rows took beyond that, per prompt row. Both medians ignore outliers, such as a first step
-    that compiles, as long as they are fewer than half.
+    step_seconds is the median over recent decode-only steps. row_seconds is the median, weighted by rows, of the time
+    per prompt row that recent steps with prompt rows took beyond step_seconds. Both medians ignore outliers, such as a
+    first step that compiles, as long as they are fewer than half.
     """
 
     def __init__(self, max_rows_per_step: int) -> None:
@@ -28,19 +28,22 @@ class PrefillTimePredictor:
 
     @property
     def step_seconds(self) -> float:
-        """Of a step, beside its prompt rows. Until a step has only decoded: nothing, if prompt rows were measured,
-        which then stand for the whole step; else the prior."""
+        """Seconds of a step, apart from its prompt rows.
+
+        Before the first decode-only step it is 0 if prompt rows were measured, whose time then covers the whole step;
+        else the prior.
+        """
         if self._step_seconds is not None:
             return self._step_seconds
         return 0.0 if self._prefill_steps else PRIOR_STEP_SECONDS
 
     @property
     def row_seconds(self) -> float:
-        """Of one prompt row; the prior before the first was measured."""
+        """Seconds of one prompt row; the prior before the first measurement."""
         return PRIOR_ROW_SECONDS if self._row_seconds is None else self._row_seconds
 
     def observe(self, output: ScheduleOutput, seconds: float) -> None:
-        """Learn from a step that ran. Rows of a sequence that had more than one in it count as a prompt's."""
+        """Learn from a step that ran. Rows of a sequence with more than one row in the step count as a prompt's."""
         num_rows = 0
         if output.num_tokens > len(output.scheduled):
             num_rows = sum(item.num_tokens for item in output.scheduled if item.num_tokens > 1)
@@ -53,7 +56,7 @@ class PrefillTimePredictor:
             self._row_seconds = self._median_row_seconds()
 
     def predict(self, num_tokens: int) -> float:
-        """Seconds that `num_tokens` prompt rows take when no other prompt is in their steps; 0.0 for none."""
+        """Predict the seconds of `num_tokens` prompt rows when no other prompt is in their steps; 0.0 for none."""
         num_steps = -(-num_tokens // self._max_rows)
         return num_steps * self.step_seconds + num_tokens * self.row_seconds
 

@@ -7,30 +7,34 @@ from ..sequences.request import Request
 
 
 class PromptsUnderWay:
-    """Who computes which block, and who is parked until it is in the cache, or never will be."""
+    """The request that computes each block, and the requests parked until that block is in the cache or never will
+    be."""
 
     def __init__(self, ledger: KVLedger) -> None:
         self._ledger = ledger
-        self._computing: dict[int, Request] = {}  # hash of a prompt block under way -> who computes it
+        self._computing: dict[int, Request] = {}  # hash of a prompt block under way -> the request that computes it
         self._blocks: dict[Request, list[tuple[int, int]]] = {}  # its (last token + 1, hash), last block first
-        self._parked: dict[int, list[Request]] = {}  # waits for the block of that hash
-        self.num_parked = 0  # in all lists, those that ended since included
+        self._parked: dict[int, list[Request]] = {}  # requests that wait for the block of that hash
+        self.num_parked = 0  # in all lists, requests that have ended since included
 
     def hash_to_wait_for(self, request: Request, num_matched: int) -> int | None:
-        """The hash of the first block that is not in the cache, `num_matched` are, if somebody computes it now and the
-        request could reuse it."""
+        """Return the hash of the first block that is not in the cache, if a request computes it now.
+
+        num_matched: blocks of the request that are in the cache. Returns None if no request computes the block, or this
+        request could not reuse it.
+        """
         if not self._computing or num_matched >= request.max_reusable_tokens // self._ledger.block_size:
             return None
         hash = self._ledger.hash_of_block(request, num_matched)
         return hash if hash in self._computing else None
 
     def park(self, request: Request, hash: int) -> None:
-        """Keep the request until `end` gives it back."""
+        """Keep the request until `end` returns it."""
         self._parked.setdefault(hash, []).append(request)
         self.num_parked += 1
 
     def begin(self, request: Request, num_matched: int) -> None:
-        """The request runs, and computes its full blocks from number `num_matched` on."""
+        """Record that the request runs and computes its full blocks from number `num_matched` on."""
         if not self._ledger.prefix_cache:
             return
         size, blocks = self._ledger.block_size, []
@@ -42,9 +46,12 @@ class PromptsUnderWay:
             self._blocks[request] = blocks[::-1]
 
     def end(self, request: Request, num_tokens: int) -> list[Request]:
-        """The first `num_tokens` of the request are in the cache, or never will be. Returns those who waited for that,
-        also such as have ended since."""
-        blocks, waited = self._blocks.get(request), []
+        """End the wait for the first `num_tokens` tokens of the request, which are in the cache or never will be.
+
+        Returns the requests that waited for them, also those that have ended since.
+        """
+        blocks = self._blocks.get(request)
+        waited: list[Request] = []
         while blocks and blocks[-1][0] <= num_tokens:
             _, hash = blocks.pop()
             del self._computing[hash]
@@ -55,5 +62,5 @@ class PromptsUnderWay:
         return waited
 
     def end_all(self) -> list[Request]:
-        """What is computed now will never be in the cache. Returns as `end`."""
+        """End all waits: no block under way will be in the cache. Returns as `end`."""
         return [r for request in list(self._blocks) for r in self.end(request, request.sequence.num_tokens)]

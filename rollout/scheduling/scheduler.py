@@ -1,4 +1,4 @@
-"""What runs in the next step: decodes first, then chunks of prompts under way, then waiting requests."""
+"""The choice of the next step: decodes first, then chunks of prompts under way, then waiting requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepLimits:
-    """How much one step may hold."""
+    """The most that one step may hold."""
 
     max_num_seqs: int  # sequences that hold blocks
     max_num_batched_tokens: int  # rows
@@ -34,9 +34,9 @@ class StepLimits:
 
 
 class Scheduler:
-    """Queues and decisions. It reads sequences and writes none: the managers do, from its output.
+    """Decide steps and keep the queues. The scheduler only reads sequences: the managers change them, from its output.
 
-    What a step costs grows with the sequences that run and are taken up, not with those that wait.
+    The cost of a step grows with the sequences that run and are admitted, not with those that wait.
     """
 
     def __init__(
@@ -51,12 +51,15 @@ class Scheduler:
         pipelining: Pipelining | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """clock: seconds, the one that arrival times were read from. Raises ValueError for an unknown policy."""
+        """Create a scheduler without requests.
+
+        clock: seconds, the clock of arrival times. Raises ValueError for an unknown policy.
+        """
         self._ledger = ledger
         self._limits = limits
         self._pipelining = pipelining or Pipelining()
         self._clock = clock
-        self._now = clock()  # of the newest step
+        self._now = clock()  # time of the newest step
         self._predictor = PrefillTimePredictor(min(limits.chunked_prefill_size, limits.max_num_batched_tokens))
         self._policy: Policy = find_policy(policy)(self._predictor, deadline_multiplier, min_deadline_s)
         self._admission = Admission(ledger, limits.max_model_len, admission_ratio)
@@ -80,19 +83,19 @@ class Scheduler:
 
     @property
     def admission_ratio(self) -> float:
-        """Share of what running sequences may still generate that admission keeps room for."""
+        """Share of the tokens that running sequences may still generate for which admission keeps room."""
         return self._admission.ratio
 
     def reset_admission(self) -> None:
-        """Set the admission ratio back to its initial value, as when the cache is flushed."""
+        """Set the admission ratio back to its initial value, for a flush of the cache."""
         self._admission.reset()
 
     def waiting(self) -> list[Request]:
-        """Queued requests in the order of the policy, for reports."""
+        """Return the queued requests in the order of the policy, for reports."""
         return sorted(self._queued, key=self._rank)
 
     def running(self) -> list[Request]:
-        """Requests that hold blocks, in order of admission."""
+        """Return the requests that hold blocks, in order of admission."""
         return list(self._running)
 
     def add(self, request: Request) -> None:
@@ -103,24 +106,24 @@ class Scheduler:
         self._queue.push(request)
 
     def on_step_completed(self, output: ScheduleOutput, requests: dict[str, Request]) -> None:
-        """The step ran: publish the KV that is complete now. `requests` holds the live ones by id."""
+        """Publish the KV that is complete after this step. requests: the live ones by id."""
         block_size, running = self._ledger.block_size, self._running
         for item in output.scheduled:
             start, end = item.start, item.start + item.num_tokens
             if start // block_size == end // block_size:
-                continue  # no block is full that was not
+                continue  # no further block is full
             request = requests.get(item.id)
             if request in running and item.incarnation == request.num_retractions:
-                # A step may bring more tokens than are wanted: those behind the end have KV, and no name.
+                # A step may bring more tokens than needed: tokens behind the end have KV, but no hash.
                 self._ledger.publish(request, min(end, request.sequence.num_tokens))
                 self._look_again(self._under_way.end(request, end))
 
     def on_step_timed(self, output: ScheduleOutput, seconds: float) -> None:
-        """The model ran this step in so many seconds: what deadlines and slacks are predicted from."""
+        """Record the time of a step in seconds. Deadlines and slacks are predicted from it."""
         self._predictor.observe(output, seconds)
 
     def remove(self, request: Request) -> None:
-        """The request ended: take it out of its queue, give back what it holds."""
+        """Remove a request that has ended from its queue, and release its blocks."""
         if request in self._running:
             self._give_back(request)
         self._queued.discard(request)
@@ -131,23 +134,24 @@ class Scheduler:
             self.reset_admission()
 
     def retract(self, request: Request) -> None:
-        """Take back the blocks of a running request and queue it again. The caller tells the managers."""
+        """Take back the blocks of a running request and queue it again. The caller informs the managers."""
         self._give_back(request)
         self.add(request)
 
     def requeue(self, request: Request) -> None:
-        """Make a live request wait, wherever it is now."""
+        """Make a live request wait, whether it runs or is queued now."""
         if request in self._running:
             self._give_back(request)
         if request not in self._queued:
             self.add(request)
 
     def forget_under_way(self) -> None:
-        """What is computed now will never be in the cache: let those who wait for it compute it themselves."""
+        """End all waits for blocks under way, which will never be in the cache: the requests compute them
+        themselves."""
         self._look_again(self._under_way.end_all())
 
     def schedule(self) -> ScheduleOutput:
-        """Decide the next step. Changes queues and the ledger; sequences change when the managers take the output."""
+        """Decide the next step. Changes queues and the ledger; sequences change when the managers apply the output."""
         self._step += 1
         self._now = self._clock()
         self._ledger.pins.expire()
@@ -164,7 +168,7 @@ class Scheduler:
     # -- running sequences --------------------------------------------------------------------------------------
 
     def _continue_running(self, draft: ScheduleDraft) -> None:
-        """The next rows of those that hold blocks: decodes, up to this step's share of them, then prompts under way."""
+        """Add the next rows of running requests: decodes, up to this step's share, then prompts under way."""
         running = self._running
         max_decodes = self._pipelining.max_decodes(running)
         num_decodes = 0
@@ -177,7 +181,7 @@ class Scheduler:
             if draft.budget == 0:
                 break
             if request not in running:
-                continue  # preempted by an earlier one of this loop
+                continue  # preempted earlier in this loop
             num_tokens = self._num_next(request, draft.budget)
             is_decode = index < len(decodes)
             if num_tokens == 0 or (is_decode and num_decodes == max_decodes):
@@ -191,7 +195,8 @@ class Scheduler:
                 draft.exhausted.append((request.id, self._why_exhausted(request)))
 
     def _num_next(self, request: Request, budget: int) -> int:
-        """Rows of the request's next chunk; 0 when it has to wait for a step in the air, which may be its last."""
+        """Count the rows of the request's next chunk; 0 when it has to wait for a step in flight, which may be its
+        last."""
         num_ahead = request.num_tokens_ahead
         if request.num_tokens_in_flight and (request.is_ending or num_ahead >= self._limits.max_model_len):
             return 0
@@ -203,10 +208,11 @@ class Scheduler:
     def _make_room(
         self, request: Request, num_tokens: int, in_step: set[Request], draft: ScheduleDraft
     ) -> list[int] | None:
-        """Grow the request's table for its next rows, preempting others if it must, also such as are in the air: on
-        every stage what is in the air comes before this step writes to their blocks.
+        """Grow the request's table for its next rows, preempting other requests if it must.
 
-        None when it was preempted itself (then the draft says so), or when it is alone and the pool is full.
+        A victim may be in flight: on every stage the steps in flight run before this step writes to their blocks.
+        Returns the new blocks. Returns None when the request was preempted itself (then the draft lists it), or when it
+        is alone and the pool is full.
         """
         needed = request.num_processed_ahead + num_tokens
         while (blocks := self._ledger.grow(request, needed)) is None:
@@ -216,7 +222,7 @@ class Scheduler:
                     if self._unpin(request, lambda: self._ledger.num_missing(request, needed)):
                         continue
                     return None
-                victim = request  # others run this step and will free blocks: wait for them
+                victim = request  # other requests run in this step and will free blocks: wait for them
             else:
                 victim = pick_victim(candidates, self._rank)
             draft.preempted.append(victim.id)
@@ -234,9 +240,11 @@ class Scheduler:
         )
 
     def make_room_for_jump(self, request: Request, num_blocks: int, in_step: Collection[Request]) -> list[Request]:
-        """Preempt running requests that come after this one in the policy's order, but none of `in_step`, until so many
-        blocks can be had or none is left to preempt; cached blocks count as available. Returns whom: they are queued
-        again, and the caller tells the managers."""
+        """Preempt running requests that follow this one in the policy's order until `num_blocks` blocks are available.
+
+        Cached blocks count as available. Requests of `in_step` are never preempted; stops when no candidate is left.
+        Returns the preempted requests: they are queued again, and the caller informs the managers.
+        """
         victims = []
         while self._ledger.num_available < num_blocks:
             rank = self._rank(request)
@@ -252,9 +260,9 @@ class Scheduler:
     # -- waiting sequences --------------------------------------------------------------------------------------
 
     def _admit(self, draft: ScheduleDraft) -> None:
-        """Take waiting requests in the order of the policy until rows, places or blocks run out.
+        """Admit waiting requests in the order of the policy until rows, places or blocks run out.
 
-        Parks, and gives up on, at most as many as may run, so that a step never looks at all who wait.
+        Parks and rejects at most as many as may run, so that a step never examines all waiting requests.
         """
         most = self._limits.max_num_seqs
         reserve: int | None = None  # counted once there is a request to admit
@@ -272,7 +280,7 @@ class Scheduler:
                 self._queue.discard(request)
                 self._under_way.park(request, hash)
                 continue
-            if not self._running:  # or those that run will make room as they end
+            if not self._running:  # otherwise running requests will make room when they end
                 self._unpin(request, partial(self._admission.num_blocks_to_take, request, nodes))
             if reserve is None:
                 reserve = self._admission.num_blocks_reserved(self._running)
@@ -293,8 +301,10 @@ class Scheduler:
             self._put(draft, request, num_tokens, [node.block for node in nodes] + blocks, start=num_cached)
 
     def _unpin(self, request: Request, num_blocks: Callable[[], int]) -> bool:
-        """Where pins leave less than `num_blocks()` to the only request that could run, lift the fewest that help;
-        returns whether any was."""
+        """Lift the fewest pins that help when they leave less than `num_blocks()` to the only request that could run.
+
+        Returns whether any pin was lifted.
+        """
         ledger = self._ledger
         if not len(ledger.pins) or num_blocks() <= ledger.num_available:
             return False
@@ -312,7 +322,7 @@ class Scheduler:
         self._look_again(self._under_way.end(request, request.sequence.num_tokens))
 
     def _look_again(self, parked: list[Request]) -> None:
-        """What these waited for is in the cache, or never will be: back to the queue with those who still wait."""
+        """Queue parked requests again, those that still wait: their block is in the cache or never will be."""
         for request in parked:
             if request in self._queued:
                 self._queue.push(request)
@@ -323,7 +333,7 @@ class Scheduler:
     def _put(
         self, draft: ScheduleDraft, request: Request, num_tokens: int, new_blocks: list[int], start: int | None = None
     ) -> None:
-        """Its next rows are in this step. Ranks are told the tokens of those that they have not heard of."""
+        """Put the request's next rows in this step. The tokens are included if the ranks do not have them yet."""
         sequence = request.sequence
         token_ids = tuple(sequence.token_ids) if sequence.state is State.WAITING else None
         start = request.num_processed_ahead if start is None else start

@@ -1,4 +1,4 @@
-"""Waiting requests in an order, with the first at hand: what a step costs does not grow with how many wait."""
+"""Waiting requests in an order, with the first at hand: the cost of a step does not grow with their number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..sequences.request import Request
 Priority = tuple[float, ...]  # smaller goes first; the last number breaks ties by arrival
 
 _CLASSES_PER_OCTAVE = 4
-_MAX_CLASSES = 64  # 16 octaves of allowances above the least one; those beyond share the last class
+_MAX_CLASSES = 64  # 16 octaves of allowances above the least one; longer allowances share the last class
 
 
 class WaitingQueue(Protocol):
@@ -21,11 +21,11 @@ class WaitingQueue(Protocol):
     def push(self, request: Request) -> None: ...
 
     def discard(self, request: Request) -> None:
-        """Take it out; does nothing when it is not in."""
+        """Remove the request; does nothing when it is not in the queue."""
         ...
 
     def peek(self, now: float) -> Request | None:
-        """The one that goes first at `now`, which stays in; None when nobody waits."""
+        """Return the request that goes first at `now`, and keep it; None when the queue is empty."""
         ...
 
 
@@ -34,8 +34,8 @@ class OrderedQueue:
 
     def __init__(self, key: Callable[[Request], Priority]) -> None:
         self._key = key
-        self._entries: list[tuple[Priority, int, Request]] = []  # heap; entries of those who left are skipped
-        self._numbers: dict[Request, int] = {}  # who is in -> the number of its entry
+        self._entries: list[tuple[Priority, int, Request]] = []  # heap; entries of removed requests are skipped
+        self._numbers: dict[Request, int] = {}  # request in the queue -> the number of its entry
         self._num_pushed = 0
 
     def __len__(self) -> int:
@@ -48,7 +48,7 @@ class OrderedQueue:
         heapq.heappush(self._entries, (self._key(request), self._num_pushed, request))
 
     def discard(self, request: Request) -> None:
-        """Take it out; does nothing when it is not in. Constant time, on average."""
+        """Remove the request; does nothing when it is not in the queue. Constant time, on average."""
         if self._numbers.pop(request, None) is not None and len(self._entries) > 2 * len(self._numbers) + 64:
             self._entries = [entry for entry in self._entries if self._is_current(entry)]
             heapq.heapify(self._entries)
@@ -63,7 +63,7 @@ class OrderedQueue:
 
 
 class SlackTerms(Protocol):
-    """What a queue by relative slack has to know of a request."""
+    """The values of a request that a queue by relative slack uses."""
 
     min_deadline_s: float
 
@@ -79,9 +79,9 @@ class SlackTerms(Protocol):
 class SlackQueue:
     """A queue by relative slack, (latest start - now) / allowance, whose order changes as time passes.
 
-    Requests with equal allowances never change places, so requests are put into classes of allowances within 2 ** (1/4)
-    of each other (the least allowance, which all short prompts have, is one class), ordered by their latest start.
-    Only the heads of the classes, at most 64, are ranked afresh, and the head of those whose deadline has passed.
+    Requests with equal allowances never change their order, so requests are put into classes of allowances within 2 **
+    (1/4) of each other (the least allowance, which all short prompts have, is one class), ordered by their latest
+    start. Only the heads of the classes, at most 64, and the earliest deadline are ranked afresh.
     """
 
     def __init__(self, terms: SlackTerms) -> None:

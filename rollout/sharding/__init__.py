@@ -1,1 +1,1 @@
-"""Which part of the module a rank has."""
+"""The part of the module that a rank has."""

@@ -1,7 +1,7 @@
-"""Reads slices of tensors out of a model folder, under the names that the module has.
+"""A reader of tensor slices from a model folder, under the names of the module.
 
-A folder may hold a parameter in pieces, experts' matrices for instance one by one: transformers' own conversion mapping
-says how the pieces make the parameter, and only the bytes of the wanted slice are read.
+A folder may hold a parameter in pieces, for instance one matrix per expert: transformers' own conversion mapping
+defines how the pieces form the parameter, and only the bytes of the wanted slice are read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -23,6 +23,7 @@ from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
     WeightConverter,
+    WeightRenaming,
     dot_natural_key,
     rename_source_key,
 )
@@ -35,7 +36,7 @@ SINGLE_FILE = "model.safetensors"
 
 @dataclass
 class _StoredParameter:
-    """How a parameter stands in the folder: one tensor, or groups of tensors, stacked and then concatenated."""
+    """The pieces of a parameter in the folder: one tensor, or groups of tensors, stacked and then concatenated."""
 
     groups: dict[str, list[str]]  # by source pattern, in the order of the converter; keys of the folder
     stacked: bool
@@ -43,7 +44,7 @@ class _StoredParameter:
 
 
 class CheckpointSlices:
-    """An open folder. A context manager: files close on leaving."""
+    """An open model folder. A context manager: its files close at the end."""
 
     def __init__(self, path: str | Path, skeleton: PreTrainedModel) -> None:
         self._path, self._skeleton = Path(path), skeleton
@@ -69,12 +70,12 @@ class CheckpointSlices:
         return name in self._pieces
 
     def require(self, names: Iterable[str]) -> None:
-        """Raises ValueError naming every tensor that the folder does not hold."""
+        """Check that the folder holds these tensors. Raises ValueError naming every missing one."""
         if missing := [name for name in names if name not in self._pieces]:
             raise ValueError(f"model folder {str(self._path)!r} lacks {', '.join(missing)}")
 
     def read(self, name: str, shard: Shard) -> Tensor:
-        """The shard of a parameter, from just its bytes. Raises ValueError where the folder's shape is another."""
+        """Read the shard of a parameter, and no other bytes. Raises ValueError if the folder's shape differs."""
         pieces = self._pieces[name]
         if not pieces.stacked:
             (key,) = next(iter(pieces.groups.values()))
@@ -119,10 +120,10 @@ class CheckpointSlices:
         return self._files[name]
 
     def _map_names(self) -> None:
-        """Fill `_pieces`. Raises ValueError naming every conversion that is more than stacking and concatenating."""
+        """Fill `_pieces`. Raises ValueError naming every conversion other than stacking and concatenating."""
         transforms = get_model_conversion_mapping(self._skeleton)
         converters = {p: c for c in transforms if isinstance(c, WeightConverter) for p in c.source_patterns}
-        renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
+        renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
         state, prefix = self._skeleton.state_dict(), self._skeleton.base_model_prefix
         wrong: dict[str, str] = {}
         for key in sorted(self._file_of, key=dot_natural_key):
@@ -133,10 +134,13 @@ class CheckpointSlices:
                 continue
             converter = converters[pattern]
             kinds = [type(operation) for operation in converter.operations]
-            if kinds not in ([MergeModulelist], [MergeModulelist, Concatenate]) or converter.operations[0].dim != 0:
+            if (
+                kinds not in ([MergeModulelist], [MergeModulelist, Concatenate])
+                or cast(MergeModulelist, converter.operations[0]).dim
+            ):
                 wrong[name] = ", ".join(kind.__name__ for kind in kinds)
                 continue
-            cat_dim = converter.operations[1].dim if len(kinds) == 2 else 1
+            cat_dim = cast(Concatenate, converter.operations[1]).dim if len(kinds) == 2 else 1
             groups: dict[str, list[str]] = {p: [] for p in converter.source_patterns}
             self._pieces.setdefault(name, _StoredParameter(groups, stacked=True, cat_dim=cat_dim)).groups[
                 pattern
@@ -147,7 +151,10 @@ class CheckpointSlices:
 
 
 def _within(shard: Shard, cat_dim: int, first: int, span: int) -> Shard:
-    """What a shard of a stack [experts, ...] wants of one piece, which is [first, first + span) of cat_dim."""
+    """Return the part of one piece that a shard of a stack [experts, ...] needs.
+
+    The piece covers [first, first + span) of cat_dim.
+    """
     shape = list(shard.full_shape[1:])
     shape[cat_dim - 1] = span
     if shard.is_whole:

@@ -1,11 +1,11 @@
 """Collectives of the ranks that share a layer: sums of partial products, gathered columns, rows looked up.
 
-What a row-parallel product costs, per layer, with M rows of N features: in invariant mode each rank receives
-k_blocks * (tp - 1) / tp * M * N elements (an all-gather of the partial products), otherwise about
-2 * (tp - 1) / tp * M * N (an all-reduce): k_blocks / 2 times as much. A layer has two such products. Everything travels
-in the activations' dtype. Example: 28 layers, N = 1024, bfloat16, tp = k_blocks = 2, M = 32 decode rows: 64 KiB a
-product and 3.5 MiB a step. Over gloo on one host such a sum took 0.7 ms instead of 0.3, and with 2048 rows 79 ms
-instead of 19: few rows pay for latency, many for gloo's slow all-gather.
+The cost of a row-parallel product, per layer, with M rows of N features: in invariant mode each rank receives k_blocks
+* (tp - 1) / tp * M * N elements (an all-gather of the partial products), otherwise about 2 * (tp - 1) / tp * M * N (an
+all-reduce): k_blocks / 2 times as much. A layer has two such products. All elements travel in the activations' dtype.
+Example: 28 layers, N = 1024, bfloat16, tp = k_blocks = 2, M = 32 decode rows: 64 KiB a product and 3.5 MiB a step. Over
+gloo on one host such a sum took 0.7 ms instead of 0.3, and with 2048 rows 79 ms instead of 19: few rows pay for
+latency, many for gloo's slow all-gather.
 
 Letters: B K-blocks of the layer, M rows, N features.
 """
@@ -24,12 +24,12 @@ from ...kernels.linear.linear import Product, add_blocks, block_partials
 
 @dataclass(frozen=True)
 class RowReduction:
-    """How partial products over parts of K become the product.
+    """The sum of partial products over parts of K.
 
     In order: the partial products over `num_blocks` fixed blocks on each rank, each rounded to the activations' dtype,
-    are gathered by everybody and added in fp32 from the first block to the last, then the bias is added, and the sum
-    rounded once. Every division of the blocks among ranks gives the same bits. Otherwise one partial product a rank,
-    an all-reduce, and the bias.
+    are gathered by every rank and added in fp32 from the first block to the last, then the bias is added, and the sum
+    rounded once. Every division of the blocks among ranks gives the same bits. Not in order: one partial product a
+    rank, an all-reduce, and the bias.
     """
 
     in_order: bool
@@ -38,11 +38,12 @@ class RowReduction:
     group: dist.ProcessGroup | None  # None when tp == 1
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
-        """x [M, K / tp], weight [N, K / tp], bias [N] of the whole -> [M, N], on every rank. Without autograd."""
+        """Multiply x [M, K / tp] by weight [N, K / tp] and add bias [N] of the whole -> [M, N], on every rank. No
+        autograd."""
         return self.sum(block_partials(x, weight, product, self.num_blocks), bias)
 
     def sum(self, partials: Tensor, bias: Tensor | None) -> Tensor:
-        """partials [num_blocks, M, N] of this rank -> the sum over all ranks [M, N]. bias: [N] or [M, N]."""
+        """Add partials [num_blocks, M, N] of all ranks, and bias [N] or [M, N] -> [M, N]."""
         if self.in_order:
             return add_blocks(gather(partials, self.tp, self.group).flatten(0, 1), bias)
         total = partials[0].contiguous()
@@ -52,7 +53,7 @@ class RowReduction:
 
 
 def gather(part: Tensor, tp: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Every rank's part, equal in shape, stacked by rank: [tp, *part.shape]."""
+    """Gather every rank's part, equal in shape, stacked by rank: [tp, *part.shape]."""
     if group is None:
         return part.unsqueeze(0)
     out = part.new_empty(tp, *part.shape)
@@ -61,7 +62,7 @@ def gather(part: Tensor, tp: int, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def gather_columns(part: Tensor, tp: int, group: dist.ProcessGroup | None) -> Tensor:
-    """[..., N / tp] of every rank -> [..., N] in their order."""
+    """Gather [..., N / tp] of every rank -> [..., N] in the order of ranks."""
     return gather(part, tp, group).movedim(0, -2).flatten(-2)
 
 
@@ -73,7 +74,7 @@ class VocabularyLookup:
     group: dist.ProcessGroup
 
     def __call__(self, ids: Tensor, rows: Tensor, *_: object, **__: object) -> Tensor:
-        """ids [...], rows [V / tp, N] -> [..., N], bit for bit what stands in the whole matrix.
+        """Look up ids [...] in rows [V / tp, N] -> [..., N], bit for bit as in the whole matrix.
 
         Each rank brings its rows and zeros for the others. They are added as integers: each word comes from one rank,
         so not even the sign of a zero is lost.

@@ -1,4 +1,4 @@
-"""How a model is laid out over the ranks of a replica, and what of it stands on this one. Plain values."""
+"""The division of a model over the ranks of a replica, and this rank's part of it. Plain values."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Division:
     full_specs: Mapping[str, FullSpec]  # of every parameter of the whole model, tied ones under their first name
     tied_names: Mapping[str, str]  # further names of tied parameters of the whole model -> the first
     linear_shapes: tuple[tuple[int, int], ...]  # of the whole model's layers, and ...
-    cuts: tuple[Cut, ...]  # ... how they may be divided: what the self-test tries, alike on all ranks
+    cuts: tuple[Cut, ...]  # ... the ways they may be divided: the self-test runs them, alike on all ranks
 
     def holds_part(self, name: str) -> bool:
-        """Whether this rank has less than the whole tensor."""
+        """Return whether this rank has less than the whole tensor."""
         return name in self.shards and not self.shards[name].is_whole
 
     def only(self, names: Collection[str]) -> Division:
-        """The division with the shards of these tensors alone, a stage's for instance."""
+        """Return the division with the shards of these tensors only, a stage's for instance."""
         return replace(self, shards={name: shard for name, shard in self.shards.items() if name in names})
 
 
 def divide(module: PreTrainedModel, mesh: Mesh, k_blocks: int, layers: range) -> Division:
-    """The division of a whole module (on the meta device, if you like), before its stage is cut out.
+    """Divide a whole module (it may be on the meta device), before its stage is cut out.
 
     Raises ValueError listing everything that cannot be divided.
     """
@@ -58,6 +58,11 @@ def divide(module: PreTrainedModel, mesh: Mesh, k_blocks: int, layers: range) ->
         layers=layers,
         full_specs={name: (p.dtype, tuple(p.shape)) for name, p in module.named_parameters()},
         tied_names=tied,
-        linear_shapes=tuple(sorted({tuple(m.weight.shape) for m in module.modules() if type(m) is nn.Linear})),
+        linear_shapes=tuple(sorted({_matrix_shape(m) for m in module.modules() if type(m) is nn.Linear})),
         cuts=tuple(layer_cuts(module, roles, k_blocks)),
     )
+
+
+def _matrix_shape(linear: nn.Linear) -> tuple[int, int]:
+    num_rows, num_columns = linear.weight.shape
+    return num_rows, num_columns

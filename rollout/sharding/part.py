@@ -1,6 +1,6 @@
 """A rank's part of a model: built on the meta device, cut to the rank's stage and shards, and only then given memory.
 
-Filled from a folder of safetensors files, of which it reads its slices and nothing else, or from a module.
+It is filled from a folder of safetensors files, of which only its slices are read, or from a module.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +26,17 @@ from .shards import Shard
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank runs: the module without what stands elsewhere, and where it stands in the whole."""
+    """One rank's part of a model: the module without the other ranks' parts, and the part's place in the whole."""
 
     module: PreTrainedModel
     division: Division
-    stage_input: PassedLayer | None  # hands what the stage received to its first layer; None on the first stage
+    stage_input: PassedLayer | None  # passes the stage's input to its first layer; None on the first stage
 
 
 def load_part(
     path: str | Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, mesh: Mesh, k_blocks: int
 ) -> Part:
-    """This rank's part of a model folder. Raises ValueError listing what cannot be divided, or is not in the folder."""
+    """Load this rank's part of a model folder. Raises ValueError listing indivisible and missing tensors."""
     part = build_part(config, dtype, mesh, k_blocks)
     with CheckpointSlices(path, _skeleton(config, dtype)) as slices:
         slices.require(name for name, _ in part.module.named_parameters())
@@ -47,9 +48,9 @@ def load_part(
 
 
 def copy_part(source: PreTrainedModel, mesh: Mesh, k_blocks: int) -> Part:
-    """This rank's part of a module that stands whole, or as DTensors, on every rank: a copy of its own.
+    """Copy this rank's part of a module that every rank holds whole, or as DTensors.
 
-    With DTensors a collective of the ranks that share them, one parameter after another.
+    With DTensors it is a collective of the ranks that share them, one parameter after another.
     """
     parameters = dict(source.named_parameters(remove_duplicate=False))
     part = build_part(copy.deepcopy(source.config), next(source.parameters()).dtype, mesh, k_blocks, like=parameters)
@@ -57,8 +58,8 @@ def copy_part(source: PreTrainedModel, mesh: Mesh, k_blocks: int) -> Part:
     shards = part.division.shards
     whole: dict[str, Tensor] = {}
     own = {name for name, _ in part.module.named_parameters()}
-    for name, parameter in gathered.items():  # by everybody, wanted or not: gathering is collective
-        full = parameter.detach().full_tensor()
+    for name, parameter in gathered.items():  # on every rank, wanted or not: gathering is collective
+        full = cast(DTensor, parameter.detach()).full_tensor()
         if name in own:
             whole[name] = take(full, shards[name])
 
@@ -76,7 +77,7 @@ def copy_part(source: PreTrainedModel, mesh: Mesh, k_blocks: int) -> Part:
 
 
 def take(full: Tensor, shard: Shard) -> Tensor:
-    """The shard of a whole tensor; views where the ranges are one."""
+    """Return the shard of a whole tensor; a view if it has one range."""
     if shard.is_whole:
         return full
     parts = [full.narrow(shard.dim, start, stop - start) for start, stop in shard.ranges]
@@ -90,13 +91,15 @@ def build_part(
     k_blocks: int,
     like: Mapping[str, Tensor] | None = None,
 ) -> Part:
-    """The part without memory: every tensor on the meta device, whole still. Raises ValueError for what cannot be.
+    """Build the part without memory: every tensor on the meta device, whole. Raises ValueError for an indivisible
+    model.
 
     like: parameters whose dtypes it takes, where they are not all the same.
     """
     module = _skeleton(config, dtype)
-    for name, parameter in module.named_parameters() if like else ():
-        parameter.data = parameter.data.to(like[name].dtype)
+    if like:
+        for name, parameter in module.named_parameters():
+            parameter.data = parameter.data.to(like[name].dtype)
     if mesh.pp > 1 and (problems := stage_problems(module)):
         raise ValueError("; ".join(problems))
     layers = stage_layers(module.config.get_text_config(decoder=True).num_hidden_layers, mesh.pp, mesh.pp_rank)
@@ -135,7 +138,7 @@ def _materialise(part: Part, device: torch.device, read: Callable[[str, Shard], 
 
 @torch.no_grad()
 def _compute_buffers(module: PreTrainedModel, device: torch.device, slices: CheckpointSlices) -> None:
-    """Give the buffers their values as transformers does when it loads: from the folder, or computed by the module."""
+    """Set the buffers as transformers does when it loads: from the folder, or computed by the module."""
     for owner_name, owner in module.named_modules():
         buffers = [(leaf, buffer) for leaf, buffer in owner.named_buffers(recurse=False) if buffer.is_meta]
         if not buffers:
@@ -143,7 +146,7 @@ def _compute_buffers(module: PreTrainedModel, device: torch.device, slices: Chec
         for leaf, buffer in buffers:
             owner._buffers[leaf] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
         kept = {leaf: p.clone() for leaf, p in owner.named_parameters(recurse=False)}
-        module._init_weights(owner)  # computes the buffers, and draws the module's own weights anew: put them back
+        module._init_weights(owner)  # computes the buffers, but also initialises the module's own weights: restore them
         for leaf, parameter in owner.named_parameters(recurse=False):
             parameter.copy_(kept[leaf])
         for leaf, _ in buffers:

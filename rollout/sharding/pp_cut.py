@@ -1,7 +1,7 @@
-"""Cuts a whole module down to one pipeline stage.
+"""The cut of a whole module down to one pipeline stage.
 
-The module keeps its shape: what other stages run is replaced by modules that pass on what they get, so that layer
-indices, and what a forward reads by them, stay what they are.
+The module keeps its structure: layers of other stages are replaced by modules that return their input, so that layer
+indices, and the values that a forward reads by them, stay the same.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 
 def stage_layers(num_layers: int, pp: int, pp_rank: int) -> range:
-    """The layers of a stage: contiguous, and as many as any other, or one more on the first few.
+    """Return the layers of a stage: contiguous, and equally many per stage, or one more on the first few.
 
-    Raises ValueError where a stage would have none.
+    Raises ValueError if a stage would have none.
     """
     if num_layers < pp:
         raise ValueError(f"pp={pp} stages need at least as many layers, and the model has {num_layers}")
@@ -23,11 +23,11 @@ def stage_layers(num_layers: int, pp: int, pp_rank: int) -> range:
 
 
 class PassedLayer(nn.Module):
-    """Stands in for a layer of another stage. What a model's forward reads of a layer it has too."""
+    """A substitute for a layer of another stage. It has the attributes of the layer that a model's forward reads."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.received: Tensor | None = None  # [1, N, D] where this stage begins: goes to its first layer in any case
+        self.received: Tensor | None = None  # [1, N, D] where this stage begins: its first layer gets this as its input
         for name, value in vars(layer).items():
             if not name.startswith("_") and isinstance(value, str | int | float | bool):
                 setattr(self, name, value)
@@ -37,7 +37,7 @@ class PassedLayer(nn.Module):
 
 
 def stage_problems(module: PreTrainedModel) -> list[str]:
-    """Why a module cannot be cut into stages; empty when it can."""
+    """Return the reasons why a module cannot be cut into stages; empty when it can."""
     plan = module._pp_plan or {}
     layers = f"{module.base_model_prefix}.layers"
     if layers not in plan or not isinstance(module.get_submodule(layers), nn.ModuleList):
@@ -51,18 +51,19 @@ def stage_problems(module: PreTrainedModel) -> list[str]:
 
 
 def cut_stage(module: PreTrainedModel, layers: range, *, is_first: bool, is_last: bool) -> PassedLayer | None:
-    """Leave only the stage's own modules in place. Returns the stand-in that hands on what the stage receives.
+    """Keep only the stage's own modules. Returns the substitute layer that passes on the stage's input.
 
     The plan's modules before the layers belong to the first stage, those behind them to the last. A last stage whose
     head is tied to the embedding keeps the embedding too.
     """
     stand_in: PassedLayer | None = None
     all_layers = module.get_submodule(f"{module.base_model_prefix}.layers")
+    assert isinstance(all_layers, nn.ModuleList)
     for index, layer in enumerate(all_layers):
         if index not in layers:
             all_layers[index] = passed = PassedLayer(layer)
             stand_in = passed if index == layers.start - 1 else stand_in
-    names = list(module._pp_plan)
+    names = list(module._pp_plan or ())
     base = [name for name in names if name.startswith(f"{module.base_model_prefix}.")]
     where = base.index(f"{module.base_model_prefix}.layers")
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()

@@ -1,4 +1,4 @@
-"""Which part of which tensor a rank holds: plain values, no tensors."""
+"""The part of each tensor that a rank holds: plain values, no tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Shard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the part."""
+        """Shape of the part."""
         if not self.full_shape:
             return ()
         size = sum(stop - start for start, stop in self.ranges)

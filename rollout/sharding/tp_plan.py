@@ -1,5 +1,7 @@
-"""How a module is divided among the ranks of a stage: from its own tensor-parallel plan to a role for each layer and a
-shard for each tensor. Pure: modules on the meta device will do.
+"""The division of a module among the ranks of a stage.
+
+It turns the module's own tensor-parallel plan into a role for each layer and a shard for each tensor. Pure: modules on
+the meta device will do.
 
 Letters: H query heads, K KV heads, D head size.
 """
@@ -17,8 +19,8 @@ from transformers import PreTrainedModel
 from ...kernels.self_test import Cut
 from .shards import Range, Shard
 
-# What a layer does with its share. "column" computes some of the outputs, "column_gather" then gives all of them to
-# everybody; "row" has some of the inputs, "row_split" takes its part of inputs that everybody has, and both sum.
+# The role of a layer in a division. "column" computes some of the outputs, "column_gather" then gathers all of them on
+# every rank; "row" has some of the inputs, "row_split" takes its part of inputs that every rank has, and both sum.
 Role = Literal["column", "column_gather", "packed_column", "row", "row_split", "experts", "embedding", "whole"]
 
 _ROLES: dict[str, Role] = {
@@ -41,12 +43,12 @@ _ATTENTION = {
     "layers.*.self_attn.v_proj": "colwise",
     "layers.*.self_attn.o_proj": "rowwise",
 }
-# Plans of families that bring none, by model_type.
+# Plans of families without one, by model_type.
 _MISSING_PLANS = {
     "gpt_oss": _ATTENTION
     | {
         "layers.*.self_attn.sinks": "colwise",
-        "layers.*.mlp.experts.gate_up_proj": "colwise",  # gate and up stand interleaved: any even range holds pairs
+        "layers.*.mlp.experts.gate_up_proj": "colwise",  # gate and up are interleaved: any even range holds pairs
         "layers.*.mlp.experts.gate_up_proj_bias": "colwise",
         "layers.*.mlp.experts.down_proj": "rowwise",
         "layers.*.mlp.experts": "moe_tp_experts",
@@ -57,7 +59,7 @@ SUMS = ("row", "row_split")
 
 @dataclass(frozen=True)
 class Roles:
-    """What each planned module, or bare parameter, of a model does; names as in the module."""
+    """The role of each planned module, or bare parameter, of a model; names as in the module."""
 
     of: Mapping[str, Role]
     problems: tuple[str, ...]  # why it cannot be divided; empty when it can
@@ -67,7 +69,7 @@ class Roles:
 
 
 def roles_of(module: PreTrainedModel) -> Roles:
-    """The roles that the module's plan gives to what it has. Names every style that is not known here as a problem."""
+    """Return the roles that the module's plan gives to its parts. Lists every unknown style as a problem."""
     plan, prefix = dict(module._tp_plan or {}), f"{module.base_model_prefix}."
     if not any("layers" in pattern for pattern in plan):
         missing = _MISSING_PLANS.get(module.config.get_text_config(decoder=True).model_type)
@@ -88,7 +90,7 @@ def roles_of(module: PreTrainedModel) -> Roles:
                     unknown.setdefault(style, name)
     problems = [f"{name} has the plan style {style!r}, which is not supported" for style, name in unknown.items()]
     head = module.get_output_embeddings()
-    vocab = module.get_input_embeddings().weight.shape[0]
+    vocab = _vocab_size(module)
     for name, m in module.named_modules():
         if m is head:
             roles[name] = "column_gather" if head.weight.shape[0] == vocab else "whole"
@@ -96,9 +98,9 @@ def roles_of(module: PreTrainedModel) -> Roles:
 
 
 def plan_shards(module: PreTrainedModel, roles: Roles, tp: int, tp_rank: int, k_blocks: int) -> dict[str, Shard]:
-    """The shard of every parameter and buffer, by name. Raises ValueError listing everything that cannot be divided."""
+    """Return the shard of every parameter and buffer, by name. Raises ValueError listing everything indivisible."""
     problems = list(roles.problems)
-    vocab = module.get_input_embeddings().weight.shape[0]
+    vocab = _vocab_size(module)
     shards = {name: Shard.whole(tuple(t.shape)) for name, t in _tensors(module)}
     for owner_name, owner in module.named_modules():
         for leaf, parameter in owner.named_parameters(recurse=False):
@@ -106,7 +108,7 @@ def plan_shards(module: PreTrainedModel, roles: Roles, tp: int, tp_rank: int, k_
             role = roles.of.get(name) or roles[owner_name]
             dim = _dim_of(role, parameter, leaf, getattr(owner, "is_transposed", False))
             if dim is None or (role in ("embedding", "column_gather") and parameter.shape[dim] == vocab and vocab % tp):
-                continue  # a vocabulary that does not divide stands whole on every rank
+                continue  # a vocabulary that does not divide is whole on every rank
             halves = 2 if role == "packed_column" else 1
             unit = _unit_of(module, owner_name, leaf, parameter) if role == "column" else 1
             ranges = _ranges(parameter.shape[dim], unit, tp, tp_rank, halves)
@@ -124,7 +126,7 @@ def plan_shards(module: PreTrainedModel, roles: Roles, tp: int, tp_rank: int, k_
 
 
 def layer_cuts(module: PreTrainedModel, roles: Roles, k_blocks: int) -> list[Cut]:
-    """What ranks may divide at this k_blocks, whatever their number, as `invariant.self_test` wants it."""
+    """Return the cuts that ranks may make at this k_blocks, whatever their number, for `kernels.self_test`."""
     cuts: list[Cut] = []
     for owner_name, owner in module.named_modules() if k_blocks > 1 else ():
         for leaf, parameter in owner.named_parameters(recurse=False):
@@ -143,8 +145,15 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
+def _vocab_size(module: PreTrainedModel) -> int:
+    weight = module.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[0]
+
+
 def _dim_of(role: Role, parameter: Tensor, leaf: str, is_transposed: bool) -> int | None:
-    """The dimension that a role divides, or None. Weights are [..., out, in], or transposed; experts' stand stacked."""
+    """Return the dimension that a role divides, or None. Weights are [..., out, in], or transposed; experts are
+    stacked."""
     is_bias = leaf == "bias" or leaf.endswith("_bias")
     if role in ("column", "column_gather", "packed_column"):
         if is_bias or parameter.dim() == 1:
@@ -156,9 +165,10 @@ def _dim_of(role: Role, parameter: Tensor, leaf: str, is_transposed: bool) -> in
 
 
 def _ranges(size: int, unit: int, tp: int, tp_rank: int, halves: int) -> tuple[Range, ...] | None:
-    """This rank's ranges of a dimension of `halves` equal parts, in whole units; None when they do not divide.
+    """Return this rank's ranges of a dimension of `halves` equal parts, in whole units; None if they do not divide.
 
-    Fewer units than ranks stand on several ranks each (KV heads): unit = its size, 1 for no such thing.
+    With fewer units than ranks, several ranks hold the same unit (KV heads). unit: its size; 1 if columns are
+    independent.
     """
     if size % (unit * halves):
         return None
@@ -174,7 +184,7 @@ def _ranges(size: int, unit: int, tp: int, tp_rank: int, halves: int) -> tuple[R
 
 
 def _unit_of(module: PreTrainedModel, owner_name: str, leaf: str, parameter: Tensor) -> int:
-    """Columns that stay together: those of a KV head, which may stand on several ranks; else 1 (heads are checked)."""
+    """Count the columns that stay together: a KV head's, which several ranks may hold; else 1 (heads are checked)."""
     if not owner_name.endswith((".k_proj", ".v_proj")):
         return 1
     attention = module.get_submodule(owner_name.rpartition(".")[0])
@@ -182,7 +192,7 @@ def _unit_of(module: PreTrainedModel, owner_name: str, leaf: str, parameter: Ten
 
 
 def _head_problems(module: PreTrainedModel, roles: Roles, tp: int) -> list[str]:
-    """Attentions whose heads do not divide, or that hold tensors which the plan forgot; each kind once."""
+    """List attentions with indivisible heads, or with tensors that are missing from the plan; each kind once."""
     problems: dict[str, str] = {}
     heads = module.config.get_text_config(decoder=True).num_attention_heads
     for name, attention in module.named_modules():

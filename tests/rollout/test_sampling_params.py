@@ -1,4 +1,4 @@
-"""Sampling parameters: names, defaults and ranges, and every offender named at once."""
+"""Sampling parameters: names, defaults, ranges, and errors that name all wrong fields at once."""
 
 import json
 import math

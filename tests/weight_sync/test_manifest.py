@@ -1,4 +1,4 @@
-"""What an update says of itself: specs and manifests that travel as JSON."""
+"""Specs and manifests of updates, and their JSON form."""
 
 from __future__ import annotations
 

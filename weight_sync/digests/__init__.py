@@ -1,1 +1,1 @@
-"""SHA-256 of resident tensors."""
+"""Digests of resident tensors: the SHA-256 tree of a model, and the weights checkers."""

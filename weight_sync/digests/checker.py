@@ -2,10 +2,10 @@
 
 A tensor's digest covers its length-prefixed name, dtype, shape and raw bytes (in row-major order, little-endian as in
 memory); the digest of a rank covers the sorted tensor digests. In this digest a tensor is one message, unlike in the
-model digest, so one thread hashes it from end to end: a tensor larger than its fair share of the bytes sets the time.
+model digest, so one thread hashes all of it: a tensor larger than its fair share of the bytes sets the time.
 
 Every function takes (name, tensor) pairs, skips tensors that no weight update carries (`is_skipped`), and takes tied
-ones once, under the name that comes first.
+ones once, under the first of their names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from ..manifest import NamedTensors, TensorSpec, dtype_name
 
 SKIPPED_PARTS = ("cos_sin_cache", "cos_cache", "sin_cache", "inv_freq", "freqs_cis", "expert_mask_gpu")
-CHUNK_BYTES = 16 << 20  # a multiple of every element size; what is copied from a device at once
+CHUNK_BYTES = 16 << 20  # a multiple of every element size; copied from a device at once
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,23 @@ class ChecksumReport:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor whose bytes are not those of the snapshot. The errors are in float64 and infinite where an element is
-    not a number on one side only, or where shape or dtype differ (then every element counts as differing)."""
+    """A tensor whose bytes differ from the snapshot's.
+
+    The errors are in float64. They are infinite where an element is not a number on one side only, or where shape or
+    dtype differ (then every element counts as differing).
+    """
 
     name: str
     expected: str  # dtype and shape in the snapshot
     actual: str  # dtype and shape now
     max_abs_err: float
-    mean_abs_err: float  # over all elements, also those that agree
+    mean_abs_err: float  # over all elements, equal ones included
     num_differing: int  # elements
 
 
 @dataclass(frozen=True)
 class CompareReport:
-    """Tensors against a snapshot, by name."""
+    """The comparison of tensors with a snapshot, by name."""
 
     matched: tuple[str, ...]
     missing: tuple[str, ...]  # in the snapshot only
@@ -65,13 +68,13 @@ class CompareReport:
 
 
 def checksum(named_tensors: NamedTensors, num_threads: int = 2, skip: Collection[str] = ()) -> ChecksumReport:
-    """Digest every tensor. Changes nothing, and copies nothing that lies contiguous on the CPU.
+    """Digest every tensor. Changes nothing, and copies nothing that is contiguous on the CPU.
 
-    skip: parts of names to leave out besides `SKIPPED_PARTS`. Raises ValueError listing names that come twice.
+    skip: parts of names to leave out besides `SKIPPED_PARTS`. Raises ValueError listing duplicate names.
     """
     started = time.perf_counter()
     tensors = checked_tensors(named_tensors, skip)
-    # Largest first, so that no thread is left with a big one when the others are done.
+    # Largest first, so that no thread still hashes a big one when the others are done.
     largest_first = sorted(tensors.items(), key=lambda item: -item[1].nbytes)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="checksum") as pool:
         digests = dict(pool.map(lambda item: (item[0], tensor_sha256(*item)), largest_first))
@@ -85,7 +88,7 @@ def checksum(named_tensors: NamedTensors, num_threads: int = 2, skip: Collection
 
 
 def snapshot(named_tensors: NamedTensors, skip: Collection[str] = ()) -> dict[str, Tensor]:
-    """Contiguous copies in host memory, by name."""
+    """Copy the tensors to contiguous host memory, by name."""
     copies = {}
     for name, tensor in checked_tensors(named_tensors, skip).items():
         copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -94,7 +97,7 @@ def snapshot(named_tensors: NamedTensors, skip: Collection[str] = ()) -> dict[st
 
 
 def compare(named_tensors: NamedTensors, expected: Mapping[str, Tensor], skip: Collection[str] = ()) -> CompareReport:
-    """Tensors against a snapshot of them, byte by byte: equal not-a-numbers agree, 0.0 and -0.0 do not."""
+    """Compare tensors with a snapshot of them, byte by byte: equal not-a-numbers agree, 0.0 and -0.0 do not."""
     tensors = checked_tensors(named_tensors, skip)
     expected = checked_tensors(expected.items(), skip)
     differences = {name: _difference(name, expected[name], tensors[name]) for name in tensors if name in expected}
@@ -107,9 +110,9 @@ def compare(named_tensors: NamedTensors, expected: Mapping[str, Tensor], skip: C
 
 
 def reset_tensors(named_tensors: NamedTensors, seed: int | None = None, skip: Collection[str] = ()) -> tuple[str, ...]:
-    """Overwrite tensors in place with random data: floats in [0, 1), integers over their full range, booleans by coin.
+    """Overwrite tensors in place with random data: floats in [0, 1), integers over their full range, random booleans.
 
-    Returns the names. Equal seeds give equal data on one kind of device; None takes a fresh one.
+    Returns the names. Equal seeds give equal data on one kind of device; None draws a fresh seed.
     """
     tensors = checked_tensors(named_tensors, skip)
     generators: dict[torch.device, torch.Generator] = {}
@@ -125,14 +128,18 @@ def reset_tensors(named_tensors: NamedTensors, seed: int | None = None, skip: Co
 
 
 def is_skipped(name: str, tensor: Tensor, skip: Collection[str] = ()) -> bool:
-    """Whether the checker passes over a tensor: derived tables, tensors marked `_skip_weight_check`, and names that
-    contain an entry of `skip`. The set is SGLang's."""
+    """Return whether the checker skips a tensor. The set is SGLang's.
+
+    It skips derived tables, tensors marked `_skip_weight_check`, and names that contain an entry of `skip`.
+    """
     return any(part in name for part in (*SKIPPED_PARTS, *skip)) or getattr(tensor, "_skip_weight_check", False)
 
 
 def checked_tensors(named_tensors: NamedTensors, skip: Collection[str] = ()) -> dict[str, Tensor]:
-    """The tensors that are checked, detached, by name; tied ones under their first name. Raises ValueError listing
-    names that come twice."""
+    """Select the tensors to check, detached, by name; tied ones under their first name.
+
+    Raises ValueError listing duplicate names.
+    """
     pairs = list(named_tensors)
     if twice := sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1):
         raise ValueError(f"tensors named more than once: {', '.join(twice)}")
@@ -150,18 +157,19 @@ def checked_tensors(named_tensors: NamedTensors, skip: Collection[str] = ()) -> 
 
 
 def tensor_sha256(name: str, tensor: Tensor) -> bytes:
-    """SHA-256 over length-prefixed (uint64, little-endian) name, dtype, shape (uint64 each) and raw bytes: 32 bytes."""
+    """Hash length-prefixed (uint64, little-endian) name, dtype, shape (uint64 each) and raw bytes: SHA-256, 32
+    bytes."""
     digest = hashlib.sha256()
     for field in (name.encode(), dtype_name(tensor.dtype).encode(), struct.pack(f"<{tensor.dim()}Q", *tensor.shape)):
         digest.update(struct.pack("<Q", len(field)) + field)
     digest.update(struct.pack("<Q", tensor.nbytes))
     for chunk in byte_chunks(tensor):
-        digest.update(chunk.cpu().numpy())  # frees the GIL
+        digest.update(chunk.cpu().numpy())  # without the GIL
     return digest.digest()
 
 
 def byte_chunks(tensor: Tensor, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Tensor]:
-    """The bytes of a tensor in row-major order: uint8 vectors on its device, views where it is contiguous.
+    """Yield the bytes of a tensor in row-major order: uint8 vectors on its device, views where it is contiguous.
 
     Whole elements; at most `chunk_bytes` each, unless a single element is larger.
     """
@@ -180,7 +188,7 @@ def byte_chunks(tensor: Tensor, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Tens
 
 
 def _difference(name: str, expected: Tensor, actual: Tensor) -> TensorDifference | None:
-    """None where all bytes agree."""
+    """Return the difference of two tensors, or None if all bytes agree."""
     wanted, found = (TensorSpec.of("", tensor).describe().strip() for tensor in (expected, actual))
     if wanted != found:
         infinite = float("inf")

@@ -1,15 +1,13 @@
-"""The model digest: a SHA-256 tree over named tensors that every layout of one model agrees on.
+"""The model digest: a SHA-256 tree over named tensors that is equal for every layout of one model.
 
-Letters used in shapes: L leading entries (experts), R rows, C columns, each as one number;
-a cell is r rows by c columns, and a tile is a contiguous piece of a cell.
+Letters used in shapes: L leading entries (experts), R rows, C columns, each as one number; a cell is r rows by c
+columns, and a tile is a contiguous piece of a cell.
 
-Every tensor is cut by a grid that depends on its shape alone. The last two dimensions are cut into cells so
-that any shard of 1, 2, 4, 8 or 16 ways along either (where that divides it) owns whole cells; leading
-dimensions are cut into single entries. A cell, read row by row, is cut further into tiles of at most 16,384
-elements. Leaves are the SHA-256 of the tiles' raw bytes (little-endian, as in memory), cell after cell in
-row-major order. Ranks exchange leaves only:
-`shard_leaves` on each rank and `merge_leaves` anywhere give the same root as `tensor_leaves` on the whole
-tensor.
+Every tensor is cut by a grid that depends on its shape alone. The last two dimensions are cut into cells so that any
+shard of 1, 2, 4, 8 or 16 ways along either (where that divides it) owns whole cells; leading dimensions are cut into
+single entries. A cell, read row by row, is cut further into tiles of at most 16,384 elements. Leaves are the SHA-256 of
+the tiles' raw bytes (little-endian, as in memory), cell after cell in row-major order. Ranks exchange leaves only:
+`shard_leaves` on each rank and `merge_leaves` anywhere give the same root as `tensor_leaves` on the whole tensor.
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ from ..manifest import NamedTensors, dtype_name
 
 MAX_WAYS = 16
 MAX_TILE_ELEMENTS = 16_384
-CHUNK_BYTES = 2 << 20  # one block, except that a cell is never split; where it is copied it stays in a cache
+CHUNK_BYTES = 2 << 20  # size of one block, except that a cell is never split; where it is copied it stays in a cache
 GPU_CHUNK_BYTES = 4 << 30  # a GPU hashes one tile no faster than some 100,000 at once
 MIN_BYTES_FOR_THREADS = 32 << 20  # below this, starting threads costs more than they save
 
 
 @dataclass(frozen=True)
 class TileGrid:
-    """How a tensor of one shape is cut; see the module's docstring for the letters."""
+    """The grid of tensors of one shape; see the module's docstring for the letters."""
 
     leading: int  # L, the product of all dimensions but the last two
     cell_rows: int  # cells along the rows
@@ -60,12 +58,12 @@ class TileGrid:
 
     @property
     def num_tiles(self) -> int:
-        """Leaves of the tensor; 0 where it has no element."""
+        """Leaves of the tensor; 0 if it has no element."""
         return self.num_cells * self.tiles_per_cell
 
 
 def tile_grid(shape: Sequence[int]) -> TileGrid:
-    """The grid of a shape, a pure function of it. A vector counts as one row, a scalar as one element."""
+    """Return the grid of a shape, a pure function of it. A vector counts as one row, a scalar as one element."""
     *leading, rows, cols = (1, 1, *shape) if len(shape) < 2 else shape
     num_leading = math.prod(leading)
     if 0 in (num_leading, rows, cols):
@@ -78,16 +76,15 @@ def tile_grid(shape: Sequence[int]) -> TileGrid:
 
 
 def tensor_leaves(tensor: Tensor) -> list[bytes]:
-    """SHA-256 of each tile of a whole tensor, in order. Any dtype, device and strides; does not change the
+    """Hash each tile of a whole tensor, in order: SHA-256. Any dtype, device and strides; does not change the
     tensor."""
     return _leaves(tensor, tile_grid(tensor.shape))
 
 
 def shard_leaves(tensor: Tensor, full_shape: Sequence[int], offsets: Sequence[int]) -> dict[int, bytes]:
-    """Leaves of the part of a tensor that starts at `offsets` of `full_shape`, by their index in the whole
-    tensor.
+    """Hash the tiles of a shard that starts at `offsets` of `full_shape`; returns leaves by index in the whole tensor.
 
-    Raises ValueError, naming every dimension, where the part leaves the full shape or cuts through a cell.
+    Raises ValueError, naming every dimension, if the shard leaves the full shape or cuts through a cell.
     """
     grid = tile_grid(full_shape)
     if not len(tensor.shape) == len(full_shape) == len(offsets):
@@ -120,9 +117,9 @@ def shard_leaves(tensor: Tensor, full_shape: Sequence[int], offsets: Sequence[in
 
 
 def merge_leaves(shape: Sequence[int], parts: Iterable[Mapping[int, bytes]]) -> list[bytes]:
-    """Leaves of a whole tensor of `shape` from those of its shards; replicas may overlap.
+    """Merge the leaves of shards to those of a whole tensor of `shape`; replicas may overlap.
 
-    Raises ValueError naming tiles that are missing, unknown, or that two shards disagree about.
+    Raises ValueError naming missing and unknown tiles, and tiles with different leaves.
     """
     num_tiles = tile_grid(shape).num_tiles
     merged: dict[int, bytes] = {}
@@ -141,8 +138,8 @@ def merge_leaves(shape: Sequence[int], parts: Iterable[Mapping[int, bytes]]) -> 
 
 
 def tensor_root(name: str, dtype: torch.dtype, shape: Sequence[int], leaves: Sequence[bytes]) -> bytes:
-    """SHA-256 over length-prefixed name, dtype, shape and leaves: 32 bytes. Raises ValueError for a wrong
-    leaf count."""
+    """Hash length-prefixed name, dtype, shape and leaves: SHA-256, 32 bytes. Raises ValueError for a wrong leaf
+    count."""
     num_tiles = tile_grid(shape).num_tiles
     if len(leaves) != num_tiles:
         raise ValueError(f"{name}: a tensor of shape {list(shape)} has {num_tiles} tiles, not {len(leaves)}")
@@ -160,7 +157,7 @@ def _root(name: str, dtype: torch.dtype, shape: Sequence[int], leaves: bytes) ->
 
 
 def model_root(roots: Iterable[tuple[str, bytes]]) -> str:
-    """Hex digest of a model from its (name, tensor root) pairs in any order. Raises ValueError for duplicate
+    """Compute a model's hex digest from (name, tensor root) pairs in any order. Raises ValueError for duplicate
     names."""
     pairs = sorted(roots)
     _refuse_duplicates([name for name, _ in pairs])
@@ -168,17 +165,20 @@ def model_root(roots: Iterable[tuple[str, bytes]]) -> str:
 
 
 def model_digest(named_tensors: NamedTensors, num_threads: int | None = None) -> str:
-    """Hex digest of whole tensors; the same whatever their order, devices or strides and however many threads
-    hash. `num_threads` as in `tensor_roots`."""
+    """Compute the hex digest of whole tensors.
+
+    It does not depend on their order, devices or strides, or on the number of threads. `num_threads` as in
+    `tensor_roots`.
+    """
     return model_root(tensor_roots(named_tensors, num_threads).items())
 
 
 def tensor_roots(named_tensors: NamedTensors, num_threads: int | None = None) -> dict[str, bytes]:
-    """The root of each whole tensor by name, in their order: what `tensor_root` gives for its leaves. `model_root` of
-    them is the model digest, so an update verifies tensors one by one and hashes each byte once.
+    """Compute the root of each whole tensor by name, in their order, as `tensor_root` of its leaves.
 
-    `num_threads` None takes up to 8 of the cores this process may use, or one where the model is small. Raises
-    ValueError for duplicate names, before anything is hashed.
+    `model_root` of them is the model digest, so an update verifies tensors one by one and hashes each byte once.
+    `num_threads` None uses up to 8 of the cores of this process, or one if the model is small. Raises ValueError for
+    duplicate names, before anything is hashed.
     """
     tensors = list(named_tensors)
     _refuse_duplicates([name for name, _ in tensors])
@@ -193,7 +193,7 @@ def tensor_roots(named_tensors: NamedTensors, num_threads: int | None = None) ->
 
     with ExitStack() as stack:
         if num_threads == 1:
-            hashed = map(hash_blocks, _work(tensors, grids))
+            hashed: Iterator[list[tuple[int, bytes]]] = map(hash_blocks, _work(tensors, grids))
         else:
             pool = stack.enter_context(ThreadPoolExecutor(num_threads, thread_name_prefix="digest"))
             hashed = pool.map(hash_blocks, _work(tensors, grids))
@@ -206,7 +206,7 @@ def tensor_roots(named_tensors: NamedTensors, num_threads: int | None = None) ->
 
 
 def _work(tensors: Sequence[tuple[str, Tensor]], grids: Sequence[TileGrid]) -> Iterator[list[tuple[int, Tensor]]]:
-    """All blocks with the index of their tensor, small ones together so that a thread is not woken for a few bytes."""
+    """Yield lists of blocks with the index of their tensor; small blocks share a list to save wake-ups of threads."""
     batch: list[tuple[int, Tensor]] = []
     num_bytes = 0
     for k, (_, tensor) in enumerate(tensors):
@@ -221,8 +221,7 @@ def _work(tensors: Sequence[tuple[str, Tensor]], grids: Sequence[TileGrid]) -> I
 
 
 def _blocks(tensor: Tensor, grid: TileGrid) -> Iterator[Tensor]:
-    """Views [k, r, m, c] of the tensor, k * m whole cells each, in the order of the cells and of bounded
-    size."""
+    """Yield views [k, r, m, c] of the tensor, k * m whole cells each, in the order of the cells and of bounded size."""
     if grid.num_tiles == 0:
         return
     if tensor.dim() > 2 and not tensor.is_contiguous():  # leading dimensions that may not merge
@@ -244,7 +243,7 @@ def _chunk_bytes(tensor: Tensor) -> int:
 
 
 def _hashes(blocks: Iterable[tuple[Tensor, TileGrid]]) -> list[bytes]:
-    """The leaves of each block [k, r, m, c], 32 bytes each."""
+    """Hash the tiles of each block [k, r, m, c]; returns the leaves of each block, 32 bytes each."""
     return tile_hashes_of_all([(block, grid.strip_rows, grid.piece_cols) for block, grid in blocks])
 
 

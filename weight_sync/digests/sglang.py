@@ -3,7 +3,7 @@
 They cover a tensor's bytes only, not its name, dtype or shape, and differ by device: a truncated SHA-256 for tensors on
 the CPU, a position-mixing 64-bit hash of 32-bit words for tensors on a GPU. Neither resists an attacker; our own proof
 is the model digest. Written from the definition in SGLang 0.5.23 (srt/utils/weight_checker.py and the Triton kernel
-`tensor_hash` of multimodal/mm_utils.py). FP8 weights are hashed as they lie in memory; SGLang dequantises its
+`tensor_hash` of multimodal/mm_utils.py). FP8 weights are hashed as they are in memory; SGLang dequantises its
 block-quantised ones first.
 """
 
@@ -33,7 +33,7 @@ _SEED2 = ((_SEED1 * 0x9E3779B1) ^ 0xDEADBEEF) & _LOW32
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Where a rank stands, as the checker's reply states it for one role ("target" or "draft")."""
+    """The position of a rank, as in the checker's reply for one role ("target" or "draft")."""
 
     role: str = "target"
     tp_rank: int = 0
@@ -54,9 +54,12 @@ def rank_record(
     skip: Collection[str] = (),
     num_threads: int = 2,
 ) -> dict[str, object]:
-    """One rank's entry of the checker's reply: checksums by name, per_gpu_checksum, parallelism_info (a list, one entry
-    a role). `kind` None takes each tensor's own device, so that the reply is what SGLang would give; a fixed one lets
-    CPU and GPU engines be compared. Raises ValueError listing names that come twice."""
+    """Build one rank's entry of the checker's reply.
+
+    It has checksums by name, per_gpu_checksum, and parallelism_info (a list, one entry a role). `kind` None uses each
+    tensor's own device, so that the reply is SGLang's; a fixed one makes CPU and GPU engines comparable. Raises
+    ValueError listing duplicate names.
+    """
     tensors = checked_tensors(named_tensors, skip)
     largest_first = sorted(tensors.items(), key=lambda item: -item[1].nbytes)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="checksum") as pool:
@@ -70,19 +73,20 @@ def rank_record(
 
 
 def per_gpu_checksum(checksums: Mapping[str, str]) -> str:
-    """SHA-256 over name and digest of each tensor, in the order of the names; 64 hex digits."""
+    """Hash name and digest of each tensor, in the order of the names: SHA-256, 64 hex digits."""
     return hashlib.sha256("".join(name + checksums[name] for name in sorted(checksums)).encode()).hexdigest()
 
 
 def per_engine_checksum(per_gpu_checksums: Iterable[str]) -> str:
-    """SHA-256 over the ranks' checksums, in TP order; 64 hex digits."""
+    """Hash the ranks' checksums, in TP order: SHA-256, 64 hex digits."""
     return hashlib.sha256("".join(per_gpu_checksums).encode()).hexdigest()
 
 
 def tensor_digest(tensor: Tensor, kind: Kind | None = None) -> str:
-    """16 lower-case hex digits. `kind` None is "cpu" for a tensor on the CPU and "cuda" for any other.
+    """Hash a tensor to 16 lower-case hex digits.
 
-    Either kind is computed on the tensor's device. Raises ValueError for another kind.
+    `kind` None is "cpu" for a tensor on the CPU and "cuda" for any other. Either kind is computed on the tensor's
+    device. Raises ValueError for another kind.
     """
     kind = kind or ("cpu" if tensor.device.type == "cpu" else "cuda")
     if kind == "cpu":
@@ -97,7 +101,8 @@ def tensor_digest(tensor: Tensor, kind: Kind | None = None) -> str:
 
 @torch.no_grad()
 def _word_hash(tensor: Tensor) -> int:
-    """The hash of a GPU tensor. Needs memory for some chunks, and for a copy where the tensor is not contiguous."""
+    """Compute the hash of a GPU tensor. Needs memory for some chunks, and for a copy if the tensor is not
+    contiguous."""
     on_cpu = tensor.device.type == "cpu"
     chunk_words = CPU_CHUNK_WORDS if on_cpu else DEVICE_CHUNK_WORDS
     num_words = -(-tensor.nbytes // 4)
@@ -116,7 +121,7 @@ def _word_hash(tensor: Tensor) -> int:
 
 
 def _sum_of_tiles(words: Tensor, index: Tensor, factor: int, seed: int, turn: int, num_words: int) -> int:
-    """Sum over tiles of one 32-bit hash each. words and their index in the tensor: int32 [n], read as unsigned."""
+    """Sum one 32-bit hash per tile. words and their index in the tensor: int32 [n], read as unsigned."""
     keys = index * _int32(factor)
     keys.add_(_int32(seed)).bitwise_xor_(_shift_right(index, 32 - turn).bitwise_or_(index << turn)).bitwise_xor_(words)
     keys = _fmix32(keys)
@@ -129,25 +134,25 @@ def _sum_of_tiles(words: Tensor, index: Tensor, factor: int, seed: int, turn: in
 
 
 def _fmix32(values: Tensor) -> Tensor:
-    """The finalizer of MurmurHash3 (Appleby), in place: int32 [n], arithmetic modulo 2^32."""
+    """Apply the finalizer of MurmurHash3 (Appleby), in place: int32 [n], arithmetic modulo 2^32."""
     values.bitwise_xor_(_shift_right(values, 16)).mul_(_int32(0x85EBCA6B))
     values.bitwise_xor_(_shift_right(values, 13)).mul_(_int32(0xC2B2AE35))
     return values.bitwise_xor_(_shift_right(values, 16))
 
 
 def _shift_right(values: Tensor, bits: int) -> Tensor:
-    """A logical shift: torch's repeats the sign of an int32."""
+    """Shift logically: torch's shift repeats the sign of an int32."""
     return (values >> bits).bitwise_and_((1 << (32 - bits)) - 1)
 
 
 def _splitmix64(value: int) -> int:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014). 0 stays 0."""
+    """Apply the finalizer of SplitMix64 (Steele, Lea, Flood 2014). 0 stays 0."""
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _LOW64
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _LOW64
     return value ^ value >> 31
 
 
 def _int32(value: int) -> int:
-    """The signed number that has the low 32 bits of `value`."""
+    """Return the signed number with the low 32 bits of `value`."""
     value &= _LOW32
     return value - (1 << 32) if value >> 31 else value

@@ -1,7 +1,7 @@
-"""Tensor roots of a model whose tensors lie on several ranks: each hashes what it holds, and only hashes travel.
+"""Tensor roots of a model on several ranks: each rank hashes its own part, and ranks exchange only hashes.
 
-What a rank holds of a tensor it sends as the tensor's root where that is all of it, else as leaves of the digest tree
-(`digest.shard_leaves`); merged they give the root that the whole tensor has.
+A rank sends the root of each tensor that it holds whole, and leaves of the digest tree (`model_digest.shard_leaves`) of
+the others; merged, the leaves give the root of the whole tensor.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import base64
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 from torch import Tensor
 
@@ -22,8 +23,10 @@ Leaves = dict[int, bytes]
 
 
 def part_leaves(part: Tensor, shard: Shard) -> Leaves:
-    """Leaves of what a rank holds of a tensor, by their index in the whole. Raises ValueError where the shard does not
-    consist of whole cells of the digest's grid (`digest.shard_leaves`)."""
+    """Hash a rank's part of a tensor; returns leaves by their index in the whole.
+
+    Raises ValueError if the shard does not consist of whole cells of the digest's grid (`model_digest.shard_leaves`).
+    """
     if not shard.full_shape:
         return shard_leaves(part, (), ())
     leaves: Leaves = {}
@@ -37,7 +40,10 @@ def part_leaves(part: Tensor, shard: Shard) -> Leaves:
 
 
 def require_whole_cells(shards: Mapping[str, Shard]) -> None:
-    """Raises ValueError listing the shards that cut through a cell of the digest's grid: no rank could hash it."""
+    """Check that shards consist of whole cells of the digest's grid, so that ranks can hash them.
+
+    Raises ValueError listing the shards that cut through a cell.
+    """
     wrong = []
     for name, shard in shards.items():
         size = shard.full_shape[shard.dim] if shard.full_shape else 1
@@ -55,7 +61,7 @@ def require_whole_cells(shards: Mapping[str, Shard]) -> None:
 def local_digests(
     tensors: Mapping[str, Tensor], shards: Mapping[str, Shard], num_threads: int | None = None
 ) -> dict[str, object]:
-    """What this rank contributes to the roots of these tensors, by name, as JSON: a root in hex, or leaves."""
+    """Compute this rank's contribution to the roots of these tensors, by name, as JSON: a root in hex, or leaves."""
     whole = [(n, t) for n, t in tensors.items() if n not in shards or tuple(t.shape) == tuple(shards[n].full_shape)]
     names = dict.fromkeys(name for name, _ in whole)
     cut = [(name, tensor) for name, tensor in tensors.items() if name not in names]
@@ -70,10 +76,10 @@ def local_digests(
 
 
 def merged_roots(specs: Sequence[TensorSpec], contributions: Sequence[Mapping[str, object]]) -> dict[str, bytes]:
-    """The root of each of these tensors from what all ranks contribute (`local_digests`, under the same names); tensors
-    that ranks hold different bytes of are left out.
+    """Merge all ranks' contributions (`local_digests`, under the same names) to the root of each of these tensors.
 
-    Raises ValueError listing those that the ranks together do not hold, or hold of another shape.
+    A tensor with different bytes on different ranks is left out. Raises ValueError listing the tensors that the ranks
+    together do not hold, or hold in another shape.
     """
     roots, wrong = {}, []
     for spec in specs:
@@ -102,7 +108,7 @@ def _disagree(parts: Sequence[Leaves]) -> bool:
 
 
 def _packed(leaves: Leaves) -> list[list[object]]:
-    """Leaves as runs: the index of the first, and all of them in base64."""
+    """Encode leaves as runs: the index of the first, and all of them in base64."""
     runs: list[tuple[int, list[bytes]]] = []
     for index, leaf in sorted(leaves.items()):
         if not runs or runs[-1][0] + len(runs[-1][1]) != index:
@@ -112,7 +118,7 @@ def _packed(leaves: Leaves) -> list[list[object]]:
 
 
 def _unpacked(runs: object) -> Leaves:
-    return dict(_leaves_of(runs))  # type: ignore[arg-type]
+    return dict(_leaves_of(cast(Sequence[tuple[int, str]], runs)))  # as `_packed` made them on another rank
 
 
 def _leaves_of(runs: Sequence[tuple[int, str]]) -> Iterator[tuple[int, bytes]]:

@@ -1,7 +1,7 @@
 """Checkpoint folders in Hugging Face layout, both ends: shards written and read tensor by tensor.
 
-Beside the shards lies `lockstep_manifest.json` (a `Manifest`), with which a reader can verify what it loaded; folders
-of other writers have none.
+Beside the shards is `lockstep_manifest.json` (a `Manifest`), which a reader can use to verify the loaded tensors;
+folders of other writers have none.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .safetensors_file import ShardWriter, StoredTensor, read_header
 MANIFEST_FILE = "lockstep_manifest.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-READ_BYTES = 16 << 20  # asked of the sink, and read, at once
+READ_BYTES = 16 << 20  # read at once, into one range of the sink
 DEFAULT_SHARD_BYTES = 5 << 30
 
 
 @dataclass(frozen=True)
 class FileState:
-    """What tells whether a file is still the one that was read."""
+    """The values that show whether a file has changed since it was read."""
 
     num_bytes: int
     mtime_ns: int
@@ -44,19 +44,19 @@ class FileState:
 
     @classmethod
     def of(cls, file: int | Path) -> FileState:
-        """Of an open descriptor or a path; raises OSError as stat does."""
+        """Read the state of an open descriptor or a path; raises OSError as stat does."""
         status = os.stat(file)
         return cls(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """What a folder holds, from its headers alone."""
+    """The content of a folder, from its headers alone."""
 
     folder: Path
     tensors: tuple[StoredTensor, ...]  # file by file, in the order of their bytes
     files: Mapping[str, FileState]
-    manifest: Manifest | None  # None in a folder that we did not write
+    manifest: Manifest | None  # None in a folder of another writer
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -68,11 +68,11 @@ class DiskPlan:
 
 
 def read_folder(path: str | Path) -> DiskPlan:
-    """Read and check every header of a checkpoint folder: a sharded one with its index, one `model.safetensors`, or
-    several `*.safetensors` without index. Changes nothing, reads no tensor.
+    """Read and check every header of a checkpoint folder. Changes nothing, reads no tensor.
 
-    Raises ValueError listing everything that is wrong: missing files, headers that do not describe their file to the
-    byte (truncated, gaps, overlaps, unknown dtypes), tensors that come twice, index or manifest that disagree.
+    The folder may be a sharded one with its index, one `model.safetensors`, or several `*.safetensors` without index.
+    Raises ValueError listing every error: missing files, headers that do not describe their file to the byte
+    (truncated, gaps, overlaps, unknown dtypes), duplicate tensors, contradictions with index or manifest.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -109,13 +109,13 @@ def read_folder(path: str | Path) -> DiskPlan:
 
 
 def load_folder(source: str | Path | DiskPlan, sink: Sink, *, timeout_s: float | None = None) -> DiskPlan:
-    """Stream the tensors of a folder, or of a plan made of it, into `sink`; returns the plan, whose manifest (where
-    there is one) holds the digests to verify.
+    """Read the tensors of a folder, or of its plan, into `sink`; returns the plan.
 
-    Bytes are read straight into the resident tensors where the sink lends them and they lie on the CPU, else through
-    one buffer of READ_BYTES. Raises ValueError as `read_folder` and `sink.expect` do, before anything is written;
-    TransferFailed for a file that changed or vanished since the plan was made, and past the deadline, which is looked
-    at between two reads: a read that the file system never answers is not ended by it.
+    The plan's manifest, if there is one, holds the digests to verify. Bytes are read straight into the resident tensors
+    where the sink lends them and they are on the CPU, else through one buffer of READ_BYTES. Raises ValueError as
+    `read_folder` and `sink.expect` do, before anything is written; TransferFailed for a file that changed or vanished
+    since the plan was made, and after the deadline. The deadline is checked between two reads: it does not end a read
+    that the file system never answers.
     """
     plan = source if isinstance(source, DiskPlan) else read_folder(source)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -136,7 +136,7 @@ def load_folder(source: str | Path | DiskPlan, sink: Sink, *, timeout_s: float |
             _check_unchanged(plan, file, descriptor)
         finally:
             os.close(descriptor)
-    for file in plan.files:  # a file that was replaced keeps its old content for those who have it open
+    for file in plan.files:  # a replaced file keeps its old content for open descriptors
         _check_unchanged(plan, file)
     return plan
 
@@ -160,16 +160,15 @@ def save_folder(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     extra_files: Mapping[str, bytes] | None = None,
 ) -> Manifest:
-    """Write tensors as a checkpoint folder that appears at `path` whole or not at all; returns its manifest, with the
-    digest of each tensor and of the model.
+    """Write tensors as a checkpoint folder that appears at `path` whole or not at all; returns its manifest.
 
-    Tensors are taken one by one, from any device; what is written last is not read again. `extra_files` (config.json
-    and the like) lie beside them. Raises ValueError for a path that exists, no tensor at all, a name that comes twice
-    and a dtype that safetensors lacks.
+    The manifest has the digest of each tensor and of the model. Tensors are taken one by one, from any device; written
+    bytes are not read again. `extra_files` (such as config.json) are put beside them. Raises ValueError for a path that
+    exists, no tensor at all, a duplicate name and a dtype that safetensors lacks.
     """
     specs: list[TensorSpec] = []
     roots: dict[str, bytes] = {}
-    shards: list[list[str]] = []  # tensor names of each
+    shards: list[list[str]] = []  # tensor names of each one
     with atomic_folder(path) as folder, ThreadPoolExecutor(1, "digest") as pool, ExitStack() as file:
         writer: ShardWriter | None = None
         for name, tensor in named_tensors:
@@ -238,7 +237,7 @@ def _check_unchanged(plan: DiskPlan, file: str, descriptor: int | None = None) -
 
 
 def _read_index(folder: Path, problems: list[str]) -> dict[str, str] | None:
-    """Tensor names and their files, or None where there is no index."""
+    """Return the file of each tensor name, or None if there is no index."""
     if not (folder / INDEX_FILE).exists():
         return None
     if (folder / SINGLE_FILE).exists():
@@ -258,7 +257,7 @@ def _read_index(folder: Path, problems: list[str]) -> dict[str, str] | None:
 
 
 def _is_shard_name(file: object) -> bool:
-    # Nothing but a file of this very folder: no separators, so no way out of it.
+    # Only a file of this very folder: without separators no name can lead out of it.
     return isinstance(file, str) and file.endswith(".safetensors") and not {"/", "\0"} & set(file)
 
 
@@ -288,8 +287,10 @@ def _read_manifest(folder: Path, problems: list[str]) -> Manifest | None:
 
 
 def parse_manifest(text: bytes) -> Manifest:
-    """A manifest from a file that anybody may have written. Raises ValueError, also where `Manifest.from_json` would
-    trip over a value of another type."""
+    """Read a manifest from a file that any program may have written.
+
+    Raises ValueError, also for values of wrong types at which `Manifest.from_json` would fail.
+    """
     values = parse_object(text)
     wrong = [key for key in ("names", "dtypes", "shapes") if not isinstance(values.get(key), list)]
     digests = values.get("digests")

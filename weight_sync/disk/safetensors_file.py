@@ -1,8 +1,8 @@
-"""One safetensors file: its header read and checked to the byte, and the file written tensor by tensor.
+"""One safetensors file: a reader that checks the header to the byte, and a writer that takes tensor by tensor.
 
 A file is 8 bytes of header length (little-endian), a JSON header that may end in spaces, and the tensors' raw bytes
 without gaps (the safetensors format, https://huggingface.co/docs/safetensors). It is written here and not by the
-safetensors library because that wants all tensors of a file at once.
+safetensors library because that needs all tensors of a file at once.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ..layout.bucket import byte_view
 from ..layout.json_values import are_sizes, parse_object
 from ..manifest import TensorSpec, dtype_name
 
-HEADER_BYTES = 64 << 10  # kept free at the start of a file: its tensors are not known before they are written
+HEADER_BYTES = 64 << 10  # reserved at the start of a file: its tensors are not known before they are written
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses larger ones too
-COPY_BYTES = 16 << 20  # brought from a GPU at once
-_METADATA = '"__metadata__":{"format":"pt"}'  # transformers refuses files that do not say so
+COPY_BYTES = 16 << 20  # copied from a GPU at once
+_METADATA = '"__metadata__":{"format":"pt"}'  # transformers refuses files without it
 
 DTYPE_CODES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -51,7 +51,7 @@ _CODE_OF = {dtype: code for code, dtype in DTYPE_CODES.items()}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where the bytes of one tensor lie."""
+    """The place of one tensor's bytes."""
 
     spec: TensorSpec
     file: str  # name inside the folder
@@ -59,7 +59,7 @@ class StoredTensor:
 
 
 def read_header(file: IO[bytes], name: str, num_bytes: int) -> tuple[list[StoredTensor], list[str]]:
-    """The tensors of a file of `num_bytes`, in the order of their bytes, and all that is wrong with its header."""
+    """Read the tensors of a file of `num_bytes`, in the order of their bytes, and list all errors in its header."""
     prefix = file.read(8)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
     if not 2 <= length <= min(MAX_HEADER_BYTES, num_bytes - 8):
@@ -109,16 +109,16 @@ def _gaps(found: Iterable[tuple[int, int, TensorSpec]], num_bytes: int) -> Itera
 
 
 class ShardWriter:
-    """Writes one safetensors file into an open, empty file: room for the header first, then tensors as they come."""
+    """Write one safetensors file into an open, empty file: room for the header first, then each added tensor."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._entries = [_METADATA]
-        self._header_bytes = 0  # 0 until the first tensor came
+        self._header_bytes = 0  # 0 before the first tensor
         self.num_bytes = 0  # of tensors
 
     def has_room(self, spec: TensorSpec) -> bool:
-        """Whether the header can take one more entry; the first always fits."""
+        """Return whether the header has room for one more entry; the first always fits."""
         return self._header_bytes == 0 or self._length([*self._entries, self._entry(spec)]) <= self._header_bytes
 
     def add(self, name: str, tensor: Tensor) -> None:

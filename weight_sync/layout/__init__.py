@@ -1,1 +1,1 @@
-"""Where the bytes of a tensor lie."""
+"""The layout of tensors in bytes: buckets, shards, byte ranges."""

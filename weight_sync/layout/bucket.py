@@ -1,10 +1,10 @@
-"""Which bytes of which tensors share a bucket: planned by a pure function, filled and emptied by thin ones.
+"""Buckets of tensor bytes: planned by a pure function, filled and emptied by thin ones.
 
     bucket 0            | bucket 1                      | bucket 2
     | a | b | c first   | c, the middle of a big tensor | c last | d | e |
 
-Every piece starts at a multiple of `ALIGNMENT` bytes, in its bucket and in its tensor, so that it is whole elements of
-any dtype and can be viewed without a copy.
+Every piece starts at a multiple of `ALIGNMENT` bytes, in its bucket and in its tensor, so that it holds whole elements
+of any dtype and can be viewed without a copy.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from ..manifest import TensorSpec
 ALIGNMENT = 64  # bytes: a multiple of every element size, and of a cache line
 DEFAULT_BUCKET_BYTES = 512 << 20
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element: same size, integer
+# bytes of an element -> integer dtype of the same size
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A byte range of one tensor, and where it lies in its bucket."""
+    """A byte range of one tensor, and its place in the bucket."""
 
     name: str
     tensor_offset: int  # bytes
@@ -35,7 +36,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One bucket: pieces in order, padding between them."""
+    """One bucket: pieces in order, with padding between them."""
 
     index: int
     num_bytes: int  # up to the end of the last piece
@@ -47,7 +48,7 @@ class BucketPlan:
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> tuple[BucketPlan, ...]:
-    """Lay tensors into buckets of at most `bucket_bytes`, in their order. Empty tensors are pieces of no bytes.
+    """Assign tensors to buckets of at most `bucket_bytes`, in their order. Empty tensors become pieces of no bytes.
 
     Raises ValueError for a bucket size below the alignment.
     """
@@ -67,7 +68,7 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET
         done = 0
         while True:
             start = -(-end // ALIGNMENT) * ALIGNMENT
-            # A tensor that would fit into a bucket of its own is not cut for the sake of the rest of this one.
+            # A tensor that would fit into a bucket of its own is not split to fill the rest of this one.
             left = spec.num_bytes - done
             if pieces and (start >= capacity or start + left > capacity >= left):
                 close()
@@ -83,14 +84,14 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET
 
 
 def byte_view(tensor: Tensor) -> Tensor:
-    """The raw bytes of a tensor, uint8 [num_bytes]: a view where it is contiguous, a copy where it is not."""
+    """Return the raw bytes of a tensor, uint8 [num_bytes]: a view if it is contiguous, else a copy."""
     return word_view(tensor.detach().resolve_conj().resolve_neg()).contiguous().reshape(-1).view(torch.uint8)
 
 
 def word_view(tensor: Tensor) -> Tensor:
-    """The tensor itself with an integer dtype of the same size: torch copies, compares and indexes every one of these.
+    """View the tensor with an integer dtype of the same size: torch can copy, compare and index all of these.
 
-    A tensor that has no such view stays what it is: complex128, lazily conjugated or negated ones.
+    A tensor without such a view is returned as it is: complex128, lazily conjugated or negated ones.
     """
     word = _WORDS.get(tensor.itemsize)
     return tensor if word is None or tensor.is_conj() or tensor.is_neg() else tensor.view(word)
@@ -104,6 +105,6 @@ def pack(plan: BucketPlan, sources: dict[str, Tensor], bucket: Tensor) -> None:
 
 
 def unpack(plan: BucketPlan, bucket: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-    """Each piece with its bytes, uint8 views of `bucket`."""
+    """Yield each piece with its bytes, uint8 views of `bucket`."""
     for piece in plan.pieces:
         yield piece, bucket[piece.bucket_offset : piece.bucket_offset + piece.num_bytes]

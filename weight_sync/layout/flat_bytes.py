@@ -14,7 +14,7 @@ Ranges = tuple[tuple[int, int], ...]  # [start, stop) bytes, in order, neither e
 
 
 def add_range(ranges: Ranges, start: int, stop: int) -> Ranges:
-    """`ranges` with [start, stop) joined in."""
+    """Add [start, stop) to `ranges`."""
     if start == stop:
         return ranges
     before = [r for r in ranges if r[1] < start]
@@ -24,27 +24,27 @@ def add_range(ranges: Ranges, start: int, stop: int) -> Ranges:
 
 
 def overlaps(ranges: Ranges, start: int, stop: int) -> Ranges:
-    """The parts of [start, stop) that lie in `ranges`."""
+    """Return the parts of [start, stop) inside `ranges`."""
     return tuple((max(a, start), min(b, stop)) for a, b in ranges if max(a, start) < min(b, stop))
 
 
 def gaps(ranges: Ranges, start: int, stop: int) -> Ranges:
-    """The parts of [start, stop) that do not lie in `ranges`."""
+    """Return the parts of [start, stop) outside `ranges`."""
     inside = overlaps(ranges, start, stop)
     edges = [start, *(edge for part in inside for edge in part), stop]
     return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
 
 
 class FlatBytes:
-    """A tensor as the bytes of its elements in row-major order, to read and to overwrite in place."""
+    """The bytes of a tensor's elements in row-major order, to read and to overwrite in place."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()
         self.num_bytes = tensor.nbytes
 
-    @cached_property  # views are made when they are first needed: an update begins with hundreds of tensors
+    @cached_property  # created at first use: an update begins with hundreds of tensors
     def bytes(self) -> Tensor | None:
-        """A uint8 view [num_bytes] of the tensor's memory; None where the tensor is not contiguous."""
+        """A uint8 view [num_bytes] of the tensor's memory; None if the tensor is not contiguous."""
         plain = self.tensor.is_contiguous() and not (self.tensor.is_conj() or self.tensor.is_neg())
         return self.tensor.reshape(-1).view(torch.uint8) if plain else None
 
@@ -72,17 +72,17 @@ class FlatBytes:
             block.copy_(part)
 
     def holds(self, start: int, data: Tensor) -> bool:
-        """Whether the bytes from `start` are `data`, uint8 [n] on any device."""
+        """Return whether the bytes from `start` are `data`, uint8 [n] on any device."""
         now = torch.empty(data.numel(), dtype=torch.uint8, device=self.tensor.device)
         current = self.read(start, now) if self.bytes is None else self.bytes[start : start + data.numel()]
         return torch.equal(current, data.to(current.device))
 
     def as_words(self, values: Tensor) -> Tensor:
-        """Values of the tensor's dtype, or integers of the same size, as what `take` returns and `put` takes."""
+        """Convert values of the tensor's dtype, or integers of the same size, to the words of `take` and `put`."""
         return values.detach().view(self._words.dtype).to(self.tensor.device)
 
     def take(self, positions: Tensor) -> Tensor:
-        """The elements at these positions of the flattened tensor, int64 [n]."""
+        """Return the elements at these positions of the flattened tensor, int64 [n]."""
         positions = positions.to(self.tensor.device)
         if self.bytes is not None:
             return self._words.reshape(-1)[positions]
@@ -97,7 +97,7 @@ class FlatBytes:
             self._words[torch.unravel_index(positions, self.tensor.shape)] = words
 
     def _blocks(self, start: int, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of the tensor that make up the range from `start`, each beside its part of `data`."""
+        """Yield views of the tensor that form the range from `start`, each with its part of `data`."""
         words, done = data.view(self._words.dtype), 0
         first = start // self._words.itemsize
         for block in _blocks(self._words, first, first + words.numel()):
@@ -106,7 +106,7 @@ class FlatBytes:
 
 
 def _blocks(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
-    """Elements [start, stop) of the flattened tensor as views of it, at most two for each dimension and one more."""
+    """Yield elements [start, stop) of the flattened tensor as views, at most two for each dimension and one more."""
     if start >= stop:
         return
     if stop - start == tensor.numel():

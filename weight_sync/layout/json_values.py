@@ -1,13 +1,14 @@
-"""Checks of plain values that come from outside: JSON objects, sizes, counts, digests."""
+"""Checks of plain values from outside: JSON objects, sizes, counts, digests."""
 
 from __future__ import annotations
 
 import json
 import re
+from typing import TypeGuard
 
 
 def parse_object(text: bytes) -> dict[str, object]:
-    """A JSON object in which no key comes twice. Raises ValueError saying what it is instead."""
+    """Parse a JSON object without duplicate keys. Raises ValueError with the reason for any other text."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         keys = [key for key, _ in pairs]
@@ -25,15 +26,15 @@ def parse_object(text: bytes) -> dict[str, object]:
 
 
 def are_sizes(values: object) -> bool:
-    """Whether it is a list of non-negative integers."""
+    """Return whether a value is a list of non-negative integers."""
     return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
 
 
 def is_digest(value: object) -> bool:
-    """Whether it is a SHA-256 in hex."""
+    """Return whether a value is a SHA-256 in hex."""
     return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
-def is_count(value: object, limit: int = 1 << 62) -> bool:
-    """Whether a value is an int, and no bool, of at least 0 and below `limit`."""
+def is_count(value: object, limit: int = 1 << 62) -> TypeGuard[int]:
+    """Return whether a value is an int, and no bool, of at least 0 and below `limit`."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit

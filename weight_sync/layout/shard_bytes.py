@@ -1,7 +1,7 @@
 """The part of a tensor that a rank holds, addressed by the bytes of the whole tensor.
 
-Every wire carries whole tensors, as byte ranges in row-major order; a rank keeps what is its own. Its part holds its
-bytes in the same order, so that the bytes it holds of a range are one range of its part:
+Every wire carries whole tensors, as byte ranges in row-major order; a rank keeps its own bytes of them. Its part has
+its bytes in the same order, so that its bytes of a range are one range of its part:
 
     whole tensor [2, 4], cut along dim 1   | a b c d | e f g h |
     part of rank 1 of 2 (ranges (2, 4))    |     c d |     g h |   range [1, 7) of the whole is range [0, 3) of it
@@ -24,7 +24,7 @@ from .flat_bytes import FlatBytes
 
 
 class Shard(Protocol):
-    """Which part of a tensor a rank holds: half-open ranges of one dimension, concatenated in their order."""
+    """The part of a tensor that a rank holds: half-open ranges of one dimension, concatenated in their order."""
 
     @property
     def full_shape(self) -> tuple[int, ...]: ...
@@ -39,55 +39,61 @@ class Shard(Protocol):
 class ShardBytes:
     """A rank's part of a tensor, which may be all of it or nothing.
 
-    spec: of the whole tensor. num_bytes: of the whole tensor. local: the part's own bytes.
-    Offsets and positions are those of the whole tensor, unless they are said to be local.
+    spec: of the whole tensor. num_bytes: of the whole tensor. local: the part's own bytes. Offsets and positions are
+    those of the whole tensor, unless they are called local.
     """
 
     def __init__(self, name: str, part: Tensor, shard: Shard | None = None) -> None:
-        """shard None: the part is the whole tensor. Raises ValueError where the part is not of the shard's shape, is
-        not contiguous, or where the ranges are not in order or leave the tensor."""
+        """Describe a part of a tensor. shard None: the part is the whole tensor.
+
+        Raises ValueError if the part does not have the shard's shape or is not contiguous, or if the ranges are not in
+        order or leave the tensor.
+        """
         shape = tuple(part.shape) if shard is None else tuple(shard.full_shape)
         self.spec = TensorSpec(name, part.dtype, shape)
         self.num_bytes = self.spec.num_bytes
         self.local = FlatBytes(part)
         self.is_whole = shard is None or tuple(part.shape) == shape
-        self._row_bytes, self._kept_bytes, self._pieces = self.num_bytes, self.num_bytes, ((0, self.num_bytes, 0),)
+        self._row_bytes, self._kept_bytes = self.num_bytes, self.num_bytes
+        self._pieces: tuple[tuple[int, int, int], ...] = ((0, self.num_bytes, 0),)
         if shard is not None and not self.is_whole:
             _check(self.spec, part, shard)
             inner = math.prod(shape[shard.dim + 1 :]) * part.dtype.itemsize
             self._row_bytes, kept, pieces = shape[shard.dim] * inner, 0, []
-            for start, stop in shard.ranges:  # in bytes of a row: start, stop, and where it lies in the part's row
+            for start, stop in shard.ranges:  # in bytes of a row: start, stop, and offset in the part's row
                 pieces.append((start * inner, stop * inner, kept))
                 kept += (stop - start) * inner
             self._kept_bytes, self._pieces = kept, tuple(pieces)
 
     @classmethod
     def nothing(cls, spec: TensorSpec) -> ShardBytes:
-        """Of a tensor that other ranks hold."""
+        """Create the empty part of a tensor that other ranks hold."""
         held = cls(spec.name, torch.empty(0, dtype=spec.dtype))
         held.spec, held.num_bytes, held.is_whole = spec, spec.num_bytes, spec.num_bytes == 0
         held._row_bytes, held._kept_bytes, held._pieces = spec.num_bytes, 0, ()
         return held
 
     def local_range(self, start: int, stop: int) -> tuple[int, int]:
-        """The local bytes that [start, stop) covers."""
+        """Return the local bytes that [start, stop) covers."""
         return (start, stop) if self.is_whole else (self._num_held_before(start), self._num_held_before(stop))
 
     def holds_all_of(self, start: int, stop: int) -> bool:
-        """Whether every byte of the range is in the part."""
+        """Return whether every byte of the range is in the part."""
         first, last = self.local_range(start, stop)
         return last - first == stop - start
 
     def lend(self, start: int, stop: int) -> Tensor | None:
-        """The bytes of the range, uint8 [stop - start], to be overwritten; None where that is not one piece of memory
-        of the part."""
+        """Return the bytes of the range, uint8 [stop - start], for the caller to overwrite.
+
+        Returns None if they are not one piece of memory of the part.
+        """
         if self.local.bytes is None or not self.holds_all_of(start, stop):
             return None
         first, last = self.local_range(start, stop)
         return self.local.bytes[first:last]
 
     def write(self, start: int, data: Tensor) -> None:
-        """Overwrite what the part holds of the bytes from `start` by that of `data`, uint8 [n] on any device."""
+        """Overwrite the part's bytes of the range from `start` by those of `data`, uint8 [n] on any device."""
         if self.is_whole:
             self.local.write(start, data)
             return
@@ -95,8 +101,10 @@ class ShardBytes:
             mine.copy_(theirs)
 
     def read(self, start: int, out: Tensor) -> Tensor:
-        """Copy what the part holds of the bytes from `start` into `out`, uint8 [n]; returns it. What the part does not
-        hold is left alone."""
+        """Copy the part's bytes of the range from `start` into `out`, uint8 [n]; returns it.
+
+        Other bytes of `out` stay as they are.
+        """
         if self.is_whole:
             return self.local.read(start, out)
         for mine, theirs in self._pairs(start, out):
@@ -104,13 +112,13 @@ class ShardBytes:
         return out
 
     def agrees_with(self, start: int, data: Tensor) -> bool:
-        """Whether what the part holds of the bytes from `start` is that of `data`, uint8 [n] on any device."""
+        """Return whether the part's bytes of the range from `start` equal those of `data`, uint8 [n] on any device."""
         if self.is_whole:
             return self.local.holds(start, data)
         return all(torch.equal(mine, theirs.to(mine.device)) for mine, theirs in self._pairs(start, data))
 
     def local_elements(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of these elements, int64 [n], a part holds, bool [n], and the local positions of those, int64 [m]."""
+        """Return which of these elements, int64 [n], the part holds, bool [n], and their local positions, int64 [m]."""
         size = self.spec.dtype.itemsize
         held = torch.zeros(len(positions), dtype=torch.bool, device=positions.device)
         local = torch.zeros_like(positions)
@@ -130,7 +138,7 @@ class ShardBytes:
         return row * self._kept_bytes + sum(max(0, min(column, b) - a) for a, b, _ in self._pieces)
 
     def _pairs(self, start: int, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of the part, each beside the view of `data` that covers the same bytes: [n], or [R, n] for many rows at
+        """Yield views of the part, each with the view of `data` of the same bytes: [n], or [R, n] for several rows at
         once."""
         assert self.local.bytes is not None
         mine, done = self.local.bytes, 0

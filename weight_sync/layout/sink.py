@@ -1,4 +1,4 @@
-"""Where the bytes of an update go: what a wire's receiving end may ask of the tensors that it fills."""
+"""The destination of an update's bytes: the operations of a receiver on the tensors that it fills."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .shard_bytes import ShardBytes
 
 
 class Sink(Protocol):
-    """Takes the tensors of one update, by name and byte range, in any order. A `WeightTransaction` is one.
+    """The tensors of one update, written by name and byte range, in any order. A `WeightTransaction` is one.
 
     A receiver calls `expect` before its first byte, then per range either `destination`, whose bytes it overwrites
-    itself, or `write`; or `write_elements` for the changed elements of a tensor. If it raises, what it wrote is undone:
-    by then no transfer into a lent destination may be under way.
+    itself, or `write`; or `write_elements` for the changed elements of a tensor. If it raises, its writes are undone:
+    no transfer into a lent destination may be running by then.
 
     All byte offsets are multiples of `bucket.ALIGNMENT`; a range ends at such a multiple or at the tensor's end.
     """
@@ -24,16 +24,16 @@ class Sink(Protocol):
     def expect(self, specs: Sequence[TensorSpec]) -> None:
         """Check the tensors of an update before its first byte. Changes nothing.
 
-        Raises ValueError listing every name that is unknown or comes twice, and every shape and dtype that is not the
+        Raises ValueError listing every unknown or duplicate name, and every shape and dtype that differs from the
         resident tensor's.
         """
 
     def destination(self, name: str, offset: int, num_bytes: int) -> Tensor | None:
-        """The resident bytes of this range, for the caller to overwrite: a uint8 view [num_bytes].
+        """Return the resident bytes of this range, for the caller to overwrite: a uint8 view [num_bytes].
 
-        What is there is recorded for undo first; from here on the range counts as written. None where it cannot be
-        lent (the tensor is not contiguous, or was written already under its other name): receive into a buffer and
-        `write` that; nothing was recorded then.
+        Their present content is recorded for undo first; from here on the range counts as written. Returns None if they
+        cannot be lent (the tensor is not contiguous, or was written already under its other name): receive into a
+        buffer and `write` that; nothing was recorded then.
         """
 
     def write(self, name: str, offset: int, data: Tensor) -> None:
@@ -50,5 +50,7 @@ class Sink(Protocol):
         """Return the tensor as it is here now, to read only: for digests, and as the base of a difference."""
 
     def leave_unchecked(self, name: str, why: str) -> None:
-        """What was written of this tensor could not be checked here as it could be where the whole tensor is: it has to
-        be compared with the sender's digest before it counts."""
+        """Mark a tensor whose written bytes could not be checked here, because this rank does not hold all of it.
+
+        It must be compared with the sender's digest before it counts.
+        """

@@ -1,1 +1,1 @@
-"""The trust boundary: payloads of other frameworks, read and never executed."""
+"""The trust boundary: payloads of other frameworks, parsed and never executed."""

@@ -1,8 +1,9 @@
-"""Reads a pickle without running it: a stack machine over `pickletools.genops` that makes plain values and records.
+"""A parser of pickles that runs nothing: a stack machine over `pickletools.genops` that makes plain values and records.
 
-Python's own unpickler calls what the bytes name; a `find_class` table narrows that down, but the bytes still choose
-calls, attributes and memo sizes. Here a name becomes a `Global`, a call becomes a `Call`, and neither reaches a Python
-function: whoever reads the result decides what a call of each name means. Names are compared whole, as (module, name).
+Python's own unpickler calls the functions that the bytes name; a `find_class` table limits the names, but the bytes
+still choose calls, attributes and memo sizes. Here a name becomes a `Global`, a call becomes a `Call`, and neither
+reaches a Python function: the reader of the result decides the meaning of each call. Names are compared whole, as
+(module, name).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import pickletools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 MAX_OPCODES = 2_000_000  # about two seconds and 200 MB of small values; a tensor takes about 40
 
@@ -17,7 +19,7 @@ _MARK = object()
 
 
 class UnsafePickle(ValueError):
-    """The payload names, calls or does something that this reader does not know."""
+    """A name, call or operation in the payload that this reader does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +36,11 @@ class Call:
 
     function: Global
     arguments: tuple[object, ...]
-    state: object = None  # what the payload would have set on the object
+    state: object = None  # the state that the payload sets on the object
 
 
 def parse(data: bytes, allowed: Collection[tuple[str, str]]) -> object:
-    """The value of a pickle: None, bool, int, float, str, bytes, tuple, list, dict with str keys, Global, Call.
+    """Parse a pickle to None, bool, int, float, str, bytes, tuple, list, dict with str keys, Global or Call.
 
     Values may contain each other, and themselves: walk them by the shape you expect, and do not print or compare them.
     Raises UnsafePickle for a name that is not in `allowed`, quoting it, and for opcodes that no tensor payload needs;
@@ -49,6 +51,7 @@ def parse(data: bytes, allowed: Collection[tuple[str, str]]) -> object:
         if count >= MAX_OPCODES:
             raise UnsafePickle(f"a payload of more than {MAX_OPCODES} opcodes")
         if opcode.name == "STOP":
+            assert position is not None, "the position of every opcode in bytes is known"
             if position != len(data) - 1:
                 raise ValueError(f"{len(data) - 1 - position} bytes after the end of the pickle")
             return machine.result()
@@ -87,8 +90,8 @@ class _Machine:
         return value
 
     def group(self) -> list[object]:
-        """Take everything down to the last mark, and the mark."""
-        values = []
+        """Take all values above the last mark, and the mark."""
+        values: list[object] = []
         while self.stack:
             value = self.stack.pop()
             if value is _MARK:
@@ -146,7 +149,7 @@ class _Machine:
         self.update(values)
 
 
-_Step = Callable[[_Machine, object], None]
+_Step = Callable[[_Machine, Any], None]  # with the opcode's argument, of the type that genops gives it
 _PUSHED = (
     "INT BININT BININT1 BININT2 LONG LONG1 LONG4 BINFLOAT UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8 "
     "SHORT_BINBYTES BINBYTES BINBYTES8"

@@ -1,7 +1,7 @@
-"""The payload by which RL frameworks hand tensors to an engine on their host: base64 of multiprocessing's pickle.
+"""The payload in which RL frameworks hand tensors to an engine on their host: base64 of multiprocessing's pickle.
 
-It is parsed without being run (`inert_pickle`). The names it may contain stand in the tables of
-`payload_tensors`; sglang is never imported. Every tensor is planned and checked before any memory is attached.
+It is parsed without being run (`inert`). The names it may contain stand in the tables of `payload_tensors`; sglang is
+never imported. Every tensor is planned and checked before any memory is attached.
 
 Kinds, after SGLang's `update_weights_from_tensor`: a list of (name, tensor), where a tensor may be wrapped in a
 LocalSerializedTensor, a further pickle for each tensor-parallel rank; or a flattened bucket, one uint8 tensor with the
@@ -17,7 +17,7 @@ import pickle
 import struct
 from dataclasses import dataclass
 from multiprocessing import reduction
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -58,13 +58,13 @@ def read_framework_payload(
     allow: bool = True,
     timeout_s: float = 10.0,
 ) -> list[tuple[str, Tensor]]:
-    """The named tensors of one payload: base64 text, or the pickle itself as bytes.
+    """Read the named tensors of one payload: base64 text, or the pickle itself as bytes.
 
-    They lie in the sender's memory (except slices of a bucket that are not aligned, which are copied): copy them, wait
+    They are in the sender's memory (except slices of a bucket that are not aligned, which are copied): copy them, wait
     for the copies, drop them, and only then reply. allow: False refuses every payload.
 
     Raises UnsafePickle, a ValueError, quoting a name that is not in our tables; ValueError listing every tensor whose
-    description does not hold, before any memory is attached; TransferFailed where the memory cannot be had in time.
+    description is wrong, before any memory is attached; TransferFailed if the memory cannot be attached in time.
     """
     if not allow:
         raise UnsafePickle("pickled payloads are turned off (allow_pickle=False): send a description instead")
@@ -102,7 +102,7 @@ def _plan_named(payload: object, tp_rank: int, max_bytes: int, problems: list[st
     if type(payload) is not list:
         raise ValueError(f"a list of (name, tensor) was expected, not {described_value(payload)}")
     named: dict[str, TensorPlan] = {}
-    left = max_bytes  # for nested pickles together: one that is referred to often is parsed as often
+    left = max_bytes  # for all nested pickles together: a value with several references is parsed several times
     for index, entry in enumerate(payload):
         if type(entry) not in (tuple, list) or len(entry) != 2 or type(entry[0]) is not str:
             problems.append(f"entry {index} is not (name, tensor)")
@@ -113,7 +113,9 @@ def _plan_named(payload: object, tp_rank: int, max_bytes: int, problems: list[st
                 raise ValueError("named more than once")
             if type(value) is Call and name_of(value.function) in PER_RANK:
                 nested = _of_rank(value, tp_rank)
-                value, left = _parse(nested, left), left - len(nested)
+                value = _parse(nested, left)
+                assert isinstance(nested, str | bytes), "nothing else can be parsed"
+                left -= len(nested)
             named[name] = plan_tensor(value)
         except UnsafePickle:
             raise
@@ -122,11 +124,11 @@ def _plan_named(payload: object, tp_rank: int, max_bytes: int, problems: list[st
     return list(named.items())
 
 
-def _of_rank(value: Call, tp_rank: int) -> str | bytes:
+def _of_rank(value: Call, tp_rank: int) -> object:
     values = state_of(value, PER_RANK, {"values"})["values"]
-    if type(values) not in (list, tuple) or not is_count(tp_rank, len(values)):  # type: ignore[arg-type]
+    if not isinstance(values, list | tuple) or not is_count(tp_rank, len(values)):
         raise ValueError(f"no value for tensor-parallel rank {tp_rank}")
-    return values[tp_rank]  # type: ignore[index]
+    return values[tp_rank]
 
 
 @dataclass(frozen=True)
@@ -174,21 +176,21 @@ def _plan_slice(value: object, num_bytes: int) -> _Slice:
     name, start, end, length = (state[key] for key in ("name", "start_idx", "end_idx", "numel"))
     if type(name) is not str:
         raise ValueError(f"name {described_value(name)}")
-    if not (is_count(start) and is_count(end) and start <= end <= num_bytes):  # type: ignore[operator]
+    if not (is_count(start) and is_count(end) and start <= end <= num_bytes):
         raise ValueError(f"{shown(name)}: bytes {shown(start)} to {shown(end)} of a bucket of {num_bytes}")
     dtype, shape = dtype_of(state["dtype"]), counts_of(state["shape"])
-    if len(shape) > 64 or math.prod(shape) * dtype.itemsize != end - start or length != end - start:  # type: ignore[operator]
-        sizes = f"{dtype}{list(shape[:8])} in {end - start} bytes, numel {shown(length)}"  # type: ignore[operator]
+    if len(shape) > 64 or math.prod(shape) * dtype.itemsize != end - start or length != end - start:
+        sizes = f"{dtype}{list(shape[:8])} in {end - start} bytes, numel {shown(length)}"
         raise ValueError(f"{shown(name)}: {sizes}")
-    return _Slice(name, dtype, shape, start, end)  # type: ignore[arg-type]
+    return _Slice(name, dtype, shape, start, end)
 
 
 def serialize_for_engine(named_tensors: NamedTensors, load_format: LoadFormat | None = None) -> str:
-    """The payload that `read_framework_payload`, or an SGLang engine, reads: base64 text for one rank.
+    """Serialize tensors for `read_framework_payload` or an SGLang engine: base64 text for one rank.
 
-    CPU tensors are copied into named shared memory, which torch frees after they were read once. CUDA tensors travel as
-    IPC handles, with their device's UUID: keep them unchanged until the reply. Raises ValueError for a load format that
-    is unknown, names that come twice, and a flattened bucket of tensors on several devices.
+    CPU tensors are copied into named shared memory, which torch frees after the first read. CUDA tensors are sent as
+    IPC handles, with their device's UUID: keep them unchanged until the reply. Raises ValueError for an unknown load
+    format, duplicate names, and a flattened bucket of tensors on several devices.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format {load_format!r} is not one of None, 'direct', 'flattened_bucket'")
@@ -204,9 +206,9 @@ def serialize_for_engine(named_tensors: NamedTensors, load_format: LoadFormat | 
 
 
 class _Pickler(reduction.ForkingPickler):
-    """Names CUDA devices by UUID, as SGLang's patch of torch does."""
+    """A pickler that names CUDA devices by UUID, as SGLang's patch of torch does."""
 
-    def reducer_override(self, value: object) -> object:
+    def reducer_override(self, value: object) -> Any:
         if not isinstance(value, Tensor) or not value.is_cuda:
             return NotImplemented
         rebuild, arguments = reductions.reduce_tensor(value)
@@ -216,7 +218,7 @@ class _Pickler(reduction.ForkingPickler):
 def _dump(value: object) -> bytes:
     strategy = torch.multiprocessing.get_sharing_strategy()
     buffer = io.BytesIO()
-    # By name: descriptors can be fetched by this process's children only.
+    # By name: only this process's children can receive descriptors.
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
         _Pickler(buffer, 3).dump(value)
@@ -226,7 +228,7 @@ def _dump(value: object) -> bytes:
 
 
 def _dump_bucket(tensors: list[tuple[str, Tensor]]) -> bytes:
-    """A flattened bucket, its metadata under SGLang's class, which this process need not have: opcodes by hand."""
+    """Serialize a flattened bucket. Its opcodes are written by hand: SGLang's metadata class need not be installed."""
     devices = {tensor.device for _, tensor in tensors}
     if len(devices) > 1:
         raise ValueError(f"a flattened bucket of tensors on several devices: {', '.join(sorted(map(str, devices)))}")

@@ -1,14 +1,14 @@
-"""The tensors of a framework's pickled payload: what each name in it means, as plans that are checked, then opened.
+"""The tensors of a framework's pickled payload: tables of the allowed names, and checked plans of the tensors.
 
-The tables below are all that a payload may name. Their functions take the record of a call (`inert_pickle.Call`) and
-give a checked plan, or raise ValueError with the reason; no memory is attached before `open_all`.
+A payload may contain only the names in the tables below. Their functions take the record of a call (`inert.Call`) and
+return a checked plan, or raise ValueError with the reason; no memory is attached before `open_all`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -49,12 +49,12 @@ TensorPlan = _StridedPlan | CudaHandle
 
 
 def plan_tensor(value: object) -> TensorPlan:
-    """The plan of one tensor of a payload. Raises ValueError with the reason where it does not hold."""
-    return _called(value, _TENSORS, "a tensor")(value)  # type: ignore[arg-type]
+    """Plan one tensor of a payload. Raises ValueError with the reason if its description is wrong."""
+    return _called(value, _TENSORS, "a tensor")
 
 
 def _shared_tensor(call: Call) -> TensorPlan:
-    """rebuild_tensor(class, storage, (offset, size, stride, requires_grad))"""
+    """Plan rebuild_tensor(class, storage, (offset, size, stride, requires_grad))."""
     _, storage, metadata = _arguments(call, 3)
     if type(metadata) is not tuple or len(metadata) != 4:
         raise ValueError("tensor metadata are not offset, size, stride and requires_grad")
@@ -62,12 +62,12 @@ def _shared_tensor(call: Call) -> TensorPlan:
 
 
 def _plain_tensor(call: Call) -> TensorPlan:
-    """_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)"""
+    """Plan _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)."""
     return _strided(*_arguments(call, 6)[:4])
 
 
 def _parameter(call: Call) -> TensorPlan:
-    """_rebuild_parameter(data, requires_grad, hooks)"""
+    """Plan _rebuild_parameter(data, requires_grad, hooks)."""
     data = _arguments(call, 3)[0]
     if type(data) is Call and _TENSORS.get(name_of(data.function)) is _parameter:
         raise ValueError("a parameter of a parameter")
@@ -75,12 +75,13 @@ def _parameter(call: Call) -> TensorPlan:
 
 
 def _strided(storage: object, offset: object, shape: object, stride: object) -> TensorPlan:
-    plan, dtype = _called(storage, _TYPED_STORAGES, "a storage")(storage)  # type: ignore[arg-type]
-    return _StridedPlan(plan, dtype, offset, counts_of(shape), counts_of(stride)).checked()  # type: ignore[arg-type]
+    plan, dtype = _called(storage, _TYPED_STORAGES, "a storage")
+    # `checked` refuses an offset that is no count.
+    return _StridedPlan(plan, dtype, cast(int, offset), counts_of(shape), counts_of(stride)).checked()
 
 
 def _cuda_tensor(call: Call) -> TensorPlan:
-    """rebuild_cuda_tensor(...), 15 arguments; the seventh may be a device's UUID, as SGLang's patch makes it."""
+    """Plan rebuild_cuda_tensor(...), 15 arguments; the seventh may be a device's UUID, as in SGLang's patch."""
     values = list(_arguments(call, 15))
     values[1], values[2], values[5] = counts_of(values[1]), counts_of(values[2]), dtype_of(values[5])
     handle = CudaHandle.from_arguments(values)
@@ -90,36 +91,38 @@ def _cuda_tensor(call: Call) -> TensorPlan:
 
 
 def _typed_storage(call: Call) -> tuple[StoragePlan, torch.dtype]:
-    """rebuild_typed_storage(storage, dtype)"""
+    """Plan rebuild_typed_storage(storage, dtype)."""
     storage, dtype = _arguments(call, 2)
-    return _called(storage, _STORAGES, "an untyped storage")(storage), dtype_of(dtype)  # type: ignore[arg-type]
+    return _called(storage, _STORAGES, "an untyped storage"), dtype_of(dtype)
 
 
 def _typed_storage_child(call: Call) -> tuple[StoragePlan, torch.dtype]:
-    """rebuild_typed_storage_child(storage, class)"""
+    """Plan rebuild_typed_storage_child(storage, class)."""
     storage, kind = _arguments(call, 2)
     dtype = _STORAGE_CLASSES.get(name_of(kind))
     if dtype is None:
         raise ValueError("not a typed storage's class")
-    return _called(storage, _STORAGES, "an untyped storage")(storage), dtype  # type: ignore[arg-type]
+    return _called(storage, _STORAGES, "an untyped storage"), dtype
 
 
 def _named_storage(call: Call) -> StoragePlan:
-    """rebuild_storage_filename(class, manager, handle, size)"""
-    return NamedStorage(*_arguments(call, 4)[1:], sent=call)  # type: ignore[arg-type]
+    """Plan rebuild_storage_filename(class, manager, handle, size)."""
+    _, manager, handle, num_bytes = _arguments(call, 4)
+    # Unchecked until `problem` returns None.
+    return NamedStorage(cast(bytes, manager), cast(bytes, handle), cast(int, num_bytes), sent=call)
 
 
 def _descriptor_storage(call: Call) -> StoragePlan:
-    """rebuild_storage_fd(class, DupFd, size)"""
+    """Plan rebuild_storage_fd(class, DupFd, size)."""
     _, duplicate, num_bytes = _arguments(call, 3)
     identity = state_of(duplicate, _DUPLICATES, {"_id"})["_id"]
     if type(identity) is not tuple or len(identity) != 2:
         raise ValueError("a descriptor's identity is not (address, key)")
-    return DescriptorStorage(*identity, num_bytes)  # type: ignore[arg-type]
+    return DescriptorStorage(*identity, cast(int, num_bytes))  # unchecked until `problem` returns None
 
 
 def _empty_storage(call: Call) -> StoragePlan:
-    """rebuild_storage_empty(class)"""
+    """Plan rebuild_storage_empty(class)."""
     _arguments(call, 1)
     return EmptyStorage()
 
@@ -168,7 +171,7 @@ PER_RANK = {
 }
 _DUPLICATES = {("multiprocessing.resource_sharer", "DupFd")}
 _SIZE = ("torch", "Size")
-_IGNORED = {  # stand where an argument is not looked at
+_IGNORED = {  # allowed in arguments that are not read
     ("collections", "OrderedDict"),
     ("torch", "Tensor"),
     ("torch.nn.parameter", "Parameter"),
@@ -185,11 +188,12 @@ def name_of(value: object) -> Name:
     return (value.module, value.name) if type(value) is Global else ("", "")
 
 
-def _called(value: object, table: Mapping[Name, T], what: str) -> T:
+def _called(value: object, table: Mapping[Name, Callable[[Call], T]], what: str) -> T:
+    """Apply the table's function to the record of a call. Raises ValueError for any other value."""
     found = table.get(name_of(value.function)) if type(value) is Call else None
-    if found is None:
+    if found is None or type(value) is not Call:
         raise ValueError(f"{what} was expected, not {described_value(value)}")
-    return found
+    return found(value)
 
 
 def described_value(value: object) -> str:
@@ -205,7 +209,7 @@ def _arguments(call: Call, count: int) -> tuple[object, ...]:
 
 
 def state_of(value: object, names: set[Name], keys: set[str]) -> dict[str, object]:
-    """The attributes of a new object of one of these classes."""
+    """Return the attributes of a new object of one of these classes."""
     if type(value) is not Call or name_of(value.function) not in names or value.arguments:
         raise ValueError(
             f"{' or '.join(sorted({name for _, name in names}))} was expected, not {described_value(value)}"
@@ -223,19 +227,19 @@ def dtype_of(value: object) -> torch.dtype:
 
 
 def counts_of(value: object) -> tuple[int, ...]:
-    """A torch.Size, tuple or list of counts."""
+    """Read a torch.Size, tuple or list of counts."""
     if type(value) is Call and name_of(value.function) == _SIZE:
         (value,) = _arguments(value, 1)
-    if type(value) not in (tuple, list) or not all(is_count(number) for number in value):  # type: ignore[union-attr]
+    if not isinstance(value, tuple | list) or not all(is_count(number) for number in value):
         raise ValueError(f"sizes or strides were expected, not {described_value(value)}")
-    return tuple(value)  # type: ignore[arg-type]
+    return tuple(value)
 
 
 def open_all(plans: list[TensorPlan], timeout_s: float) -> list[Tensor]:
-    """Attach to what was planned; a storage that was sent once is attached once. Raises TransferFailed."""
+    """Attach the planned tensors; a storage that was sent once is attached once. Raises TransferFailed."""
     storages: dict[StoragePlan, torch.UntypedStorage] = {}
     uuids = visible_uuids() if any(isinstance(plan, CudaHandle) for plan in plans) else []
-    tensors = []
+    tensors: list[Tensor] = []
     for plan in plans:
         if isinstance(plan, CudaHandle):
             tensors.append(plan.open(uuids, f"tensor {len(tensors)} of the payload"))

@@ -1,6 +1,6 @@
-"""Attaching to the CPU storages that torch.multiprocessing shares: by name in /dev/shm, or by descriptor over a socket.
+"""CPU storages that torch.multiprocessing shares: by name in /dev/shm, or by descriptor over a socket.
 
-What to attach to comes from another process. `problem` checks it without opening anything; `attach` maps it. Torch's
+Their descriptions come from another process. `problem` checks one without opening anything; `attach` maps it. Torch's
 own `rebuild_storage_filename` and `rebuild_storage_fd` do the mapping, because they also keep torch's count of users.
 """
 
@@ -12,7 +12,7 @@ import socket
 import stat
 import struct
 from dataclasses import dataclass
-from multiprocessing import connection, process, reduction
+from multiprocessing import AuthenticationError, connection, process, reduction
 from pathlib import Path
 from typing import Protocol
 
@@ -25,7 +25,7 @@ from ..same_host.handover import shown
 
 SHM_FOLDER = Path("/dev/shm")
 _SHARED_NAME = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
-_COUNTER_BYTES = 64  # torch keeps its count of users in front of the storage
+_COUNTER_BYTES = 64  # torch keeps its count of users before the storage
 
 
 class StoragePlan(Protocol):
@@ -35,15 +35,15 @@ class StoragePlan(Protocol):
     def num_bytes(self) -> int: ...
 
     def problem(self) -> str | None:
-        """Why it must not be attached, or None. Changes nothing."""
+        """Return the reason why it must not be attached, or None. Changes nothing."""
 
     def attach(self, timeout_s: float) -> torch.UntypedStorage:
-        """Map it. Raises TransferFailed where its sender is gone or does not answer in time."""
+        """Map the storage. Raises TransferFailed if its sender is gone or does not answer in time."""
 
 
 @dataclass(frozen=True)
 class EmptyStorage:
-    """No bytes."""
+    """A storage without bytes."""
 
     num_bytes: int = 0
 
@@ -56,12 +56,12 @@ class EmptyStorage:
 
 @dataclass(frozen=True)
 class NamedStorage:
-    """Shared under the sharing strategy file_system: a file, and the socket of the process that watches over it."""
+    """A storage shared under the strategy file_system: a file, and the socket of the process that manages it."""
 
     manager: bytes
     handle: bytes
     num_bytes: int
-    sent: object  # its place in a payload: torch counts a user for each, which attaching takes over
+    sent: object  # its place in a payload: torch counts one user per place, and attaching takes over that count
 
     def problem(self) -> str | None:
         if not isinstance(self.handle, bytes) or not _SHARED_NAME.fullmatch(self.handle):
@@ -93,9 +93,9 @@ class NamedStorage:
 
 @dataclass(frozen=True)
 class DescriptorStorage:
-    """Shared under file_descriptor, torch's default: a descriptor that the sender hands out over a socket.
+    """A storage shared under file_descriptor, torch's default: the sender passes a descriptor over a socket.
 
-    The sender asks for multiprocessing's authentication key, which only its own children and forks have.
+    The sender requires multiprocessing's authentication key, which only its own children and forks have.
     """
 
     address: str
@@ -132,7 +132,7 @@ class DescriptorStorage:
                     connection.deliver_challenge(peer, secret)
                     peer.send((self.key, os.getpid()))
                     return reduction.recv_handle(peer)
-            except (OSError, EOFError, connection.AuthenticationError) as error:
+            except (OSError, EOFError, AuthenticationError) as error:
                 advice = 'let the sender call torch.multiprocessing.set_sharing_strategy("file_system")'
                 reason = str(error) or type(error).__name__
                 raise TransferFailed(
@@ -142,7 +142,8 @@ class DescriptorStorage:
 
 @dataclass(frozen=True)
 class _Fetched:
-    """What `rebuild_storage_fd` takes: it detaches the descriptor, and closes it after mapping."""
+    """A received descriptor, as `rebuild_storage_fd` takes it: it detaches the descriptor, and closes it after
+    mapping."""
 
     descriptor: int
 

@@ -1,1 +1,1 @@
-"""Shared memory and CUDA IPC."""
+"""The hand-over on one host: shared memory and CUDA IPC."""

@@ -2,11 +2,11 @@
 
 A handle names an allocation of the sender's; the receiver opens it, copies into the sink, waits for the copies, and
 drops it before it replies. Devices are named by UUID, so both ends may number them differently. Handles are made and
-opened by `torch.multiprocessing.reductions` (`reduce_tensor`, `rebuild_cuda_tensor`), whose argument list is also what
-the frameworks send; underneath it is torch's private `_share_cuda_` and `_new_shared_cuda`, which have no public form.
+opened by `torch.multiprocessing.reductions` (`reduce_tensor`, `rebuild_cuda_tensor`), whose argument list the
+frameworks send too; these use torch's private `_share_cuda_` and `_new_shared_cuda`, which have no public form.
 
-CUDA does not tell how large a foreign allocation is: a sender that lies about its storage's size makes the receiver
-read other memory of that GPU, or fail.
+CUDA does not report the size of a foreign allocation: a sender that gives a wrong storage size makes the receiver read
+other memory of that GPU, or fail.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import base64
 import binascii
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,22 +29,22 @@ from ..manifest import Manifest, NamedTensors, TensorSpec
 from .handover import described, in_manifest_order, raise_if_any, read_described, shown, strided_problem
 
 KIND = "cuda_ipc"
-_MAX_HANDLE_BYTES = 16 << 10  # they have 64 bytes, or a few hundred for expandable segments
+_MAX_HANDLE_BYTES = 16 << 10  # real ones have 64 bytes, or a few hundred for expandable segments
 _UUID_PREFIX = "GPU-"
 
 
 def visible_uuids() -> list[str]:
-    """UUIDs of this process's CUDA devices, by its own index."""
+    """Return the UUIDs of this process's CUDA devices, by its own index."""
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
 
 def device_index(device: str | int, uuids: Sequence[str]) -> int:
-    """The index of a device given by UUID (with or without "GPU-", in any case) or by index among `uuids`.
+    """Return the index of a device given by UUID (with or without "GPU-", in any case) or by index among `uuids`.
 
     Raises ValueError for a device that this process does not see.
     """
-    if is_count(device) and device < len(uuids):  # type: ignore[operator]
-        return device  # type: ignore[return-value]
+    if is_count(device) and device < len(uuids):
+        return device
     if isinstance(device, str):
         wanted = _bare(device)
         for index, uuid in enumerate(uuids):
@@ -58,7 +59,7 @@ def _bare(uuid: str) -> str:
 
 @dataclass(frozen=True)
 class CudaHandle:
-    """One CUDA tensor of another process. Fields are unchecked until `problem` says None."""
+    """One CUDA tensor of another process. Fields are unchecked until `problem` returns None."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -68,28 +69,28 @@ class CudaHandle:
     handle: bytes | None  # of the allocation; None for an empty storage
     storage_bytes: int
     storage_offset: int  # bytes, of the storage in the allocation
-    ref_counter: bytes | None  # tells the sender when the last receiver dropped the storage
+    ref_counter: bytes | None  # informs the sender when the last receiver dropped the storage
     ref_counter_offset: int
     event: bytes | None  # recorded by the sender after its last write
     wait_for_event: bool
 
     @classmethod
     def of(cls, tensor: Tensor) -> CudaHandle:
-        """A handle of a CUDA tensor. Each one is to be opened once; the sender keeps the tensor until then."""
+        """Create a handle of a CUDA tensor. Each one is to be opened once; the sender keeps the tensor until then."""
         _, arguments = reductions.reduce_tensor(tensor.detach())
         device = visible_uuids()[arguments[6]]
         return cls.from_arguments((*arguments[:6], device, *arguments[7:]))
 
     @classmethod
-    def from_arguments(cls, arguments: Sequence[object]) -> CudaHandle:
-        """From the 15 arguments of `rebuild_cuda_tensor`; tensor and storage class and requires_grad are ignored."""
+    def from_arguments(cls, arguments: Sequence[Any]) -> CudaHandle:
+        """Read the 15 arguments of `rebuild_cuda_tensor`; tensor and storage class and requires_grad are ignored."""
         _, shape, stride, offset, _, dtype, device, handle, num_bytes, start, _, counter, at, event, wait = arguments
         return cls(
             dtype, tuple(shape), tuple(stride), offset, device, handle, num_bytes, start, counter, at, event, wait
-        )  # type: ignore[arg-type]
+        )
 
     def problem(self, uuids: Sequence[str]) -> str | None:
-        """Why this cannot be opened, or None. Opens nothing."""
+        """Return the reason why this cannot be opened, or None. Opens nothing."""
         for what, value in (("handle", self.handle), ("reference counter", self.ref_counter), ("event", self.event)):
             if value is not None and not (isinstance(value, bytes) and len(value) <= _MAX_HANDLE_BYTES):
                 return f"{what} {shown(value)} is not bytes of a handle"
@@ -107,9 +108,9 @@ class CudaHandle:
         return strided_problem(self.shape, self.stride, self.offset, self.dtype.itemsize, self.storage_bytes)
 
     def open(self, uuids: Sequence[str], name: str) -> Tensor:
-        """The sender's tensor itself, not a copy. Dropping the last reference to it closes the handle.
+        """Return the sender's tensor itself, not a copy. Dropping the last reference to it closes the handle.
 
-        Raises TransferFailed, with the tensor's name, where CUDA cannot open it.
+        Raises TransferFailed, with the tensor's name, if CUDA cannot open it.
         """
         arguments = (
             torch.Tensor,
@@ -134,7 +135,7 @@ class CudaHandle:
             raise TransferFailed(f"opening the CUDA handle of {name}: {error}") from error
 
     def to_json(self) -> dict[str, object]:
-        """Plain values, bytes as base64. Dtype and shape stand in the description's lists."""
+        """Return plain values, bytes as base64. Dtype and shape are in the description's lists."""
         return {
             "stride": list(self.stride),
             "offset": self.offset,
@@ -149,16 +150,31 @@ class CudaHandle:
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, object], spec: TensorSpec) -> CudaHandle:
-        """Raises ValueError for missing or unknown keys, a stride that is no list and bytes that are no base64."""
+    def from_json(cls, values: Mapping[str, Any], spec: TensorSpec) -> CudaHandle:
+        """Read the values of `to_json`.
+
+        Raises ValueError for missing or unknown keys, a stride that is no list and bytes that are no base64.
+        """
         own = {"stride", "offset", "device", "storage_bytes", "storage_offset", "ref_counter_offset", "wait_for_event"}
         encoded = {"handle", "ref_counter", "event"}
         if not isinstance(values, dict) or set(values) != own | encoded:
             raise ValueError(f"a handle has the keys {', '.join(sorted(own | encoded))}")
         if not isinstance(values["stride"], list):
             raise ValueError(f"stride {shown(values['stride'])} is not a list")
-        fields = {key: values[key] for key in own} | {key: _decode(values[key]) for key in encoded}
-        return cls(dtype=spec.dtype, shape=spec.shape, **(fields | {"stride": tuple(values["stride"])}))  # type: ignore[arg-type]
+        return cls(
+            dtype=spec.dtype,
+            shape=spec.shape,
+            stride=tuple(values["stride"]),
+            offset=values["offset"],
+            device=values["device"],
+            handle=_decode(values["handle"]),
+            storage_bytes=values["storage_bytes"],
+            storage_offset=values["storage_offset"],
+            ref_counter=_decode(values["ref_counter"]),
+            ref_counter_offset=values["ref_counter_offset"],
+            event=_decode(values["event"]),
+            wait_for_event=values["wait_for_event"],
+        )
 
 
 def _encode(value: bytes | None) -> str | None:
@@ -177,7 +193,7 @@ def _decode(value: object) -> bytes | None:
 
 
 class CudaIpcSender:
-    """Hands CUDA tensors to receivers on this host, about `bucket_bytes` of them at a time, without a copy."""
+    """Hand CUDA tensors to receivers on this host, about `bucket_bytes` of them at a time, without a copy."""
 
     def __init__(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         self.bucket_bytes = bucket_bytes
@@ -185,7 +201,7 @@ class CudaIpcSender:
     def buckets(self, tensors: NamedTensors, manifest: Manifest) -> Iterator[dict[str, object]]:
         """Yield descriptions of whole tensors; their memory is kept until the generator is resumed.
 
-        Resume it after the receiver's reply. Raises ValueError where the tensors are not the manifest's, in its order.
+        Resume it after the receiver's reply. Raises ValueError if the tensors are not the manifest's, in its order.
         """
         held: list[tuple[TensorSpec, Tensor]] = []
         num_buckets = num_bytes = 0
@@ -199,21 +215,21 @@ class CudaIpcSender:
             yield self._describe(num_buckets, held, manifest)
 
     def close(self) -> None:
-        """Give back memory that receivers have dropped."""
+        """Release memory that receivers have dropped."""
         torch.cuda.ipc_collect()
 
     def _describe(self, index: int, held: list[tuple[TensorSpec, Tensor]], manifest: Manifest) -> dict[str, object]:
         fields = described(KIND, index, [spec for spec, _ in held], manifest)
         fields["handles"] = [CudaHandle.of(tensor).to_json() for _, tensor in held]
         for device in {tensor.device for _, tensor in held}:
-            torch.cuda.current_stream(device).synchronize()  # what is handed over must have been written
+            torch.cuda.current_stream(device).synchronize()  # pending writes must be complete before the hand-over
         return fields
 
 
 def read_cuda_description(
     description: Mapping[str, object], uuids: Sequence[str]
 ) -> tuple[list[tuple[TensorSpec, CudaHandle]], Manifest | None]:
-    """Check a description without opening a handle. Raises ValueError listing every offender."""
+    """Check a description without opening a handle. Raises ValueError listing every error."""
     problems: list[str] = []
     specs, manifest = read_described(description, KIND, {"handles"}, problems)
     values = description.get("handles")
@@ -235,11 +251,12 @@ def read_cuda_description(
 
 
 def receive_cuda(description: Mapping[str, object], sink: Sink) -> tuple[TensorSpec, ...]:
-    """Copy the described tensors into the sink; complete, and the handles dropped, when it returns them.
+    """Copy the described tensors into the sink; returns their specs when the copies are complete and the handles
+    dropped.
 
     `sink.expect` is called with the whole manifest at the first bucket of an update, then with each bucket's tensors.
-    Raises ValueError before a handle is opened for a description that is not valid here, and TransferFailed where a
-    handle cannot be opened.
+    Raises ValueError for an invalid description before any handle is opened, and TransferFailed if a handle cannot be
+    opened.
     """
     uuids = visible_uuids()
     handles, manifest = read_cuda_description(description, uuids)
@@ -258,5 +275,5 @@ def receive_cuda(description: Mapping[str, object], sink: Sink) -> tuple[TensorS
     for device in devices:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-    # `source` and `data` end with this frame, after the copies and before the reply.
+    # `source` and `data` are dropped with this frame, after the copies and before the reply.
     return tuple(spec for spec, _ in handles)

@@ -1,7 +1,7 @@
-"""What the hand-overs of one host share: a bucket's description as plain JSON values, and the checks on it.
+"""The common parts of the hand-overs on one host: a bucket's description as plain JSON values, and its checks.
 
-A description names the tensors of its bucket; the first one of an update carries the whole manifest as well, so that
-the receiver can have every name, shape and dtype checked before the first byte.
+A description names the tensors of its bucket; the first one of an update also holds the whole manifest, so that the
+receiver can check every name, shape and dtype before the first byte.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from ..layout.json_values import is_count
 from ..manifest import Manifest, NamedTensors, TensorSpec, dtype_name, specs_from_lists
 
-MAX_OFFENDERS = 20  # named in one message; a hostile description must not make it endless
+MAX_OFFENDERS = 20  # in one message; a hostile description must not make it endless
 
 
 def in_manifest_order(tensors: NamedTensors, manifest: Manifest) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """The tensors with their specs, drawn one at a time.
+    """Yield the tensors with their specs, drawn one at a time.
 
     Raises ValueError at the first tensor that is not the manifest's next one, and for missing or surplus tensors.
     """
@@ -39,7 +39,7 @@ def in_manifest_order(tensors: NamedTensors, manifest: Manifest) -> Iterator[tup
 
 
 def described(kind: str, index: int, specs: Sequence[TensorSpec], manifest: Manifest) -> dict[str, object]:
-    """The fields that every description has. index: of the bucket in its update."""
+    """Build the fields that every description has. index: of the bucket in its update."""
     return {
         "kind": kind,
         "index": index,
@@ -54,7 +54,7 @@ def described(kind: str, index: int, specs: Sequence[TensorSpec], manifest: Mani
 def read_described(
     description: Mapping[str, object], kind: str, own_keys: set[str], problems: list[str]
 ) -> tuple[tuple[TensorSpec, ...], Manifest | None]:
-    """The specs and the manifest of a description; what is wrong with them, or with its keys, goes to `problems`."""
+    """Read the specs and the manifest of a description; errors in them, or in its keys, are added to `problems`."""
     wanted = {"kind", "index", "version", "names", "dtypes", "shapes", "manifest"} | own_keys
     if wrong := sorted(map(str, wanted ^ set(description))):
         problems.append(f"keys that are missing or unknown: {listed(wrong)}")
@@ -64,11 +64,11 @@ def read_described(
         problems.append(f"index {shown(description.get('index'))} is not a count")
     if not isinstance(description.get("version"), str | None):
         problems.append(f"version {shown(description.get('version'))} is not a string")
-    lists = [description.get(key) for key in ("names", "dtypes", "shapes")]
+    names, dtypes, shapes = (description.get(key) for key in ("names", "dtypes", "shapes"))
     specs: tuple[TensorSpec, ...] = ()
-    if all(isinstance(values, list) for values in lists):
+    if isinstance(names, list) and isinstance(dtypes, list) and isinstance(shapes, list):
         try:
-            specs = specs_from_lists(*lists)  # type: ignore[arg-type]
+            specs = specs_from_lists(names, dtypes, shapes)
         except ValueError as error:
             problems.append(str(error))
     else:
@@ -99,19 +99,19 @@ def _read_manifest(values: object, specs: Sequence[TensorSpec], problems: list[s
 
 
 def raise_if_any(problems: Sequence[str], what: str) -> None:
-    """Raises ValueError listing the problems, if there are some."""
+    """Raise ValueError listing the problems, if there are any."""
     if problems:
         raise ValueError(f"{what}: {listed(problems, '; ')}")
 
 
 def listed(offenders: Sequence[str], separator: str = ", ") -> str:
-    """Offenders for a message: all of them, up to MAX_OFFENDERS."""
+    """Join the errors of a message: all of them, up to MAX_OFFENDERS."""
     more = len(offenders) - MAX_OFFENDERS
     return separator.join(offenders[:MAX_OFFENDERS]) + (f"{separator}and {more} more" if more > 0 else "")
 
 
 def shown(value: object) -> str:
-    """A short form of a value nobody has checked yet; never its repr where that could be endless."""
+    """Return a short form of an unchecked value; never its repr if that could be endless."""
     if isinstance(value, bool | None):
         return str(value)
     if isinstance(value, int) and value.bit_length() <= 64:
@@ -124,7 +124,8 @@ def shown(value: object) -> str:
 def strided_problem(
     shape: Sequence[int], stride: Sequence[int], offset: int, item_bytes: int, storage_bytes: int
 ) -> str | None:
-    """Why a strided tensor (stride and offset in elements) does not lie inside its storage; None where it does."""
+    """Return the reason why a strided tensor does not fit in its storage, or None. Stride and offset are in
+    elements."""
     if len(shape) != len(stride):
         return f"shape of {len(shape)} dimensions with {len(stride)} strides"
     if len(shape) > 64:
@@ -141,10 +142,10 @@ def strided_problem(
 
 
 def copy_bytes(destination: Tensor, source: Tensor) -> None:
-    """Copy uint8 [n]; complete when this returns, unless both lie on GPUs.
+    """Copy uint8 [n]; complete when this returns, unless both are on GPUs.
 
-    Between CPU tensors by one thread: the two ends copy at the same time already, and torch's threads, which spin while
-    they wait, make each other slower there (0.2 to 0.8 of the rate, on two cores).
+    Between CPU tensors a single thread copies: the two ends copy at the same time already, and torch's threads, which
+    spin while they wait, slow each other down (to 0.2 to 0.8 of the rate, on two cores).
     """
     if destination.is_cpu and source.is_cpu:
         if destination.shape != source.shape:  # numpy would broadcast one byte

@@ -1,4 +1,4 @@
-"""A sender's segment of shared memory: its file, its header, its two halves, and who may remove it.
+"""A sender's segment of shared memory: its file, its header, its two halves, and the rule for its removal.
 
 The file is a header of one page (magic, then a sequence number for each half) and the bytes of two buckets.
 """
@@ -33,14 +33,14 @@ def _sequence_offset(half: int) -> int:
 
 
 def read_sequence(mapped: mmap.mmap, half: int) -> int:
-    """The sequence number of a half, in a mapped segment."""
+    """Read the sequence number of a half, in a mapped segment."""
     (found,) = _SEQUENCE.unpack_from(mapped, _sequence_offset(half))
     return found
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A bucket that lies in the segment."""
+    """A bucket in the segment."""
 
     index: int
     half: int
@@ -68,7 +68,7 @@ class Segment:
         self.unlink = weakref.finalize(self, _unlink, self.path, file, os.getpid())
 
     def pack(self, plan: BucketPlan, sources: list[Tensor], half_bytes: int, sequence: int) -> Packed:
-        """Copy a bucket's pieces into the half that is its turn; `sequence` marks them complete."""
+        """Copy a bucket's pieces into the half for its index; `sequence` marks them complete."""
         half = plan.index % 2
         start = half * half_bytes
         pieces = tuple(replace(piece, bucket_offset=start + piece.bucket_offset) for piece in plan.pieces)
@@ -79,7 +79,7 @@ class Segment:
         return Packed(plan.index, half, sequence, plan.names, pieces)
 
     def invalidate(self) -> None:
-        """Make every description so far stale."""
+        """Make every earlier description stale."""
         for half in (0, 1):
             self._set_sequence(half, _NOTHING)
 
@@ -88,12 +88,12 @@ class Segment:
 
 
 def _create_locked(folder: Path) -> tuple[int, Path]:
-    """A new empty file of ours, with its lock held. Returns (descriptor, path)."""
+    """Create a new empty file, and hold its lock. Returns (descriptor, path)."""
     while True:
         path = folder / f"lockstep-{os.getpid()}-{secrets.token_hex(8)}.shm"
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         fcntl.flock(file, fcntl.LOCK_EX)
-        # Another sender may have taken the file for a stale one before the lock was ours.
+        # Another sender may have treated the file as stale before we had the lock.
         if os.fstat(file).st_nlink:
             return file, path
         os.close(file)
@@ -106,21 +106,21 @@ def _unlink(path: Path, file: int, owner: int) -> None:
 
 
 def remove_stale_segments(folder: Path) -> list[Path]:
-    """Unlink segments of this user whose senders are gone; returns them. Segments in use stay."""
+    """Unlink segments of this user whose senders have ended; returns their paths. Segments in use stay."""
     removed = []
     for path in folder.iterdir():
         if not FILE_NAME.fullmatch(path.name):
             continue
         try:
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # another user's, a link, or just removed: none of ours to remove
+        except OSError:  # another user's file, a link, or just removed: not ours to remove
             continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file).st_uid == os.getuid():
                 path.unlink(missing_ok=True)
                 removed.append(path)
-        except BlockingIOError:  # its sender lives
+        except BlockingIOError:  # its sender is still running
             pass
         finally:
             os.close(file)

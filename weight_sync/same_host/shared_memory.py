@@ -43,13 +43,12 @@ DEFAULT_FOLDER = Path("/dev/shm")
 
 
 class SharedMemorySender:
-    """Hands tensors to receivers on this host through one reused segment.
+    """Hand tensors to receivers on this host through one reused segment.
 
     The segment takes up to `bucket_bytes` and a page; a bucket is half of it, so that the next one is packed while the
-    receiver copies (a fifth faster than taking turns, on two cores), by one thread at each end. The segment is
-    unlinked by `close` or at the interpreter's exit. What a killed sender leaves behind is unlinked by the next sender
-    in the same folder: a sender holds a lock on its file, which the kernel drops with the process, whatever its pid and
-    namespace.
+    receiver copies (a fifth faster than taking turns, on two cores), by one thread at each end. `close` or the
+    interpreter's exit unlinks the segment. The segment of a killed sender is unlinked by the next sender in the same
+    folder: a sender holds a lock on its file, which the kernel drops with the process, whatever its pid and namespace.
     """
 
     def __init__(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES, folder: Path | str = DEFAULT_FOLDER) -> None:
@@ -58,16 +57,17 @@ class SharedMemorySender:
         self.bucket_bytes = bucket_bytes
         self.folder = Path(folder).absolute()
         self._segment: Segment | None = None
-        self._sequence = 0  # even; never used twice, whichever the half
+        self._sequence = 0  # even; never used twice, for neither half
         self._sending = False
         remove_stale_segments(self.folder)
 
     def buckets(self, tensors: NamedTensors, manifest: Manifest) -> Iterator[dict[str, object]]:
         """Pack the tensors bucket by bucket and yield each bucket's description.
 
-        A description holds until the generator is resumed: resume it after the receiver's reply. Tensors are drawn in
-        the manifest's order by the calling thread, at most a bucket of them ahead, from any device. Raises ValueError
-        where they are not the manifest's, and SessionError while another iteration of this sender is unfinished.
+        A description is valid until the generator is resumed: resume it after the receiver's reply. Tensors are drawn
+        in the manifest's order by the calling thread, at most a bucket of them ahead, from any device. Raises
+        ValueError if they are not the manifest's, and SessionError while another iteration of this sender is
+        unfinished.
         """
         if self._sending:
             raise SessionError("this sender's previous update is not finished: close its generator first")
@@ -76,7 +76,7 @@ class SharedMemorySender:
         plans = plan_buckets(manifest.tensors, self.bucket_bytes // 2)
         half = -(-max((plan.num_bytes for plan in plans), default=0) // ALIGNMENT) * ALIGNMENT
         drawn = in_manifest_order(tensors, manifest)
-        source = torch.empty(0, dtype=torch.uint8)  # the bytes of the tensor that was drawn last
+        source = torch.empty(0, dtype=torch.uint8)  # the bytes of the last drawn tensor
         packing: Future[Packed] | None = None
         try:
             segment = self._reserve(half * min(2, len(plans)))
@@ -94,11 +94,11 @@ class SharedMemorySender:
                         del sources
                     if packed is not None:
                         yield self._describe(segment, packed, [specs[name] for name in packed.names], manifest)
-            for _ in drawn:  # nothing is left, or it raises
+            for _ in drawn:  # raises for a surplus tensor
                 pass
         finally:
             if self._segment is not None:
-                self._segment.invalidate()  # no description of this update holds any longer
+                self._segment.invalidate()  # no description of this update is valid any longer
             self._sending = False
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class SharedMemorySender:
 
 
 def _written_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, its pending writes done: the thread that packs knows nothing of the caller's stream."""
+    """Return the bytes of a tensor, its pending writes done: the packing thread does not know the caller's stream."""
     source = byte_view(tensor)
     if source.is_cuda:
         torch.cuda.current_stream(source.device).synchronize()
@@ -135,11 +135,11 @@ def _written_bytes(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SharedBucket:
-    """A description that was found to be consistent in itself."""
+    """A checked description, consistent in itself."""
 
     file_name: str
     size: int  # bytes, header included
-    half: int  # whose sequence number it is
+    half: int  # of the sequence number
     sequence: int
     specs: tuple[TensorSpec, ...]
     pieces: tuple[Piece, ...]
@@ -147,19 +147,19 @@ class SharedBucket:
 
 
 def read_description(description: Mapping[str, object], folder: Path = DEFAULT_FOLDER) -> SharedBucket:
-    """Check a description without touching the file system. Raises ValueError listing every offender."""
+    """Check a description without touching the file system. Raises ValueError listing every error."""
     problems: list[str] = []
     specs, manifest = read_described(description, KIND, {"path", "size", "half", "sequence", "pieces"}, problems)
     path, size, half, sequence = (description.get(key) for key in ("path", "size", "half", "sequence"))
     name = os.path.basename(path) if isinstance(path, str) else ""
     if path != str(folder / name) or not FILE_NAME.fullmatch(name):
         problems.append(f"path {shown(path)} is not a segment in {folder}")
-    if not is_count(size) or size < HEADER_BYTES:  # type: ignore[operator]
+    if not is_count(size) or size < HEADER_BYTES:
         problems.append(f"size {shown(size)} is not at least {HEADER_BYTES}")
         size = HEADER_BYTES
     if not is_count(half, 2):
         problems.append(f"half {shown(half)} is neither 0 nor 1")
-    if not is_count(sequence) or sequence % 2:  # type: ignore[operator]
+    if not is_count(sequence) or sequence % 2:
         problems.append(f"sequence {shown(sequence)} is not an even count")
     ranges = description.get("pieces")
     pieces: list[Piece] = []
@@ -171,10 +171,11 @@ def read_description(description: Mapping[str, object], folder: Path = DEFAULT_F
                 problems.append(f"{spec.name}: a piece is three counts")
                 continue
             pieces.append(Piece(spec.name, *values))
-            problems += _piece_problems(spec, pieces[-1], size - HEADER_BYTES)  # type: ignore[operator]
+            problems += _piece_problems(spec, pieces[-1], size - HEADER_BYTES)
     problems += _overlaps(pieces)
     raise_if_any(problems, "description of a shared-memory bucket")
-    return SharedBucket(name, size, half, sequence, specs, tuple(pieces), manifest)  # type: ignore[arg-type]
+    assert is_count(half) and is_count(sequence)
+    return SharedBucket(name, size, half, sequence, specs, tuple(pieces), manifest)
 
 
 def _piece_problems(spec: TensorSpec, piece: Piece, bucket_bytes: int) -> list[str]:
@@ -205,9 +206,9 @@ def _overlaps(pieces: list[Piece]) -> list[str]:
 
 
 class TensorReceiver:
-    """Copies described buckets into a sink, from shared memory in `folder` or from CUDA IPC handles.
+    """Copy described buckets into a sink, from shared memory in `folder` or from CUDA IPC handles.
 
-    Keeps the last segment attached, so that a sender's buckets cost one attachment together.
+    The last segment stays attached, so that all buckets of a sender cost one attachment.
     """
 
     def __init__(self, folder: Path | str = DEFAULT_FOLDER) -> None:
@@ -215,13 +216,12 @@ class TensorReceiver:
         self._attached: tuple[str, int, Tensor, mmap.mmap] | None = None  # name, inode, all bytes, their map
 
     def receive(self, description: Mapping[str, object], sink: Sink) -> tuple[TensorSpec, ...]:
-        """Copy one bucket; when this returns the copy is complete, and the sender may be told so. Returns the tensors
-        that end in it.
+        """Copy one bucket; the copy is complete when this returns. Returns the tensors that end in it.
 
         `sink.expect` is called with the whole manifest at the first bucket of an update, then with the tensors that
-        start in each bucket. Raises ValueError listing what is wrong with the description, before any memory is
-        touched, and TransferFailed where the segment is gone or no longer holds this bucket; the sink then has to roll
-        back what was written.
+        start in each bucket. Raises ValueError listing every error in the description, before any memory is touched,
+        and TransferFailed if the segment no longer exists or no longer holds this bucket; the sink then has to roll
+        back its writes.
         """
         if not isinstance(description, Mapping):
             raise ValueError(f"a description is a JSON object, not {shown(description)}")
@@ -254,7 +254,7 @@ class TensorReceiver:
         return tuple(spec for spec, piece in pairs if piece.tensor_offset + piece.num_bytes == spec.num_bytes)
 
     def _attach(self, bucket: SharedBucket) -> tuple[Tensor, mmap.mmap]:
-        """The bytes of the bucket's segment and their map, checked each time, mapped at the first."""
+        """Return the bytes of the bucket's segment and their map, checked each time, mapped at the first."""
         path = self.folder / bucket.file_name
         try:
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -277,25 +277,25 @@ class TensorReceiver:
             kept = self._attached
             if kept is None or kept[:2] != (bucket.file_name, found.st_ino) or len(kept[3]) < bucket.size:
                 kept = None
-                self._attached = None  # before the next one is mapped
+                self._attached = None  # dropped before the next one is mapped
                 mapped = mmap.mmap(file, found.st_size)
                 if mapped[: len(MAGIC)] != MAGIC:
                     raise ValueError(f"{path} is not a segment of a sender")
                 whole = torch.frombuffer(mapped, dtype=torch.uint8)
-                self._attached = (bucket.file_name, found.st_ino, whole, mapped)
+                self._attached = kept = (bucket.file_name, found.st_ino, whole, mapped)
         finally:
             os.close(file)
-        return self._attached[2], self._attached[3]
+        return kept[2], kept[3]
 
 
 def receive_shared(description: Mapping[str, object], sink: Sink, folder: Path | str = DEFAULT_FOLDER) -> None:
-    """Copy one bucket, attaching to its segment for this call alone; see `TensorReceiver.receive`."""
+    """Copy one bucket, attaching its segment for this call only; see `TensorReceiver.receive`."""
     TensorReceiver(folder).receive(description, sink)
 
 
 def _check_sequence(header: mmap.mmap, bucket: SharedBucket, when: str) -> None:
-    # Aligned and of eight bytes. Sender and receiver take turns through the request and its reply, which orders their
-    # accesses; the number catches a sender that does not wait for its turn.
+    # The number is aligned and has eight bytes. Sender and receiver alternate through the request and its reply, which
+    # orders their accesses; the number detects a sender that does not wait for the reply.
     found = read_sequence(header, bucket.half)
     if found != bucket.sequence:
         state = "being written" if found % 2 else "another bucket's"

@@ -1,4 +1,4 @@
-"""Grammars: what they allow, what is wrong with them, and the cache that compiles them."""
+"""Grammars: the texts that they allow, errors in them, and the cache that compiles them."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_equal_grammars_are_compiled_once_and_the_longest_unused_goes(compiler):
     first = cache.get_all([a, b, a, None])
     assert first[0] is first[2] and first[3] is None and sorted(asked) == ["a", "b"]
     cache.get_all([a])
-    cache.get_all([c])  # b goes
+    cache.get_all([c])  # b is removed
     assert len(cache) == 2 and cache.get_all([a])[0] is first[0]
     cache.get_all([b])
     assert asked.count("b") == 2 and asked.count("a") == 1

@@ -1,5 +1,7 @@
-"""A corpus of grammars times sampled generations of a small random model: finished outputs validate, and those that the
-length ended are beginnings of valid ones."""
+"""A corpus of grammars times sampled generations of a small random model.
+
+Finished outputs are valid; outputs that end by length are beginnings of valid ones.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ VOCAB = 1024
 
 
 def obj(optional: dict | None = None, **properties) -> dict:
-    """An object with these required properties, and optional ones."""
+    """Build a schema of an object with these required properties, and optional ones."""
     return {"type": "object", "properties": {**properties, **(optional or {})}, "required": list(properties),
             "additionalProperties": False}  # fmt: skip
 
@@ -33,7 +35,7 @@ def arr(items: dict, low: int = 0, high: int = 3) -> dict:
 
 
 def schemas() -> list[dict]:
-    """Over a hundred, no two alike."""
+    """Build over a hundred different schemas."""
     text, flag, nothing = {"type": "string", "maxLength": 5}, {"type": "boolean"}, {"type": "null"}
     low, unit = {"type": "integer", "minimum": -3, "maximum": 12}, {"type": "number", "minimum": 0, "maximum": 1}
     names = {"enum": ["Paris", "Parma", "Rome", "Rom"]}
@@ -115,13 +117,13 @@ def test_there_are_over_a_hundred_schemas_and_no_two_alike():
 
 
 def is_beginning(compiler, kind: str, grammar: str, token_ids) -> bool:
-    """Whether a matcher of its own takes every token."""
+    """Return whether a separate matcher accepts every token."""
     matcher = compiler.compile(Constraint(kind, grammar)).matcher()
     return all(matcher.accept(id) for id in token_ids)
 
 
 def check_schemas(engine, compiler, mode: str, few: list[dict], max_new_tokens: int) -> int:
-    """How many of the generations were finished; all are checked."""
+    """Generate and check an output for each schema; returns the number of finished outputs."""
     settings = {"jump_forward": mode, "max_new_tokens": max_new_tokens}
     params = [SamplingParams(json_schema=json.dumps(schema), sampling_seed=seed, **settings)
               for seed, schema in enumerate(few)]  # fmt: skip

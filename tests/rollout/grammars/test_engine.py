@@ -1,4 +1,5 @@
-"""Constrained generation by an engine: valid texts, true log-probabilities, the same tokens however they come about."""
+"""Constrained generation by an engine: valid texts, true log-probabilities, and the same tokens in every mode of
+jumps."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ def test_finished_outputs_follow_their_schema_and_logprobs_are_the_models(make_e
             jsonschema.validate(json.loads(answer.text), PERSON)
         assert len(answer.token_ids) == len(answer.logprobs) == len(answer.forced) == len(answer.masked_probs)
         assert all(prob == 1.0 for prob, forced in zip(answer.masked_probs, answer.forced, strict=True) if forced)
-        # The trainer's own pass over prompt and output gives these very log-probabilities.
+        # The trainer's own pass over prompt and output gives the same log-probabilities.
         scored = score(engine, answer.prompt_ids + answer.token_ids)
         assert scored[len(answer.prompt_ids) :] == answer.logprobs
     engine.close()
@@ -146,7 +147,7 @@ def test_without_a_stop_token_the_end_of_the_grammar_ends_the_output(make_engine
 
 
 def finish(engine) -> dict[str, object]:
-    """Step until nothing is left; answers by id, also those of what has ended already."""
+    """Run steps until no request is left; returns answers by id, also those of requests that have ended before."""
     answers = {answer.id: answer for answer in engine.step()}
     while engine.has_work:
         answers |= {answer.id: answer for answer in engine.step()}

@@ -1,4 +1,4 @@
-"""Schemas that the grammar engine would follow in part only are refused, with the place."""
+"""Refusal, with the position, of schemas that the grammar engine would follow only in part."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from lockstep.rollout.grammars.token_text import TokenText
 
 
 def bpe(merges: list[str], initial: str = "abcdefghijklmnop:,") -> TokenText:
-    """A BPE whose merges are given as "a b"; more bytes than `initial` so that any text can be spelled."""
+    """Build a BPE of merges given as "a b"; `initial` is extended by all bytes so that any text can be spelled."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet() + list(initial))
     vocab = {character: id for id, character in enumerate(dict.fromkeys(alphabet))}
     pairs = [tuple(merge.split()) for merge in merges]
@@ -58,7 +58,7 @@ def test_ten_tokens_are_rolled_back_and_no_more():
     past = ids(text, *letters[:10])
     jump = plan_text_jump(past, b"k:", text)
     assert jump == Jump(10, tuple(ids(text, letters[:11], ":")))
-    # With one token more the window no longer reaches the first: what is in it is tokenised as it stands.
+    # With one token more the window no longer includes the first: the rest is tokenised by itself.
     jump = plan_text_jump(ids(text, ",", *letters[:10]), b"k:", text, max_rollback=10)
     assert jump == Jump(10, tuple(ids(text, letters[:11], ":")))
     longer = plan_text_jump(ids(text, *letters[:11]), b"l:", text, max_rollback=10)
@@ -80,7 +80,7 @@ def test_a_last_token_that_begins_another_is_left_to_the_model():
 def test_no_jump_where_the_dropped_token_was_all_there_was():
     text = bpe(["c d"])
     assert plan_text_jump(ids(text, "a"), b"c", text) is NO_JUMP
-    # ... also where it reaches back into what was there.
+    # ... also where it reaches back into earlier tokens.
     text = bpe(["b c", "bc d"])
     assert plan_text_jump(ids(text, "a", "b"), b"c", text) is NO_JUMP
 
@@ -107,7 +107,7 @@ def test_tokens_that_split_a_character_stay_whole():
     assert plan_text_jump(ids(text, "a"), b"b" + "é".encode()[:1], text).token_ids == tuple(ids(text, "b"))
     # One that completes the character of the past does so with its last byte.
     assert plan_text_jump([*ids(text, "a"), head], "é".encode()[1:] + b"b", text).token_ids[0] == tail
-    # Where all of the window is inside a character there is nothing to stand on.
+    # Without a whole character in the window there is no jump.
     assert plan_text_jump([tail], b"", text) is NO_JUMP
 
 
@@ -149,7 +149,7 @@ def test_a_change_at_the_end_of_a_stretch_may_reach_further_back():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_continuation_changes_a_stretch(bpe_tokenizer, seed):
-    """Of a thousand texts and whatever follows them, in the trained vocabulary and in random ones."""
+    """Try a thousand texts and random continuations, in the trained vocabulary and in random ones."""
     rng = random.Random(seed)
     trained = TokenText(bpe_tokenizer, len(bpe_tokenizer))
     known = ["a", "b", "c", "d"]
@@ -172,7 +172,7 @@ def test_no_continuation_changes_a_stretch(bpe_tokenizer, seed):
                 follow = "".join(rng.choice(parts) for _ in range(rng.randint(0, 5)))[rng.randint(0, 2) :]
                 whole = text.encode((forced + follow).encode())
                 assert whole[: len(stretch)] == stretch, (forced, follow)
-    assert num_tokens > 200  # it is no rule that plans nothing
+    assert num_tokens > 200  # a rule that plans nothing would pass too
 
 
 def test_a_stretch_of_the_trained_vocabulary_holds_most_of_its_text(bpe_tokenizer):

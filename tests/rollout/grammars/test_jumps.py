@@ -1,4 +1,4 @@
-"""What a jump does to a sequence, its blocks, its text and its neighbours, and how it is undone."""
+"""The effect of a jump on a sequence, its blocks, its text and its neighbours, and its rollback."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_jump_that_is_undone_leaves_the_tokens_as_they_were():
     assert sequence.settled_output(1) == [4, 5]
     sequence.undo_jump()
     assert sequence.token_ids == [1, 2, 3, 4, 5] == [1, 2, *sequence.settled_output()]
-    sequence.undo_jump()  # none is under way
+    sequence.undo_jump()  # none is in flight
     assert sequence.token_ids == [1, 2, 3, 4, 5]
 
 
@@ -51,7 +51,7 @@ def test_rolling_back_gives_up_published_blocks_and_computes_from_their_beginnin
     ledger.open(request, [])
     ledger.grow(request, 60)
     ledger.publish(request, 60)  # three full blocks
-    assert ledger.roll_back(request, 55) == 55  # in the fourth, which is its own
+    assert ledger.roll_back(request, 55) == 55  # in the fourth, which is private
     assert len(ledger.block_table(request)) == 4
     assert ledger.roll_back(request, 47) == 32  # in the third, which is in the tree
     assert len(ledger.block_table(request)) == 2 and ledger.usage.num_cached == 1
@@ -63,7 +63,7 @@ def test_rolling_back_gives_up_published_blocks_and_computes_from_their_beginnin
     other = make_request("b", [*request.sequence.token_ids, 1])
     assert len(ledger.match(other)) == 3
     old = make_request("c", list(range(60)))
-    assert len(ledger.match(old)) == 3  # what was published before still matches what it was computed from
+    assert len(ledger.match(old)) == 3  # published blocks still match the tokens that they were computed from
     ledger.close(request)
     ledger.check()
     ledger.check_idle()
@@ -79,7 +79,7 @@ def test_room_for_a_jump_is_made_of_cached_blocks_first_then_of_whoever_comes_la
     assert len(output.scheduled) == 3 and ledger.num_available == 2
     first, second, third = requests
     assert scheduler.make_room_for_jump(first, 2, set()) == []
-    assert scheduler.make_room_for_jump(third, 4, set()) == []  # those before it do not give way
+    assert scheduler.make_room_for_jump(third, 4, set()) == []  # requests before it are not preempted
     assert scheduler.make_room_for_jump(first, 4, {third}) == [second]
     assert ledger.num_available >= 4 and scheduler.waiting() == [second]
     assert fcfs(second) > fcfs(first)

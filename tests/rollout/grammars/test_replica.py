@@ -1,4 +1,4 @@
-"""Grammars on engines of several ranks: masks are applied where sampling happens, jumps on every rank."""
+"""Grammars on engines of several ranks: masks are applied on the sampling rank, jumps on every rank."""
 
 from __future__ import annotations
 

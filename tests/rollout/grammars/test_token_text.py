@@ -1,4 +1,4 @@
-"""What tokens spell, and the canonical tokens of a text in the middle of others."""
+"""The bytes of tokens, and the canonical tokens of a text in the middle of others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def text(bpe_tokenizer):
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
-    """A BPE with byte fallback that puts a space before a text, as Llama 2's."""
+    """Build a BPE with byte fallback that puts a space before a text, as Llama 2's."""
     vocab = {"<unk>": 0, "</s>": 1, **{f"<0x{byte:02X}>": 2 + byte for byte in range(256)}}
     for token in ("\u2581", "a", "b", "c", "ab", "\u2581a", "\u2581ab", '"'):
         vocab[token] = len(vocab)
@@ -47,7 +47,7 @@ def test_tokens_that_split_a_character_spell_parts_of_it(text):
 def test_special_tokens_and_control_words_spell_nothing(text, bpe_tokenizer):
     for name in ("<eos>", "<|im_start|>", "<think>"):
         assert text.pieces[bpe_tokenizer.convert_tokens_to_ids(name)] == b""
-        assert text.encode(f"a{name}b".encode()) is None  # the tokenizer would take it for the special one
+        assert text.encode(f"a{name}b".encode()) is None  # the tokenizer would read it as the special token
 
 
 def test_ids_beyond_the_tokenizer_spell_nothing(text, bpe_tokenizer):

@@ -1,4 +1,4 @@
-"""The prefix cache as one looks at it: what is there, who keeps it, and where a prompt leaves it."""
+"""The report of the prefix cache: its blocks, their holders and pins, and the point where a prompt leaves it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = 4
 
 @pytest.fixture
 def ledger() -> KVLedger:
-    """A stem of two blocks with two branches, one pinned and one held, and beside it a prompt of another key."""
+    """Build a stem of two blocks with two branches, one pinned and one held, and a prompt of another key."""
     ledger = KVLedger(16, SIZE, True, pin_budget=0.5, clock=lambda: 0.0)
     put(ledger, words(1, 2, 3, 4))
     put(ledger, words(9, 9), key="k")
@@ -33,7 +33,7 @@ def words(*numbers: int) -> list[int]:
 
 
 def hash_of(token_ids: list[int], key: str = "") -> int:
-    """Of the last full block of a prompt."""
+    """Return the hash of the last full block of a prompt."""
     return Prefix(token_ids, SIZE, key).hash(len(token_ids) // SIZE - 1)
 
 
@@ -129,9 +129,9 @@ def test_what_cannot_be_shown_is_named(ledger, ask, message):
     [
         ([*words(1, 2, 3), 4, 4, 8, 8, 8], 3, 4, 14),  # two tokens of the block [4, 4, 4, 4]
         ([*words(1, 2), 5, 5, 5, 3], 2, 5, 11),  # nearer to [5, 5, 5, 5] than to [3, 3, 3, 3]
-        ([*words(1, 2), 8, 3, 3, 3], 2, 3, 8),  # nothing in common: any that stands there
+        ([*words(1, 2), 8, 3, 3, 3], 2, 3, 8),  # nothing in common: any block at that place
         ([8, 8, 8, 8], 0, 1, 0),
-        (words(1, 2, 3, 4, 6), 4, None, 16),  # nothing stands there
+        (words(1, 2, 3, 4, 6), 4, None, 16),  # no block at that place
     ],
     ids=["late", "nearer", "nothing equal", "at once", "beyond"],
 )
@@ -178,7 +178,7 @@ def test_a_tree_names_the_last_events_it_contains(ledger):
     ledger.events.attach(batches.append)
     put(ledger, words(30))
     ledger.pins.pin([hash_of(words(30))])
-    tree = cache_tree(ledger)  # hands on what was noted, so that it and the events tell one story
+    tree = cache_tree(ledger)  # publishes the recorded events, so that the report and the events agree
     assert [(batch.topic, batch.seq) for batch in batches] == [("kv", tree.event_seq), ("pins", tree.pin_event_seq)]
     put(ledger, words(31))
     assert cache_tree(ledger).event_seq == tree.event_seq + 1 == batches[-1].seq

@@ -1,4 +1,4 @@
-"""Who owns which block: exact after every operation, shared where prefixes are equal, never stale."""
+"""Ownership of blocks: exact after every operation, shared where prefixes are equal, never stale."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class OneHashPrefix(Prefix):
 
 
 class OneHash(KVLedger):
-    """Every block has one and the same hash, whatever its key: the worst collision there can be."""
+    """Give every block the same hash: the worst possible collision."""
 
     def prefix(self, request: Request) -> Prefix:
         return OneHashPrefix(request.sequence.token_ids, self.block_size, request.options.extra_key)
@@ -240,7 +240,7 @@ def test_check_finds_a_leaked_a_doubly_free_and_a_shared_block():
 
 
 class Walk:
-    """A seeded random walk, with a model of which prefix each published block may stand for."""
+    """A seeded random walk, with a model of the prefix that each published block may hold."""
 
     def __init__(self, seed: int, ledger: KVLedger) -> None:
         self.random = random.Random(seed)

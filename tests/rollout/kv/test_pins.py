@@ -1,4 +1,4 @@
-"""Pins on cached blocks: what they protect and for how long, whose they are, what they may cost, how they end."""
+"""Pins on cached blocks: their protection, expiry, owners, budget and end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OVER_4 = "over the budget of 4 protected blocks"
 
 
 class Cache:
-    """A ledger with a clock to turn, and the hashes of what was put into it."""
+    """A ledger with a clock to set, and the hashes of the blocks that were put into it."""
 
     def __init__(self, num_blocks: int = 16, *, budget: float = 1.0, blocks: type[Prefix] = Prefix) -> None:
         self.now = 0.0
@@ -37,7 +37,7 @@ class Cache:
         return request
 
     def run(self, token_ids: list[int]) -> Request:
-        """A request whose KV is computed and published, and which still holds it."""
+        """Start a request, compute and publish its KV. The request still holds it."""
         request = self.request(token_ids)
         self.ledger.open(request, self.ledger.match(request))
         assert self.ledger.grow(request, len(token_ids)) is not None
@@ -51,7 +51,7 @@ class Cache:
         self.ledger.check()
 
     def put(self, token_ids: list[int]) -> list[int]:
-        """Hashes of the full blocks of a prompt that came and went."""
+        """Run a prompt to its end; returns the hashes of its full blocks."""
         request = self.run(token_ids)
         hashes = [node.hash for node in self.path(token_ids)]
         self.end(request)
@@ -62,7 +62,7 @@ class Cache:
         return self.ledger.path_of(self._blocks(token_ids, SIZE), len(token_ids) // SIZE)
 
     def evict(self, num_blocks: int = 999) -> int:
-        """Push out up to so many blocks, as a growing request would."""
+        """Evict up to `num_blocks` blocks, as a growing request would."""
         blocks = self.tree.evict(num_blocks)
         for block in blocks:
             self.ledger._pool.give(block)
@@ -70,7 +70,7 @@ class Cache:
         return len(blocks)
 
     def assert_no_trace_of_pins(self) -> None:
-        """Nothing is protected, and all that is cached can go."""
+        """Assert that nothing is protected and every cached block is evictable."""
         assert len(self.pins) == self.tree.num_guarded == self.ledger.usage.num_pinned == 0
         assert all(node.num_guards == 0 and not node.is_pinned for node in self.tree)
         usage = self.ledger.usage
@@ -80,7 +80,7 @@ class Cache:
 
 
 def words(*numbers: int) -> list[int]:
-    """A prompt of one block for each number."""
+    """Build a prompt of one block for each number."""
     return [number for number in numbers for _ in range(SIZE)]
 
 
@@ -89,7 +89,7 @@ def cache() -> Cache:
     return Cache()
 
 
-# -- the index from hash to block, and the lives of pins -------------------------------------------------
+# -- the index from hash to block, and the end of pins ---------------------------------------------------
 
 
 def test_a_published_block_is_found_by_its_hash(cache):
@@ -235,7 +235,7 @@ def test_every_block_of_a_random_tree_pinned_and_unpinned_in_random_order(seed):
     assert cache.ledger.usage.num_cached == cache.evict() == 0
     dice.shuffle(hashes)
     for hash in hashes:
-        cache.put(words(*(dice.randint(1, 3) for _ in range(2))))  # meanwhile more branches come
+        cache.put(words(*(dice.randint(1, 3) for _ in range(2))))  # meanwhile more branches are added
         assert cache.pins.unpin([hash]).num_unpinned == 1
         cache.ledger.check()
     cache.assert_no_trace_of_pins()
@@ -252,7 +252,7 @@ def test_a_finishing_request_never_unpins(cache):
     cache.pins.pin(hashes)
     cache.end(request)
     assert (cache.ledger.usage.num_pinned, cache.evict(), len(cache.pins)) == (2, 0, 2)
-    for _ in range(3):  # nor do those that come later and hit the blocks
+    for _ in range(3):  # nor do later requests that hit the blocks
         cache.end(cache.run(words(1, 2, 7)))
     assert all(cache.tree.get(hash).is_pinned for hash in hashes)
     cache.pins.unpin(hashes)
@@ -327,7 +327,7 @@ def test_a_pinned_block_whose_second_copy_gives_way_stays_pinned():
     hashes = cache.put(words(1, 2))
     cache.pins.pin(hashes)
     copy = cache.request(words(1, 2))
-    cache.ledger.open(copy, [])  # computes what is cached: as one that owes prompt log-probabilities
+    cache.ledger.open(copy, [])  # computes cached tokens: as a request that needs prompt log-probabilities
     cache.ledger.grow(copy, 8)
     cache.ledger.publish(copy, 8)
     copy.sequence.token_ids += words(3, 4)
@@ -338,7 +338,7 @@ def test_a_pinned_block_whose_second_copy_gives_way_stays_pinned():
     assert (cache.ledger.usage.num_pinned, cache.ledger.usage.num_free) == (2, 2)
 
 
-# -- what may be asked -----------------------------------------------------------------------------------
+# -- valid arguments -------------------------------------------------------------------------------------
 
 
 def test_a_hash_named_twice_in_one_list_is_two_pins(cache):
@@ -350,7 +350,7 @@ def test_a_hash_named_twice_in_one_list_is_two_pins(cache):
 
 
 class Extremes(Prefix):
-    """Blocks whose hashes are at the ends of what 64 bits can hold."""
+    """Blocks whose hashes are the extremes of 64 bits."""
 
     def hash(self, index: int) -> int:
         return (-(2**63), 2**63 - 1, -1, 0)[index]
@@ -446,7 +446,7 @@ def test_each_pin_has_an_expiry_of_its_own_and_the_soonest_is_unpinned_first(cac
     assert cache.pins.expire() == 0  # that one was unpinned
     cache.now = 30.0
     assert cache.pins.expire() == 2
-    assert cache.pins.owners(hash) == {None: 1}  # the one without a ttl
+    assert cache.pins.owners(hash) == {None: 1}  # the pin without a ttl
     assert cache.pins.unpin([hash]).num_unpinned == 1
     cache.assert_no_trace_of_pins()
 
@@ -521,7 +521,7 @@ def test_a_budget_of_none_and_of_all(budget, num_pinned):
 
 
 def release(cache: Cache, num_blocks: int) -> list[int]:
-    """Lift pins until so many blocks can be had."""
+    """Lift pins until `num_blocks` blocks can be allocated."""
     released = cache.pins.release_until(lambda: num_blocks - cache.ledger.num_available, "a test")
     cache.ledger.check()
     return released
@@ -560,7 +560,7 @@ def test_auto_unpin_never_lifts_a_pin_that_could_have_stayed(seed):
     num_blocks = dice.randint(cache.ledger.num_available + 1, 60)
     released = release(cache, num_blocks)
     assert released and cache.ledger.num_available >= num_blocks
-    for hash in released:  # with any one of them back there would be too few
+    for hash in released:  # with any one of them pinned again there would be too few
         cache.pins.pin([hash])
         assert cache.ledger.num_available < num_blocks
         cache.pins.unpin([hash])
@@ -572,7 +572,7 @@ def test_a_pin_on_what_a_request_holds_is_not_lifted_for_nothing():
     held, idle = cache.run(words(1, 2)), cache.put(words(3, 4))
     cache.pins.pin([node.hash for node in cache.path(words(1, 2))])
     cache.pins.pin(idle)
-    assert release(cache, 8) == [idle[1], idle[0]]  # more than there is: all that helps, and no more
+    assert release(cache, 8) == [idle[1], idle[0]]  # more than there is: every pin that helps, and no more
     assert len(cache.pins) == 2
     cache.end(held)
 

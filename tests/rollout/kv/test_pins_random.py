@@ -1,7 +1,7 @@
 """Random walks over everything that may happen to a ledger with pins, checked after every event against a plain model.
 
-The model knows which prefix each block's KV was computed for, which pins stand, and, from the events alone, what is in
-the cache.
+The model knows the prefix that each block's KV was computed for, the current pins, and, from the events alone, the
+content of the cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.rollout.sequences.sequence import Sequence
 SIZE, NUM_BLOCKS = 4, 20
 OWNERS = (None, "router", "trainer")
 
-# How often each event comes.
+# How often each event occurs.
 WEIGHTS = {
     "admit": 18,
     "advance": 50,
@@ -39,7 +39,7 @@ WEIGHTS = {
 
 
 class Mirror:
-    """What a subscriber knows: the blocks in the cache, and the pins on them."""
+    """The state that a subscriber can rebuild: the blocks in the cache, and the pins on them."""
 
     def __init__(self, ledger: KVLedger) -> None:
         self.ledger = ledger
@@ -88,7 +88,7 @@ class Mirror:
 
 
 class Walk:
-    """A ledger under random events, and what must be true of it after each of them."""
+    """A ledger under random events, and the invariants that must hold after each of them."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -97,12 +97,12 @@ class Walk:
         self.open: dict[Request, int] = {}  # -> tokens computed
         self.waiting: list[Request] = []  # retracted
         self.kv: dict[int, tuple] = {}  # block -> the (epoch, key, prefix) that its KV was computed for
-        self.leases: list[tuple[float, int, str | None]] = []  # when it ends, on which block, whose
+        self.leases: list[tuple[float, int, str | None]] = []  # expiry time, block and owner
         self.counts: Counter[str] = Counter()
-        self._known: list[int] = [17, -(2**63)]  # hashes that were in the cache once, and two that never were
+        self._known: list[int] = [17, -(2**63)]  # hashes that were in the cache once, and two that were never in it
 
     def event(self, name: str, number: int) -> None:
-        """One event; `number` decides what it is about."""
+        """Run one event; `number` selects its subject."""
         dice, ledger = random.Random(number), self.ledger
         someone = dice.choice(list(self.open)) if self.open else None
         before = len(ledger.cache)
@@ -129,7 +129,7 @@ class Walk:
         self.check()
 
     def check(self) -> None:
-        """The ledger adds up, every pin stands on a cached block, and no block in the tree is stale."""
+        """Check that the ledger adds up, every pin is on a cached block, and no block in the tree is stale."""
         ledger = self.ledger
         ledger.check()
         ledger.check_idle()
@@ -144,7 +144,7 @@ class Walk:
             assert (epoch, key, prefix[-SIZE:]) == (ledger.epoch, node.salt, tuple(node.token_ids))
 
     def finish(self) -> None:
-        """Everybody ends, all is unpinned: nothing is left of any pin."""
+        """End all requests and lift all pins: no trace of any pin is left."""
         for request in list(self.open):
             self._close(request, retract=False)
             self.check()
@@ -207,7 +207,7 @@ class Walk:
     # -- pins -------------------------------------------------------------------------------------------
 
     def _some(self, dice: random.Random) -> list[int]:
-        """Hashes of blocks that are there, and of others."""
+        """Pick hashes of existing blocks, and of others."""
         hashes = [node.hash for node in self.ledger.cache] or self._known
         return dice.choices(hashes, k=dice.randint(1, 3)) + dice.choices(self._known[-200:], k=dice.randint(0, 1))
 
@@ -241,7 +241,7 @@ class Walk:
         ledger = self.ledger
         wanted = ledger.num_available + dice.randint(0, 4)
         released = ledger.pins.release_until(lambda: wanted - ledger.num_available, "a test")
-        if ledger.num_available < wanted:  # then nothing that could help is left
+        if ledger.num_available < wanted:  # then no pin that could help is left
             assert ledger.usage.num_pinned == 0
         self._end_leases(lambda lease: lease[1] in released)
 
@@ -285,7 +285,7 @@ def test_twelve_thousand_random_events_leave_no_pin_and_serve_no_stale_block():
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(st.sampled_from(sorted(WEIGHTS)), st.integers(0, 999)), max_size=80))
 def test_short_walks_that_shrink(events):
-    """As above, with walks that hypothesis makes: a failing one is cut down to the few events that matter."""
+    """Run the same walks as hypothesis generates them: a failing one shrinks to the few events that matter."""
     walk = Walk()
     for name, number in events:
         walk.event(name, number)

@@ -1,4 +1,4 @@
-"""The names of blocks: chained, reproducible, told apart by salt; each block hashed once however the tokens grow."""
+"""The names of blocks: chained, reproducible, distinct by salt; each block is hashed once however the tokens grow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def hashes(prefix: Prefix, num_blocks: int) -> list[int]:
 
 
 def test_names_are_what_they_were_when_caches_were_last_shared():
-    """A change of these numbers is a change of the wire: routers and engines would no longer mean the same block."""
+    """Hold the numbers: a change is a change of the wire, and routers and engines would no longer mean the same
+    block."""
     assert root_hash() == 2549633117408344349
     assert hashes(Prefix([1, 2, 3, 4, 5, 6, 7, 8], SIZE, "tenant"), 2) == [
         4289092039614710792,
@@ -76,7 +77,7 @@ def test_every_block_is_hashed_once(monkeypatch):
 
 
 class _Counting:
-    """hashlib, counted."""
+    """A hashlib that counts its calls."""
 
     def __init__(self, calls: list[bytes]) -> None:
         self._calls = calls

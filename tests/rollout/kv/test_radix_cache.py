@@ -1,4 +1,4 @@
-"""The tree of cached prefixes: what it finds, what it evicts first, what a collision costs."""
+"""The tree of cached prefixes: matches, order of eviction, cost of a collision."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def grow(
 
 
 def find(cache: RadixCache, *blocks: tuple[int, ...]) -> list[int]:
-    """Blocks of the cached path of that prefix."""
+    """Find the blocks of the cached path of that prefix."""
     found, parent = [], None
     for hash, tokens in zip(chain(*blocks), blocks, strict=True):
         parent = cache.find(hash, token_bytes(tokens), parent)
@@ -175,7 +175,7 @@ def test_detached_nodes_match_nothing_and_their_blocks_come_back_when_dropped():
     cache = RadixCache()
     path = grow(cache, grow(cache, [], (1, 2), 0), (3, 4), 1)
     cache.hold(path[0])
-    assert cache.clear() == []  # somebody holds both
+    assert cache.clear() == []  # both are held
     assert find(cache, (1, 2)) == []
     fresh = grow(cache, [], (1, 2), 7)  # the same prefix, computed again
     assert cache.drop(path) == [1]  # block 0 has another holder

@@ -1,4 +1,4 @@
-"""The Chrome trace: it opens, and it shows that overlap is real."""
+"""The Chrome trace: it is readable, and it shows that overlap is real."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=0.0)
 
 
 def read(path) -> list[dict]:
-    """The events, as a viewer reads them."""
+    """Return the events, as a viewer reads them."""
     return [event for event in json.loads(path.read_text()) if event]
 
 
@@ -64,7 +64,7 @@ def test_overlap_schedules_the_next_step_and_delivers_the_last_one_inside_a_forw
     forwards = spans(events, "forward")
     model_thread = {event["tid"] for event in forwards}
     assert len(model_thread) == 1 and not model_thread & {event["tid"] for event in spans(events, "schedule")}
-    # A small model's forward may be over before the other thread has had its turn; a few will not be.
+    # A small model's forward may end before the other thread has run; a few will not.
     delivered = {(d["args"]["step"], f["args"]["step"]) for d in spans(events, "deliver") for f in forwards
                  if is_inside(d, f)}  # fmt: skip
     assert any((step - 1, step) in delivered for step in range(2, len(forwards) + 1))
@@ -75,7 +75,7 @@ def test_trace_that_was_cut_off_can_be_mended_by_its_reader(tmp_path):
     trace = Trace(tmp_path / "t.json")
     with trace.span("work", size=3):
         pass
-    trace.flush()  # and then the process dies
+    trace.flush()  # and then the process is killed
     events = json.loads((tmp_path / "t.json").read_text().rstrip().rstrip(",") + "]")
     assert events[0]["name"] == "work" and events[0]["args"] == {"size": 3}
     trace.close()

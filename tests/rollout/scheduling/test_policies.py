@@ -1,4 +1,4 @@
-"""Orders of waiting requests, what each promises, and the prefill times that deadlines are made of."""
+"""Orders of waiting requests, their guarantees, and the predicted prefill times behind deadlines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def step_of(*num_tokens: int) -> ScheduleOutput:
 
 
 def second_a_row(chunk: int = 1000) -> PrefillTimePredictor:
-    """One that has learned that a prompt row takes a second and a step nothing besides."""
+    """Build a predictor that has learned one second per prompt row and none per step."""
     predictor = PrefillTimePredictor(chunk)
     predictor.observe(step_of(10), 10.0)
     return predictor
@@ -102,7 +102,7 @@ def test_deadline_never_moves_whatever_is_learned_or_generated_later():
     for _ in range(40):
         predictor.observe(step_of(10), 90.0)
     request.sequence.token_ids += [1] * 50
-    policy.arrive(request)  # it was preempted and comes back
+    policy.arrive(request)  # it was preempted and returns
     assert policy.deadline(request) == 140.0
 
 
@@ -231,7 +231,7 @@ def test_a_queue_may_be_left_and_entered_again():
         assert queue.peek(1.0) is None and len(queue) == 0
 
 
-# -- who gives way -------------------------------------------------------------------------------------------------
+# -- the choice of a victim --------------------------------------------------------------------------------------------
 
 
 def test_victim_under_edf_has_the_latest_deadline_not_the_latest_arrival():
@@ -277,12 +277,12 @@ def test_equal_ranks_give_way_by_fewest_generated_then_longest_input(name):
 
 
 class Overload:
-    """More comes than can run: requests of all lengths, a step a second, a row a second in the predictor's eyes."""
+    """More requests than can run: of all lengths, with one step a second, and one second a row for the predictor."""
 
     def __init__(self, policy: str, seed: int) -> None:
         self.now = 0.0
         self.chance = random.Random(seed)
-        self.ledger = KVLedger(40, 4, False)  # no prefix cache: nobody waits for another's prefix
+        self.ledger = KVLedger(40, 4, False)  # no prefix cache: no request waits for another's prefix
         limits = StepLimits(4, 32, 8, 200)
         self.scheduler = Scheduler(
             self.ledger, limits, policy, deadline_multiplier=2.0, min_deadline_s=6.0, clock=lambda: self.now
@@ -290,7 +290,8 @@ class Overload:
         self.scheduler.on_step_timed(step_of(10), 10.0)
         self.managers = EngineSequenceManager(frozenset(), 200)
         self.deadlines: dict[Request, float] = {}
-        self.admissions: list[tuple[Request, list[Request]]] = []  # who was taken, who waited on
+        # admitted request, and the requests that still waited
+        self.admissions: list[tuple[Request, list[Request]]] = []
 
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -309,7 +310,7 @@ class Overload:
         waiting = set(self.scheduler.waiting())
         gone = [r for r in before if r not in waiting]
         for request in gone:
-            # Those admitted in one step were taken in the order of the output.
+            # Requests admitted in one step were admitted in the order of the output.
             self.admissions.append((request, [r for r in before if r in waiting]))
         order = [item.id for item in output.scheduled if item.id in {r.id for r in gone}]
         taken = [self.managers.request(id) for id in order]

@@ -1,4 +1,4 @@
-"""Scripted traces on a pool of four blocks, then random traces: everybody is answered, nothing deadlocks."""
+"""Scripted traces on a pool of four blocks, then random traces: every request is answered, and there is no deadlock."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Loop:
         self.num_preemptions = 0
 
     def add(self, id: str, prompt: list[int] | int, new: int = 4, **options: object) -> Request:
-        """A prompt given as a number is that many tokens that no other prompt has."""
+        """Add a request. A prompt given as a number is that many tokens that no other prompt has."""
         number = len(self.requests)
         prompt = [1000 * (number + 1) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
         params = SamplingParams(max_new_tokens=new)
@@ -100,7 +100,7 @@ class Loop:
         assert all(0 < item.num_tokens <= self.limits.chunked_prefill_size for item in output.scheduled)
 
     def drain(self, limit: int = 5000) -> int:
-        """Steps until nothing is left."""
+        """Run steps until no request is left."""
         for steps in range(limit):
             if not self.scheduler.has_work:
                 self.ledger.check_idle()
@@ -217,7 +217,7 @@ def test_those_who_wait_take_over_when_the_first_is_aborted():
     loop.controller.free("a")
     loop.worker.free("a")
     loop.scheduler.remove(loop.requests["a"])
-    assert rows(loop.step()) == [("b", 4, 4)]  # what was computed stays cached
+    assert rows(loop.step()) == [("b", 4, 4)]  # computed blocks stay cached
     loop.drain()
     assert [loop.requests[id].sequence.num_output_tokens for id in "bc"] == [4, 4]
 
@@ -405,7 +405,7 @@ def test_unknown_policy_is_refused_with_the_known_ones():
 
 
 def pinned_loop(num_blocks: int, **settings: object) -> Loop:
-    """A loop whose pins may protect all of its pool."""
+    """Build a loop whose pins may protect its whole pool."""
     loop = Loop(num_blocks, **settings)
     loop.ledger.pins.max_blocks = num_blocks
     loop.pin_events = []
@@ -414,7 +414,7 @@ def pinned_loop(num_blocks: int, **settings: object) -> Loop:
 
 
 def pin_prompt(loop: Loop, id: str, prompt: list[int] | int) -> list[int]:
-    """Run a prompt, pin all it leaves in the cache, and return those hashes."""
+    """Run a prompt, pin all of its blocks that stay cached, and return their hashes."""
     known = {node.hash for node in loop.ledger.cache}
     loop.add(id, prompt, new=1)
     loop.drain()
@@ -718,11 +718,11 @@ def test_ratio_that_decayed_lets_more_in():
     assert (num_together(1.0), num_together(0.5), num_together(0.1)) == (1, 3, 8)
 
 
-# -- what a step costs -----------------------------------------------------------------------------
+# -- the cost of a step ----------------------------------------------------------------------------
 
 
 class CountingLedger(KVLedger):
-    """Counts how often a waiting request is looked up."""
+    """A ledger that counts lookups of waiting requests."""
 
     num_matches = 0
 
@@ -732,7 +732,7 @@ class CountingLedger(KVLedger):
 
 
 def most_looks_in_a_step(policy: str, num_waiting: int, prompt) -> int:
-    """The most lookups and rankings of any step while `num_waiting` requests wait, all of them drained."""
+    """Return the most lookups and rankings of any step while `num_waiting` requests wait, until all have ended."""
     looks = []
     loop = Loop(64, seqs=4, rows=16, chunk=4, context=40, policy=policy)
     loop.ledger = CountingLedger(64, SIZE, True)
@@ -767,7 +767,7 @@ def most_looks_in_a_step(policy: str, num_waiting: int, prompt) -> int:
     ids=["mixed", "equal", "hopeless"],
 )  # fmt: skip
 def test_a_step_looks_at_no_more_requests_when_more_wait(policy, prompt):
-    """LRS ranks a head per class of allowances, of which there are more when prompts differ more, but at most 64."""
+    """Count for each policy. LRS ranks a head per class of allowances, of which there are at most 64."""
     few, many = (most_looks_in_a_step(policy, num_waiting, prompt) for num_waiting in (30, 600))
     assert many <= 2 * few
 
@@ -778,7 +778,7 @@ def test_a_step_looks_at_no_more_requests_when_more_wait(policy, prompt):
 @pytest.mark.parametrize("policy", ["fcfs", "edf", "lrs"])
 @pytest.mark.parametrize("seed", range(25))
 def test_random_traces_drain_with_every_request_answered(seed, policy):
-    """Small pools, shared prefixes, aborts, retractions, flushes and epochs in between; tokens never depend on any."""
+    """Drain small pools with shared prefixes, aborts, retractions, flushes and epochs; tokens never depend on any."""
     chance = random.Random(seed)
     loop = Loop(
         chance.choice((4, 5, 9, 20)),

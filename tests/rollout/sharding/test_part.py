@@ -24,13 +24,13 @@ FLOATS = [torch.float32, torch.bfloat16]
 
 @dataclass
 class Rank:
-    """Runs STEPS on one rank of a replica: its own KV, and hidden states from the stage before to the one behind."""
+    """One rank of a replica that runs STEPS: it has its own KV, and passes hidden states to the next stage."""
 
     hosted: HostedModel
     logits: list[Tensor] = field(default_factory=list)
 
     def run(self) -> list[Tensor]:
-        """All logits of STEPS, on every rank of the last stage; nothing elsewhere."""
+        """Run STEPS; returns all logits on every rank of the last stage, and nothing on other ranks."""
         hosted, mesh = self.hosted, self.hosted.mesh
         caches = [
             [
@@ -111,7 +111,7 @@ def test_every_division_gives_the_bits_of_one_rank(make_model, run_world, family
 
 
 def _row(hosted: HostedModel, sequence: int) -> Tensor:
-    """The trainer's logits of a sequence, under the engine's numerics."""
+    """Return the trainer's logits of a sequence, under the engine's numerics."""
     with hosted.training_numerics(), torch.no_grad():
         return hosted.trained_module(input_ids=_tokens(sequence)[None], use_cache=False).logits[0]
 
@@ -156,7 +156,7 @@ def test_without_invariance_ranks_add_up_what_one_computes(make_model, run_world
 
 
 def _assembled(parts: list[dict[str, object]]) -> dict[str, Tensor]:
-    """Whole tensors of what each rank reported: {name: (shard, tensor)}."""
+    """Assemble whole tensors from the reports of all ranks: {name: (shard, tensor)}."""
     whole: dict[str, Tensor] = {}
     for part in parts:
         for name, (shard, tensor) in part.items():

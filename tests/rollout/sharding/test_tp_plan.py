@@ -1,4 +1,4 @@
-"""How models are divided, on paper: roles from a module's own plan, shards of its tensors, and what is refused."""
+"""The plan of a division: roles from a module's own plan, shards of its tensors, and refused models."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_packed_gate_and_up_are_cut_each(meta_model):
     experts = "model.layers.0.mlp.experts."
     halves = [((0, 16), (32, 48)), ((16, 32), (48, 64))]
     assert ranges_of(meta_model("qwen3_moe"), experts + "gate_up_proj", 2) == halves
-    interleaved = meta_model("gpt_oss")  # [experts, in, 2 * 96], gate and up in turns
+    interleaved = meta_model("gpt_oss")  # [experts, in, 2 * 96], gate and up interleaved
     assert ranges_of(interleaved, experts + "gate_up_proj", 2) == [((0, 96),), ((96, 192),)]
     assert ranges_of(interleaved, experts + "down_proj_bias", 2) == [((0, 4),)] * 2
     assert ranges_of(interleaved, "model.layers.0.self_attn.sinks", 4) == [((i, i + 1),) for i in range(4)]

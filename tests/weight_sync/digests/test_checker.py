@@ -1,4 +1,4 @@
-"""The weights checker: digests that name what they cover, and comparisons that name what changed."""
+"""The weights checker: digests that cover names and bytes, and comparisons that name every change."""
 
 import hashlib
 import struct

@@ -1,4 +1,4 @@
-"""The model digest: a tree whose leaves every layout of one model agrees on."""
+"""The model digest: a tree whose leaves are equal for every layout of one model."""
 
 import hashlib
 import math
@@ -46,7 +46,7 @@ def random_bytes(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> t
 
 
 def leaves_by_the_definition(tensor: torch.Tensor) -> list[bytes]:
-    """The grid written out loop by loop, with nothing but slicing and hashlib."""
+    """Compute leaves loop by loop, with only slicing and hashlib."""
     shape = (1, 1, *tensor.shape)[-max(2, tensor.dim()) :]
     flat = tensor.reshape(-1, *shape[-2:])
     rows, cols = shape[-2] // math.gcd(shape[-2], 16), shape[-1] // math.gcd(shape[-1], 16)

@@ -1,4 +1,4 @@
-"""Digests that SGLang's weights checker would give for the same bytes."""
+"""The digests of SGLang's weights checker for the same bytes."""
 
 import hashlib
 
@@ -14,7 +14,7 @@ from lockstep.weight_sync.digests.sglang import (
     tensor_digest,
 )
 
-# What SGLang 0.5.23's Triton kernel and its CPU path give.
+# Results of SGLang 0.5.23's Triton kernel and of its CPU path.
 VECTORS = {
     "four bytes": (torch.tensor([0, 1, 2, 3], dtype=torch.uint8), "d5c10aceba95ba56", "054edec1d0211f62"),
     "five bytes": (torch.tensor([1, 2, 3, 4, 5], dtype=torch.uint8), "3185f1435efcaf8d", "74f81fe167d99b4c"),
@@ -34,7 +34,7 @@ def test_both_kinds_reproduce_the_vectors(which):
 
 
 def words_hash_by_the_definition(raw: bytes) -> int:
-    """Word by word, with Python's integers."""
+    """Compute the hash word by word, with Python's integers."""
     low32, low64 = 2**32 - 1, 2**64 - 1
 
     def rotl(value: int, bits: int) -> int:

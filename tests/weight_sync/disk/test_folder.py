@@ -1,4 +1,5 @@
-"""Checkpoint folders: what safetensors and transformers write, what we write, and how either can be broken."""
+"""Checkpoint folders: files of safetensors and transformers, our own files, and every way in which they can be
+broken."""
 
 import json
 import os
@@ -29,7 +30,7 @@ torch.set_num_threads(1)
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Any bit pattern, NaNs and negative zeros included."""
+    """Build a tensor of random bit patterns, NaNs and negative zeros included."""
     generator = torch.Generator().manual_seed(seed)
     tensor = torch.empty(shape, dtype=dtype)
     byte_view(tensor).random_(0, 2 if dtype == torch.bool else 256, generator=generator)
@@ -39,7 +40,7 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> 
 def model(seed: int = 0) -> dict[str, Tensor]:
     return {
         "embed.weight": random_tensor(torch.bfloat16, (50, 16), seed),
-        "odd": random_tensor(torch.uint8, (7,), seed),  # leaves what follows unaligned
+        "odd": random_tensor(torch.uint8, (7,), seed),  # the tensors after it are not aligned
         "layer.0.weight": random_tensor(torch.float32, (33, 5), seed),
         "layer.1.weight": random_tensor(torch.float8_e4m3fn, (3, 3), seed),
         "scalar": random_tensor(torch.float64, (), seed),
@@ -58,7 +59,7 @@ def resident_like(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Weight
 
 
 class RefusingSink:
-    """For folders that must be refused before anything is asked of a sink."""
+    """A sink for folders that must be refused before any call of a sink."""
 
     def expect(self, specs: object) -> None:
         pytest.fail("a broken folder came as far as the sink")
@@ -203,7 +204,7 @@ def test_a_reader_never_sees_the_folder_of_a_killed_writer(tmp_path, killed_at):
     else:
         with pytest.raises(ValueError, match="is not a folder"):
             read_folder(tmp_path / "m")
-        save_folder(tmp_path / "m", [("a", torch.zeros(1))])  # and it does not stand in the way
+        save_folder(tmp_path / "m", [("a", torch.zeros(1))])  # and it is not in the way
 
 
 # --- broken folders
@@ -295,7 +296,7 @@ def test_a_damaged_header_is_refused_or_reads_as_a_sound_one(tmp_path_factory, d
     except ValueError:
         return
     if {spec.name: spec for spec in plan.specs} == {spec.name: spec for spec in specs_of(model().items())}:
-        resident, transaction = resident_like(model())  # something that says nothing about the tensors was changed
+        resident, transaction = resident_like(model())  # a change outside the tensors
         load_folder(plan, transaction)
         assert equal(resident, model())
     else:  # a letter of a name, a dtype of the same size: still every byte is some tensor's
@@ -356,7 +357,7 @@ def test_missing_doubled_and_ambiguous_files_are_refused(tmp_path):
     assert "part-00003-of-00003.safetensors is missing" in str(caught.value)
     assert "a is in part-00001-of-00003.safetensors and in part-00002-of-00003.safetensors" in str(caught.value)
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
-    assert len(read_folder(tmp_path).tensors) == 1  # as transformers does: the one file counts
+    assert len(read_folder(tmp_path).tensors) == 1  # as transformers does: the single file is used
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "part-00001-of-00003.safetensors"}}))
     with pytest.raises(ValueError, match="both"):
         read_folder(tmp_path)
@@ -371,7 +372,7 @@ def test_a_tensor_the_model_does_not_have_is_refused_and_nothing_is_written(tmp_
 
 
 class MeddlingSink:
-    """A transaction during whose second range something happens to the folder."""
+    """A transaction that changes the folder during its second range."""
 
     def __init__(self, inner: WeightTransaction, meddle) -> None:
         self.inner, self.meddle, self.num_calls = inner, meddle, 0
@@ -401,7 +402,7 @@ def test_a_file_that_changes_while_it_is_read_fails_the_load_and_rolls_back(tmp_
                 with open(path, "r+b") as file:
                     file.seek(-8, os.SEEK_END)
                     file.write(bytes(8))
-                os.utime(path, ns=(1, 1))  # two writes within one tick of the file system's clock look alike
+                os.utime(path, ns=(1, 1))  # two writes within one tick of the file system's clock have the same time
             case "replace":
                 (tmp_path / "new").write_bytes(path.read_bytes())
                 (tmp_path / "new").rename(path)

@@ -1,4 +1,4 @@
-"""Buckets: every byte of every tensor travels exactly once, aligned, whatever the dtypes and shapes."""
+"""Buckets: every byte of every tensor is sent exactly once, aligned, for all dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lockstep.weight_sync.manifest import TensorSpec, specs_of
 
 
 def constructible_dtypes() -> list[torch.dtype]:
-    """Every dtype of this torch but the quantized ones, which carry scales beside their bytes."""
+    """Return every dtype of this torch except the quantized ones, which carry scales beside their bytes."""
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     return sorted((d for d in dtypes if not str(d).startswith(("torch.q", "torch.quint"))), key=str)
 
 
 def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Random bytes as a tensor of any dtype."""
+    """Build a tensor of any dtype from random bytes."""
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     top = 2 if dtype == torch.bool else 256
     raw = torch.randint(0, top, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))

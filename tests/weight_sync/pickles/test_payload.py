@@ -1,4 +1,4 @@
-"""The frameworks' pickled payload: read as SGLang's senders write it, refused where it tries anything else."""
+"""The frameworks' pickled payload: it is read as SGLang's senders write it, and every other content is refused."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def same(read: list[tuple[str, Tensor]], wanted: list[tuple[str, Tensor]]) -> bo
     )
 
 
-# The sender: this file, run. Only there modules named sglang exist.
+# The sender: this file, run as a program. Only there modules named sglang exist.
 
 
 def register_stand_ins() -> dict[str, type]:
-    """Classes under the names that SGLang gives them, with its fields."""
+    """Register classes under SGLang's names, with its fields."""
     classes = {
         f"{BUCKET}.FlattenedTensorMetadata": ("name", "shape", "dtype", "start_idx", "end_idx", "numel"),
         f"{BUCKET}.FlattenedTensorBucket": ("flattened_tensor", "metadata"),
@@ -86,7 +86,7 @@ def register_stand_ins() -> dict[str, type]:
 
 
 def serialize(value: object) -> bytes:
-    """As SGLang's MultiprocessingSerializer."""
+    """Serialize as SGLang's MultiprocessingSerializer."""
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump(value)
     return buffer.getvalue()
@@ -129,7 +129,7 @@ def send() -> None:
             kinds[f"per rank {index}"] = [(n, local([serialize(torch.zeros(1)), serialize(t)])) for n, t in tensors]
         payloads |= {f"{strategy} {k}": base64.b64encode(serialize(v)).decode() for k, v in kinds.items()}
     print(json.dumps(payloads), flush=True)
-    # What our own writer made must be readable by pickle itself, as a stock engine would.
+    # The output of our own writer must be readable by pickle itself, as in a stock engine.
     for line in sys.stdin:
         read = pickle.loads(base64.b64decode(json.loads(line)))
         fields = [(m.name, list(m.shape), str(m.dtype), m.start_idx, m.end_idx, m.numel) for m in read["metadata"]]
@@ -150,7 +150,7 @@ def run_file(*arguments: str) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def sender():
-    """The sender's process, and its payloads by strategy and kind."""
+    """Start the sender's process; returns it with its payloads by strategy and kind."""
     process = run_file("send")
     payloads = json.loads(process.stdout.readline())  # type: ignore[union-attr]
     yield process, payloads
@@ -251,11 +251,11 @@ def test_views_are_the_senders_memory_where_they_are_aligned():
     assert read[0][1].untyped_storage().data_ptr() == read[1][1].untyped_storage().data_ptr()
 
 
-# Attacks. Each would run a command under plain pickle, or tries a way around a table of names.
+# Attacks. Each would run a command under plain pickle, or tries to bypass a table of names.
 
 
 class Raw:
-    """Pickles as a call of any function with any arguments."""
+    """An object that pickles as a call of any function with any arguments."""
 
     def __init__(self, function: object, *arguments: object) -> None:
         self.call = (function, arguments)
@@ -275,7 +275,7 @@ def _text(value: str) -> bytes:
 
 
 def attacks(marker: str) -> dict[str, bytes]:
-    """Payloads that create the marker under plain pickle."""
+    """Build payloads that create the marker under plain pickle."""
     command = f"touch {marker}"
     source = f"__import__('os').system({command!r})"
     run = _text(command) + b"\x85R."
@@ -328,7 +328,7 @@ def attacks(marker: str) -> dict[str, bytes]:
 
 
 def more_refusals() -> dict[str, tuple[bytes, str]]:
-    """Payloads that plain pickle would let further than they may come here, with what the refusal says."""
+    """Build payloads that plain pickle would accept in part, with the expected refusals."""
 
     def named(module: str, name: str) -> bytes:
         return b"\x80\x04" + _text(module) + _text(name) + b"\x93."
@@ -406,7 +406,7 @@ def test_what_no_tensor_payload_needs_is_refused(name):
     with pytest.raises(ValueError) as caught:
         read_framework_payload(data, None)
     assert message in str(caught.value)
-    assert time.monotonic() - started < 200  # of what would take hours
+    assert time.monotonic() - started < 200  # of a payload that would take hours
 
 
 def test_an_attack_in_the_second_layer_is_refused(tmp_path):
@@ -431,12 +431,12 @@ def test_an_attack_in_the_second_layer_is_refused(tmp_path):
     assert not marker.exists()
 
 
-# Arguments that do not hold. The storage is real; what is said about it is not.
+# Wrong arguments. The storage is real; its description is not.
 
 
 @pytest.fixture
 def storage(tmp_path):
-    """The arguments of a storage of 64 bytes in shared memory, and the socket that goes with it."""
+    """Build the arguments of a storage of 64 bytes in shared memory, and the socket that belongs to it."""
     path = Path(f"/dev/shm/torch_{os.getpid()}_{time.monotonic_ns()}_1")
     path.write_bytes(bytes(64 + 64))
     path.chmod(0o600)

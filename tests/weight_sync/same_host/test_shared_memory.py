@@ -1,4 +1,5 @@
-"""The same-host hand-over: what arrives, what is refused before memory is touched, and what a dead sender leaves."""
+"""The same-host hand-over: received bytes, descriptions refused before memory is touched, segments of killed
+senders."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ BUCKET = 4096  # bytes: two halves of 2048
 
 
 def model(device: str = "cpu") -> list[tuple[str, Tensor]]:
-    """The same bits in every process."""
+    """Build a model with the same bits in every process."""
     generator = torch.Generator().manual_seed(7)
 
     def bits(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -52,7 +53,8 @@ def model(device: str = "cpu") -> list[tuple[str, Tensor]]:
 
 
 def send(kind: str, folder: str, num_updates: str) -> None:
-    """The separately launched end: updates of the model, one description a line, each replied to."""
+    """Run the sender in a process of its own: updates of the model, one description per line, each followed by a
+    reply."""
     torch.set_num_threads(1)
     sender = CudaIpcSender(BUCKET) if kind == "cuda" else SharedMemorySender(BUCKET, folder)
     tensors = model("cuda" if kind == "cuda" else "cpu")
@@ -74,7 +76,7 @@ def one_thread():
 
 
 class Shelf:
-    """A sink over plain tensors, filled with ones; lends its bytes, or not."""
+    """A sink over plain tensors, filled with ones; it lends its bytes, or not."""
 
     def __init__(self, named: Sequence[tuple[str, Tensor]], lends: bool = True) -> None:
         self.tensors = {name: torch.full((t.numel() * t.element_size(),), 1, dtype=torch.uint8) for name, t in named}
@@ -109,7 +111,7 @@ class Shelf:
 
 
 class Launched:
-    """A sender in a process of its own: this file, run."""
+    """A sender in a process of its own: this file, run as a program."""
 
     def __init__(self, kind: str, folder: Path, num_updates: int = 1) -> None:
         root = Path(lockstep.__file__).parent.parent
@@ -155,7 +157,7 @@ def folder(tmp_path):
 
 
 def first(folder: Path, tensors=None) -> tuple[SharedMemorySender, object, dict]:
-    """A sender here, its generator, and the first description as it arrives."""
+    """Create a sender, its generator, and the first description as a receiver gets it."""
     tensors = tensors or model()
     sender = SharedMemorySender(BUCKET, folder)
     buckets = sender.buckets(tensors, Manifest("v", specs_of(tensors)))
@@ -205,7 +207,7 @@ def test_a_link_among_the_segments_is_not_followed_by_the_sweep(folder, tmp_path
 
 def test_a_description_is_stale_once_its_half_is_packed_again(folder):
     sender, buckets, description = first(folder)
-    next(buckets), next(buckets)  # bucket 2 lies where bucket 0 lay
+    next(buckets), next(buckets)  # bucket 2 is where bucket 0 was
     shelf = Shelf(model())
     with pytest.raises(TransferFailed, match="before copying, the segment is another bucket's"):
         receive_shared(description, shelf, folder)
@@ -359,7 +361,7 @@ def test_whatever_a_field_holds_the_answer_is_an_error_and_no_memory_changes(fol
         except (ValueError, TransferFailed):
             assert shelf.untouched()
         else:
-            assert key in ("size", "pieces")  # others that fit the segment as well
+            assert key in ("size", "pieces")  # other values that fit the segment too
     finally:
         sender.close()
 
