@@ -19,7 +19,9 @@ from ..weight_sync.transaction.shard_sync import ShardSync, plan_shard_sync
 from .service_config import ServiceConfig
 from .weights.all_ranks import Replica, on_all_ranks, plain, serve_verbs
 from .weights.checks import WeightChecks
-from .weights.sessions import Commit, DigestTime, WeightSessions
+from .weights.host import Commit
+from .weights.options import DigestTime
+from .weights.sessions import WeightSessions
 from .weights.sources import SharedMemory
 from .weights.verbs import WeightVerbs
 
@@ -55,13 +57,16 @@ class RolloutService(WeightVerbs):
         self.groups = GroupRegistry()
         self.replica = Replica(engine, self.config.weight_timeout_s)
         self.sessions = WeightSessions(
-            engine, self.config.weight_timeout_s, self.replica, self.commit_implicit_update
-        )  # fmt: skip
+            engine,
+            self.config.weight_timeout_s,
+            self.replica,
+            commit_before_sampling=self.commit_implicit_update,
+            on_lease_over=self._give_up_session,
+        )
         self._receiver = TensorReceiver(self.config.shared_memory_folder)
         self._shared_memory = SharedMemory(self._receiver)
         self._checks = WeightChecks(engine, self.sessions, self.replica)
         self._torn: str | None = None  # why the weights that the trainer writes are not to be published
-        self.sessions.on_lease_over = self._give_up_session
         self.replica.how_it_stands = self._how_it_stands
         serve_verbs(self)
         self.replica.stands()
@@ -158,7 +163,7 @@ class RolloutService(WeightVerbs):
             model = self.engine.model
             return None if self.replica.is_alone else plan_shard_sync(model.resident_tensors(), model.shards, source)
 
-        planned = self.replica.together("commit_in_place", plan)
+        planned = self.replica.peers.together("commit_in_place", plan)
         if planned is None:
             record = sync_in_place(self.engine.resident_tensors(), source)
         else:
@@ -198,7 +203,7 @@ class RolloutService(WeightVerbs):
         """
         free = {"kv_cache": self.engine.release_kv, "weights": self.sessions.release_weights}
         if not self.replica.is_alone:  # only the controller knows who runs
-            self.replica.together("release_memory_occupation", self._check_idle)
+            self.replica.peers.together("release_memory_occupation", self._check_idle)
         # The pool first: whoever runs is found before the weights go.
         return self._memory_reports(_checked(tags), free)
 
@@ -271,7 +276,7 @@ class RolloutService(WeightVerbs):
         for tag in tags:
             before = self._bytes(tag)
             if tag in change:
-                self.replica.together(f"memory of {tag}", change[tag])
+                self.replica.peers.together(f"memory of {tag}", change[tag])
             own[tag] = (before, self._bytes(tag))
         ranks = self.replica.gather(own)
         return {tag: MemoryReport(*(sum(r[tag][i] for r in ranks) for i in (0, 1))) for tag in tags}

@@ -122,27 +122,6 @@ class Replica:
             raise PeerFailed("; ".join(f"rank {rank}: {why}" for rank, why in failures.items()))
         return here.value
 
-    def together(self, what: str, run: Callable[[], T], undo: Callable[[], object] = lambda: None) -> T:
-        """Run this rank's part of something that every rank is at, and learn that all did theirs.
-
-        undo: called where it went well here and not elsewhere. Raises what `run` raised, else PeerFailed.
-        """
-        if self.is_alone:
-            return run()
-        made: list[T] = []
-        error: Exception | None = None
-        try:
-            made.append(run())
-        except Exception as failed:  # noqa: BLE001 - whatever it is, the other ranks hear of it before it is raised
-            error = failed
-        try:
-            self.peers.vote(what, error).raise_if_any(error)
-        except BaseException:
-            if error is None:
-                undo()
-            raise
-        return made[0]
-
     def gather(self, value: object) -> list[Any]:
         """A JSON value of each rank, by local rank; a collective."""
         return [value] if self.is_alone else list(self.peers.exchange(value))

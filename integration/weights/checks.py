@@ -53,7 +53,7 @@ class WeightChecks:
             return {"success": True, "message": f"{len(self._snapshot)} tensors were copied"}
         if action == "compare":
             return self._compare(skip)
-        self._replica.together(action, self._check_idle)
+        self._replica.peers.together(action, self._check_idle)
         names = reset_tensors(self._tensors(), skip=skip, seed=seed)
         self._sessions.weights_were_lost(set(names))
         return {"success": True, "message": f"{len(names)} tensors hold random values now"}

@@ -5,7 +5,7 @@ Reading begins when the session calls it, which then holds the engine; what is w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...weight_sync.delta.difference import Check, apply_delta
@@ -20,9 +20,9 @@ from ...weight_sync.layout.sink import Sink
 from ...weight_sync.manifest import Manifest, NamedTensors, TensorSpec, specs_from_lists, specs_of
 from ...weight_sync.pickles.payload import read_framework_payload
 from ...weight_sync.same_host.shared_memory import TensorReceiver
+from ...weight_sync.transaction.receiving import Receive
 from ..service_config import ServiceConfig
 
-Receive = Callable[[Sink], Sequence[TensorSpec]]
 _FOREIGN = {None: receive_tensors, "flattened_bucket": receive_flattened_bucket}
 
 

@@ -25,12 +25,12 @@ from functools import lru_cache, partial
 
 from torch import Tensor
 
+from ..deadline import Deadline
 from ..errors import PlanMismatch, TransferFailed, WeightSyncError
 from ..layout.bucket import DEFAULT_BUCKET_BYTES, BucketPlan, byte_view, plan_buckets
 from ..layout.sink import Sink
 from ..manifest import Manifest, NamedTensors, TensorSpec, differences, dtype_name
 from .broadcasts import Pipeline, open_pipeline
-from .shared_keys import Deadline
 from .weight_group import WeightGroup
 
 PROTOCOL = 2

@@ -99,8 +99,8 @@ def test_a_follower_killed_in_a_push_is_named_and_the_controller_has_the_old_wei
     def rank(rank: int) -> object:
         service = make_service(old, 2, 1)
         if rank == 1:
-            place = {"receive": (service._receiver, "receive"), "digest": (service.sessions, "_roots_now"),
-                     "commit": (service.sessions._manager, "_publish")}[verb]  # fmt: skip
+            place = {"receive": (service._receiver, "receive"), "digest": (service.sessions._roots, "_roots_now"),
+                     "commit": (service.sessions._host, "publish")}[verb]  # fmt: skip
             setattr(*place, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
             return service.engine.follow()
         before, version = bits(service), service.engine.weight_version
