@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +20,12 @@ class Deadline:
         """Raises ValueError unless timeout_s is positive."""
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, not {timeout_s}")
+        return cls(time.monotonic() + timeout_s, timeout_s)
+
+    @classmethod
+    def within(cls, timeout_s: float | None) -> Deadline:
+        """One that may never come (None) or has passed already (0 and less), as what is left of another deadline."""
+        timeout_s = math.inf if timeout_s is None else timeout_s
         return cls(time.monotonic() + timeout_s, timeout_s)
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...weight_sync.delta.difference import Check, apply_delta
+from ...weight_sync.delta.apply import Check, apply_delta
 from ...weight_sync.delta.packed import BufferSink, apply_stream
 from ...weight_sync.delta.stream import DELTA_MANIFEST_FILE, load_delta
 from ...weight_sync.disk.folder import load_folder

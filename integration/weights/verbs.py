@@ -10,7 +10,7 @@ import torch
 from ...rollout.engine import Engine
 from ...rollout.errors import MemoryReleased, SamplingRefused
 from ...rollout.loop.commands import ContinueReport, HoldReport
-from ...weight_sync.delta.difference import Check
+from ...weight_sync.delta.apply import Check
 from ...weight_sync.delta.pull import PullRecord, pull_weights
 from ...weight_sync.errors import SessionError
 from ...weight_sync.group.registry import GroupRegistry

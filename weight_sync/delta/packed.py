@@ -10,7 +10,7 @@ from torch import Tensor
 from ..layout.shard_bytes import ShardBytes
 from ..layout.sink import Sink
 from ..manifest import TensorSpec
-from .difference import ApplyRecord, Check, apply_delta
+from .apply import ApplyRecord, Check, apply_delta
 from .stream import unpack_chunks
 
 MAX_BYTES = 64 << 30  # of one stream: what a request may make us allocate

@@ -26,7 +26,7 @@ from lockstep.tests.support.forked_ranks import free_port
 from lockstep.weight_sync.deadline import Deadline
 from lockstep.weight_sync.group.rendezvous import Rendezvous
 from lockstep.weight_sync.manifest import TensorSpec
-from lockstep.weight_sync.transports.transport import DistributedTransport
+from lockstep.weight_sync.transports.group import DistributedTransport
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import RankFailure
 from lockstep.tests.support.forked_ranks import run_survivors
 from lockstep.weight_sync.digests.shard_digest import local_digests
-from lockstep.weight_sync.transports.transport import TensorTransport
+from lockstep.weight_sync.transports.same_host import TensorTransport
 
 MakeModel = Callable[..., PreTrainedModel]
 TIMEOUT_S = 8.0  # of a wait for a rank

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lockstep.rollout.sharding.shards import Shard
-from lockstep.weight_sync.delta.difference import apply_delta, encode_delta
+from lockstep.weight_sync.delta.apply import apply_delta
+from lockstep.weight_sync.delta.encode import encode_delta
 from lockstep.weight_sync.digests.model_digest import tensor_roots
 from lockstep.weight_sync.digests.shard_digest import local_digests, merged_roots
 from lockstep.weight_sync.errors import DigestMismatch, Poisoned, SessionError, TransferFailed, WeightSyncError

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lockstep.weight_sync.delta.apply import apply_chunk, apply_delta
 from lockstep.weight_sync.delta.chunk import (
     DeltaChunk,
     DeltaStats,
@@ -21,7 +22,7 @@ from lockstep.weight_sync.delta.chunk import (
     squeeze,
     stats_by_tensor,
 )
-from lockstep.weight_sync.delta.difference import apply_chunk, apply_delta, encode_delta
+from lockstep.weight_sync.delta.encode import encode_delta
 from lockstep.weight_sync.delta.stream import (
     DATA_FILE,
     DELTA_MANIFEST_FILE,
