@@ -40,7 +40,7 @@ def from_group(
     def delta(sink: Sink) -> Sequence[TensorSpec]:
         packed = BufferSink()
         receive_update(group, packed, timeout_s, expected)
-        return apply_stream(packed.buffers(), sink, check=check, timeout_s=timeout_s)[0]
+        return apply_stream(packed.buffers(), sink, check=check, timeout_s=timeout_s)
 
     if load_format in ("lockstep", "delta"):
         return whole if load_format == "lockstep" else delta
@@ -78,7 +78,7 @@ class SharedMemory:
             if not self._packed.is_complete:
                 return ()
             packed, self._packed = self._packed, BufferSink()
-            return apply_stream(packed.buffers(), sink, check=check, timeout_s=timeout_s)[0]
+            return apply_stream(packed.buffers(), sink, check=check, timeout_s=timeout_s)
 
         return delta if load_format == "delta" else whole
 

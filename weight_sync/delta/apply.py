@@ -37,15 +37,6 @@ from .chunk import ChunkHeader, DeltaChunk, decode_elements, expand, sha256, wor
 from .in_order import in_order
 
 Check = Literal["touched", "pre", "pre+post"]
-Outcome = Literal["applied", "skipped"]
-
-
-@dataclass(frozen=True)
-class ApplyRecord:
-    """What became of the chunks of a delta."""
-
-    num_applied: int
-    num_skipped: int  # their result was there already
 
 
 def apply_delta(
@@ -56,9 +47,9 @@ def apply_delta(
     check: Check = "pre",
     num_threads: int = 2,
     timeout_s: float | None = None,
-) -> ApplyRecord:
-    """Apply a delta of these tensors to what `sink` holds. Chunks are decoded, and resident chunks hashed, in threads
-    while earlier ones are written.
+) -> int:
+    """Apply a delta of these tensors to what `sink` holds; returns the number of chunks whose result was not there
+    already. Chunks are decoded, and resident chunks hashed, in threads while earlier ones are written.
 
     Raises ValueError as `sink.expect` does, before the first byte; DigestMismatch for the wrong base and for damaged
     chunks; TransferFailed for chunks that are missing or out of order, and past the deadline. After any of these the
@@ -67,7 +58,7 @@ def apply_delta(
     deadline = Deadline.within(timeout_s)
     sink.expect(specs)
     left = {spec.name: spec for spec in specs}
-    outcomes: list[Outcome] = []
+    num_applied = 0
 
     def in_sequence() -> Iterator[DeltaChunk]:
         end = 0
@@ -84,27 +75,17 @@ def apply_delta(
             yield chunk
 
     with ThreadPoolExecutor(num_threads, "delta") as pool:
-        for prepared in in_order(pool, lambda chunk: _prepare(chunk, sink, check), in_sequence(), num_threads):
+        for prepared in in_order(pool, lambda chunk: prepare(chunk, sink, check), in_sequence(), num_threads):
             if deadline.has_passed:
                 raise TransferFailed(f"delta: the deadline passed before {prepared.header.describe()} was applied")
-            outcomes.append(_write(prepared, sink, check))
+            num_applied += write(prepared, sink, check)
     if left:
         raise TransferFailed(f"delta: it ended without all chunks of {', '.join(left)}")
-    return ApplyRecord(outcomes.count("applied"), outcomes.count("skipped"))
-
-
-def apply_chunk(chunk: DeltaChunk, sink: Sink, check: Check = "pre") -> Outcome:
-    """Apply one chunk, or find that its result is there already; then nothing is written, and the tensor counts as
-    written all the same.
-
-    Raises ValueError where the chunk does not fit the resident tensor, does not decode, or lacks the digests that
-    `check` needs; DigestMismatch where it is damaged, or the resident bytes are neither its base nor its result.
-    """
-    return _write(_prepare(chunk, sink, check), sink, check)
+    return num_applied
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class PreparedChunk:
     """A chunk after everything that may be done before it is its turn."""
 
     header: ChunkHeader
@@ -115,7 +96,12 @@ class _Prepared:
     digest: str | None  # of the resident chunk
 
 
-def _prepare(chunk: DeltaChunk, sink: Sink, check: Check) -> _Prepared:
+def prepare(chunk: DeltaChunk, sink: Sink, check: Check) -> PreparedChunk:
+    """Decode a chunk and hash the resident bytes that it is for. Changes nothing.
+
+    Raises ValueError where the chunk does not fit the resident tensor, does not decode, or lacks the digests that
+    `check` needs; DigestMismatch where it is damaged.
+    """
     header = chunk.header
     if check not in get_args(Check):
         raise ValueError(f"check must be one of {', '.join(get_args(Check))}, not {check!r}")
@@ -139,10 +125,13 @@ def _prepare(chunk: DeltaChunk, sink: Sink, check: Check) -> _Prepared:
     # as a tensor that is tied to this one may be.
     hashable = check != "touched" and header.kind != "xor" and held.holds_all_of(*header.byte_range)
     digest = sha256(_resident_bytes(held, header)) if hashable else None
-    return _Prepared(header, chunk.payload, held, positions, xors, digest)
+    return PreparedChunk(header, chunk.payload, held, positions, xors, digest)
 
 
-def _write(prepared: _Prepared, sink: Sink, check: Check) -> Outcome:
+def write(prepared: PreparedChunk, sink: Sink, check: Check) -> bool:
+    """Write a chunk; or find that its result is there already and return False: then nothing is written, and the tensor
+    counts as written all the same. Raises DigestMismatch where the resident bytes are neither its base nor its result.
+    """
     header, held = prepared.header, prepared.held
     if not held.holds_all_of(*header.byte_range):
         return _write_part(prepared, sink, check)
@@ -154,14 +143,16 @@ def _write(prepared: _Prepared, sink: Sink, check: Check) -> Outcome:
         if digest not in (header.pre, header.post):
             raise _wrong_base(header)
     if header.kind == "same" or (digest is not None and digest == header.post):
-        return _skip(header, sink)
+        _skip(header, sink)
+        return False
     if header.kind == "elements":
         before = _resident_elements(held, prepared.positions)
         touched = sha256(before)
         if touched not in header.touched:
             raise _wrong_base(header)
         if touched == header.touched[1]:
-            return _skip(header, sink)
+            _skip(header, sink)
+            return False
         after = before ^ torch.from_numpy(prepared.xors).view(before.dtype)
         if sha256(after) != header.touched[1]:
             raise DigestMismatch([header.name], f"the delta chunk of {header.describe()} makes something else")
@@ -173,10 +164,10 @@ def _write(prepared: _Prepared, sink: Sink, check: Check) -> Outcome:
         sink.write(header.name, header.offset, prepared.payload)
     if check == "pre+post" and sha256(_resident_bytes(held, header)) != header.post:
         raise DigestMismatch([header.name], f"{header.describe()} was written and reads differently")
-    return "applied"
+    return True
 
 
-def _write_part(prepared: _Prepared, sink: Sink, check: Check) -> Outcome:
+def _write_part(prepared: PreparedChunk, sink: Sink, check: Check) -> bool:
     """Apply a chunk of which only a part is here. Its digests are of all of it and cannot be compared, so the tensor is
     left unchecked, unless nothing of the chunk is here, or the caller asked for no more than is certain anyway."""
     header, held = prepared.header, prepared.held
@@ -197,13 +188,12 @@ def _write_part(prepared: _Prepared, sink: Sink, check: Check) -> Outcome:
         _skip(header, sink)
     if not is_certain:
         sink.leave_unchecked(header.name, "a delta was applied to a part of it, whose digests are of the whole")
-    return "skipped" if header.kind == "same" or first == last else "applied"
+    return header.kind != "same" and first != last
 
 
-def _skip(header: ChunkHeader, sink: Sink) -> Outcome:
+def _skip(header: ChunkHeader, sink: Sink) -> None:
     none = torch.empty(0, dtype=torch.int64)
     sink.write_elements(header.name, none, torch.empty(0, dtype=header.spec.dtype))
-    return "skipped"
 
 
 def _wrong_base(header: ChunkHeader) -> DigestMismatch:

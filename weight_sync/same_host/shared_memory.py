@@ -288,11 +288,6 @@ class TensorReceiver:
         return self._attached[2], self._attached[3]
 
 
-def receive_shared(description: Mapping[str, object], sink: Sink, folder: Path | str = DEFAULT_FOLDER) -> None:
-    """Copy one bucket, attaching to its segment for this call alone; see `TensorReceiver.receive`."""
-    TensorReceiver(folder).receive(description, sink)
-
-
 def _check_sequence(header: mmap.mmap, bucket: SharedBucket, when: str) -> None:
     # Aligned and of eight bytes. Sender and receiver take turns through the request and its reply, which orders their
     # accesses; the number catches a sender that does not wait for its turn.
