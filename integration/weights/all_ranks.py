@@ -11,26 +11,15 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ...rollout.engine import Engine
+from ...rollout.errors import NotIdle
 from ...weight_sync.transaction.peers import PeerFailed, Peers
+from ..plain_values import plain
 
 _NUM_WAITS = 4  # of a verb, for other ranks or its sender, each under a deadline of its own
 P, T = ParamSpec("P"), TypeVar("T")
-
-
-def plain(value: object) -> object:
-    """A report as JSON values."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 class Replica:
@@ -121,6 +110,16 @@ class Replica:
         if failures:
             raise PeerFailed("; ".join(f"rank {rank}: {why}" for rank, why in failures.items()))
         return here.value
+
+    def require_idle(self, what: str, why: str = "") -> None:
+        """Raise NotIdle, with `why` before its message, on every rank where sequences hold KV blocks, PeerFailed on the
+        others; a collective."""
+
+        def check() -> None:
+            if num_running := self._engine.num_running:
+                raise NotIdle(f"{why}{num_running} running: finish, retract or abort them first")
+
+        self.peers.together(what, check)
 
     def gather(self, value: object) -> list[Any]:
         """A JSON value of each rank, by local rank; a collective."""

@@ -245,7 +245,10 @@ class WeightVerbs:
             raise ValueError("the other ranks follow this one: call update_weights_from_named_tensors on all of them")
         receive = from_named_tensors(named_tensors, to_the_end=not self.replica.is_alone)
         options = UpdateOptions(weight_version, self._timeout_s(timeout_s), verify, abort_all_requests, keep_running)
-        return self._update("this process", receive, options)
+        try:
+            return self._update("this process", receive, options)
+        finally:
+            self.replica.stands()
 
     # -- from disk --------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.integration.push.local_target import LocalTarget, plain, run_verb
+from lockstep.integration.plain_values import plain
+from lockstep.integration.push.local_target import LocalTarget, run_verb
 from lockstep.integration.push.pusher import WeightPusher
 from lockstep.integration.push.remote_engine import RemoteEngine, RemoteTarget, VerbServer
 from lockstep.integration.service import RolloutService
