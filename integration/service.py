@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..rollout.engine import Engine
-from ..rollout.errors import NotIdle
 from ..weight_sync.errors import Poisoned, SessionError
 from ..weight_sync.group.registry import GroupRegistry
 from ..weight_sync.manifest import NamedTensors
@@ -17,9 +16,11 @@ from ..weight_sync.transaction.in_place import sync_in_place
 from ..weight_sync.transaction.peers import PeerFailed
 from ..weight_sync.transaction.shard_sync import ShardSync, plan_shard_sync
 from .service_config import ServiceConfig
-from .weights.all_ranks import Replica, on_all_ranks, plain, serve_verbs
+from .weights.all_ranks import Replica, on_all_ranks, serve_verbs
 from .weights.checks import WeightChecks
-from .weights.sessions import Commit, DigestTime, WeightSessions
+from .weights.host import Commit
+from .weights.options import DigestTime
+from .weights.sessions import WeightSessions
 from .weights.sources import SharedMemory
 from .weights.verbs import WeightVerbs
 
@@ -55,13 +56,16 @@ class RolloutService(WeightVerbs):
         self.groups = GroupRegistry()
         self.replica = Replica(engine, self.config.weight_timeout_s)
         self.sessions = WeightSessions(
-            engine, self.config.weight_timeout_s, self.replica, self.commit_implicit_update
-        )  # fmt: skip
+            engine,
+            self.config.weight_timeout_s,
+            self.replica,
+            commit_before_sampling=self.commit_implicit_update,
+            on_lease_over=self._give_up_session,
+        )
         self._receiver = TensorReceiver(self.config.shared_memory_folder)
         self._shared_memory = SharedMemory(self._receiver)
         self._checks = WeightChecks(engine, self.sessions, self.replica)
         self._torn: str | None = None  # why the weights that the trainer writes are not to be published
-        self.sessions.on_lease_over = self._give_up_session
         self.replica.how_it_stands = self._how_it_stands
         serve_verbs(self)
         self.replica.stands()
@@ -158,7 +162,7 @@ class RolloutService(WeightVerbs):
             model = self.engine.model
             return None if self.replica.is_alone else plan_shard_sync(model.resident_tensors(), model.shards, source)
 
-        planned = self.replica.together("commit_in_place", plan)
+        planned = self.replica.peers.together("commit_in_place", plan)
         if planned is None:
             record = sync_in_place(self.engine.resident_tensors(), source)
         else:
@@ -198,7 +202,7 @@ class RolloutService(WeightVerbs):
         """
         free = {"kv_cache": self.engine.release_kv, "weights": self.sessions.release_weights}
         if not self.replica.is_alone:  # only the controller knows who runs
-            self.replica.together("release_memory_occupation", self._check_idle)
+            self.replica.require_idle("release_memory_occupation")
         # The pool first: whoever runs is found before the weights go.
         return self._memory_reports(_checked(tags), free)
 
@@ -235,8 +239,10 @@ class RolloutService(WeightVerbs):
         }
 
     def _how_it_stands(self) -> dict[str, object]:
-        engine, model = self.engine, self.engine.model
+        engine, model, update = self.engine, self.engine.model, self.sessions.state()
         return {
+            # Without what changes by itself, as the time left does: the controller hears of changes after a verb.
+            "weight_update": {key: update[key] for key in ("state", "version", "why", "num_undefined")},
             "weight_version": engine.weight_version,
             "weight_digest": engine.weight_digest,
             "epoch": engine.epoch,
@@ -245,16 +251,6 @@ class RolloutService(WeightVerbs):
             "weight_bytes": model.weight_bytes,
             "kv_bytes": engine.kv_bytes,
         }
-
-    @on_all_ranks
-    def rank_states(self) -> list[dict[str, object]]:
-        """What the weights of each rank are at, by local rank. Changes nothing."""
-        mesh = self.engine.ranks.mesh
-        place = {"rank": mesh.rank, "tp_rank": mesh.tp_rank, "pp_rank": mesh.pp_rank}
-        own = {**place, "refusal": self.engine.refusal, "weight_update": self.sessions.state(),
-               "holds_weights": self.engine.model.holds_weights, "weight_bytes": self.engine.model.weight_bytes,
-               "kv_bytes": self.engine.kv_bytes}  # fmt: skip
-        return self.replica.gather(plain(own))
 
     def close(self) -> None:
         """Leave every group, give up an open session, and close the engine."""
@@ -271,14 +267,10 @@ class RolloutService(WeightVerbs):
         for tag in tags:
             before = self._bytes(tag)
             if tag in change:
-                self.replica.together(f"memory of {tag}", change[tag])
+                self.replica.peers.together(f"memory of {tag}", change[tag])
             own[tag] = (before, self._bytes(tag))
         ranks = self.replica.gather(own)
         return {tag: MemoryReport(*(sum(r[tag][i] for r in ranks) for i in (0, 1))) for tag in tags}
-
-    def _check_idle(self) -> None:
-        if num_running := self.engine.state()["num_running"]:
-            raise NotIdle(f"{num_running} running: finish, retract or abort them first")
 
     def _give_up_session(self) -> None:
         """The time of an explicit session is over. In a job whose ranks run the same program the next verb finds it."""

@@ -266,6 +266,11 @@ class Engine(EngineVerbs):
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     @property
+    def num_running(self) -> int:
+        """Sequences that hold KV blocks."""
+        return self._core.scheduler.num_running
+
+    @property
     def has_work(self) -> bool:
         """Whether there is something to run."""
         return self._driver.has_work

@@ -40,15 +40,11 @@ from ...rollout.engine import Engine
 from ...weight_sync.digests.model_digest import model_root, tensor_roots
 from ...weight_sync.layout.bucket import word_view
 from ...weight_sync.manifest import Manifest
-from ...weight_sync.transports.transport import (
-    DeltaTransport,
-    DiskTransport,
-    DistributedTransport,
-    Sent,
-    TensorTransport,
-    Transport,
-    free_port,
-)
+from ...weight_sync.transports.delta import DeltaTransport
+from ...weight_sync.transports.disk import DiskTransport
+from ...weight_sync.transports.group import DistributedTransport, free_port
+from ...weight_sync.transports.same_host import TensorTransport
+from ...weight_sync.transports.transport import Sent, Transport
 from ..push.adapters.trainer_tensors import trainer_specs, trainer_tensors
 from ..service import RolloutService
 from .parts.presets import PRESETS

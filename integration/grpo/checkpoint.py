@@ -1,20 +1,20 @@
 """Checkpoints of the main job: whole or not there, and enough to go on as if nothing had happened.
 
 A checkpoint is a folder `step-000020` with the model, the optimizer's tensors and the step, whole tensors whatever
-sharded the trainer. It is written under another
-name, flushed to the disk and renamed. No pickle: tensors are safetensors, the rest is JSON. Every random choice of the
-job is a pure function of (seed, step), so no generator state is kept.
+sharded the trainer. It is written under another name, flushed to the disk and renamed. No pickle: tensors are
+safetensors, the rest is JSON. Every random choice of the job is a pure function of (seed, step), so no generator state
+is kept.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from ...weight_sync.disk.atomic_folder import atomic_folder
 from .backends import TrainerState
 
 _PREFIX = "step-"
@@ -23,22 +23,13 @@ _NUM_KEPT = 2
 
 def save_checkpoint(folder: Path, step: int, state: TrainerState) -> Path:
     """Write the state after `step` finished steps; keeps the newest two checkpoints. One rank calls it."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{_PREFIX}{step:06d}"
-    partial = folder / f".partial-{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    for name in ("model", "optimizer"):
-        tensors = {key: tensor.detach().contiguous() for key, tensor in getattr(state, name).items()}
-        save_file(tensors, partial / f"{name}.safetensors")
-    (partial / "state.json").write_text(json.dumps({"step": step}) + "\n")
-    for file in partial.iterdir():
-        _flush(file)
-    _flush(partial)
-    if path.exists():  # a run that was resumed comes by here again, with the same bytes
-        shutil.rmtree(path)
-    partial.rename(path)
-    _flush(folder)
+    # A run that was resumed comes by here again, with the same bytes.
+    with atomic_folder(path, replace=True) as partial:
+        for name in ("model", "optimizer"):
+            tensors = {key: tensor.detach().contiguous() for key, tensor in getattr(state, name).items()}
+            save_file(tensors, partial / f"{name}.safetensors")
+        (partial / "state.json").write_text(json.dumps({"step": step}) + "\n")
     for old in _checkpoints(folder)[:-_NUM_KEPT]:
         shutil.rmtree(old)
     return path
@@ -57,11 +48,3 @@ def load_checkpoint(path: Path) -> tuple[int, TrainerState]:
 
 def _checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{_PREFIX}*")) if folder.is_dir() else []
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

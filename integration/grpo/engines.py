@@ -28,13 +28,11 @@ from ...rollout.model.hosted_model import HostedModel
 from ...rollout.ranks.channel import RankChannel
 from ...rollout.sampling_params import SamplingParams
 from ...weight_sync.target import Target
-from ...weight_sync.transports.transport import (
-    DeltaTransport,
-    DiskTransport,
-    DistributedTransport,
-    TensorTransport,
-    Transport,
-)
+from ...weight_sync.transports.delta import DeltaTransport
+from ...weight_sync.transports.disk import DiskTransport
+from ...weight_sync.transports.group import DistributedTransport
+from ...weight_sync.transports.same_host import TensorTransport
+from ...weight_sync.transports.transport import Transport
 from ..push.adapters.named_tensors import outgoing_specs, unwrapped
 from ..push.local_target import LocalTarget, run_verb
 from ..push.pusher import WeightPusher

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from ...rollout.errors import LockstepError
 from ...weight_sync.errors import WeightSyncError
 from ...weight_sync.target import TargetError
+from ..plain_values import plain
 from ..service import RolloutService
-from ..weights.all_ranks import plain
 
 # Verbs that may be called by name, and whether each takes `timeout_s`.
 VERBS: dict[str, bool] = {

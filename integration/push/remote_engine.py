@@ -189,8 +189,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from ...rollout.config import EngineConfig
     from ...rollout.engine import Engine
+    from ..plain_values import plain
     from ..service import RolloutService
-    from .local_target import plain, run_verb
+    from .local_target import run_verb
 
     torch.set_num_threads(options.threads)
     settings = dict(_setting(text) for text in options.settings)

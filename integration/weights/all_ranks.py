@@ -11,28 +11,17 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ...rollout.engine import Engine
+from ...rollout.errors import NotIdle
 from ...rollout.ranks.controller_channel import ControllerChannel
 from ...rollout.ranks.follower_channel import FollowerChannel
 from ...weight_sync.transaction.peers import PeerFailed, Peers
+from ..plain_values import plain
 
 _NUM_WAITS = 4  # of a verb, for other ranks or its sender, each under a deadline of its own
 P, T = ParamSpec("P"), TypeVar("T")
-
-
-def plain(value: object) -> object:
-    """A report as JSON values."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 class Replica:
@@ -128,26 +117,15 @@ class Replica:
             raise PeerFailed("; ".join(f"rank {rank}: {why}" for rank, why in failures.items()))
         return here.value
 
-    def together(self, what: str, run: Callable[[], T], undo: Callable[[], object] = lambda: None) -> T:
-        """Run this rank's part of something that every rank is at, and learn that all did theirs.
+    def require_idle(self, what: str, why: str = "") -> None:
+        """Raise NotIdle, with `why` before its message, on every rank where sequences hold KV blocks, PeerFailed on the
+        others; a collective."""
 
-        undo: called where it went well here and not elsewhere. Raises what `run` raised, else PeerFailed.
-        """
-        if self.is_alone:
-            return run()
-        made: list[T] = []
-        error: Exception | None = None
-        try:
-            made.append(run())
-        except Exception as failed:  # noqa: BLE001 - whatever it is, the other ranks hear of it before it is raised
-            error = failed
-        try:
-            self.peers.vote(what, error).raise_if_any(error)
-        except BaseException:
-            if error is None:
-                undo()
-            raise
-        return made[0]
+        def check() -> None:
+            if num_running := self._engine.num_running:
+                raise NotIdle(f"{why}{num_running} running: finish, retract or abort them first")
+
+        self.peers.together(what, check)
 
     def gather(self, value: object) -> list[Any]:
         """A JSON value of each rank, by local rank; a collective."""

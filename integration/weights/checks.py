@@ -8,7 +8,6 @@ from dataclasses import asdict
 from torch import Tensor
 
 from ...rollout.engine import Engine
-from ...rollout.errors import NotIdle
 from ...weight_sync.digests.checker import checksum, compare, reset_tensors, snapshot
 from ...weight_sync.digests.sglang import per_engine_checksum, rank_record
 from ...weight_sync.manifest import NamedTensors
@@ -53,14 +52,10 @@ class WeightChecks:
             return {"success": True, "message": f"{len(self._snapshot)} tensors were copied"}
         if action == "compare":
             return self._compare(skip)
-        self._replica.together(action, self._check_idle)
+        self._replica.require_idle(action, "cannot overwrite the weights: ")
         names = reset_tensors(self._tensors(), skip=skip, seed=seed)
         self._sessions.weights_were_lost(set(names))
         return {"success": True, "message": f"{len(names)} tensors hold random values now"}
-
-    def _check_idle(self) -> None:
-        if num_running := self._engine.state()["num_running"]:
-            raise NotIdle(f"cannot overwrite the weights: {num_running} running: finish, retract or abort them first")
 
     def _of_all_ranks(self, own: dict[str, object]) -> dict[str, object]:
         """This rank's report, with what all ranks said beside it, and success only where all of them had it."""

@@ -5,10 +5,10 @@ Reading begins when the session calls it, which then holds the engine; what is w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...weight_sync.delta.difference import Check, apply_delta
+from ...weight_sync.delta.apply import Check, apply_delta
 from ...weight_sync.delta.packed import BufferSink, apply_stream
 from ...weight_sync.delta.stream import DELTA_MANIFEST_FILE, load_delta
 from ...weight_sync.disk.folder import load_folder
@@ -20,9 +20,9 @@ from ...weight_sync.layout.sink import Sink
 from ...weight_sync.manifest import Manifest, NamedTensors, TensorSpec, specs_from_lists, specs_of
 from ...weight_sync.pickles.payload import read_framework_payload
 from ...weight_sync.same_host.shared_memory import TensorReceiver
+from ...weight_sync.transaction.receiving import Receive
 from ..service_config import ServiceConfig
 
-Receive = Callable[[Sink], Sequence[TensorSpec]]
 _FOREIGN = {None: receive_tensors, "flattened_bucket": receive_flattened_bucket}
 
 
@@ -40,7 +40,7 @@ def from_group(
     def delta(sink: Sink) -> Sequence[TensorSpec]:
         packed = BufferSink()
         receive_update(group, packed, timeout_s, expected)
-        return apply_stream(packed.buffers(), sink, check=check, timeout_s=timeout_s)[0]
+        return apply_stream(packed.buffers(), sink, check=check, timeout_s=timeout_s)
 
     if load_format in ("lockstep", "delta"):
         return whole if load_format == "lockstep" else delta
@@ -78,7 +78,7 @@ class SharedMemory:
             if not self._packed.is_complete:
                 return ()
             packed, self._packed = self._packed, BufferSink()
-            return apply_stream(packed.buffers(), sink, check=check, timeout_s=timeout_s)[0]
+            return apply_stream(packed.buffers(), sink, check=check, timeout_s=timeout_s)
 
         return delta if load_format == "delta" else whole
 

@@ -10,18 +10,21 @@ import torch
 from ...rollout.engine import Engine
 from ...rollout.errors import MemoryReleased, SamplingRefused
 from ...rollout.loop.commands import ContinueReport, HoldReport
-from ...weight_sync.delta.difference import Check
+from ...weight_sync.delta.apply import Check
 from ...weight_sync.delta.pull import PullRecord, pull_weights
 from ...weight_sync.errors import SessionError
 from ...weight_sync.group.registry import GroupRegistry
 from ...weight_sync.group.rendezvous import Rendezvous
 from ...weight_sync.manifest import NamedTensors
+from ...weight_sync.transaction.receiving import Receive
 from ...weight_sync.transaction.records import UpdateRecord
 from ...weight_sync.transaction.transaction import Coverage, Undo
 from ..service_config import ServiceConfig
 from .all_ranks import Replica, on_all_ranks
-from .sessions import Commit, DigestTime, WeightSessions
-from .sources import Receive, SharedMemory, from_folder, from_group, from_named_tensors, from_payload
+from .host import Commit
+from .options import DigestTime, UpdateOptions
+from .sessions import WeightSessions
+from .sources import SharedMemory, from_folder, from_group, from_named_tensors, from_payload
 
 GROUP_NAME = "weight_update_group"
 
@@ -65,10 +68,10 @@ class WeightVerbs:
         Raises SessionError where one is open, NotIdle, naming the remedies, where requests run.
         """
         self._check_resident()
-        return self.sessions.begin(
-            weight_version, coverage, undo, digest, lease_s, abort_all_requests, keep_running,
-            self._deadline(timeout_s),
-        )  # fmt: skip
+        options = UpdateOptions(
+            weight_version, self._timeout_s(timeout_s), abort_all_requests=abort_all_requests, keep_running=keep_running
+        )
+        return self.sessions.begin(coverage, undo, digest, lease_s, options)
 
     @on_all_ranks
     def verify_weight_update(self, digests: Mapping[str, str]) -> None:
@@ -101,7 +104,7 @@ class WeightVerbs:
     @on_all_ranks
     def release_weight_undo(self) -> None:
         """The last commit stands: free what it overwrote."""
-        self.replica.together("release_weight_undo", self.sessions.release_undo)
+        self.replica.peers.together("release_weight_undo", self.sessions.release_undo)
 
     def continue_generation(self, *, op_id: str | None = None, timeout_s: float | None = None) -> ContinueReport:
         """Commit an implicit session, then end the pause.
@@ -146,9 +149,9 @@ class WeightVerbs:
         # The frameworks send the port as text, too.
         rendezvous = Rendezvous(
             master_address, int(master_port), rank_offset + self.replica.local_rank, world_size, group_name,
-            backend, self._deadline(timeout_s), device,  # type: ignore[arg-type]
+            backend, self._timeout_s(timeout_s), device,  # type: ignore[arg-type]
         )  # fmt: skip
-        self.replica.together(
+        self.replica.peers.together(
             "init_weights_update_group",
             lambda: self.groups.init(rendezvous),
             lambda: self.groups.destroy(group_name),
@@ -157,7 +160,7 @@ class WeightVerbs:
     @on_all_ranks
     def destroy_weights_update_group(self, group_name: str = GROUP_NAME) -> None:
         """Leave a group; ends a rendezvous that still waits. Raises ValueError for an unknown one."""
-        self.replica.together("destroy_weights_update_group", lambda: self.groups.destroy(group_name))
+        self.replica.peers.together("destroy_weights_update_group", lambda: self.groups.destroy(group_name))
 
     @on_all_ranks
     def update_weights_from_distributed(
@@ -182,12 +185,11 @@ class WeightVerbs:
         bytes; "lockstep": our own sender's protocol (`distributed.send_update`), and with `manifest` (JSON) its plan;
         "delta": the same with changes against the weights that are here.
         """
-        group, deadline = self.groups.get(group_name), self._deadline(timeout_s)
+        group, timeout_s = self.groups.get(group_name), self._timeout_s(timeout_s)
         specs = (names or (), dtypes or (), shapes or ())
-        receive = from_group(group, load_format, specs, manifest, delta_check, deadline)
-        return self._update(
-            f"group {group_name}", receive, weight_version, verify, abort_all_requests, keep_running, deadline
-        )
+        receive = from_group(group, load_format, specs, manifest, delta_check, timeout_s)
+        options = UpdateOptions(weight_version, timeout_s, verify, abort_all_requests, keep_running)
+        return self._update(f"group {group_name}", receive, options)
 
     # -- by shared memory or CUDA IPC -------------------------------------------------------------------------------
 
@@ -213,14 +215,15 @@ class WeightVerbs:
         """
         if (serialized_named_tensors is None) == (descriptions is None):
             raise ValueError("pass either serialized_named_tensors or descriptions")
-        deadline = self._deadline(timeout_s)
+        timeout_s = self._timeout_s(timeout_s)
         if descriptions is not None:
             description = self._own(descriptions, "descriptions")
-            receive = self._shared_memory.source(description, load_format, delta_check, deadline)
+            receive = self._shared_memory.source(description, load_format, delta_check, timeout_s)
         else:
             payload = self._own(serialized_named_tensors or (), "serialized_named_tensors")
             receive = from_payload(payload, load_format, self.config)
-        return self._update("tensor", receive, weight_version, verify, abort_all_requests, keep_running, deadline)
+        options = UpdateOptions(weight_version, timeout_s, verify, abort_all_requests, keep_running)
+        return self._update("tensor", receive, options)
 
     def update_weights_from_named_tensors(
         self,
@@ -241,10 +244,11 @@ class WeightVerbs:
         if self.replica.asks_followers:
             raise ValueError("the other ranks follow this one: call update_weights_from_named_tensors on all of them")
         receive = from_named_tensors(named_tensors, to_the_end=not self.replica.is_alone)
-        return self._update(
-            "this process", receive, weight_version, verify, abort_all_requests, keep_running,
-            self._deadline(timeout_s),
-        )  # fmt: skip
+        options = UpdateOptions(weight_version, self._timeout_s(timeout_s), verify, abort_all_requests, keep_running)
+        try:
+            return self._update("this process", receive, options)
+        finally:
+            self.replica.stands()
 
     # -- from disk --------------------------------------------------------------------------------------------------
 
@@ -266,14 +270,12 @@ class WeightVerbs:
         Everything is checked before anything is written. verify True: with the digests that the folder brings, if it
         does. keep_pause: generation is paused afterwards also if it was not before.
         """
-        path = Path(model_path)
-        deadline = self._deadline(timeout_s)
+        path, timeout_s = Path(model_path), self._timeout_s(timeout_s)
         digests: dict[str, str] = {}  # filled while reading: the session compares when the tensors are there
-        receive = from_folder(path, digests if verify is True else None, delta_check, deadline)
+        receive = from_folder(path, digests if verify is True else None, delta_check, timeout_s)
         given = digests if isinstance(verify, bool) else verify
-        record = self._update(
-            f"folder {path}", receive, weight_version, given, abort_all_requests, keep_running, deadline
-        )
+        options = UpdateOptions(weight_version, timeout_s, given, abort_all_requests, keep_running)
+        record = self._update(f"folder {path}", receive, options)
         if keep_pause and self.engine.is_controller and not self.engine.is_paused:
             self.engine.pause_generation("in_place")
         return record
@@ -287,8 +289,9 @@ class WeightVerbs:
         timeout_s: float | None = None,
     ) -> PullRecord:
         """Bring the full checkpoint of a version into a local folder from versioned folders, deltas among them."""
-        deadline = self._deadline(timeout_s)
-        return pull_weights(Path(local_checkpoint_dir), Path(source_dir), target_version, timeout_s=deadline)
+        return pull_weights(
+            Path(local_checkpoint_dir), Path(source_dir), target_version, timeout_s=self._timeout_s(timeout_s)
+        )
 
     # -- versions and values ----------------------------------------------------------------------------------------
 
@@ -302,7 +305,7 @@ class WeightVerbs:
         to."""
         if abort_all_requests and self.engine.is_controller:
             self.engine.abort_request(abort_all=True, message="the weight version changed")
-        self.replica.together("update_weight_version", lambda: self.sessions.name_version(new_version))
+        self.replica.peers.together("update_weight_version", lambda: self.sessions.name_version(new_version))
 
     @on_all_ranks
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[object]:
@@ -315,20 +318,9 @@ class WeightVerbs:
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
-    def _update(
-        self,
-        source: str,
-        receive: Receive,
-        weight_version: str | None,
-        verify: Mapping[str, str] | None,
-        abort_all_requests: bool,
-        keep_running: bool,
-        timeout_s: float,
-    ) -> UpdateRecord:
+    def _update(self, source: str, receive: Receive, options: UpdateOptions) -> UpdateRecord:
         self._check_resident()
-        return self.sessions.update(
-            source, receive, weight_version, verify, abort_all_requests, keep_running, timeout_s
-        )
+        return self.sessions.update(source, receive, options)
 
     def _own(self, items: Sequence[object], what: str) -> object:
         """This rank's entry, or the one that is for all ranks."""
@@ -337,7 +329,8 @@ class WeightVerbs:
             raise ValueError(f"{what} has {len(items)} entries, one for each rank: this engine has {num_ranks}")
         return items[self.replica.local_rank if len(items) == num_ranks else 0]
 
-    def _deadline(self, timeout_s: float | None) -> float:
+    def _timeout_s(self, timeout_s: float | None) -> float:
+        """The time given, else the service's. Raises ValueError unless it is positive."""
         if timeout_s is not None and not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, not {timeout_s}")
         return self.config.weight_timeout_s if timeout_s is None else timeout_s

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.weight_sync.transports.transport import (
-    DeltaTransport,
-    DiskTransport,
-    DistributedTransport,
-    TensorTransport,
-    Transport,
-)
+from lockstep.weight_sync.transports.delta import DeltaTransport
+from lockstep.weight_sync.transports.disk import DiskTransport
+from lockstep.weight_sync.transports.group import DistributedTransport
+from lockstep.weight_sync.transports.same_host import TensorTransport
+from lockstep.weight_sync.transports.transport import Transport
 
 BUCKET = 1 << 16  # several buckets for a small model
 TRANSPORTS: dict[str, Callable[[Path], Transport]] = {

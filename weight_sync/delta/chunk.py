@@ -17,7 +17,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -163,15 +163,6 @@ def decode_elements(chunk: DeltaChunk) -> tuple[Tensor, np.ndarray]:
         raise ValueError("has positions outside itself")
     positions += header.offset // itemsize
     return torch.from_numpy(positions), expand(xors, word_dtype(itemsize), header.num_changed)
-
-
-def inverse(chunk: DeltaChunk) -> DeltaChunk:
-    """The chunk that undoes this one. Raises ValueError for a "full" chunk, which does not know the old bytes."""
-    header = chunk.header
-    if header.kind == "full":
-        raise ValueError(f"{header.describe()}: a full chunk cannot be inverted")
-    touched = header.touched and (header.touched[1], header.touched[0])
-    return DeltaChunk(replace(header, pre=header.post, post=header.pre, touched=touched), chunk.payload)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..layout.shard_bytes import ShardBytes
 from ..layout.sink import Sink
 from ..manifest import TensorSpec
-from .difference import ApplyRecord, Check, apply_delta
+from .apply import Check, apply_delta
 from .stream import unpack_chunks
 
 MAX_BYTES = 64 << 30  # of one stream: what a request may make us allocate
@@ -69,11 +69,12 @@ class BufferSink:
 
 def apply_stream(
     buffers: Iterator[Tensor], sink: Sink, *, check: Check = "pre", timeout_s: float | None = None
-) -> tuple[tuple[TensorSpec, ...], ApplyRecord]:
-    """Apply a delta that came as buffers (`delta_wire.pack_chunks`); returns its tensors and what became of its chunks.
+) -> tuple[TensorSpec, ...]:
+    """Apply a delta that came as buffers (`delta_wire.pack_chunks`); returns its tensors.
 
     Raises as `unpack_chunks`, before the first byte is written, and as `apply_delta`.
     """
     chunks = list(unpack_chunks(buffers))
     specs = tuple(dict.fromkeys(chunk.header.spec for chunk in chunks))
-    return specs, apply_delta(specs, chunks, sink, check=check, timeout_s=timeout_s)
+    apply_delta(specs, chunks, sink, check=check, timeout_s=timeout_s)
+    return specs

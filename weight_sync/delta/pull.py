@@ -16,27 +16,27 @@ import logging
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..deadline import Deadline
 from ..digests.model_digest import model_root, tensor_leaves, tensor_root
 from ..disk.atomic_folder import flush, flush_folder
 from ..disk.folder import INDEX_FILE, MANIFEST_FILE, DiskPlan, FileState, read_folder
 from ..errors import DigestMismatch, TransferFailed
 from ..layout.json_values import parse_object
 from ..manifest import Manifest
-from .difference import apply_delta
+from .apply import apply_delta
 from .folder_sink import FolderSink
 from .stream import DATA_FILE, DELTA_MANIFEST_FILE, StoredDelta, load_delta
 
 PULL_FILE = "lockstep_pull.json"  # marks a folder that a pull made and the next one may replace
 COPY_BYTES = 64 << 20
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,19 +67,6 @@ class _Route:
         return json.dumps([_fingerprint(folder) for folder in (self.base, *(delta.folder for delta in self.deltas))])
 
 
-class _Deadline:
-    def __init__(self, timeout_s: float | None) -> None:
-        self._end = None if timeout_s is None else time.monotonic() + timeout_s
-
-    def check(self, phase: str) -> None:
-        if self._end is not None and time.monotonic() > self._end:
-            raise TransferFailed(f"pull: the deadline passed while {phase}")
-
-    @property
-    def left(self) -> float | None:
-        return None if self._end is None else self._end - time.monotonic()
-
-
 def version_folder(source_dir: str | Path, version: int) -> Path:
     """Where a version lies."""
     return Path(source_dir) / f"weight_v{version:06d}"
@@ -101,7 +88,7 @@ def pull_weights(
     """
     local, source = Path(local_checkpoint_dir).absolute(), Path(source_dir)
     _check_arguments(local, source, target_version)
-    deadline = _Deadline(timeout_s)
+    deadline = Deadline.within(timeout_s)
     local.parent.mkdir(parents=True, exist_ok=True)
     staging = local.parent / f".{local.name}.pull"
     with _only_one(local.parent / f".{local.name}.lock"):
@@ -121,7 +108,7 @@ def pull_weights(
                 shutil.rmtree(staging)
                 if index == len(routes) - 1:
                     raise
-                _log.warning("pull of version %d from %s: %s; trying another base", target_version, route.base, error)
+                logger.warning("pull of version %d from %s: %s; trying another base", target_version, route.base, error)
         _finish_swap(local, staging, replace_local=True)
     return replace(record, folder=local)
 
@@ -164,7 +151,7 @@ def _read_marker(local: Path) -> dict[str, Any] | None:
         values = parse_object((local / PULL_FILE).read_bytes())
         has_manifest = read_folder(local).manifest is not None
     except ValueError as error:
-        _log.warning("the local checkpoint cannot be used: %s", error)
+        logger.warning("the local checkpoint cannot be used: %s", error)
         return None
     is_sound = has_manifest and set(values) == {"version", "verified", "source"} and type(values["version"]) is int
     return values if is_sound else None
@@ -216,7 +203,7 @@ def _check_inside(folder: Path, source: Path) -> None:
 # --- putting it together
 
 
-def _assemble(staging: Path, route: _Route, target: Path, version: int, deadline: _Deadline) -> PullRecord:
+def _assemble(staging: Path, route: _Route, target: Path, version: int, deadline: Deadline) -> PullRecord:
     """Make `staging/files` the checkpoint of `version`, going on where an earlier pull on the same route stopped."""
     files, key = staging / "files", route.key
     state = _read_state(staging)
@@ -230,14 +217,14 @@ def _assemble(staging: Path, route: _Route, target: Path, version: int, deadline
             return _go_on(staging, state, route, target, version, deadline)
         except (DigestMismatch, ValueError) as error:
             # Killed in the middle of a chunk, or a machine that lost what was not flushed: start this route anew.
-            _log.warning("what an earlier pull of version %d left cannot be completed: %s", version, error)
+            logger.warning("what an earlier pull of version %d left cannot be completed: %s", version, error)
             shutil.rmtree(staging)
             return _assemble(staging, route, target, version, deadline)
     return _go_on(staging, state, route, target, version, deadline)
 
 
 def _go_on(
-    staging: Path, state: dict[str, Any], route: _Route, target: Path, version: int, deadline: _Deadline
+    staging: Path, state: dict[str, Any], route: _Route, target: Path, version: int, deadline: Deadline
 ) -> PullRecord:
     files = staging / "files"
     base = read_folder(route.base)
@@ -256,7 +243,7 @@ def _go_on(
         if index >= state["num_applied"]:
             sink = FolderSink(read_folder(files))
             check = "touched" if is_verified else "pre"
-            apply_delta(delta.specs, delta.chunks(), sink, check=check, timeout_s=deadline.left)
+            apply_delta(delta.specs, delta.chunks(), sink, check=check, timeout_s=deadline.left_s)
             sink.flush()
             for path in sorted(delta.folder.iterdir()):
                 if path.is_file() and not _is_of_weights(path.name):
@@ -278,11 +265,16 @@ def _go_on(
     return PullRecord(files, version, route.base_version, route.is_local, versions, is_verified, num_bytes)
 
 
+def _check(deadline: Deadline, phase: str) -> None:
+    if deadline.has_passed:
+        raise TransferFailed(f"pull: the deadline passed while {phase}")
+
+
 def _is_of_weights(name: str) -> bool:
     return name in (DATA_FILE, DELTA_MANIFEST_FILE, INDEX_FILE) or name.endswith(".safetensors")
 
 
-def _copy(path: Path, to: Path, deadline: _Deadline) -> int:
+def _copy(path: Path, to: Path, deadline: Deadline) -> int:
     """Copy a file unless a whole copy is there; returns its size. It takes its name when it is complete."""
     state = FileState.of(path)
     if to.exists():
@@ -292,7 +284,7 @@ def _copy(path: Path, to: Path, deadline: _Deadline) -> int:
         done = 0
         while num_sent := os.sendfile(file.fileno(), source.fileno(), done, COPY_BYTES):
             done += num_sent
-            deadline.check(f"{path} was copied")
+            _check(deadline, f"{path} was copied")
         os.fsync(file.fileno())
         if done != state.num_bytes or FileState.of(path) != state:
             raise TransferFailed(f"pull: {path} changed while it was copied")
@@ -300,11 +292,11 @@ def _copy(path: Path, to: Path, deadline: _Deadline) -> int:
     return state.num_bytes
 
 
-def _digested(plan: DiskPlan, version: int, deadline: _Deadline) -> Manifest:
+def _digested(plan: DiskPlan, version: int, deadline: Deadline) -> Manifest:
     sink = FolderSink(plan)
     roots = {}
     for spec in plan.specs:
-        deadline.check(f"{spec.name} was verified")
+        _check(deadline, f"{spec.name} was verified")
         roots[spec.name] = tensor_root(spec.name, spec.dtype, spec.shape, tensor_leaves(sink.resident(spec.name)))
     digests = {name: root.hex() for name, root in roots.items()}
     return Manifest(str(version), plan.specs, digests, model_root(roots.items()))
@@ -331,7 +323,7 @@ def _read_state(staging: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except ValueError as error:
-        _log.warning("%s/state.json %s", staging, error)
+        logger.warning("%s/state.json %s", staging, error)
         return {}
 
 

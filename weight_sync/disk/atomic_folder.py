@@ -11,11 +11,12 @@ from pathlib import Path
 
 
 @contextmanager
-def atomic_folder(path: str | Path) -> Iterator[Path]:
+def atomic_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
     """A new folder to be filled, which takes the name `path` when the block ends and is removed when it raises. Its
-    files are on the disk before it has that name. Raises ValueError where `path` exists already."""
+    files are on the disk before it has that name. Raises ValueError where `path` exists already; with `replace` the old
+    folder is removed at the end instead, right before the new one takes its name."""
     target = Path(path)
-    if target.exists():
+    if target.exists() and not replace:
         raise ValueError(f"{target} exists already")
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.parent / f".{target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
@@ -23,6 +24,8 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     try:
         yield partial
         flush_folder(partial)
+        if replace and target.exists():
+            shutil.rmtree(target)
         partial.rename(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..deadline import Deadline
 from ..digests.model_digest import model_root, tensor_leaves, tensor_root
 from ..errors import TransferFailed
 from ..layout.json_values import is_digest, parse_object
@@ -118,7 +118,7 @@ def load_folder(source: str | Path | DiskPlan, sink: Sink, *, timeout_s: float |
     that the file system never answers.
     """
     plan = source if isinstance(source, DiskPlan) else read_folder(source)
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    deadline = Deadline.within(timeout_s)
     sink.expect(plan.specs)
     for file in plan.files:
         _check_unchanged(plan, file)
@@ -201,14 +201,12 @@ def save_folder(
     return manifest
 
 
-def _load_tensor(
-    descriptor: int, tensor: StoredTensor, sink: Sink, staging: list[Tensor], deadline: float | None
-) -> None:
+def _load_tensor(descriptor: int, tensor: StoredTensor, sink: Sink, staging: list[Tensor], deadline: Deadline) -> None:
     spec = tensor.spec
     if spec.num_bytes == 0:
         sink.write(spec.name, 0, torch.empty(0, dtype=torch.uint8))
     for start in range(0, spec.num_bytes, READ_BYTES):
-        if deadline is not None and time.monotonic() > deadline:
+        if deadline.has_passed:
             raise TransferFailed(f"disk: the deadline passed while {tensor.file} was read, at {spec.describe()}")
         size = min(READ_BYTES, spec.num_bytes - start)
         lent = sink.destination(spec.name, start, size)

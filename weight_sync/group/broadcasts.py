@@ -11,9 +11,9 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
+from ..deadline import Deadline
 from ..errors import TransferFailed
 from ..layout.bucket import DEFAULT_BUCKET_BYTES
-from .shared_keys import Deadline
 from .weight_group import WeightGroup
 
 _NUM_UNDER_WAY = 8  # gloo works on two at a time; the others are there when one is done

@@ -14,11 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..deadline import Deadline
 from ..errors import TransferFailed
 from ..layout.sink import Sink
 from ..manifest import TensorSpec
 from .broadcasts import Pipeline, open_pipeline
-from .shared_keys import Deadline
 from .weight_group import WeightGroup
 
 # What gloo can broadcast as it is (tried with torch 2.13); NCCL has no complex numbers and no 16-bit integers either.

@@ -12,109 +12,27 @@ It agrees on the plan over the group's store before the first byte, then broadca
     <n>/heard/<r>                       <-   what went wrong was read: rank 0 may leave, and its store with it
 
 n counts the updates of the group; a rank passes over those that the sender gave up on before it came. For senders that
-are not ours see `foreign.py`.
+are not ours see `framework_protocol.py`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 from torch import Tensor
 
+from ..deadline import Deadline
 from ..errors import PlanMismatch, TransferFailed, WeightSyncError
-from ..layout.bucket import DEFAULT_BUCKET_BYTES, BucketPlan, byte_view, plan_buckets
+from ..layout.bucket import DEFAULT_BUCKET_BYTES, BucketPlan, byte_view
 from ..layout.sink import Sink
-from ..manifest import Manifest, NamedTensors, TensorSpec, differences, dtype_name
+from ..manifest import Manifest, NamedTensors, TensorSpec, differences
 from .broadcasts import Pipeline, open_pipeline
-from .shared_keys import Deadline
+from .plan import PROTOCOL, TransferPlan, tensors_of
 from .weight_group import WeightGroup
 
-PROTOCOL = 2
-DIRECT_BYTES = 1 << 20  # a tensor of this size travels from its own memory; below, one more broadcast costs more
-PACKED_BYTES = 16 << 20  # smaller ones share buffers of this size: larger ones fall out of the cache
 _BLAME_S = 0.5  # past the deadline if need be: how long to wait for who is to blame for a failed broadcast
-
-
-# -- the plan ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TransferPlan:
-    """All that two ends have to agree on before the first byte."""
-
-    group_name: str
-    world_size: int
-    bucket_bytes: int
-    manifest: Manifest
-    broadcasts: tuple[BucketPlan, ...]
-
-    cut_digest: str  # SHA-256 over order, names, shapes, dtypes, and how the bytes are cut
-
-    @classmethod
-    def of(cls, group: WeightGroup, manifest: Manifest, bucket_bytes: int) -> TransferPlan:
-        broadcasts, cut_digest = _cut(tuple(manifest.tensors), bucket_bytes)
-        return cls(group.name, group.world_size, bucket_bytes, manifest, broadcasts, cut_digest)
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 over `cut_digest`, group and bucket size."""
-        fields = [PROTOCOL, self.group_name, self.world_size, self.bucket_bytes, self.cut_digest]
-        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
-
-    def to_json(self) -> str:
-        return json.dumps(
-            {
-                "protocol": PROTOCOL,
-                "group": self.group_name,
-                "world_size": self.world_size,
-                "bucket_bytes": self.bucket_bytes,
-                "digest": self.digest,
-                "version": self.manifest.version,
-                "digests": dict(self.manifest.digests),
-                "model_digest": self.manifest.model_digest,
-                "tensors": _tensors_json(tuple(self.manifest.tensors)),
-            }
-        )
-
-
-# The tensors of one model are the same at every update: they are written, read and cut once.
-@lru_cache(maxsize=4)
-def _tensors_json(specs: tuple[TensorSpec, ...]) -> str:
-    return Manifest(None, specs).to_json()
-
-
-@lru_cache(maxsize=4)
-def _tensors_of(text: str) -> tuple[TensorSpec, ...]:
-    return Manifest.from_json(text).tensors
-
-
-@lru_cache(maxsize=4)
-def _cut(specs: tuple[TensorSpec, ...], bucket_bytes: int) -> tuple[tuple[BucketPlan, ...], str]:
-    """The broadcasts of these tensors, and a digest of them."""
-    broadcasts = plan_broadcasts(specs, bucket_bytes)
-    pieces = [[(p.name, p.tensor_offset, p.bucket_offset, p.num_bytes) for p in b.pieces] for b in broadcasts]
-    fields = [[(s.name, dtype_name(s.dtype), s.shape) for s in specs], pieces]
-    return broadcasts, hashlib.sha256(json.dumps(fields).encode()).hexdigest()
-
-
-def plan_broadcasts(specs: Sequence[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> tuple[BucketPlan, ...]:
-    """What is broadcast, in order: each as soon as the last of its tensors is there when they come in order.
-
-    Tensors of DIRECT_BYTES or more are cut into pieces of at most bucket_bytes, each a broadcast of its own that needs
-    no copy at either end. Smaller ones are packed together as they come, past the large ones between them.
-    """
-    large = [spec for spec in specs if spec.num_bytes >= min(DIRECT_BYTES, bucket_bytes)]
-    small = [spec for spec in specs if spec.num_bytes < min(DIRECT_BYTES, bucket_bytes)]
-    plans = [*plan_buckets(small, min(PACKED_BYTES, bucket_bytes))]
-    for spec in large:
-        plans += plan_buckets([spec], bucket_bytes)
-    order = {spec.name: index for index, spec in enumerate(specs)}
-    plans.sort(key=lambda plan: (order[plan.pieces[-1].name], plan.pieces[-1].tensor_offset))
-    return tuple(BucketPlan(index, plan.num_bytes, plan.pieces) for index, plan in enumerate(plans))
 
 
 # -- our own sender ----------------------------------------------------------------------------------------------------
@@ -364,7 +282,7 @@ def _judge(group: WeightGroup, proposal: str, expected: Manifest | None) -> Tran
     for what, mine in {"protocol": PROTOCOL, "group": group.name, "world_size": group.world_size}.items():
         if sent.get(what) != mine:
             raise PlanMismatch(f"{what}: {ours} has {mine!r}, {theirs} has {sent.get(what)!r}")
-    manifest = Manifest.checked(_tensors_of(sent["tensors"]), sent)
+    manifest = Manifest.checked(tensors_of(sent["tensors"]), sent)
     if expected is not None:
         if found := differences(expected.tensors, manifest.tensors, f"{ours} expects", f"{theirs} sends"):
             raise PlanMismatch(found[0])

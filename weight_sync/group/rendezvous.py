@@ -13,8 +13,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ..deadline import Deadline
 from ..errors import TransferFailed
-from .shared_keys import Deadline, SharedKeys, Stop
+from .shared_keys import SharedKeys, Stop
 from .weight_group import Backend, WeightGroup
 
 # The prefixes between the TCPStore and the backend, outermost first. "torch" is the chain of those who follow SGLang's

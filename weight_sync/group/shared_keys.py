@@ -1,4 +1,4 @@
-"""Deadlines, and a key-value store of several processes whose calls keep to them.
+"""A key-value store of several processes whose calls keep to their deadlines.
 
 Every call to a `TCPStore` blocks for as long as the process that hosts it is stopped; here they run in a thread of
 their own, and the caller leaves them behind at its deadline. Such a thread ends when its connection does.
@@ -12,49 +12,17 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
+
+from ..deadline import Deadline
 
 T = TypeVar("T")
 Stop = Callable[[], str | None]  # asked while waiting: None, or why to wait no longer
 
 _POLL_S = (0.0002, 0.005)  # first and longest pause between two looks into a store
 _POLL_SHARE = 0.05  # of the time waited so far that a pause may be
-
-
-@dataclass(frozen=True)
-class Deadline:
-    """A moment on the monotonic clock, and how far away it was at first."""
-
-    at: float
-    timeout_s: float
-
-    @classmethod
-    def after(cls, timeout_s: float) -> Deadline:
-        """Raises ValueError unless timeout_s is positive."""
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, not {timeout_s}")
-        return cls(time.monotonic() + timeout_s, timeout_s)
-
-    @property
-    def left_s(self) -> float:
-        return max(0.0, self.at - time.monotonic())
-
-    @property
-    def has_passed(self) -> bool:
-        return time.monotonic() >= self.at
-
-    @property
-    def left(self) -> timedelta:
-        """As torch takes it: never zero, which it reads as no limit."""
-        return timedelta(milliseconds=max(1, int(self.left_s * 1000)))
-
-    def at_most(self, timeout_s: float) -> Deadline:
-        """The earlier of this deadline and one so far from now."""
-        return Deadline(min(self.at, time.monotonic() + timeout_s), timeout_s)
 
 
 class Interrupted(RuntimeError):

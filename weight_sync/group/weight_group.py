@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..deadline import Deadline
 from ..errors import TransferFailed
-from .shared_keys import Deadline, SharedKeys
+from .shared_keys import SharedKeys
 
 Backend = Literal["gloo", "nccl"]
 

@@ -11,22 +11,14 @@ tensors back to back, without alignment, and their metadata.
 from __future__ import annotations
 
 import base64
-import io
 import math
-import pickle
-import struct
 from dataclasses import dataclass
-from multiprocessing import reduction
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.multiprocessing import reductions
 
-from ..layout.bucket import byte_view
 from ..layout.json_values import is_count
-from ..manifest import NamedTensors, dtype_name
-from ..same_host.cuda_ipc import visible_uuids
 from ..same_host.handover import raise_if_any, shown
 from .inert import Call, UnsafePickle, parse
 from .payload_tensors import (
@@ -183,79 +175,3 @@ def _plan_slice(value: object, num_bytes: int) -> _Slice:
         sizes = f"{dtype}{list(shape[:8])} in {end - start} bytes, numel {shown(length)}"
         raise ValueError(f"{shown(name)}: {sizes}")
     return _Slice(name, dtype, shape, start, end)
-
-
-def serialize_for_engine(named_tensors: NamedTensors, load_format: LoadFormat | None = None) -> str:
-    """Serialize tensors for `read_framework_payload` or an SGLang engine: base64 text for one rank.
-
-    CPU tensors are copied into named shared memory, which torch frees after the first read. CUDA tensors are sent as
-    IPC handles, with their device's UUID: keep them unchanged until the reply. Raises ValueError for an unknown load
-    format, duplicate names, and a flattened bucket of tensors on several devices.
-    """
-    if load_format not in LOAD_FORMATS:
-        raise ValueError(f"load_format {load_format!r} is not one of None, 'direct', 'flattened_bucket'")
-    tensors = [(name, tensor.detach()) for name, tensor in named_tensors]
-    names = [name for name, _ in tensors]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"tensors named more than once: {', '.join(twice)}")
-    if load_format != "flattened_bucket":
-        data = _dump([(name, tensor if tensor.is_cuda else tensor.clone()) for name, tensor in tensors])
-    else:
-        data = _dump_bucket(tensors)
-    return base64.b64encode(data).decode()
-
-
-class _Pickler(reduction.ForkingPickler):
-    """A pickler that names CUDA devices by UUID, as SGLang's patch of torch does."""
-
-    def reducer_override(self, value: object) -> Any:
-        if not isinstance(value, Tensor) or not value.is_cuda:
-            return NotImplemented
-        rebuild, arguments = reductions.reduce_tensor(value)
-        return rebuild, (*arguments[:6], visible_uuids()[arguments[6]], *arguments[7:])
-
-
-def _dump(value: object) -> bytes:
-    strategy = torch.multiprocessing.get_sharing_strategy()
-    buffer = io.BytesIO()
-    # By name: only this process's children can receive descriptors.
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        _Pickler(buffer, 3).dump(value)
-    finally:
-        torch.multiprocessing.set_sharing_strategy(strategy)
-    return buffer.getvalue()
-
-
-def _dump_bucket(tensors: list[tuple[str, Tensor]]) -> bytes:
-    """Serialize a flattened bucket. Its opcodes are written by hand: SGLang's metadata class need not be installed."""
-    devices = {tensor.device for _, tensor in tensors}
-    if len(devices) > 1:
-        raise ValueError(f"a flattened bucket of tensors on several devices: {', '.join(sorted(map(str, devices)))}")
-    pieces = [byte_view(tensor) for _, tensor in tensors]
-    flat = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
-    end, metadata = 0, []
-    for (name, tensor), piece in zip(tensors, pieces, strict=True):
-        start, end = end, end + piece.numel()
-        fields = {
-            "name": _text(name),
-            "shape": b"ctorch\nSize\n(" + b"".join(map(_number, tensor.shape)) + b"t\x85R",
-            "dtype": f"ctorch\n{dtype_name(tensor.dtype)}\n".encode(),
-            "start_idx": _number(start),
-            "end_idx": _number(end),
-            "numel": _number(end - start),
-        }
-        state = b"".join(_text(key) + value for key, value in fields.items())
-        metadata.append("c{}\n{}\n".format(*METADATA).encode() + b")\x81}(" + state + b"ub")
-    # PROTO 3, a dict; the tensor's pickle without its own PROTO and STOP; a list of new objects; STOP.
-    tensor_part = _text("flattened_tensor") + _dump(flat)[2:-1]
-    return b"\x80\x03}(" + tensor_part + _text("metadata") + b"](" + b"".join(metadata) + b"eu."
-
-
-def _text(value: str) -> bytes:
-    raw = value.encode()
-    return b"X" + struct.pack("<I", len(raw)) + raw
-
-
-def _number(value: int) -> bytes:
-    return pickle.dumps(value, protocol=2)[2:-1]

@@ -288,11 +288,6 @@ class TensorReceiver:
         return kept[2], kept[3]
 
 
-def receive_shared(description: Mapping[str, object], sink: Sink, folder: Path | str = DEFAULT_FOLDER) -> None:
-    """Copy one bucket, attaching its segment for this call only; see `TensorReceiver.receive`."""
-    TensorReceiver(folder).receive(description, sink)
-
-
 def _check_sequence(header: mmap.mmap, bucket: SharedBucket, when: str) -> None:
     # The number is aligned and has eight bytes. Sender and receiver alternate through the request and its reply, which
     # orders their accesses; the number detects a sender that does not wait for the reply.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ..errors import WeightSyncError
 
 Exchange = Callable[[object], Sequence[object]]  # a JSON value of each rank, in; those of all ranks in their order, out
+T = TypeVar("T")
 
 
 class PeerFailed(WeightSyncError):
@@ -34,6 +36,15 @@ class Tally:
             raise PeerFailed(listed)
 
 
+def error_of(action: Callable[[], object]) -> Exception | None:
+    """Run the action and return the exception that it raised: other ranks have to hear of it before it is raised."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - whatever it is: on one rank alone it would leave the others waiting
+        return error
+    return None
+
+
 class Peers:
     """One of the ranks. Alone it decides by itself, and nothing is exchanged.
 
@@ -46,6 +57,24 @@ class Peers:
     @property
     def is_alone(self) -> bool:
         return self.num_ranks == 1
+
+    def together(self, what: str, action: Callable[[], T], undo: Callable[[], object] = lambda: None) -> T:
+        """Run this rank's part of an action of all ranks, then learn whether every rank did its part; a collective.
+
+        undo: called where the action succeeded here and failed elsewhere. Raises the action's own exception, else
+        PeerFailed, else the exchange's.
+        """
+        if self.is_alone:
+            return action()
+        made: list[T] = []
+        error = error_of(lambda: made.append(action()))
+        try:
+            self.vote(what, error).raise_if_any(error)
+        except BaseException:
+            if error is None:
+                undo()
+            raise
+        return made[0]
 
     def vote(
         self,

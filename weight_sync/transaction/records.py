@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..manifest import TensorSpec
+from .lease import Lease
 from .transaction import Coverage, WeightTransaction
 
 
@@ -45,15 +45,17 @@ class WeightSession:
     transaction: WeightTransaction
     explicit: bool
     version: str | None
-    started: float  # of time.monotonic, as `deadline` is
-    lease_s: float | None = None
-    deadline: float | None = None
-    timer: threading.Timer | None = None
+    started: float  # of time.monotonic
+    lease: Lease | None = None  # None: it may take any time
     healing: str | None = None  # why the weights were poisoned when it began
     sources: list[str] = field(default_factory=list)
     verified: set[str] = field(default_factory=set)  # resident names
     unchecked: set[str] = field(default_factory=set)  # resident names that some rank could not check as it should
     num_bytes: int = 0
+
+    @property
+    def is_expired(self) -> bool:
+        return self.lease is not None and self.lease.is_over
 
     def unverified(self) -> list[str]:
         return [name for name in self.transaction.written_names() if name not in self.verified]

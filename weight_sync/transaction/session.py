@@ -3,9 +3,9 @@
     idle -- begin, or update (implicit) --> open -- commit --> committed -- revert --> rolled_back
                                              \\-- failure, rollback or lease --> rolled_back, or poisoned
 
-Knows no engine: opening transactions, publishing and digesting are callbacks. Where several ranks hold one model each
-has a manager, every call is made on all of them, and they vote (`peers`) before anything that cannot be taken back:
-what fails on one rank is undone on all.
+Knows no engine: a `SessionHost` opens transactions, publishes and digests. Where several ranks hold one model each has
+a manager, every call is made on all of them, and they vote (`peers`) before anything that cannot be taken back: what
+fails on one rank is undone on all.
 """
 
 from __future__ import annotations
@@ -13,86 +13,40 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
 
-from ..errors import DigestMismatch, Poisoned, SessionError, TransferFailed
-from ..layout.sink import Sink
-from ..manifest import TensorSpec
-from .peers import Peers, Tally
+from ..errors import DigestMismatch, Poisoned, SessionError
+from .history import NONE_OPEN, SessionHistory
+from .host import SessionHost
+from .lease import Lease
+from .peers import Peers, error_of
+from .receiving import REPAIR_IN_A_SESSION, REPAIR_NOW, UNPROVEN, Receive, Receiving, not_as
 from .records import SessionRecord, UpdateRecord, WeightSession
 from .transaction import Coverage, Undo, WeightTransaction
 
 logger = logging.getLogger(__name__)
 
 ALREADY_OPEN = "a weight-update session is already open; call end_weight_update() first"
-NONE_OPEN = "no weight-update session is open; call begin_weight_update() first"
-MAX_NAMES_IN_STATE = 20
-LEASE_THREAD = "weight-update-lease"
-
 _COLLECTIVE = ("begin", "update", "verify", "commit", "rollback", "revert")  # methods in which all ranks vote
-_UNPROVEN = (
-    "a delta changed tensors that are cut over ranks, where its own digests cannot be checked: give the digests of the "
-    "result (verify=), or send it in a session and verify_weight_update"
-)
-_REPAIR_NOW = "the session is still open: sending these again repairs it"
-_REPAIR_IN_A_SESSION = (
-    "everything since the last commit was rolled back; inside a session (begin_weight_update) sending only these again "
-    "repairs it"
-)
 
 
 class SessionManager:
     """Holds the one session there may be. Thread-safe: methods exclude each other, `state` never waits.
 
-    make_transaction(coverage, undo): over the resident tensors. publish(record): makes a commit visible, once each; if
-    it raises, the commit is taken back. unpublish(): the commit that was published just now is taken back, because of
-    another rank. digest_roots(names): tensor roots (digest.tensor_root) of what is resident now, under the names given,
-    aliases among them, but for tensors that ranks hold different bytes of. on_rollback(why): after every rollback, also
-    those that poisoned. on_dropped: after a session that ended before anything was written. prepare_commit(record):
-    what a commit needs of other ranks; it may raise, then the session is rolled back. Of the manager's methods a
-    callback may call `state` only.
-
     peers: the other ranks of a model that is spread over several. Every method but `state`, `name_version`, `close` and
-    `release_undo` is then a collective, with PeerFailed for what failed elsewhere. on_lease_over: called in a thread
-    when the time of a session of several ranks is over, to give it up on all of them; without it the next call does.
-    A call waits at most its `timeout_s`, else `lock_timeout_s`, for another that is under way; then it raises
-    SessionError and nothing changed.
+    `release_undo` is then a collective, with PeerFailed for what failed elsewhere. A call waits at most its
+    `timeout_s`, else `lock_timeout_s`, for another that is under way; then it raises SessionError and nothing changed.
     """
 
-    def __init__(
-        self,
-        make_transaction: Callable[[Coverage, Undo], WeightTransaction],
-        publish: Callable[[SessionRecord], None],
-        digest_roots: Callable[[Sequence[str]], dict[str, bytes]],
-        *,
-        on_rollback: Callable[[str], None] | None = None,
-        on_dropped: Callable[[], None] = lambda: None,
-        prepare_commit: Callable[[SessionRecord], None] = lambda record: None,
-        unpublish: Callable[[], None] = lambda: None,
-        peers: Peers | None = None,
-        on_lease_over: Callable[[], None] = lambda: None,
-        lock_timeout_s: float = 60.0,
-    ) -> None:
-        self._make_transaction = make_transaction
-        self._publish = publish
-        self._digest_roots = digest_roots
-        self._on_rollback = on_rollback
-        self._on_dropped = on_dropped
-        self._prepare_commit = prepare_commit
-        self._unpublish = unpublish
+    def __init__(self, host: SessionHost, *, peers: Peers | None = None, lock_timeout_s: float = 60.0) -> None:
+        self._host = host
         self._peers = peers or Peers()
-        self._on_lease_over = on_lease_over
         self._lock = threading.Lock()
         self._lock_timeout_s = lock_timeout_s
         self._busy = ""  # what holds the lock, for those who waited in vain
         self._session: WeightSession | None = None
-        self._last: tuple[Literal["idle", "committed", "rolled_back"], str | None, str] = ("idle", None, "")
-        self._committed: tuple[WeightSession, SessionRecord] | None = None
-        self._poison: str | None = None
-        # Why an explicit session ended without its client: what the client still sends must not start another.
-        self._lost: str | None = None
+        self._history = SessionHistory()
 
     # -- verbs --------------------------------------------------------------------------------------------------------
 
@@ -101,33 +55,33 @@ class SessionManager:
         version: str | None = None,
         coverage: Coverage = "full",
         undo: Undo = "tensors",
-        timeout_s: float | None = None,
+        lease_s: float | None = None,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open an explicit session. One that is not ended within `timeout_s` is rolled back.
+        """Open an explicit session. One that is not ended within `lease_s` is rolled back.
 
         prepare: a callback right before it is open; what it raises is raised, and everything stays as it was.
         The undo of the commit before is released. Raises SessionError where a session is open, ValueError for unknown
         options, and Poisoned where the weights are and `coverage` is not "full".
         """
-        if timeout_s is not None and timeout_s <= 0:
-            raise ValueError(f"timeout_s must be positive, not {timeout_s}")
-        with self._locked("begin", None if timeout_s is None else min(timeout_s, self._lock_timeout_s)):
+        if lease_s is not None and lease_s <= 0:
+            raise ValueError(f"lease_s must be positive, not {lease_s}")
+        with self._locked("begin", None if lease_s is None else min(lease_s, self._lock_timeout_s)):
 
             def check() -> None:
                 if self._session is not None:
                     raise SessionError(ALREADY_OPEN)
-                if self._poison is not None and coverage != "full":
-                    raise Poisoned(self._refusal())
+                if self._history.poison is not None and coverage != "full":
+                    raise Poisoned(self._history.refusal)
 
             self._ready("begin", check)
-            self._open(version, coverage, undo, explicit=True, lease_s=timeout_s, prepare=prepare)
-            self._lost = None
+            self._open(version, coverage, undo, explicit=True, lease_s=lease_s, prepare=prepare)
+            self._history.lost = None
 
     def update(
         self,
         source: str,
-        receive: Callable[[Sink], Sequence[TensorSpec]],
+        receive: Receive,
         version: str | None = None,
         verify: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
@@ -149,44 +103,29 @@ class SessionManager:
         with self._locked(f"update from {source}", timeout_s):
 
             def check() -> None:
-                self._check_update()
-                if self._session is not None and not self._session.explicit:
+                if self._session is None:
+                    self._history.check_update()
+                elif not self._session.explicit:
                     prepare()
 
             self._ready("update", check)
-            session, opened, before = self._session, self._session is None, self._last
+            session, opened = self._session, self._session is None
             if session is None:
                 session = self._open(None, "partial", "tensors", explicit=False, prepare=prepare)
-            transaction, started = session.transaction, time.monotonic()
-            transaction.start_update()
-            num_writes, tally = transaction.num_writes, Tally()
+            receiving = Receiving(session, self._host, self._peers)
             try:
-                specs, error = _received(source, receive, transaction)
-                wrote = transaction.num_writes > num_writes
-                tally = self._peers.vote("update received", error, wrote=wrote, names=transaction.unchecked())
-                tally.raise_if_any(error)
-                unproven = tally.names - {transaction.tensor_name(name) for name in verify or {}}
-                if unproven and not session.explicit:
-                    raise TransferFailed(f"{source}: {_UNPROVEN}: {', '.join(sorted(unproven))}")
-                differing = self._differing(specs, verify or {})
-                if differing and not session.explicit:
-                    raise DigestMismatch(differing, _REPAIR_IN_A_SESSION)
-                matching = set(verify or {}) - set(differing)
-                is_verified = session.account(source, version, specs, matching, set(tally.names))
-                transaction.restore(differing)
+                record = receiving.run(source, receive, version, {} if verify is None else verify)
             except BaseException as error:
-                if tally.wrote or transaction.num_writes > num_writes:
+                if receiving.wrote:
                     self._roll_back(session, f"{source}: {error}")
-                    error.add_note(f"the weight-update session is {self._outcome()}")
+                    error.add_note(f"the weight-update session is {self._history.outcome}")
                 elif opened:
-                    self._session, self._last = None, before
-                    self._on_dropped()
+                    self._session = None
+                    self._host.on_dropped()
                 raise
-            if differing:
-                raise DigestMismatch(differing, _REPAIR_NOW)
-            num_bytes = sum(spec.num_bytes for spec in specs)
-            seconds = time.monotonic() - started
-            return UpdateRecord(source, version, len(specs), num_bytes, is_verified, session.explicit, seconds)
+            if receiving.differing:
+                raise DigestMismatch(receiving.differing, REPAIR_NOW)
+            return record
 
     def verify(self, digests: Mapping[str, str], timeout_s: float | None = None) -> None:
         """Compare what the open session wrote with the sender's digests, hex tensor roots by name.
@@ -207,7 +146,7 @@ class SessionManager:
             session = self._require_session()
             transaction = session.transaction
             try:
-                differing = self._not_as(digests, list(digests))
+                differing = not_as(self._host, digests, list(digests))
             except BaseException as error:
                 if not self._peers.is_alone:  # a rank is gone, and with it what it held
                     self._roll_back(session, f"verify: {error}")
@@ -218,8 +157,8 @@ class SessionManager:
                 return
             if session.explicit:
                 transaction.restore(differing)
-                raise DigestMismatch(differing, _REPAIR_NOW)
-            error = DigestMismatch(differing, _REPAIR_IN_A_SESSION)
+                raise DigestMismatch(differing, REPAIR_NOW)
+            error = DigestMismatch(differing, REPAIR_IN_A_SESSION)
             self._roll_back(session, str(error))
             raise error
 
@@ -251,14 +190,13 @@ class SessionManager:
         with self._locked("rollback", timeout_s):
 
             def give_up() -> None:
-                if self._session is None and self._lost is None:
+                if self._session is None and self._history.lost is None:
                     raise SessionError(NONE_OPEN)
                 if self._session is not None:
                     self._roll_back(self._session, why)
-                self._lost = None
+                self._history.lost = None
 
-            error = _error_of(give_up)  # first of all here: it needs nobody's consent
-            self._peers.vote("rollback", error).raise_if_any(error)
+            self._peers.together("rollback", give_up)  # first of all here: it needs no other rank's consent
 
     def close(self, why: str) -> None:
         """Give an open session up on this rank, whatever the others do."""
@@ -276,20 +214,19 @@ class SessionManager:
             def check() -> None:
                 if self._session is not None:
                     raise SessionError(ALREADY_OPEN)
-                if self._committed is None or not self._committed[0].transaction.can_revert:
-                    raise SessionError("there is no commit to revert, or what it overwrote is not kept")
+                self._history.check_revert()
 
             self._ready("revert", check)
-            assert self._committed is not None
-            session, record = self._committed
+            assert self._history.committed is not None
+            session, record = self._history.committed
             self._roll_back(session, f"the commit of version {record.version} was reverted")
-            self._lost = None
+            self._history.lost = None
             return record
 
     def release_undo(self, timeout_s: float | None = None) -> None:
         """Free what the last commit overwrote; it stands from then on. Does nothing where nothing is kept."""
         with self._locked("release_undo", timeout_s):
-            self._release_undo()
+            self._history.release_undo()
 
     @property
     def is_explicit(self) -> bool:
@@ -299,25 +236,7 @@ class SessionManager:
 
     def state(self) -> dict[str, object]:
         """For the state report; does not wait for an update that is under way, and changes nothing."""
-        session = self._session
-        if session is None:
-            state, version, why = self._last
-            state, why = (state, why) if self._poison is None else ("poisoned", self._poison)
-            missing: list[str] = []
-        else:
-            state, version, why = "open", session.version, self._poison or ""
-            missing = list(session.transaction.missing())
-        deadline = None if session is None else session.deadline
-        seconds_left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        return {
-            "state": state,
-            "version": version,
-            "explicit": session is not None and session.explicit,
-            "num_tensors_written": 0 if session is None else len(session.transaction.written_names()),
-            "missing": {"count": len(missing), "names": missing[:MAX_NAMES_IN_STATE]},
-            "why": why,
-            "seconds_left": seconds_left,
-        }
+        return self._history.state(self._session)
 
     # -- inside, with the lock held -----------------------------------------------------------------------------------
 
@@ -344,40 +263,37 @@ class SessionManager:
         lease_s: float | None = None,
         prepare: Callable[[], None] = lambda: None,
     ) -> WeightSession:
-        now = time.monotonic()
-        made: list[WeightTransaction] = []
+        started, lease = time.monotonic(), None if lease_s is None else Lease(lease_s)
 
-        def make() -> None:
-            made.append(self._make_transaction(coverage, undo))
+        def make() -> WeightTransaction:
+            transaction = self._host.make_transaction(coverage, undo)
             prepare()
+            return transaction
 
-        error = _error_of(make)
         try:
-            self._peers.vote("open", error).raise_if_any(error)
+            transaction = self._peers.together("open", make)
         except BaseException:
-            self._on_dropped()
+            self._host.on_dropped()
             raise
-        session = WeightSession(made[0], explicit, version, now, lease_s, healing=self._poison)
-        self._release_undo()
-        if lease_s is not None:
-            session.deadline = now + lease_s
-            end = self._lease_over if self._peers.is_alone else self._lease_over_everywhere
-            session.timer = threading.Timer(lease_s, end, (session,))
-            session.timer.daemon, session.timer.name = True, LEASE_THREAD
-            session.timer.start()
+        session = WeightSession(transaction, explicit, version, started, lease, healing=self._history.poison)
+        self._history.release_undo()
         self._session = session
+        if lease is not None:
+            lease.call_at_end(lambda: self._on_lease_over(session))
         return session
 
     def _ready(self, what: str, check: Callable[[], None]) -> None:
         """Run a check that changes nothing, and raise what it raises, here or on another rank. A session whose time is
         over, to any rank, is rolled back first."""
         if self._peers.is_alone:
-            self._end_if_expired()
+            if self._session is not None and self._session.is_expired:  # a caller may be faster than the timer's thread
+                self._expire(self._session)
             check()
             return
-        error = _error_of(check)
+        error = error_of(check)
         try:
-            tally = self._peers.vote(what, error, expired=self._is_expired(self._session))
+            is_expired = self._session is not None and self._session.is_expired
+            tally = self._peers.vote(what, error, expired=is_expired)
         except BaseException as lost:  # somebody is gone, and with them the session
             if self._session is not None:
                 self._roll_back(self._session, f"{what}: {lost}")
@@ -390,7 +306,7 @@ class SessionManager:
 
     def _require_session(self) -> WeightSession:
         if self._session is None:
-            raise SessionError(self._lost or NONE_OPEN)
+            raise SessionError(self._history.lost or NONE_OPEN)
         return self._session
 
     def _commit(self, version: str | None) -> SessionRecord:
@@ -399,39 +315,32 @@ class SessionManager:
         session = self._require_session()
         transaction, record = session.transaction, session.record(version)
         is_published = False
+
+        def publish() -> None:
+            nonlocal is_published
+            self._host.publish(record)
+            is_published = True
+
         try:
-            error = _error_of(lambda: self._prepare_commit(record))
-            self._peers.vote("decide", error).raise_if_any(error)
+            self._peers.together("decide", lambda: self._host.prepare_commit(record))
             transaction.commit()
-            error = _error_of(lambda: self._publish(record))
-            is_published = error is None
-            self._peers.vote("published", error).raise_if_any(error)
+            self._peers.together("published", publish)
         except BaseException as error:
             self._roll_back(session, f"publishing failed: {error}")
             if is_published:
-                self._unpublish()
+                self._host.unpublish()  # after the rollback: its version is that of the old bytes
             raise
         self._close(session)
-        self._poison = None
-        self._committed = (session, record)
-        self._last = ("committed", record.version, "")
+        self._history.was_committed(session, record)
         return record
 
     def _check_commit(self) -> None:
         session = self._require_session()
         session.transaction.check_complete()
         if session.healing is not None and (unverified := session.unverified()):
-            raise Poisoned(f"{self._refusal()}; not verified: {', '.join(unverified)}")
+            raise Poisoned(f"{self._history.refusal}; not verified: {', '.join(unverified)}")
         if unproven := sorted(session.unchecked - session.verified):
-            raise ValueError(f"{_UNPROVEN}: {', '.join(unproven)}")
-
-    def _differing(self, specs: Sequence[TensorSpec], verify: Mapping[str, str]) -> list[str]:
-        return self._not_as(verify, [spec.name for spec in specs if spec.name in verify])
-
-    def _not_as(self, digests: Mapping[str, str], names: Sequence[str]) -> list[str]:
-        """Which of these have other digests than the sender's, or different bytes on different ranks."""
-        roots = self._digest_roots(names) if names else {}
-        return [name for name in names if roots.get(name, b"").hex() != digests[name].lower()]
+            raise ValueError(f"{UNPROVEN}: {', '.join(unproven)}")
 
     def _roll_back(self, session: WeightSession, why: str) -> None:
         """Put the old bytes back, or find the weights poisoned, and end the session."""
@@ -443,89 +352,26 @@ class SessionManager:
                 transaction.rollback()
         finally:
             self._close(session)
-            self._committed = None
-            # Old bytes of a session that was to heal are poisoned ones.
-            torn = f"the weights are torn and their old bytes are not kept ({why})"
-            self._poison = session.healing if transaction.state == "rolled_back" else torn
-            self._last = ("rolled_back", session.version, why)
-            if session.explicit:
-                self._lost = f"the weight-update session was rolled back ({why}); call begin_weight_update() first"
-        logger.warning("weight-update session %s: %s", self._outcome(), why)
-        if self._on_rollback is not None:
-            self._on_rollback(why)
+            self._history.was_rolled_back(session, why)
+        logger.warning("weight-update session %s: %s", self._history.outcome, why)
+        self._host.on_rollback(why, self._history.poison is not None)
 
     def _close(self, session: WeightSession) -> None:
-        if session.timer is not None:
-            session.timer.cancel()
+        if session.lease is not None:
+            session.lease.cancel()
         self._session = None
 
-    def _release_undo(self) -> None:
-        if self._committed is not None:
-            self._committed[0].transaction.release_undo()
-            self._committed = None
+    def _expire(self, session: WeightSession) -> None:
+        assert session.lease is not None
+        self._roll_back(session, f"it expired: it was not ended within {session.lease.seconds:g} s")
 
-    def _outcome(self) -> str:
-        return "rolled back" if self._poison is None else "poisoned"
-
-    def _refusal(self) -> str:
-        return f"{self._poison}; only an explicit session of full coverage with verify= heals them"
-
-    def _check_update(self) -> None:
-        if self._session is not None:
+    def _on_lease_over(self, session: WeightSession) -> None:
+        """End the session, in the timer's thread. Waits for an update that is receiving: it has its own deadline."""
+        if not self._peers.is_alone:  # one rank must not give up alone what the others may still commit
+            if self._session is session:
+                self._host.on_lease_over()
             return
-        if self._poison is not None:
-            raise Poisoned(self._refusal())
-        if self._lost is not None:
-            raise SessionError(self._lost)
-
-    # -- lease --------------------------------------------------------------------------------------------------------
-
-    def _lease_over(self, session: WeightSession) -> None:
-        """In the timer's thread. Waits for an update that is receiving: that one has a deadline of its own."""
         with self._lock:
             self._busy = "lease"
             if self._session is session:
                 self._expire(session)
-
-    def _lease_over_everywhere(self, session: WeightSession) -> None:
-        """In the timer's thread. One rank must not give up alone what the others may still commit."""
-        if self._session is session:
-            self._on_lease_over()
-
-    def _end_if_expired(self) -> None:
-        """A caller may be faster than the timer's thread."""
-        session = self._session
-        if session is not None and self._is_expired(session):
-            self._expire(session)
-
-    def _is_expired(self, session: WeightSession | None) -> bool:
-        deadline = None if session is None else session.deadline
-        return deadline is not None and time.monotonic() >= deadline
-
-    def _expire(self, session: WeightSession) -> None:
-        self._roll_back(session, f"it expired: it was not ended within {session.lease_s:g} s")
-
-
-def _received(
-    source: str, receive: Callable[[Sink], Sequence[TensorSpec]], transaction: WeightTransaction
-) -> tuple[tuple[TensorSpec, ...], Exception | None]:
-    """The specs of what was received, whole, or why it was not."""
-    specs: list[TensorSpec] = []
-
-    def receive_whole() -> None:
-        specs.extend(receive(transaction))
-        if absent := transaction.unwritten(spec.name for spec in specs):
-            listed = "; ".join(transaction.describe(absent))
-            raise TransferFailed(f"{source}: {len(absent)} tensors did not arrive whole: {listed}")
-
-    error = _error_of(receive_whole)
-    return tuple(specs), error
-
-
-def _error_of(action: Callable[[], None]) -> Exception | None:
-    """What it raises, for the other ranks to hear of it before it is raised."""
-    try:
-        action()
-    except Exception as error:  # noqa: BLE001 - whatever it is: on one rank alone it would leave the others waiting
-        return error
-    return None

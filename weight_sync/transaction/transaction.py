@@ -7,7 +7,6 @@ open -- commit --> committed -- revert --> rolled_back
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -15,66 +14,16 @@ from torch import Tensor
 
 from ..errors import Poisoned, SessionError
 from ..layout.bucket import byte_view
-from ..layout.flat_bytes import Ranges, add_range, gaps, overlaps
+from ..layout.flat_bytes import Ranges, gaps, overlaps
 from ..layout.shard_bytes import Shard, ShardBytes
 from ..manifest import NamedTensors, TensorSpec, dtype_name
+from .coverage import Resident
 from .in_place import is_same_memory
 from .undo import UndoLog
 
 Coverage = Literal["full", "partial"]
 Undo = Literal["tensors", "none"]
 State = Literal["open", "committed", "rolled_back", "poisoned"]
-
-
-@dataclass
-class _Resident:
-    """A tensor of the model and which of its bytes were written, in all and under each of its names. Bytes are those of
-    the whole tensor, also where only a part of it is here."""
-
-    held: ShardBytes
-    required: bool
-    covered: Ranges = ()
-    ranges: dict[str, Ranges] = field(default_factory=dict)  # by name, what `write` and `destination` covered
-    by_elements: set[str] = field(default_factory=set)  # names under which elements were written: they cover it all
-    unchecked: str | None = None  # why what was written could not be checked here
-
-    @property
-    def spec(self) -> TensorSpec:
-        return self.held.spec
-
-    def covered_as(self, name: str) -> Ranges:
-        return add_range((), 0, self.held.num_bytes) if name in self.by_elements else self.ranges.get(name, ())
-
-    def names_used(self) -> set[str]:
-        return set(self.ranges) | self.by_elements
-
-    def covered_by_others(self, name: str) -> Ranges:
-        parts = [part for other in self.names_used() - {name} for part in self.covered_as(other)]
-        covered: Ranges = ()
-        for start, stop in parts:
-            covered = add_range(covered, start, stop)
-        return covered
-
-    def cover(self, name: str, start: int, stop: int) -> None:
-        self.ranges[name] = add_range(self.ranges.get(name, ()), start, stop)
-        self.covered = add_range(self.covered, start, stop)
-
-    def cover_by_elements(self, name: str) -> None:
-        self.by_elements.add(name)
-        self.covered = add_range((), 0, self.held.num_bytes)
-
-    def unwritten(self, name: str | None = None) -> Ranges:
-        """Bytes not written in all, or under one name."""
-        covered = self.covered if name is None else self.covered_as(name)
-        num_bytes = self.held.num_bytes
-        return () if covered == ((0, num_bytes),) else gaps(covered, 0, num_bytes)  # most are whole: asked often
-
-    def forget(self) -> None:
-        self.ranges, self.by_elements = {}, set()
-
-    def forget_everything(self) -> None:
-        self.forget()
-        self.covered, self.unchecked = (), None
 
 
 class WeightTransaction:
@@ -117,8 +66,8 @@ class WeightTransaction:
         named = [(name, tensor, True) for name, tensor in resident] + [(n, t, False) for n, t in optional]
         _check_tensors([(name, tensor) for name, tensor, _ in named], self._aliases, {s.name for s in elsewhere})
         parts = shards or {}
-        self._tensors = {n: _Resident(ShardBytes(n, t, parts.get(n)), required) for n, t, required in named}
-        self._tensors |= {spec.name: _Resident(ShardBytes.nothing(spec), True) for spec in elsewhere}
+        self._tensors = {n: Resident(ShardBytes(n, t, parts.get(n)), required) for n, t, required in named}
+        self._tensors |= {spec.name: Resident(ShardBytes.nothing(spec), True) for spec in elsewhere}
         self._log: UndoLog | None = None
         if undo == "tensors":
             self._log = UndoLog({name: entry.held.local for name, entry in self._tensors.items()})
@@ -330,13 +279,13 @@ class WeightTransaction:
         if self.state != state:
             raise SessionError(f"the transaction is {self.state}, not {state}")
 
-    def _entry(self, name: str) -> _Resident:
+    def _entry(self, name: str) -> Resident:
         entry = self._tensors.get(self.tensor_name(name))
         if entry is None:
             raise ValueError(f"{name}: not a tensor of this model")
         return entry
 
-    def _entry_to_write(self, name: str, start: int, stop: int) -> _Resident:
+    def _entry_to_write(self, name: str, start: int, stop: int) -> Resident:
         self._require("open")
         entry = self._entry(name)
         size = entry.spec.dtype.itemsize
@@ -346,13 +295,13 @@ class WeightTransaction:
             raise ValueError(f"{name}: bytes [{start}, {stop}) were written already in this transaction")
         return entry
 
-    def _save(self, entry: _Resident, start: int, stop: int) -> None:
+    def _save(self, entry: Resident, start: int, stop: int) -> None:
         first, last = entry.held.local_range(start, stop)
         if self._log is not None:
             self._log.save_range(entry.spec.name, first, last)
         self._num_overwritten += last - first
 
-    def _tie_broken(self, entry: _Resident, name: str) -> str:
+    def _tie_broken(self, entry: Resident, name: str) -> str:
         others = ", ".join(sorted(entry.names_used() - {name}))
         return f"{name} and {others} are one tensor here, but the update has different bytes for them"
 
@@ -374,7 +323,7 @@ def _check_tensors(named: Sequence[tuple[str, Tensor]], aliases: Mapping[str, st
         raise ValueError("; ".join(wrong))
 
 
-def _checked_elements(entry: _Resident, name: str, positions: Tensor, values: Tensor) -> Tensor:
+def _checked_elements(entry: Resident, name: str, positions: Tensor, values: Tensor) -> Tensor:
     """`values` as words of the tensor. Raises ValueError for what does not fit it."""
     if positions.dtype != torch.int64 or positions.dim() != 1 or positions.shape != values.shape:
         raise ValueError(f"{name}: positions must be int64 [n] and values [n], not {dtype_name(positions.dtype)}"

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from ...push.local_target import plain
+from ...plain_values import plain
 from ...service import RolloutService
 from ..edge.bodies import AdminBody, body_of, describe
 from ..edge.errors import BadField

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from starlette.datastructures import State
 
 from ....rollout.engine import Engine
-from ...push.local_target import VERBS, plain, run_verb
+from ...plain_values import plain
+from ...push.local_target import VERBS, run_verb
 from ...service import RolloutService
 from ..edge.bodies import AdminBody, Timeout, fields_of, read_object
 from ..edge.errors import BadField, HttpError

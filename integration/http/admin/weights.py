@@ -15,7 +15,7 @@ from pydantic import Field
 from ....rollout.loop.commands import HoldReport
 from ....weight_sync.delta.pull import PullRecord
 from ...service import MemoryReport, RolloutService
-from ...weights.sessions import Commit
+from ...weights.host import Commit
 from ...weights.verbs import GROUP_NAME
 from ..edge.bodies import AdminBody, Count, Timeout
 from ..edge.errors import HttpError

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ....weight_sync.disk.atomic_folder import flush
+
 
 def replace_file(path: Path, text: str) -> None:
     """Give the file this text; after this it survives a crash. Raises OSError; then the old one stands."""
@@ -16,18 +18,10 @@ def replace_file(path: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     part.rename(path)
-    _sync(path.parent)
+    flush(path.parent)
 
 
 def remove_file(path: Path) -> None:
     """Have it gone, also after a crash. Raises OSError."""
     path.unlink(missing_ok=True)
-    _sync(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(path.parent)

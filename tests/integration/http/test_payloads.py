@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.weight_sync.delta.difference import encode_delta
+from lockstep.weight_sync.delta.encode import encode_delta
 from lockstep.weight_sync.delta.stream import DATA_FILE, save_delta
 from lockstep.weight_sync.digests.model_digest import model_digest
 from lockstep.weight_sync.disk.folder import save_folder

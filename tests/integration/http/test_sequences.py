@@ -21,7 +21,7 @@ import torch.distributed as dist
 import transformers
 
 from lockstep.tests.support.forked_ranks import free_port
-from lockstep.weight_sync.pickles.payload import serialize_for_engine
+from lockstep.tests.support.framework_sender import serialize_for_engine
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.forked_ranks import free_port
+from lockstep.tests.support.framework_sender import serialize_for_engine
 from lockstep.weight_sync.digests.model_digest import model_digest, tensor_roots
-from lockstep.weight_sync.pickles.payload import serialize_for_engine
 
 pytestmark = pytest.mark.slow  # many small calls over real sockets
 

@@ -30,7 +30,7 @@ from lockstep.integration.push.pusher import WeightPusher
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.weight_sync.digests.model_digest import model_digest
-from lockstep.weight_sync.transports.transport import DistributedTransport
+from lockstep.weight_sync.transports.group import DistributedTransport
 
 trainer, folder = sys.argv[1], Path(sys.argv[2])
 torch.set_num_threads(1)

@@ -20,9 +20,7 @@ from lockstep.tests.support.pushes import TRANSPORTS
 from lockstep.weight_sync.digests.model_digest import model_digest
 from lockstep.weight_sync.manifest import specs_of
 from lockstep.weight_sync.target import TargetError
-from lockstep.weight_sync.transports.transport import (
-    DiskTransport,
-)
+from lockstep.weight_sync.transports.disk import DiskTransport
 
 PATIENCE = 20.0  # seconds that nothing here comes near
 PARAMS = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.integration.push.local_target import LocalTarget, plain, run_verb
+from lockstep.integration.plain_values import plain
+from lockstep.integration.push.local_target import LocalTarget, run_verb
 from lockstep.integration.push.pusher import WeightPusher
 from lockstep.integration.push.remote_engine import RemoteEngine, RemoteTarget, VerbServer
 from lockstep.integration.service import RolloutService
@@ -22,12 +23,10 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.weight_sync.digests.model_digest import model_digest
 from lockstep.weight_sync.target import TargetError
-from lockstep.weight_sync.transports.transport import (
-    DeltaTransport,
-    DiskTransport,
-    DistributedTransport,
-    TensorTransport,
-)
+from lockstep.weight_sync.transports.delta import DeltaTransport
+from lockstep.weight_sync.transports.disk import DiskTransport
+from lockstep.weight_sync.transports.group import DistributedTransport
+from lockstep.weight_sync.transports.same_host import TensorTransport
 
 PATIENCE = 30.0  # seconds that nothing here comes near
 START_S = 150.0  # of a process that imports everything, on a busy machine

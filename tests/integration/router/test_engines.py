@@ -23,10 +23,10 @@ from lockstep.integration.push.pusher import PushFailed, WeightPusher
 from lockstep.integration.router.config import RouterConfig
 from lockstep.integration.router.server import BackgroundRouter, route_in_background
 from lockstep.tests.support.forked_ranks import free_port
+from lockstep.weight_sync.deadline import Deadline
 from lockstep.weight_sync.group.rendezvous import Rendezvous
-from lockstep.weight_sync.group.shared_keys import Deadline
 from lockstep.weight_sync.manifest import TensorSpec
-from lockstep.weight_sync.transports.transport import DistributedTransport
+from lockstep.weight_sync.transports.group import DistributedTransport
 
 pytestmark = pytest.mark.slow
 

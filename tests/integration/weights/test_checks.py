@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.integration.push.local_target import plain
+from lockstep.integration.plain_values import plain
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine

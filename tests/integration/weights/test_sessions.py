@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.integration.service import RolloutService
+from lockstep.integration.weights.options import UpdateOptions
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import NotIdle, SamplingRefused
@@ -368,7 +369,7 @@ def test_an_update_that_is_refused_before_its_first_byte_changes_nothing_at_all(
 def test_an_update_without_a_byte_to_write_does_not_stop_the_engine(service, model):
     with pytest.raises(TransferFailed, match="did not arrive"):
         service.sessions.update(
-            "nowhere", lambda sink: (TensorSpec.of(NORM, sink.resident(NORM)),), None, None, False, False, PATIENCE
+            "nowhere", lambda sink: (TensorSpec.of(NORM, sink.resident(NORM)),), UpdateOptions(None, PATIENCE)
         )
     assert answer(service) == greedy(model)
 
@@ -625,7 +626,7 @@ class _Pieces:
             sink.write(EMBED, offset, self._bytes[offset : offset + self._half])
             return ()
 
-        self._service.sessions.update("pieces", receive, "5", None, False, False, PATIENCE)
+        self._service.sessions.update("pieces", receive, UpdateOptions("5", PATIENCE))
 
 
 def test_verbs_of_many_threads_neither_deadlock_nor_mix_versions(service, model):

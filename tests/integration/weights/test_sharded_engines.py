@@ -25,12 +25,10 @@ from lockstep.weight_sync.disk.folder import save_folder
 from lockstep.weight_sync.errors import DigestMismatch, WeightSyncError
 from lockstep.weight_sync.manifest import Manifest, specs_of
 from lockstep.weight_sync.same_host.shared_memory import SharedMemorySender
-from lockstep.weight_sync.transports.transport import (
-    DeltaTransport,
-    DiskTransport,
-    DistributedTransport,
-    TensorTransport,
-)
+from lockstep.weight_sync.transports.delta import DeltaTransport
+from lockstep.weight_sync.transports.disk import DiskTransport
+from lockstep.weight_sync.transports.group import DistributedTransport
+from lockstep.weight_sync.transports.same_host import TensorTransport
 
 MakeModel = Callable[..., PreTrainedModel]
 RunWorld = Callable[..., list[object]]
@@ -176,7 +174,7 @@ def test_what_the_controller_is_given_by_any_path_reaches_all_ranks(
             pusher = WeightPusher([target], transports[name], timeout_s=PATIENCE)
             pushed = pusher.push(newer[name], name)
             found[name] = (pushed.digest, service.engine.weight_digest, service.engine.weight_version, said(service))
-        states = service.rank_states()
+        states = service.state()["ranks"]
         found["states"] = [(s["rank"], s["weight_update"]["state"], s["weight_update"]["version"]) for s in states]
         report = target.call("weights_checker", timeout_s=PATIENCE)
         found["checker"] = (report["model_digest"], [r["rank"] for r in report["rank_results"]])
@@ -302,11 +300,14 @@ def test_a_session_whose_client_died_ends_on_all_ranks(
         service.begin_weight_update(lease_s=2.0)
         buckets = sender.buckets(weights, manifest)
         service.update_weights_from_tensor(descriptions=[next(buckets)])
-        until(lambda: service.state()["weight_update"]["state"] == "rolled_back")
-        states = [(s["weight_update"]["state"], s["refusal"]) for s in service.rank_states()]
+
+        def states() -> list[tuple[str, str | None]]:
+            return [(rank["weight_update"]["state"], rank["refusal"]) for rank in service.state()["ranks"]]
+
+        until(lambda: states() == [("rolled_back", None)] * 2)
         buckets.close()
         sender.close()
-        found = states, service.model_digest() == model_digest(old.named_parameters()), said(service)
+        found = states(), service.model_digest() == model_digest(old.named_parameters()), said(service)
         service.close()
         return found
 

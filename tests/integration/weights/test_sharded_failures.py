@@ -22,7 +22,7 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import RankFailure
 from lockstep.tests.support.forked_ranks import run_survivors
 from lockstep.weight_sync.digests.shard_digest import local_digests
-from lockstep.weight_sync.transports.transport import TensorTransport
+from lockstep.weight_sync.transports.same_host import TensorTransport
 
 MakeModel = Callable[..., PreTrainedModel]
 TIMEOUT_S = 8.0  # of a wait for a rank
@@ -99,8 +99,8 @@ def test_a_follower_killed_in_a_push_is_named_and_the_controller_has_the_old_wei
     def rank(rank: int) -> object:
         service = make_service(old, 2, 1)
         if rank == 1:
-            place = {"receive": (service._receiver, "receive"), "digest": (service.sessions, "_roots_now"),
-                     "commit": (service.sessions._manager, "_publish")}[verb]  # fmt: skip
+            place = {"receive": (service._receiver, "receive"), "digest": (service.sessions._roots, "_roots_now"),
+                     "commit": (service.sessions._host, "publish")}[verb]  # fmt: skip
             setattr(*place, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
             return service.engine.follow()
         before, version = bits(service), service.engine.weight_version

@@ -26,13 +26,13 @@ from lockstep.rollout.errors import MemoryReleased, NotIdle, SamplingRefused
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.callers import wait_until
 from lockstep.tests.support.forked_ranks import HOST, free_port
-from lockstep.weight_sync.delta.difference import encode_delta
+from lockstep.tests.support.framework_sender import serialize_for_engine
+from lockstep.weight_sync.delta.encode import encode_delta
 from lockstep.weight_sync.delta.stream import save_delta
 from lockstep.weight_sync.digests.model_digest import model_digest, tensor_roots
 from lockstep.weight_sync.disk.folder import save_folder
 from lockstep.weight_sync.errors import DigestMismatch, SessionError, TransferFailed
 from lockstep.weight_sync.manifest import Manifest, specs_of
-from lockstep.weight_sync.pickles.payload import serialize_for_engine
 from lockstep.weight_sync.same_host.shared_memory import SharedMemorySender
 
 PATIENCE = 20.0  # seconds that nothing here comes near

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.weight_sync.delta import pull
-from lockstep.weight_sync.delta.difference import encode_delta
+from lockstep.weight_sync.delta.encode import encode_delta
 from lockstep.weight_sync.delta.pull import PULL_FILE, pull_weights, version_folder
 from lockstep.weight_sync.delta.stream import DATA_FILE, save_delta
 from lockstep.weight_sync.digests.model_digest import model_digest, model_root, tensor_leaves, tensor_root

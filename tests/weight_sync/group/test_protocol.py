@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.tests.support.forked_ranks import HOST, free_port, run_ranks
+from lockstep.weight_sync.deadline import Deadline
 from lockstep.weight_sync.errors import PlanMismatch, TransferFailed
-from lockstep.weight_sync.group import protocol as distributed
+from lockstep.weight_sync.group import plan
 from lockstep.weight_sync.group.framework_protocol import GLOO_DTYPES, receive_flattened_bucket, receive_tensors
-from lockstep.weight_sync.group.protocol import plan_broadcasts, receive_update, send_update
+from lockstep.weight_sync.group.plan import plan_broadcasts
+from lockstep.weight_sync.group.protocol import receive_update, send_update
 from lockstep.weight_sync.group.registry import join_group
 from lockstep.weight_sync.group.weight_group import WeightGroup
 from lockstep.weight_sync.manifest import Manifest, TensorSpec, specs_of
@@ -187,7 +189,7 @@ def test_updates_follow_each_other_and_tensors_are_taken_one_by_one() -> None:
 
         for tensors in (*updates, empty):
             send_update(group, Manifest(None, specs_of(tensors)), made(tensors), BUCKET, timeout_s=10)
-        assert not group.keys.has("0/plan", distributed.Deadline.after(1))
+        assert not group.keys.has("0/plan", Deadline.after(1))
         return most
 
     def receive() -> list[bool]:
@@ -244,7 +246,7 @@ def test_versions_and_library_versions_that_differ_are_a_mismatch(monkeypatch: p
     assert all("PlanMismatch: version: rank 1 expects '2', rank 0 sends '1'" in said for _, said in results)
 
     def other_cut() -> object:
-        distributed.PACKED_BYTES = 64
+        plan.PACKED_BYTES = 64
         return receiver(port, 1, 2, tensors)()
 
     port = free_port()
@@ -422,13 +424,13 @@ def test_an_update_that_the_sender_gave_up_on_is_passed_over_by_who_comes_late()
         manifest = Manifest("1", specs_of(tensors))
         with pytest.raises(TransferFailed, match="no verdict of rank 1"):
             send_update(group, manifest, tensors, timeout_s=0.3)
-        group.keys.put("late", "", distributed.Deadline.after(5))
+        group.keys.put("late", "", Deadline.after(5))
         send_update(group, manifest, tensors, timeout_s=10)
         return "sent"
 
     def receive() -> bool:
         group, sink = join_group(HOST, port, 1, 2, "g", timeout_s=10), Resident(tensors)
-        group.keys.get("late", distributed.Deadline.after(10))
+        group.keys.get("late", Deadline.after(10))
         receive_update(group, sink, timeout_s=10)
         return sink.holds(tensors)
 

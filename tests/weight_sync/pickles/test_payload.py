@@ -28,9 +28,10 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 import lockstep
+from lockstep.tests.support.framework_sender import serialize_for_engine
 from lockstep.weight_sync.errors import TransferFailed
 from lockstep.weight_sync.pickles.inert import MAX_OPCODES, UnsafePickle
-from lockstep.weight_sync.pickles.payload import read_framework_payload, serialize_for_engine
+from lockstep.weight_sync.pickles.payload import read_framework_payload
 
 ROOT = Path(lockstep.__file__).parent.parent
 BUCKET = "sglang.srt.weight_sync.tensor_bucket"

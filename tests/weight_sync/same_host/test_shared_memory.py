@@ -25,7 +25,6 @@ from lockstep.weight_sync.same_host.handover import strided_problem
 from lockstep.weight_sync.same_host.shared_memory import (
     SharedMemorySender,
     TensorReceiver,
-    receive_shared,
     remove_stale_segments,
 )
 
@@ -210,14 +209,14 @@ def test_a_description_is_stale_once_its_half_is_packed_again(folder):
     next(buckets), next(buckets)  # bucket 2 is where bucket 0 was
     shelf = Shelf(model())
     with pytest.raises(TransferFailed, match="before copying, the segment is another bucket's"):
-        receive_shared(description, shelf, folder)
+        TensorReceiver(folder).receive(description, shelf)
     assert shelf.untouched()
     buckets.close()
     with pytest.raises(TransferFailed, match="before copying"):
-        receive_shared(description, shelf, folder)
+        TensorReceiver(folder).receive(description, shelf)
     sender.close()
     with pytest.raises(TransferFailed, match="is gone"):
-        receive_shared(description, shelf, folder)
+        TensorReceiver(folder).receive(description, shelf)
 
 
 def test_a_sender_that_does_not_wait_for_the_reply_is_caught_after_copying(folder):
@@ -229,7 +228,7 @@ def test_a_sender_that_does_not_wait_for_the_reply_is_caught_after_copying(folde
             return super().destination(name, offset, num_bytes)
 
     with pytest.raises(TransferFailed, match=r"after copying.*tensors big"):
-        receive_shared(description, Slow(model()), folder)
+        TensorReceiver(folder).receive(description, Slow(model()))
     sender.close()
 
 
@@ -276,7 +275,7 @@ def test_every_offender_of_a_description_is_named_at_once(folder):
     description["half"] = 2
     description["surprise"] = 1
     with pytest.raises(ValueError) as caught:
-        receive_shared(description, Shelf(model()), folder)
+        TensorReceiver(folder).receive(description, Shelf(model()))
     names = description["names"]
     for part in ("/etc/passwd", "surprise", "sequence 3", "half 2", *(f"{name}: byte" for name in names[:3])):
         assert part in str(caught.value)
@@ -304,7 +303,7 @@ def test_a_description_that_does_not_hold_touches_no_memory(folder, change, mess
     sender, _, description = first(folder)
     shelf = Shelf(model())
     with pytest.raises(ValueError, match=message):
-        receive_shared(description | change, shelf, folder)
+        TensorReceiver(folder).receive(description | change, shelf)
     assert shelf.untouched() and shelf.expected == []
     sender.close()
 
@@ -317,7 +316,7 @@ def test_files_that_are_no_private_segment_are_refused(folder, tmp_path):
     def refused(message: str) -> None:
         shelf = Shelf(model())
         with pytest.raises(ValueError, match=message):
-            receive_shared(description, shelf, folder)
+            TensorReceiver(folder).receive(description, shelf)
         assert shelf.untouched()
 
     path.chmod(0o666)
@@ -357,7 +356,7 @@ def test_whatever_a_field_holds_the_answer_is_an_error_and_no_memory_changes(fol
         assume(description[key] != value)
         shelf = Shelf(model())
         try:
-            receive_shared(description | {key: value}, shelf, folder)
+            TensorReceiver(folder).receive(description | {key: value}, shelf)
         except (ValueError, TransferFailed):
             assert shelf.untouched()
         else:
@@ -373,7 +372,7 @@ def test_a_wrong_shape_in_a_later_bucket_is_refused_before_that_bucket_is_copied
     description["shapes"][index] = [13, 10]
     shelf = Shelf(model())
     with pytest.raises(ValueError, match=r"long int64\[13, 10\]"):
-        receive_shared(description, shelf, folder)
+        TensorReceiver(folder).receive(description, shelf)
     assert shelf.untouched()
     sender.close()
 

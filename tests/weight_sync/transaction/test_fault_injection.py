@@ -35,28 +35,25 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import SamplingRefused
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.weight_sync.delta.difference import encode_delta
+from lockstep.weight_sync.deadline import Deadline
+from lockstep.weight_sync.delta.encode import encode_delta
 from lockstep.weight_sync.delta.stream import DATA_FILE, DEFAULT_BUFFER_BYTES, pack_chunks
 from lockstep.weight_sync.digests.model_digest import model_digest, tensor_roots
 from lockstep.weight_sync.disk.folder import save_folder
 from lockstep.weight_sync.errors import Poisoned, SessionError, TransferFailed
-from lockstep.weight_sync.group.protocol import plan_broadcasts
+from lockstep.weight_sync.group.plan import plan_broadcasts
 from lockstep.weight_sync.group.registry import join_group
-from lockstep.weight_sync.group.shared_keys import Deadline
 from lockstep.weight_sync.group.weight_group import WeightGroup
 from lockstep.weight_sync.layout.bucket import byte_view, plan_buckets
 from lockstep.weight_sync.manifest import TensorSpec, dtype_name, specs_of
 from lockstep.weight_sync.same_host.segment import HEADER_BYTES
 from lockstep.weight_sync.target import TargetError
-from lockstep.weight_sync.transaction.session import LEASE_THREAD
-from lockstep.weight_sync.transports.transport import (
-    DeltaTransport,
-    DiskTransport,
-    DistributedTransport,
-    Sent,
-    TensorTransport,
-    read_from,
-)
+from lockstep.weight_sync.transaction.lease import LEASE_THREAD
+from lockstep.weight_sync.transports.delta import DeltaTransport
+from lockstep.weight_sync.transports.disk import DiskTransport, read_from
+from lockstep.weight_sync.transports.group import DistributedTransport
+from lockstep.weight_sync.transports.same_host import TensorTransport
+from lockstep.weight_sync.transports.transport import Sent
 
 CALL_S = 1.0  # deadline of every call
 LATE_S = 3.0  # past a deadline: what telling each other why may take, on a machine that does other work too

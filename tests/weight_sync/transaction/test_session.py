@@ -13,14 +13,17 @@ from lockstep.weight_sync.errors import DigestMismatch, Poisoned, SessionError, 
 from lockstep.weight_sync.layout.bucket import byte_view, plan_buckets
 from lockstep.weight_sync.layout.sink import Sink
 from lockstep.weight_sync.manifest import TensorSpec, specs_of
-from lockstep.weight_sync.transaction.session import LEASE_THREAD, SessionManager, SessionRecord
+from lockstep.weight_sync.transaction.host import SessionHost
+from lockstep.weight_sync.transaction.lease import LEASE_THREAD
+from lockstep.weight_sync.transaction.records import SessionRecord
+from lockstep.weight_sync.transaction.session import SessionManager
 from lockstep.weight_sync.transaction.transaction import WeightTransaction
 
 Receive = Callable[[Sink], Sequence[TensorSpec]]
 WAIT_S = 20.0
 
 
-class Replica:
+class Replica(SessionHost):
     """Three resident tensors, a tied name and a session manager over them."""
 
     def __init__(self, **options: object) -> None:
@@ -32,25 +35,23 @@ class Replica:
         self.before_publishing: Callable[[], object] = lambda: None
         self.publish_error: Exception | None = None
         self.digest_error: Exception | None = None
-        self.manager = SessionManager(
-            self._make_transaction, self._publish, self.roots, on_rollback=self._on_rollback, **options
-        )
+        self.manager = SessionManager(self, **options)
 
-    def _make_transaction(self, coverage: str, undo: str) -> WeightTransaction:
+    def make_transaction(self, coverage: str, undo: str) -> WeightTransaction:
         self.transaction = WeightTransaction(self.tensors.items(), aliases={"tied": "a"}, coverage=coverage, undo=undo)
         return self.transaction
 
-    def _publish(self, record: SessionRecord) -> None:
+    def publish(self, record: SessionRecord) -> None:
         self.before_publishing()
         if self.publish_error is not None:
             raise self.publish_error
         self.published.append(record)
 
-    def _on_rollback(self, why: str) -> None:
+    def on_rollback(self, why: str, is_poisoned: bool) -> None:
         self.whys.append(why)
         self.rolled_back.set()
 
-    def roots(self, names: Sequence[str]) -> dict[str, bytes]:
+    def digest_roots(self, names: Sequence[str]) -> dict[str, bytes]:
         if self.digest_error is not None:
             raise self.digest_error
         return {name: root_of(name, self.transaction.resident(name)) for name in names}
@@ -228,7 +229,7 @@ def test_calls_in_the_wrong_order_are_refused_in_the_fields_words():
         manager.begin()
 
 
-@pytest.mark.parametrize("options", [{"coverage": "most"}, {"undo": "some"}, {"timeout_s": 0}])
+@pytest.mark.parametrize("options", [{"coverage": "most"}, {"undo": "some"}, {"lease_s": 0}])
 def test_unknown_options_open_nothing(options):
     replica = Replica()
     with pytest.raises(ValueError, match=next(iter(options))):
@@ -456,7 +457,7 @@ def test_without_undo_a_commit_stands():
 
 def test_a_session_that_is_not_ended_in_time_is_taken_back_without_its_client():
     replica = Replica()
-    replica.manager.begin("1", timeout_s=0.5)
+    replica.manager.begin("1", lease_s=0.5)
     assert 0 < replica.state["seconds_left"] <= 0.5
     replica.manager.update("disk", sending(filled(1.0)))
     assert replica.rolled_back.wait(WAIT_S)
@@ -481,7 +482,7 @@ def test_a_lease_ends_after_the_update_that_is_receiving_not_in_it():
         assert go_on.wait(WAIT_S)
         return specs
 
-    replica.manager.begin("1", timeout_s=0.4)
+    replica.manager.begin("1", lease_s=0.4)
     done: list[object] = []
     thread = threading.Thread(target=lambda: done.append(replica.manager.update("disk", receive)), daemon=True)
     thread.start()
@@ -504,7 +505,7 @@ def test_a_commit_that_comes_with_the_end_of_the_lease_is_too_late_however_fast_
         lease_thread().join(0.8)
         return inner(sink)
 
-    replica.manager.begin("1", timeout_s=0.4)
+    replica.manager.begin("1", lease_s=0.4)
     replica.manager.update("disk", receive)
     with pytest.raises(SessionError, match="it expired"):
         replica.manager.commit()
@@ -514,7 +515,7 @@ def test_a_commit_that_comes_with_the_end_of_the_lease_is_too_late_however_fast_
 def test_a_lease_that_ends_while_its_session_commits_is_met():
     replica = Replica()
     replica.before_publishing = lambda: lease_thread().join(0.8)
-    replica.manager.begin("1", timeout_s=0.4)
+    replica.manager.begin("1", lease_s=0.4)
     lease = lease_thread()
     replica.manager.update("disk", sending(filled(1.0)))
     record = replica.manager.commit()
@@ -525,7 +526,7 @@ def test_a_lease_that_ends_while_its_session_commits_is_met():
 
 def test_a_lease_that_was_met_never_fires():
     replica = Replica()
-    replica.manager.begin("1", timeout_s=30.0)
+    replica.manager.begin("1", lease_s=30.0)
     lease = lease_thread()
     replica.manager.update("disk", sending(filled(1.0)))
     replica.manager.commit()
@@ -549,7 +550,7 @@ def test_a_call_waits_for_another_only_so_long_and_state_does_not_wait():
         lambda: replica.manager.commit(timeout_s=0.01),
         lambda: replica.manager.update("disk", sending(filled(2.0)), timeout_s=0.01),
         lambda: replica.manager.rollback(timeout_s=0.01),
-        lambda: replica.manager.begin(timeout_s=0.01),
+        lambda: replica.manager.begin(lease_s=0.01),
         lambda: replica.manager.release_undo(timeout_s=0.01),
         lambda: replica.manager.revert(timeout_s=0.01),
     ):
@@ -563,11 +564,7 @@ def test_a_call_waits_for_another_only_so_long_and_state_does_not_wait():
 
 
 def test_the_state_lists_at_most_twenty_names():
-    tensors = {f"t{i:02}": torch.zeros(2) for i in range(30)}
-    manager = SessionManager(
-        lambda coverage, undo: WeightTransaction(tensors.items(), coverage=coverage, undo=undo),
-        lambda record: None,
-        lambda names: {},
-    )
-    manager.begin()
-    assert manager.state()["missing"] == {"count": 30, "names": [f"t{i:02}" for i in range(20)]}
+    replica = Replica()
+    replica.tensors = {"a": torch.zeros(2)} | {f"t{i:02}": torch.zeros(2) for i in range(29)}
+    replica.manager.begin()
+    assert replica.manager.state()["missing"] == {"count": 30, "names": ["a", *(f"t{i:02}" for i in range(19))]}

@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from lockstep.rollout.sharding.shards import Shard
-from lockstep.weight_sync.delta.difference import apply_delta, encode_delta
+from lockstep.weight_sync.delta.apply import apply_delta
+from lockstep.weight_sync.delta.encode import encode_delta
 from lockstep.weight_sync.digests.model_digest import tensor_roots
 from lockstep.weight_sync.digests.shard_digest import local_digests, merged_roots
 from lockstep.weight_sync.errors import DigestMismatch, Poisoned, SessionError, TransferFailed, WeightSyncError
 from lockstep.weight_sync.layout.bucket import byte_view
 from lockstep.weight_sync.layout.sink import Sink
 from lockstep.weight_sync.manifest import TensorSpec, specs_of
+from lockstep.weight_sync.transaction.host import SessionHost
 from lockstep.weight_sync.transaction.peers import PeerFailed, Peers
 from lockstep.weight_sync.transaction.records import SessionRecord
 from lockstep.weight_sync.transaction.session import SessionManager
@@ -51,7 +53,7 @@ class Wires:
         return values
 
 
-class Rank:
+class Rank(SessionHost):
     """One rank: its quarter of a row-cut and of a column-cut tensor, a norm of its own stage, and a session manager."""
 
     def __init__(self, rank: int, wires: Wires) -> None:
@@ -63,29 +65,30 @@ class Rank:
         self.published: list[SessionRecord] = []
         self.num_taken_back = 0
         self.fail: dict[str, Exception | None] = {}
-        self.manager = SessionManager(
-            self._make_transaction, self._publish, self._roots, prepare_commit=lambda record: self._maybe("prepare"),
-            unpublish=self._unpublish, peers=Peers(rank, NUM_RANKS, lambda value: wires.exchange(rank, value)),
-        )  # fmt: skip
+        peers = Peers(rank, NUM_RANKS, lambda value: wires.exchange(rank, value))
+        self.manager = SessionManager(self, peers=peers)
 
     def _maybe(self, what: str) -> None:
         if (error := self.fail.pop(what, None)) is not None:
             raise error
 
-    def _make_transaction(self, coverage: str, undo: str) -> WeightTransaction:
+    def make_transaction(self, coverage: str, undo: str) -> WeightTransaction:
         elsewhere = [spec for spec in self.specs if spec.name not in self.tensors]
         return WeightTransaction(
             self.tensors.items(), coverage=coverage, undo=undo, shards=self.shards, elsewhere=elsewhere
         )
 
-    def _publish(self, record: SessionRecord) -> None:
+    def prepare_commit(self, record: SessionRecord) -> None:
+        self._maybe("prepare")
+
+    def publish(self, record: SessionRecord) -> None:
         self._maybe("publish")
         self.published.append(record)
 
-    def _unpublish(self) -> None:
+    def unpublish(self) -> None:
         self.num_taken_back += 1
 
-    def _roots(self, names: Sequence[str]) -> dict[str, bytes]:
+    def digest_roots(self, names: Sequence[str]) -> dict[str, bytes]:
         self._maybe("digest")
         own = {name: self.tensors[name] for name in names if name in self.tensors}
         contributions = self.wires.exchange(self.rank, local_digests(own, self.shards))
@@ -277,12 +280,12 @@ def test_a_delta_over_cut_tensors_counts_only_once_its_result_is_verified(replic
     results = replica.on_all(lambda rank: rank.manager.verify(digests(new)))
     assert all(isinstance(error, DigestMismatch) and set(error.names) == {"rows", "columns"} for error in results)
     replica.on_all(lambda rank: rank.manager.rollback())
-    roots = replica.on_all(lambda rank: rank._roots(list(new)))
+    roots = replica.on_all(lambda rank: rank.digest_roots(list(new)))
     assert roots[0] == tensor_roots(new.items())
 
 
 def test_a_session_whose_time_is_over_on_one_rank_is_over_on_all(replica):
-    succeed(replica.on_all(lambda rank: rank.manager.begin("7", timeout_s=PATIENCE if rank.rank else 0.01)))
+    succeed(replica.on_all(lambda rank: rank.manager.begin("7", lease_s=PATIENCE if rank.rank else 0.01)))
     end = threading.Event()
     end.wait(0.05)
     results = replica.on_all(lambda rank: rank.update(whole(1.0)))

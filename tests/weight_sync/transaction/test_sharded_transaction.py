@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.rollout.sharding.shards import Shard
-from lockstep.weight_sync.delta.difference import apply_delta, encode_delta
+from lockstep.weight_sync.delta.apply import apply_delta
+from lockstep.weight_sync.delta.encode import encode_delta
 from lockstep.weight_sync.digests.model_digest import model_root, tensor_roots
 from lockstep.weight_sync.digests.shard_digest import local_digests, merged_roots, require_whole_cells
 from lockstep.weight_sync.disk.folder import load_folder, save_folder

@@ -19,12 +19,10 @@ from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.weight_sync.digests.model_digest import model_digest
-from lockstep.weight_sync.transports.transport import (
-    DeltaTransport,
-    DiskTransport,
-    DistributedTransport,
-    TensorTransport,
-)
+from lockstep.weight_sync.transports.delta import DeltaTransport
+from lockstep.weight_sync.transports.disk import DiskTransport
+from lockstep.weight_sync.transports.group import DistributedTransport
+from lockstep.weight_sync.transports.same_host import TensorTransport
 
 CONFIG = Path(__file__).parents[3] / "configs" / "arithmetic_cpu.toml"
 SHRUNK = [

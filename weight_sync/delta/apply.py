@@ -1,7 +1,6 @@
-"""Lossless differences between two states of one model: made on one end, applied to resident tensors on the other.
+"""Deltas applied to resident tensors, chunk by chunk.
 
-Tensors are compared as bytes, in chunks, so NaNs and negative zeros count as what they are. A chunk knows the digests
-of what it expects and of what it leaves:
+A chunk knows the digests of what it expects and of what it leaves:
 - it is applied where the resident bytes are the base's, skipped where they are the result already, and refused
   elsewhere; so a delta may be applied twice, and one that was interrupted between two chunks can be completed;
 - what was refused wrote nothing of its chunk; earlier chunks are undone by the transaction underneath.
@@ -20,169 +19,24 @@ it is applied unseen, the sink is told (`leave_unchecked`), and the digests of t
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..deadline import Deadline
 from ..errors import DigestMismatch, TransferFailed
-from ..layout.bucket import ALIGNMENT, byte_view
 from ..layout.shard_bytes import ShardBytes
 from ..layout.sink import Sink
-from ..manifest import NamedTensors, TensorSpec, dtype_name
-from .chunk import (
-    ChunkHeader,
-    DeltaChunk,
-    Kind,
-    decode_elements,
-    expand,
-    make_payload,
-    sha256,
-    squeeze,
-    word_dtype,
-)
+from ..manifest import TensorSpec
+from .chunk import ChunkHeader, DeltaChunk, decode_elements, expand, sha256, word_dtype
+from .in_order import in_order
 
 Check = Literal["touched", "pre", "pre+post"]
-Outcome = Literal["applied", "skipped"]
-
-CHUNK_BYTES = 4 << 20
-DENSITY_LIMIT = 0.15
-_SAMPLE_BYTES = 64 << 10
-
-_Item, _Result = TypeVar("_Item"), TypeVar("_Result")
-
-
-# --- making
-
-
-def encode_delta(
-    base: Mapping[str, Tensor] | NamedTensors,
-    new: NamedTensors,
-    *,
-    density_limit: float = DENSITY_LIMIT,
-    chunk_bytes: int = CHUNK_BYTES,
-    chunk_digests: bool = True,
-    num_threads: int = 2,
-) -> Iterator[DeltaChunk]:
-    """The chunks that turn `base` into `new`, tensor by tensor in the order of `new`; changes neither.
-
-    A chunk of which more than `density_limit` of the elements change travels in full, a view of the new tensor: consume
-    it before that is overwritten. Else it is the smaller one of changed elements and XOR (estimated from a sample).
-    Without `chunk_digests` the digests of whole chunks are left out, which is most of the time, and only
-    `check="touched"` can apply it. A tensor of `new` is not needed any more when the next one is taken.
-
-    Raises ValueError for a chunk size that is not a positive multiple of the alignment, and listing every tensor that
-    only one side has, that has another shape or dtype there, or that comes twice; chunks may have been yielded before.
-    """
-    if chunk_bytes <= 0 or chunk_bytes % ALIGNMENT:
-        raise ValueError(f"chunk_bytes must be a positive multiple of {ALIGNMENT}, not {chunk_bytes}")
-    bases = base if isinstance(base, Mapping) else dict(base)
-    wrong: list[str] = []
-    seen: set[str] = set()
-    with ThreadPoolExecutor(num_threads, "delta") as pool:
-        for name, tensor in new:
-            wrong += _mismatch(bases.get(name), TensorSpec.of(name, tensor), seen)
-            seen.add(name)
-            if wrong:
-                continue  # only to list them all
-            spec = TensorSpec.of(name, tensor)
-            old, now = byte_view(bases[name]), byte_view(tensor)
-
-            def encode(offset: int, spec: TensorSpec = spec, old: Tensor = old, now: Tensor = now) -> DeltaChunk:
-                pair = (flat[offset : offset + chunk_bytes].cpu().numpy() for flat in (old, now))
-                return _encode_chunk(spec, offset, *pair, density_limit, chunk_digests)
-
-            yield from _in_order(pool, encode, range(0, max(1, spec.num_bytes), chunk_bytes), num_threads)
-    wrong += [f"{name}: only the base has it" for name in bases if name not in seen]
-    if wrong:
-        raise ValueError("the two states are not of one model: " + "; ".join(wrong))
-
-
-def _mismatch(base: Tensor | None, spec: TensorSpec, seen: set[str]) -> list[str]:
-    if spec.name in seen:
-        return [f"{spec.name}: comes twice"]
-    if base is None:
-        return [f"{spec.name}: the base does not have it"]
-    other = TensorSpec.of(spec.name, base)
-    return [] if other == spec else [f"base {other.describe()}, new {spec.describe()}"]
-
-
-def _encode_chunk(
-    spec: TensorSpec, offset: int, old: np.ndarray, new: np.ndarray, density_limit: float, digests: bool
-) -> DeltaChunk:
-    """old, new: uint8 [n], the same bytes of the tensor before and after."""
-    itemsize = spec.dtype.itemsize
-    word = word_dtype(itemsize)
-    before, after = old.view(word), new.view(word)
-    changed = np.flatnonzero(before != after)
-    num_changed = changed.size if itemsize == word.itemsize else np.unique(changed // 2).size
-    num_elements = old.size // itemsize
-    parts: list[bytes] = []
-    gap_bytes, touched = 0, None
-    kind: Kind = "same"
-    if num_changed > density_limit * num_elements:
-        kind = "full"
-    elif num_changed:
-        kind, parts, gap_bytes = _smaller(before, after, changed, itemsize)
-    if kind == "elements":
-        touched = (sha256(before[changed]), sha256(after[changed]))
-    payload = torch.from_numpy(new) if kind == "full" else make_payload(parts)
-    pre = sha256(old) if digests or kind == "xor" else None
-    post = pre if kind == "same" else sha256(new) if pre else None
-    header = ChunkHeader(
-        spec.name,
-        dtype_name(spec.dtype),
-        spec.shape,
-        offset,
-        old.size,
-        kind,
-        int(num_changed),
-        (new.size,) if kind == "full" else tuple(map(len, parts)),
-        gap_bytes,
-        pre,
-        post,
-        touched,
-        post if kind == "full" and post else sha256(payload),
-    )
-    return DeltaChunk(header, payload)
-
-
-def _smaller(
-    before: np.ndarray, after: np.ndarray, changed: np.ndarray, itemsize: int
-) -> tuple[Kind, list[bytes], int]:
-    """The smallest of elements, XOR and full: its kind, payload and gap size."""
-    best: tuple[Kind, list[bytes], int] = ("full", [], 0)
-    size = before.nbytes
-    if itemsize == before.itemsize:
-        gaps = np.diff(changed, prepend=-1) - 1
-        gap = np.min_scalar_type(int(gaps.max()))
-        parts = [squeeze(gaps.astype(gap)), squeeze(before[changed] ^ after[changed])]
-        if sum(map(len, parts)) < size:
-            best, size = ("elements", parts, gap.itemsize), sum(map(len, parts))
-    num_sampled = min(before.size, _SAMPLE_BYTES // before.itemsize)
-    middle = slice((before.size - num_sampled) // 2, (before.size + num_sampled) // 2)
-    if len(squeeze(before[middle] ^ after[middle])) * before.size < size * num_sampled:
-        part = squeeze(before ^ after)
-        if len(part) < size:
-            best = ("xor", [part], 0)
-    return best
-
-
-# --- applying
-
-
-@dataclass(frozen=True)
-class ApplyRecord:
-    """What became of the chunks of a delta."""
-
-    num_applied: int
-    num_skipped: int  # their result was there already
 
 
 def apply_delta(
@@ -193,18 +47,18 @@ def apply_delta(
     check: Check = "pre",
     num_threads: int = 2,
     timeout_s: float | None = None,
-) -> ApplyRecord:
-    """Apply a delta of these tensors to what `sink` holds. Chunks are decoded, and resident chunks hashed, in threads
-    while earlier ones are written.
+) -> int:
+    """Apply a delta of these tensors to what `sink` holds; returns the number of chunks whose result was not there
+    already. Chunks are decoded, and resident chunks hashed, in threads while earlier ones are written.
 
     Raises ValueError as `sink.expect` does, before the first byte; DigestMismatch for the wrong base and for damaged
     chunks; TransferFailed for chunks that are missing or out of order, and past the deadline. After any of these the
     chunks before stay applied until the caller rolls back; applying the same delta again completes it.
     """
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    deadline = Deadline.within(timeout_s)
     sink.expect(specs)
     left = {spec.name: spec for spec in specs}
-    outcomes: list[Outcome] = []
+    num_applied = 0
 
     def in_sequence() -> Iterator[DeltaChunk]:
         end = 0
@@ -221,27 +75,17 @@ def apply_delta(
             yield chunk
 
     with ThreadPoolExecutor(num_threads, "delta") as pool:
-        for prepared in _in_order(pool, lambda chunk: _prepare(chunk, sink, check), in_sequence(), num_threads):
-            if deadline is not None and time.monotonic() > deadline:
+        for prepared in in_order(pool, lambda chunk: prepare(chunk, sink, check), in_sequence(), num_threads):
+            if deadline.has_passed:
                 raise TransferFailed(f"delta: the deadline passed before {prepared.header.describe()} was applied")
-            outcomes.append(_write(prepared, sink, check))
+            num_applied += write(prepared, sink, check)
     if left:
         raise TransferFailed(f"delta: it ended without all chunks of {', '.join(left)}")
-    return ApplyRecord(outcomes.count("applied"), outcomes.count("skipped"))
-
-
-def apply_chunk(chunk: DeltaChunk, sink: Sink, check: Check = "pre") -> Outcome:
-    """Apply one chunk, or find that its result is there already; then nothing is written, and the tensor counts as
-    written all the same.
-
-    Raises ValueError where the chunk does not fit the resident tensor, does not decode, or lacks the digests that
-    `check` needs; DigestMismatch where it is damaged, or the resident bytes are neither its base nor its result.
-    """
-    return _write(_prepare(chunk, sink, check), sink, check)
+    return num_applied
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class PreparedChunk:
     """A chunk after everything that may be done before it is its turn."""
 
     header: ChunkHeader
@@ -252,7 +96,12 @@ class _Prepared:
     digest: str | None  # of the resident chunk
 
 
-def _prepare(chunk: DeltaChunk, sink: Sink, check: Check) -> _Prepared:
+def prepare(chunk: DeltaChunk, sink: Sink, check: Check) -> PreparedChunk:
+    """Decode a chunk and hash the resident bytes that it is for. Changes nothing.
+
+    Raises ValueError where the chunk does not fit the resident tensor, does not decode, or lacks the digests that
+    `check` needs; DigestMismatch where it is damaged.
+    """
     header = chunk.header
     if check not in get_args(Check):
         raise ValueError(f"check must be one of {', '.join(get_args(Check))}, not {check!r}")
@@ -276,10 +125,13 @@ def _prepare(chunk: DeltaChunk, sink: Sink, check: Check) -> _Prepared:
     # as a tensor that is tied to this one may be.
     hashable = check != "touched" and header.kind != "xor" and held.holds_all_of(*header.byte_range)
     digest = sha256(_resident_bytes(held, header)) if hashable else None
-    return _Prepared(header, chunk.payload, held, positions, xors, digest)
+    return PreparedChunk(header, chunk.payload, held, positions, xors, digest)
 
 
-def _write(prepared: _Prepared, sink: Sink, check: Check) -> Outcome:
+def write(prepared: PreparedChunk, sink: Sink, check: Check) -> bool:
+    """Write a chunk; or find that its result is there already and return False: then nothing is written, and the tensor
+    counts as written all the same. Raises DigestMismatch where the resident bytes are neither its base nor its result.
+    """
     header, held = prepared.header, prepared.held
     if not held.holds_all_of(*header.byte_range):
         return _write_part(prepared, sink, check)
@@ -291,14 +143,16 @@ def _write(prepared: _Prepared, sink: Sink, check: Check) -> Outcome:
         if digest not in (header.pre, header.post):
             raise _wrong_base(header)
     if header.kind == "same" or (digest is not None and digest == header.post):
-        return _skip(header, sink)
+        _skip(header, sink)
+        return False
     if header.kind == "elements":
         before = _resident_elements(held, prepared.positions)
         touched = sha256(before)
         if touched not in header.touched:
             raise _wrong_base(header)
         if touched == header.touched[1]:
-            return _skip(header, sink)
+            _skip(header, sink)
+            return False
         after = before ^ torch.from_numpy(prepared.xors).view(before.dtype)
         if sha256(after) != header.touched[1]:
             raise DigestMismatch([header.name], f"the delta chunk of {header.describe()} makes something else")
@@ -310,10 +164,10 @@ def _write(prepared: _Prepared, sink: Sink, check: Check) -> Outcome:
         sink.write(header.name, header.offset, prepared.payload)
     if check == "pre+post" and sha256(_resident_bytes(held, header)) != header.post:
         raise DigestMismatch([header.name], f"{header.describe()} was written and reads differently")
-    return "applied"
+    return True
 
 
-def _write_part(prepared: _Prepared, sink: Sink, check: Check) -> Outcome:
+def _write_part(prepared: PreparedChunk, sink: Sink, check: Check) -> bool:
     """Apply a chunk of which only a part is here. Its digests are of all of it and cannot be compared, so the tensor is
     left unchecked, unless nothing of the chunk is here, or the caller asked for no more than is certain anyway."""
     header, held = prepared.header, prepared.held
@@ -334,13 +188,12 @@ def _write_part(prepared: _Prepared, sink: Sink, check: Check) -> Outcome:
         _skip(header, sink)
     if not is_certain:
         sink.leave_unchecked(header.name, "a delta was applied to a part of it, whose digests are of the whole")
-    return "skipped" if header.kind == "same" or first == last else "applied"
+    return header.kind != "same" and first != last
 
 
-def _skip(header: ChunkHeader, sink: Sink) -> Outcome:
+def _skip(header: ChunkHeader, sink: Sink) -> None:
     none = torch.empty(0, dtype=torch.int64)
     sink.write_elements(header.name, none, torch.empty(0, dtype=header.spec.dtype))
-    return "skipped"
 
 
 def _wrong_base(header: ChunkHeader) -> DigestMismatch:
@@ -358,20 +211,3 @@ def _resident_elements(held: ShardBytes, positions: Tensor) -> Tensor:
     """These elements as they are now, words [n] on the CPU. All of them must be here."""
     local = positions if held.is_whole else held.local_elements(positions)[1]
     return held.local.take(local).cpu()
-
-
-def _in_order(
-    pool: ThreadPoolExecutor, function: Callable[[_Item], _Result], items: Iterable[_Item], num_threads: int
-) -> Iterator[_Result]:
-    """`map` in threads, in order, never more than one result a thread and one besides ahead of the consumer."""
-    waiting: deque[Future[_Result]] = deque()
-    try:
-        for item in items:
-            waiting.append(pool.submit(function, item))
-            if len(waiting) > num_threads:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        for future in waiting:
-            future.cancel()

@@ -1,0 +1,214 @@
+"""The engine as a host of weight-update sessions: what is held while one is open, and what its commit publishes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...rollout.engine import Engine
+from ...rollout.errors import SamplingRefused
+from ...rollout.loop.commands import HoldReport
+from ...weight_sync.digests.model_digest import model_root
+from ...weight_sync.errors import Poisoned, SessionError
+from ...weight_sync.transaction.host import SessionHost
+from ...weight_sync.transaction.peers import PeerFailed
+from ...weight_sync.transaction.records import SessionRecord
+from ...weight_sync.transaction.transaction import Coverage, Undo, WeightTransaction
+from .all_ranks import Replica
+from .known_roots import KnownRoots
+from .options import DigestTime, UpdateOptions
+from .rank_weights import ReplicaWeights
+
+# Keys of refusals to sample.
+_SESSION, _REVERT, _POISONED, _UNWRITTEN, _TORN = "session", "revert", "poisoned", "unwritten", "torn"
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A weight version that landed."""
+
+    version: str
+    digest: str | None  # None while a digest asked for "later" is owed
+    bytes_copied: int
+    num_blocks_dropped: int  # cached KV of the version before
+    num_unpinned: int  # pinned blocks among them
+    session: SessionRecord | None = None  # None: committed in place
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """The weights before a commit, as a revert brings them back."""
+
+    version: str
+    digest: str | None
+    undefined: frozenset[str]  # tensors that held nothing of worth
+    refusals: Mapping[str, str]  # to sample from them, which the commit lifted
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a commit is about to publish."""
+
+    roots: Mapping[str, bytes]
+    digest: str | None
+    undefined: frozenset[str]
+
+
+class EngineHost(SessionHost):
+    """Holds an engine's sampling while its weights are written, and publishes what was written."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        replica: Replica,
+        weights: ReplicaWeights,
+        roots: KnownRoots,
+        commit_everywhere: Callable[[], None],
+        on_lease_over: Callable[[], None],
+    ) -> None:
+        """commit_everywhere: commits an implicit session on all ranks. on_lease_over: see `SessionHost`."""
+        self._engine, self._replica, self._weights, self._roots = engine, replica, weights, roots
+        self._commit_everywhere, self._on_lease_over = commit_everywhere, on_lease_over
+        self.last_commit: Commit | None = None
+        self._before = _Standing(engine.weight_version, engine.weight_digest, frozenset(), {})
+        self._next = _Prepared({}, None, frozenset())
+        self._transaction: WeightTransaction | None = None  # of the open session
+        self._digest_time: DigestTime = "now"
+
+    # -- callbacks of the manager -----------------------------------------------------------------------------------
+
+    def make_transaction(self, coverage: Coverage, undo: Undo) -> WeightTransaction:
+        """See `SessionHost`. A digest that is owed is computed before the next write, or never."""
+        self._roots.finish_digest()
+        self._roots.forget_fresh()
+        self._digest_time = "now"
+        self._transaction = self._weights.transaction(coverage, undo)
+        return self._transaction
+
+    def digest_roots(self, names: Sequence[str]) -> dict[str, bytes]:
+        """See `SessionHost`."""
+        return self._roots.of_session(names)
+
+    def prepare_commit(self, record: SessionRecord) -> None:
+        """See `SessionHost`. The digest takes all ranks, and reading all bytes, so it comes before the decision."""
+        assert self._transaction is not None
+        written = set(self._transaction.written_names())
+        undefined = self._roots.undefined - written
+        roots, digest = self._roots.after(written), None
+        if self._digest_time == "now" and not undefined:
+            roots = self._roots.completed(roots)
+            digest = model_root(roots.items())
+        self._next = _Prepared(roots, digest, undefined)
+
+    def publish(self, record: SessionRecord) -> None:
+        """See `SessionHost`."""
+        engine, ready = self._engine, self._next
+        lift = [_SESSION, _POISONED, _UNWRITTEN]
+        if record.coverage == "full":
+            lift.append(_TORN)
+        version = record.version if record.version is not None else engine.weight_version
+        before = _Standing(engine.weight_version, engine.weight_digest, self._roots.undefined, {})
+        report = engine.commit_weights(version, ready.digest, lift=lift, refuse=_refusal_of(ready.undefined))
+        refusals = {key: why for key, why in report.lifted.items() if key != _SESSION}
+        self._before, self._transaction = replace(before, refusals=refusals), None
+        self._roots.publish(ready.roots, ready.undefined, owes_digest=ready.digest is None)
+        engine.before_sampling = None
+        self.last_commit = Commit(
+            version, ready.digest, record.num_bytes, report.num_blocks_dropped, report.num_unpinned, session=record
+        )
+
+    def unpublish(self) -> None:
+        """See `SessionHost`. Version and digest are those of before the last commit again."""
+        before, roots = self._before, self._roots
+        roots.forget()
+        roots.undefined = before.undefined
+        self._engine.commit_weights(before.version, before.digest, lift=(), refuse=before.refusals)
+        roots.owes_digest = before.digest is None
+
+    def on_rollback(self, why: str, is_poisoned: bool) -> None:
+        """See `SessionHost`. The engine may sample again, unless the weights are poisoned."""
+        self._drop_transaction()
+        if is_poisoned:
+            self._roots.forget()
+            why = f"the weights are poisoned ({why}): only a full, verified update in a session heals them"
+            self._engine.refuse_sampling(why, _POISONED)
+        self._engine.before_sampling = None
+        self._engine.allow_sampling(_SESSION)
+
+    def on_dropped(self) -> None:
+        """See `SessionHost`."""
+        self._drop_transaction()
+        self._engine.before_sampling = None
+        if not self._replica.is_alone:  # it was held here, and could not be elsewhere
+            self._engine.allow_sampling(_SESSION)
+
+    def on_lease_over(self) -> None:
+        """See `SessionHost`."""
+        self._on_lease_over()
+
+    def _drop_transaction(self) -> None:
+        self._roots.forget_fresh()
+        self._transaction = None
+
+    # -- the engine -------------------------------------------------------------------------------------------------
+
+    def hold_for_session(self, digest: DigestTime, options: UpdateOptions) -> HoldReport:
+        """Hold the engine from begin to end of an explicit session. digest: when that of its commit is computed.
+        Raises NotIdle where requests run."""
+        why = "a weight-update session is open: end it (end_weight_update) or give it up (abort_weight_update)"
+        report = self._engine.hold_for_update(
+            refusal=(_SESSION, why), abort_all=options.abort_all_requests, keep_running=options.keep_running,
+            timeout_s=options.timeout_s,
+        )  # fmt: skip
+        self._digest_time = digest
+        return report
+
+    def hold_for_update(self, options: UpdateOptions) -> None:
+        """Hold the engine for an update of an implicit session, which is committed before the next request is sampled.
+        Raises NotIdle where requests run."""
+        self._engine.hold_for_update(
+            before_sampling=self._commit_before_sampling, abort_all=options.abort_all_requests,
+            keep_running=options.keep_running, timeout_s=options.timeout_s,
+        )  # fmt: skip
+
+    def revert(self, take_back: Callable[[], object]) -> str:
+        """Refuse to sample while `take_back` puts the old bytes back, then publish them; returns their version."""
+        self._engine.hold_for_update(refusal=(_REVERT, "a weight update is being reverted"))
+        try:
+            take_back()
+            self.unpublish()
+        finally:
+            self._engine.allow_sampling(_REVERT)
+        return self._before.version
+
+    def commit_in_place(self, version: str, digest: str | None, bytes_copied: int) -> Commit:
+        """Publish weights that were written without a session."""
+        report = self._engine.commit_weights(version, digest, lift=(_TORN,))
+        self._roots.owes_digest = digest is None
+        self.last_commit = Commit(version, digest, bytes_copied, report.num_blocks_dropped, report.num_unpinned)
+        return self.last_commit
+
+    def forget_bytes(self) -> None:
+        """Forget what is known of the weights' bytes: they are written, or were, without a session."""
+        self._roots.forget()
+        self._transaction = None
+
+    def weights_were_lost(self, names: set[str]) -> None:
+        """Mark these tensors undefined. Sampling is refused until each has been written again."""
+        self._roots.forget()
+        self._roots.undefined |= names
+        for key, why in _refusal_of(self._roots.undefined).items():
+            self._engine.refuse_sampling(why, key)
+
+    def _commit_before_sampling(self) -> None:
+        try:
+            self._commit_everywhere()
+        except (SessionError, Poisoned, PeerFailed, ValueError) as error:
+            raise SamplingRefused(f"the weight update under way cannot be committed yet: {error}") from error
+
+
+def _refusal_of(undefined: Collection[str]) -> dict[str, str]:
+    """To sample while these hold nothing of worth: why, by key."""
+    if not undefined:
+        return {}
+    return {_UNWRITTEN: f"{len(undefined)} weights hold nothing since they were released or reset: update them first"}

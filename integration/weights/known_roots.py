@@ -1,0 +1,114 @@
+"""The tensor roots of an engine's weights, as far as they are known, and the model digest over them.
+
+_committed   of the weights that stand: published, or computed for a digest
+_fresh       of tensors that the open session wrote, where a digest of them was asked for
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from ...rollout.engine import Engine
+from ...weight_sync.digests.model_digest import model_root
+from ...weight_sync.errors import DigestMismatch
+from .published_parts import PublishedParts
+from .rank_weights import ReplicaWeights
+
+
+class KnownRoots:
+    """Remembers roots and computes those that are missing. Where several ranks hold the model, every method that
+    computes is called on all of them."""
+
+    def __init__(self, engine: Engine, weights: ReplicaWeights) -> None:
+        self.owes_digest = False  # the last commit put its digest off
+        self.undefined: frozenset[str] = frozenset()  # tensors that hold nothing of worth: released or reset
+        self._engine, self._weights = engine, weights
+        self._digesting = threading.Lock()  # held to compute a digest that is owed; taken after the session's lock
+        self._committed: dict[str, bytes] = {}  # by resident name
+        self._fresh: dict[str, bytes] = {}  # likewise
+        self._parts = PublishedParts()
+
+    # -- digests ----------------------------------------------------------------------------------------------------
+
+    def finish_digest(self) -> str | None:
+        """Compute the digest that a commit put off, if one is owed; returns that of the weights now."""
+        with self._digesting:
+            if self.owes_digest and not self.undefined:
+                self._engine.set_weight_digest(self.complete())
+                self.owes_digest = False
+        return self._engine.weight_digest
+
+    def complete(self) -> str:
+        """Compute the committed roots that are missing; returns the model digest."""
+        self._committed |= self._missing(self._committed)
+        return model_root(self._committed.items())
+
+    def model_digest(self) -> str:
+        """Compute the digest of the weights as they are now, of all ranks. Changes nothing."""
+        return model_root(self._missing(()).items())
+
+    def look(self) -> tuple[str | None, list[str]]:
+        """Compute the model digest of the weights as they are now, None where ranks that hold the same bytes do not
+        agree; and list the tensors that are not as they were published on this rank, as far as their digests were
+        computed. Changes nothing."""
+        names = self._weights.names()
+        own, roots = self._weights.digests(names)
+        digest = model_root(roots.items()) if len(roots) == len(names) else None
+        return digest, self._parts.differing(own, roots, self._committed)
+
+    # -- a session --------------------------------------------------------------------------------------------------
+
+    def forget_fresh(self) -> None:
+        """Forget every root of the open session."""
+        self._fresh = {}
+
+    def was_written(self, names: Iterable[str]) -> None:
+        """Forget the open session's roots of tensors that it has written since."""
+        for name in names:
+            self._fresh.pop(self._weights.resident_name(name), None)
+
+    def of_session(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Compute the roots of what the open session wrote; see `SessionHost.digest_roots`."""
+        roots = self._roots_now(names)
+        parameters = set(self._weights.names())
+        self._fresh |= {name: root for name, root in roots.items() if name in parameters}
+        return roots
+
+    def after(self, written: Collection[str]) -> dict[str, bytes]:
+        """Give the roots that are known once the open session, which wrote these tensors, is committed."""
+        # A tensor that was digested and then put back is not among the written ones.
+        fresh = {name: root for name, root in self._fresh.items() if name in written}
+        return {name: root for name, root in self._committed.items() if name not in written} | fresh
+
+    def completed(self, roots: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Compute the roots that are missing among these. Raises DigestMismatch where ranks differ about some."""
+        return {**roots, **self._missing(roots)}
+
+    # -- what stands ------------------------------------------------------------------------------------------------
+
+    def publish(self, roots: Mapping[str, bytes], undefined: frozenset[str], owes_digest: bool) -> None:
+        """Take these as the roots of the committed weights."""
+        self._committed, self.undefined, self.owes_digest = dict(roots), undefined, owes_digest
+        self.keep_published()
+
+    def keep_published(self) -> None:
+        """Remember this rank's part of each committed tensor, and of no others."""
+        self._parts.keep(self._committed)
+
+    def forget(self) -> None:
+        """Forget the committed roots: the bytes have changed."""
+        self._committed = {}
+
+    def _missing(self, known: Collection[str]) -> dict[str, bytes]:
+        """The roots of the parameters that are not known. Raises DigestMismatch where ranks differ about some."""
+        names = [name for name in self._weights.names() if name not in known]
+        found = self._roots_now(names)
+        if differing := [name for name in names if name not in found]:
+            raise DigestMismatch(differing, "the ranks that hold the same bytes of them do not agree")
+        return found
+
+    def _roots_now(self, names: Sequence[str]) -> dict[str, bytes]:
+        own, roots = self._weights.digests(names)
+        self._parts.saw(own, roots)
+        return roots

@@ -1,0 +1,20 @@
+"""How one weight update is to be made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+DigestTime = Literal["now", "later"]
+
+
+@dataclass(frozen=True)
+class UpdateOptions:
+    """The common arguments of the weight verbs; see `WeightVerbs`."""
+
+    weight_version: str | None  # visible once the weights are committed
+    timeout_s: float  # the deadline of every wait
+    verify: Mapping[str, str] | None = None  # the sender's tensor roots in hex, by name
+    abort_all_requests: bool = False  # end what runs first
+    keep_running: bool = False  # let what is paused in_place go on with the new weights

@@ -1,0 +1,43 @@
+"""The engine as update sessions see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from .records import SessionRecord
+from .transaction import Coverage, Undo, WeightTransaction
+
+
+class SessionHost(Protocol):
+    """Opens transactions over an engine's weights, digests them and publishes them.
+
+    A `SessionManager` calls every method but `on_lease_over` while it holds its lock: of the manager's own methods a
+    host may call `state` only.
+    """
+
+    def make_transaction(self, coverage: Coverage, undo: Undo) -> WeightTransaction:
+        """Open a transaction over the resident tensors."""
+
+    def digest_roots(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Compute tensor roots (model_digest.tensor_root) of the resident bytes, under the names given, aliases among
+        them. Leaves out tensors of which ranks hold different bytes."""
+
+    def prepare_commit(self, record: SessionRecord) -> None:
+        """Compute everything that a commit needs of other ranks. May raise: then the session is rolled back."""
+
+    def publish(self, record: SessionRecord) -> None:
+        """Make a commit visible. If it raises, the commit is taken back."""
+
+    def unpublish(self) -> None:
+        """Take the last `publish` back, because another rank could not do its own. The old bytes are there again."""
+
+    def on_rollback(self, why: str, is_poisoned: bool) -> None:
+        """Take note of a rollback. is_poisoned: the old bytes could not be put back, or were poisoned before."""
+
+    def on_dropped(self) -> None:
+        """Take note of a session that ended before it wrote anything."""
+
+    def on_lease_over(self) -> None:
+        """Give up, on all ranks, the session of several ranks whose time is over. Called in a thread of its own,
+        without the manager's lock. Where this does nothing the next call of the manager finds it."""

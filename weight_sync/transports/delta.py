@@ -1,0 +1,97 @@
+"""Changes of weights over any of the other transports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..delta.apply import Check
+from ..delta.chunk import DeltaChunk, DeltaStats, stats_by_tensor
+from ..delta.encode import encode_delta
+from ..delta.stream import pack_chunks, save_delta
+from ..layout.bucket import byte_view
+from ..manifest import Manifest, NamedTensors, TensorSpec
+from ..target import Target
+from .disk import DiskTransport, read_from
+from .group import DistributedTransport
+from .same_host import TensorTransport
+from .transport import Sent
+
+
+class DeltaTransport:
+    """Only what changed since the last committed push, over another transport; the first time everything.
+
+    Keeps a copy of the weights that the targets have, in host memory.
+    """
+
+    def __init__(self, inner: DistributedTransport | TensorTransport | DiskTransport, *, check: Check = "pre") -> None:
+        """check: how closely targets look at what they hold; "touched" is enough where the result is verified."""
+        self._inner = inner
+        self._check = check
+        self._base: dict[str, Tensor] = {}  # overwritten by each push as it goes; whole where somebody holds it
+        self._holders: tuple[str, ...] = ()  # the targets that have the base
+        self._sending_to: tuple[str, ...] = ()
+
+    def send(self, targets: Sequence[Target], manifest: Manifest, tensors: NamedTensors, timeout_s: float) -> Sent:
+        """See `Transport.send`."""
+        holders, self._holders = self._holders, ()
+        self._sending_to = tuple(target.name for target in targets)
+        if holders != self._sending_to:
+            return self._inner.send(targets, manifest, self._keeping(tensors), timeout_s)
+        chunks = [self._kept(chunk) for chunk in self._encode(tensors)]
+        stats = sum(stats_by_tensor(chunk.header for chunk in chunks).values(), DeltaStats())
+        if isinstance(self._inner, DiskTransport):
+            with self._inner.new_folder() as path:
+                save_delta(path, None, manifest.version, chunks)
+                read_from(path, targets, timeout_s, delta_check=self._check)
+        else:
+            named = [(f"delta {index}", buffer) for index, buffer in enumerate(pack_chunks(chunks))]
+            packed = Manifest(manifest.version, tuple(TensorSpec.of(name, buffer) for name, buffer in named))
+            self._inner.send_as("delta", targets, packed, named, timeout_s, delta_check=self._check)
+        return Sent(stats.bytes_moved, stats.density)
+
+    def committed(self) -> None:
+        """What was sent is the base of the next delta."""
+        self._holders = self._sending_to
+
+    def rejected(self) -> None:
+        """The next one is sent in full: it mends a target that does not have what it should have."""
+        self._holders = ()
+
+    def _keeping(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+        """The tensors as the base keeps them, in the memory of the base before where they fit."""
+        before, self._base = self._base, {}
+        for name, tensor in tensors:
+            held = before.get(name)
+            if held is None or TensorSpec.of(name, held) != TensorSpec.of(name, tensor):
+                held = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._base[name] = held.copy_(tensor.detach())
+            yield name, held
+
+    def _encode(self, tensors: NamedTensors) -> Iterator[DeltaChunk]:
+        """Chunks against the base, which becomes the tensors, one after the other, as they are encoded."""
+
+        def passing() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors:
+                on_host = tensor.detach().cpu()
+                yield name, on_host
+                held = self._base.get(name)
+                if held is not None and TensorSpec.of(name, held) == TensorSpec.of(name, on_host):
+                    held.copy_(on_host)  # else the encoder raises, once it has listed all that do not fit
+
+        return encode_delta(self._base, passing(), chunk_digests=self._check != "touched")
+
+    def _kept(self, chunk: DeltaChunk) -> DeltaChunk:
+        """The chunk without memory of the trainer's, where it is to be sent after the tensor was let go."""
+        header = chunk.header
+        if header.kind != "full":
+            return chunk
+        held = byte_view(self._base[header.name])
+        return DeltaChunk(header, held[header.offset : header.offset + header.num_bytes])
+
+    def close(self) -> None:
+        """Forget the base."""
+        self._base, self._holders = {}, ()
+        self._inner.close()

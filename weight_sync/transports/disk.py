@@ -1,0 +1,59 @@
+"""Weights through a folder that sender and targets share."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..disk.folder import save_folder
+from ..manifest import Manifest, NamedTensors
+from ..target import Target
+from .transport import Sent, on_all, raise_failures
+
+
+class DiskTransport:
+    """A folder of safetensors that every target reads; it is removed once they have."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self._folder = Path(folder)
+
+    def send(self, targets: Sequence[Target], manifest: Manifest, tensors: NamedTensors, timeout_s: float) -> Sent:
+        """See `Transport.send`."""
+        with self.new_folder() as path:
+            save_folder(path, tensors, manifest.version)
+            read_from(path, targets, timeout_s)
+        return Sent(manifest.num_bytes)
+
+    @contextmanager
+    def new_folder(self) -> Iterator[Path]:
+        """A path that is free, for as long as it is needed."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"update-{uuid.uuid4().hex[:12]}"
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def committed(self) -> None:
+        """Nothing is kept."""
+
+    def rejected(self) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+def read_from(path: Path, targets: Sequence[Target], timeout_s: float, **options: object) -> None:
+    """Let every target read a folder. Raises TargetError, or TargetsFailed for several."""
+
+    def read(target: Target) -> object:
+        # The whole session is verified in the end; the folder's digests would be the same ones.
+        return target.call(
+            "update_weights_from_disk", timeout_s=timeout_s, model_path=str(path), verify=False, **options
+        )
+
+    raise_failures(on_all(targets, read))

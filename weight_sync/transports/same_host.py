@@ -1,0 +1,57 @@
+"""Weights through memory of this host: shared memory, or CUDA IPC handles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..layout.bucket import DEFAULT_BUCKET_BYTES
+from ..manifest import Manifest, NamedTensors
+from ..same_host.cuda_ipc import CudaIpcSender
+from ..same_host.shared_memory import SharedMemorySender
+from ..target import Target
+from .transport import Sent, on_all, raise_failures
+
+
+class TensorTransport:
+    """Memory of this host, bucket by bucket; each target answers when its copy is complete."""
+
+    def __init__(
+        self, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, folder: Path | str = "/dev/shm", cuda: bool = False
+    ) -> None:
+        """cuda: hand over CUDA tensors by IPC handles, instead of copies in shared memory under `folder`."""
+        self._sender = CudaIpcSender(bucket_bytes) if cuda else SharedMemorySender(bucket_bytes, folder)
+
+    def send(self, targets: Sequence[Target], manifest: Manifest, tensors: NamedTensors, timeout_s: float) -> Sent:
+        """See `Transport.send`."""
+        self.send_as(None, targets, manifest, tensors, timeout_s)
+        return Sent(manifest.num_bytes)
+
+    def send_as(
+        self, load_format: str | None, targets: Sequence[Target], manifest: Manifest, tensors: NamedTensors,
+        timeout_s: float, **options: object,
+    ) -> None:  # fmt: skip
+        """Hand over buckets to receivers that read them as `load_format`."""
+        buckets = self._sender.buckets(tensors, manifest)
+        try:
+            for description in buckets:
+                failures = on_all(
+                    targets,
+                    lambda target, description=description: target.call(
+                        "update_weights_from_tensor", timeout_s=timeout_s, descriptions=[description],
+                        load_format=load_format, **options,
+                    ),
+                )  # fmt: skip
+                raise_failures(failures)
+        finally:
+            buckets.close()
+
+    def committed(self) -> None:
+        """Nothing is kept."""
+
+    def rejected(self) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Unlink the segment."""
+        self._sender.close()
