@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import httpx
 
 from .ctl_answers import by_worker, checksum, in_words, message_of, report, results_of
+from .parser import CommandParser
 
 KEY_VARIABLES = ("LOCKSTEP_ADMIN_KEY", "SGLANG_OMNI_ADMIN_KEY", "LOCKSTEP_API_KEY")
 DONE, REFUSED, UNREACHABLE, UNAUTHORISED, DIVIDED = 0, 1, 3, 4, 5
@@ -45,7 +46,7 @@ class Verb:
     show: Callable[[object], str]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     """Fill the parser of the command. A mistake on the command line exits as the parser's class does."""
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="of the server or router; default %(default)s")
     parser.add_argument(
@@ -58,8 +59,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         verb.arguments(verbs.add_parser(name, help=verb.what, description=f"{verb.what[:1].upper()}{verb.what[1:]}."))
 
 
-def run(options: argparse.Namespace) -> int:
-    """Make the call and print the answer; returns the exit code. Raises ValueError for a bad url or argument."""
+def run(arguments: Sequence[str]) -> int:
+    """Make the call and print the answer. Returns the exit code. Raises ValueError for a bad url or argument."""
+    parser = CommandParser(
+        prog="lockstep ctl",
+        description="The verbs of a served engine, or of all engines of a router, from a shell.",
+        epilog=exit_codes(),
+    )
+    _add_arguments(parser)
+    return _make_call(parser.parse_args(arguments))
+
+
+def _make_call(options: argparse.Namespace) -> int:
     url = httpx.URL(options.url)
     if url.scheme not in ("http", "https") or not url.host:
         raise ValueError(f"--url is http://HOST:PORT, not {options.url!r}")
