@@ -50,12 +50,18 @@ PLACES = {
     "weight_sync.errors": "",
     "weight_sync.manifest": "",
     "integration.cli": (
-        "grpo http.edge http.server lost_ranks ranks router.config router.server service service_config version"
+        "grpo grpo.config http.edge http.server lost_ranks ranks router.config router.server service service_config "
+        "version"
     ),
     "integration.bench.serve": "bench.parts http.edge http.server service",
-    "integration.grpo": (
-        "http.edge http.server lost_ranks push.adapters push.local_target push.pusher push.remote_engine ranks service"
+    "integration.grpo": "grpo.backends grpo.config grpo.engines grpo.sections http.edge http.server lost_ranks ranks",
+    "integration.grpo.engines": (
+        "grpo.backends grpo.config push.adapters push.local_target push.pusher push.remote_engine ranks service"
     ),
+    "integration.grpo.backends": "grpo.sections push.adapters ranks",
+    "integration.grpo.config": "grpo.reading grpo.sections",
+    "integration.grpo.reading": "",
+    "integration.grpo.sections": "",
     "integration.http.server": "http.app http.edge service",
     "integration.router.server": "router.app router.changes router.config router.fleet",
     "integration.bench.gpu": "bench.decode bench.parts bench.pause service",
