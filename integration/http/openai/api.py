@@ -17,7 +17,7 @@ from ..edge.errors import HttpError, as_http_error, error_body
 from ..generation.generate import CLIENT_GONE, refuse_ignored
 from ..generation.sse import DONE, EventStream, dumps, event
 from ..generation.subscriptions import Hub, Subscription, hub_of, unless_gone
-from ..observe.info import served_name
+from ..observe.model_info import served_name
 from .body import ChatBody, CompletionBody, OpenAIRequest, read_chat, read_completion
 from .format import answer, chunk_choice, chunk_head, echoed, extras, usage
 
