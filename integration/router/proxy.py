@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 
 import httpx
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from ..http.edge.disconnect import first_of, until_disconnect
 from ..http.edge.errors import HttpError, error_body
 from .calls import Call, describe
 from .config import RouterConfig
@@ -137,20 +137,14 @@ class Proxy:
     async def _attempt(self, worker: Worker, call: Call, relay: Relay) -> None:
         """Raises _Begun where the client has a part; otherwise whatever was wrong, and nothing was sent."""
         passing = asyncio.create_task(self._pass_through(worker, call, relay))
-        death = asyncio.create_task(worker.died.wait())
         try:
-            await asyncio.wait({passing, death}, return_when=asyncio.FIRST_COMPLETED)
-            if not passing.done():
+            if not await first_of(passing, worker.died.wait()):
                 raise _WorkerDied(worker.last_error or "it is dead")
             passing.result()
         except (_WorkerDied, httpx.TransportError) as error:
             if relay.has_begun:
                 raise _Begun(describe(error)) from error
             raise
-        finally:
-            for task in (passing, death):
-                task.cancel()
-            await asyncio.gather(passing, death, return_exceptions=True)
 
     async def _pass_through(self, worker: Worker, call: Call, relay: Relay) -> None:
         timeout = httpx.Timeout(None, connect=self._config.connect_timeout_s)
@@ -179,16 +173,8 @@ class ProxyResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answering = asyncio.create_task(self._answer(scope, receive, send))
-        leaving = asyncio.create_task(_disconnect(receive))
-        try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if answering.done():
-                answering.result()
-        finally:
-            for task in (answering, leaving):
-                task.cancel()
-            with suppress(asyncio.CancelledError):
-                await asyncio.gather(answering, leaving, return_exceptions=True)
+        if await first_of(answering, until_disconnect(receive)):
+            answering.result()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -196,8 +182,3 @@ class ProxyResponse(Response):
         except HttpError as error:
             body = error_body(error, openai=scope["path"].startswith("/v1/"))
             await JSONResponse(body, error.status, error.headers)(scope, receive, send)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
