@@ -73,10 +73,16 @@ class HttpTarget:
 
 
 def targets_behind(router_url: str, admin_key: str | None = None, *, timeout_s: float = 10.0) -> list[HttpTarget]:
-    """The healthy workers of a router, each as a target of its own, reached at its own address.
+    """List the healthy workers of a router as targets, each reached at its own address.
 
-    Workers that are not healthy are logged and left out; one that returns with other weights gets no requests of the
-    router before an update. Raises TargetError where the router does not answer, or has no healthy workers, saying why.
+    For a `WeightPusher` that calls each engine itself: every engine is then a target of its own, by its own name in
+    errors. `HttpTarget(router_url)` is the other way: one target, whose verbs the router hands on to all its workers.
+
+        pusher = WeightPusher(targets_behind("http://127.0.0.1:30080", admin_key), transport)
+
+    admin_key: of the router and of the workers. timeout_s: for the router's answer. Workers that are not healthy are
+    logged and left out; one that returns with other weights gets no requests of the router before an update. The caller
+    closes the targets. Raises TargetError where the router does not answer, or has no healthy workers, saying why.
     """
     router = HttpTarget(router_url, admin_key)
     try:
