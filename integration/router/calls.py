@@ -14,7 +14,7 @@ NOT_RETURNED = _NOT_FORWARDED | {"date", "server"}
 
 
 @dataclass(frozen=True)
-class Call:
+class WorkerCall:
     """A request as it goes to a worker."""
 
     method: str

@@ -18,10 +18,10 @@ from starlette.types import Receive, Scope, Send
 
 from ..http.edge.disconnect import first_of, until_disconnect
 from ..http.edge.errors import HttpError, error_body
-from .calls import Call, describe
+from .calls import WorkerCall, describe
 from .config import RouterConfig
 from .counters import Affinity, Outcome, RouterCounters
-from .fleet.balance import Load, PrefixTable, choose
+from .fleet.balance import PrefixTable, WorkerLoad, choose
 from .fleet.workers import Hold, Worker, WorkerRegistry, why_none
 from .relay import Relay, Unavailable
 
@@ -34,7 +34,7 @@ _END_OF_EVENT = b"\n\n"
 class Generation:
     """A call with what the choice of its worker depends on."""
 
-    call: Call
+    call: WorkerCall
     keys: tuple[bytes, ...]  # of its prompt, see `balance.prompt_keys`
     num_sequences: int
 
@@ -91,7 +91,7 @@ class Proxy:
         listed = "; ".join(f"{url}: {why}" for url, why in failures.items())
         raise HttpError(502, f"workers failed before they produced anything: {listed}", code="workers_failed")
 
-    async def _try(self, worker: Worker, call: Call, relay: Relay, deadline: float) -> str:
+    async def _try(self, worker: Worker, call: WorkerCall, relay: Relay, deadline: float) -> str:
         """What was wrong; the relay says how it ended. Of what fails before it has begun the client hears nothing."""
         why = ""
         try:
@@ -120,7 +120,7 @@ class Proxy:
             able = [worker for worker in able if not worker.paused] or able
             if able:
                 knowing = self._prefixes.knowing(generation.keys)
-                loads = [Load(worker.id, worker.num_running, worker.num_routed) for worker in able]
+                loads = [WorkerLoad(worker.id, worker.num_running, worker.num_routed) for worker in able]
                 worker = self._registry.find(choose(loads, knowing, self._config.affinity_slack))
                 is_known = any(one.id in knowing for one in able)
                 hit = Affinity.HIT if worker.id in knowing else Affinity.TOO_BUSY if is_known else Affinity.UNKNOWN
@@ -134,7 +134,7 @@ class Proxy:
                     headers={"Retry-After": "1"},
                 )  # fmt: skip
 
-    async def _attempt(self, worker: Worker, call: Call, relay: Relay) -> None:
+    async def _attempt(self, worker: Worker, call: WorkerCall, relay: Relay) -> None:
         """Raises _Begun where the client has a part; otherwise whatever was wrong, and nothing was sent."""
         passing = asyncio.create_task(self._pass_through(worker, call, relay))
         try:
@@ -146,7 +146,7 @@ class Proxy:
                 raise _Begun(describe(error)) from error
             raise
 
-    async def _pass_through(self, worker: Worker, call: Call, relay: Relay) -> None:
+    async def _pass_through(self, worker: Worker, call: WorkerCall, relay: Relay) -> None:
         timeout = httpx.Timeout(None, connect=self._config.connect_timeout_s)
         async with self._client.stream(
             call.method, worker.url + call.target, headers=list(call.headers), content=call.body, timeout=timeout

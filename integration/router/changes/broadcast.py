@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import httpx
 
 from ...http.edge.errors import HttpError, error_body
-from ..calls import Call, describe
+from ..calls import WorkerCall, describe
 from ..fleet.workers import Worker
 
 _MARGIN_S = 2.0  # beyond a call's own deadline: the worker's answer says more than our silence
@@ -71,7 +71,7 @@ class Result:
 async def broadcast(
     client: httpx.AsyncClient,
     workers: Sequence[Worker],
-    call: Call,
+    call: WorkerCall,
     timeout_s: float,
     bodies: Mapping[str, bytes] | None = None,
 ) -> list[Result]:
@@ -84,7 +84,7 @@ async def broadcast(
     )
 
 
-async def _ask(client: httpx.AsyncClient, worker: Worker, call: Call, timeout_s: float, body: bytes) -> Result:
+async def _ask(client: httpx.AsyncClient, worker: Worker, call: WorkerCall, timeout_s: float, body: bytes) -> Result:
     died = worker.died
     asking = asyncio.create_task(
         client.request(call.method, worker.url + call.target, headers=list(call.headers), content=body)
