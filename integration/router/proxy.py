@@ -18,7 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from ..http.edge.disconnect import first_of, until_disconnect
 from ..http.edge.errors import HttpError, error_body
-from .calls import WorkerCall, describe
+from ..one_line import in_one_line
+from .calls import WorkerCall
 from .config import RouterConfig
 from .counters import Affinity, Outcome, RouterCounters
 from .fleet.balance import PrefixTable, WorkerLoad, choose
@@ -105,7 +106,7 @@ class Proxy:
             why = f"not answered within {self._config.request_timeout_s:g} s by worker {worker.url}"
             await relay.fail(why, Outcome.TIMED_OUT)
         except (_WorkerDied, Unavailable, httpx.TransportError) as error:
-            relay.outcome, why = Outcome.MOVED, describe(error)
+            relay.outcome, why = Outcome.MOVED, in_one_line(error)
             worker.suspect(why)
             logger.warning("a request that had produced nothing leaves worker %s: %s", worker.url, why)
         return why
@@ -143,7 +144,7 @@ class Proxy:
             passing.result()
         except (_WorkerDied, httpx.TransportError) as error:
             if relay.has_begun:
-                raise _Begun(describe(error)) from error
+                raise _Begun(in_one_line(error)) from error
             raise
 
     async def _pass_through(self, worker: Worker, call: WorkerCall, relay: Relay) -> None:

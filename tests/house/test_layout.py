@@ -91,9 +91,11 @@ PLACES = {
     "integration.http.admin": "http.edge push.local_target service weights",
     "integration.push.remote_engine": "push.local_target service",
     "integration.router.metrics": "router.changes router.counters router.fleet",
-    "integration.router.proxy": "http.edge router.calls router.config router.counters router.fleet router.relay",
+    "integration.router.proxy": (
+        "http.edge one_line router.calls router.config router.counters router.fleet router.relay"
+    ),
     "integration.push.local_target": "service weights",
-    "integration.router.changes": "http.edge router.calls router.config router.counters router.fleet",
+    "integration.router.changes": "http.edge one_line router.calls router.config router.counters router.fleet",
     "integration.router.relay": "router.calls router.counters router.fleet",
     "integration.router.fleet": "http.edge router.config",
     "integration.service": "service_config weights",
@@ -105,7 +107,8 @@ PLACES = {
     "integration.kv_events": "",
     "integration.lost_ranks": "",
     "integration.push.adapters": "",
-    "integration.push.http_target": "",
+    "integration.push.http_target": "one_line",
+    "integration.one_line": "",
     "integration.ranks": "",
     "integration.router.calls": "",
     "integration.router.counters": "",
