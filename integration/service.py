@@ -15,7 +15,7 @@ from ..weight_sync.same_host.shared_memory import TensorReceiver
 from ..weight_sync.transaction.in_place import sync_in_place
 from ..weight_sync.transaction.peers import PeerFailed
 from ..weight_sync.transaction.shard_sync import ShardSync, plan_shard_sync
-from .service_config import ServiceConfig
+from .service_config import ServiceConfig, known_tags
 from .weights.all_ranks import Replica, on_all_ranks, serve_verbs
 from .weights.checks import WeightChecks
 from .weights.host import Commit
@@ -27,7 +27,6 @@ from .weights.verbs import WeightVerbs
 logger = logging.getLogger(__name__)
 
 _MEND = "complete one, or restore a checkpoint (weights_restored), and commit"
-TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,7 @@ class RolloutService(WeightVerbs):
         if not self.replica.is_alone:  # only the controller knows who runs
             self.replica.require_idle("release_memory_occupation")
         # The pool first: whoever runs is found before the weights go.
-        return self._memory_reports(_checked(tags), free)
+        return self._memory_reports(known_tags(tags), free)
 
     @on_all_ranks
     def resume_memory_occupation(self, tags: Iterable[str] | None = None) -> dict[str, MemoryReport]:
@@ -218,7 +217,7 @@ class RolloutService(WeightVerbs):
             self.sessions.commit_implicit()
             self.engine.resume_kv()
 
-        return self._memory_reports(_checked(tags), {"kv_cache": resume_kv, "weights": self.sessions.resume_weights})
+        return self._memory_reports(known_tags(tags), {"kv_cache": resume_kv, "weights": self.sessions.resume_weights})
 
     def state(self) -> dict[str, object]:
         """The engine's state and the weights'. Changes nothing.
@@ -284,11 +283,3 @@ class RolloutService(WeightVerbs):
         if tag == "kv_cache":
             return self.engine.kv_bytes
         return self.engine.model.weight_bytes if tag == "weights" else 0
-
-
-def _checked(tags: Iterable[str] | None) -> list[str]:
-    """Known tags in the order of TAGS, each once; all of them for None or none."""
-    asked = set(tags or TAGS)
-    if unknown := sorted(asked - set(TAGS)):
-        raise ValueError(f"unknown memory tag: {', '.join(unknown)}; known: {', '.join(TAGS)}")
-    return [tag for tag in TAGS if tag in asked]

@@ -1,9 +1,12 @@
-"""Settings of a service beside its engine's: how weights may come, and how long anybody waits."""
+"""Settings of a service beside its engine's: how weights may come, how long anybody waits, and the names of memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
 @dataclass(frozen=True)
@@ -23,3 +26,12 @@ class ServiceConfig:
         ]
         if wrong:
             raise ValueError("; ".join(wrong))
+
+
+def known_tags(tags: Iterable[str] | None) -> list[str]:
+    """Return the known tags in the order of MEMORY_TAGS, each once; all of them for None or none. Raises ValueError
+    naming every unknown one."""
+    asked = set(tags or MEMORY_TAGS)
+    if unknown := sorted(asked - set(MEMORY_TAGS)):
+        raise ValueError(f"unknown memory tag: {', '.join(unknown)}; known: {', '.join(MEMORY_TAGS)}")
+    return [tag for tag in MEMORY_TAGS if tag in asked]

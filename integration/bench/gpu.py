@@ -104,7 +104,7 @@ def _decode(
 
 def _pauses(model: PreTrainedModel, options: argparse.Namespace) -> dict[str, object]:
     load = Load(options.kernel_batch, 128, 512)
-    bench = pause.Bench(pause.make_engine(model, load, overlap=False), load, seed=0)
+    bench = pause.PauseBench(pause.make_engine(model, load, overlap=False), load, seed=0)
     try:
         with bench.engine.model.rollout_phase():
             resumes = [bench.resume(0)]

@@ -66,7 +66,7 @@ ENDLESS = {"type": "array", "items": ORDER, "minItems": 1000}  # constrains for 
 
 
 @dataclass(frozen=True)
-class Load:
+class GrammarRun:
     """One run of the load."""
 
     answers: list[Completion]
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     config = EngineConfig(kv_cache="1024 blocks", prefix_cache=False)
     engine = Engine(model, config, tokenizer=byte_level_bpe(model.config.vocab_size))
     compile_ms = _compile_ms(engine)
-    loads: dict[str, list[Load]] = {mode: [] for mode in MODES}
+    loads: dict[str, list[GrammarRun]] = {mode: [] for mode in MODES}
     steps: dict[str, list[float]] = {"free": [], "half": []}
     for repeat in range(options.repeats + 1):
         for mode in MODES:
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     return {"model": options.model, "batch": options.batch, "compile_ms": compile_ms, **_report(loads, steps)}
 
 
-def _report(loads: dict[str, list[Load]], steps: dict[str, list[float]]) -> dict[str, object]:
+def _report(loads: dict[str, list[GrammarRun]], steps: dict[str, list[float]]) -> dict[str, object]:
     off, text, exact = (loads[mode][-1] for mode in MODES)
     same = [a.token_ids == b.token_ids for a, b in zip(off.answers, exact.answers, strict=True)]
     assert all(same), "off and exact produced different tokens"
@@ -133,7 +133,7 @@ def _report(loads: dict[str, list[Load]], steps: dict[str, list[float]]) -> dict
     }
 
 
-def _run_load(engine: Engine, mode: str, batch: int) -> Load:
+def _run_load(engine: Engine, mode: str, batch: int) -> GrammarRun:
     params = [
         SamplingParams(json_schema=ORDER, jump_forward=mode, max_new_tokens=400, sampling_seed=index)
         for index in range(batch)
@@ -143,7 +143,7 @@ def _run_load(engine: Engine, mode: str, batch: int) -> Load:
     answers = engine.generate([_PROMPT] * batch, params)
     seconds = time.perf_counter() - started
     after: dict[str, float] = engine.state()["metrics"]  # type: ignore[assignment]
-    return Load(answers, seconds, {name: after[name] - before[name] for name in after})
+    return GrammarRun(answers, seconds, {name: after[name] - before[name] for name in after})
 
 
 def _decode_steps(engine: Engine, batch: int, num_constrained: int, num_new: int) -> list[float]:

@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     device = find_device(options.device)
     model = load_model(options.model, dtype=options.dtype, device=str(device))
     load = Load(options.batch, options.prompt_tokens, options.new_tokens)
-    bench = Bench(make_engine(model, load, overlap=options.overlap), load, options.seed)
+    bench = PauseBench(make_engine(model, load, overlap=options.overlap), load, options.seed)
     with bench.engine.model.rollout_phase():
         resumes = [bench.resume(repeat) for repeat in range(options.repeats)]
         steps, latencies = bench.pauses(options.pauses)
@@ -137,7 +137,7 @@ def make_engine(model: torch.nn.Module, load: Load, *, overlap: bool) -> Engine:
     return engine
 
 
-class Bench:
+class PauseBench:
     """An engine whose batch is kept full, driven step by step or by its own thread."""
 
     def __init__(self, engine: Engine, load: Load, seed: int) -> None:

@@ -65,7 +65,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Probe:
+class PinProbe:
     """One arm at one depth, measured once."""
 
     ttft_s: float
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     if (longest := talk.num_prompt_tokens[depths[-1]]) * 2 > capacity:
         raise ValueError(f"--capacity {options.capacity} must be twice the {longest} tokens of the deepest prompt")
     measure(model, talk, depths[0], capacity, pinned=True, repetition=-1)  # a warm-up
-    probes: dict[tuple[int, bool], list[Probe]] = {(depth, arm): [] for depth in depths for arm in (False, True)}
+    probes: dict[tuple[int, bool], list[PinProbe]] = {(depth, arm): [] for depth in depths for arm in (False, True)}
     for repetition in range(options.repetitions):
         for (depth, pinned), so_far in probes.items():
             so_far.append(measure(model, talk, depth, capacity, pinned=pinned, repetition=repetition))
@@ -138,7 +138,7 @@ def num_flood_requests(capacity: int) -> int:
 
 def measure(
     model: PreTrainedModel, talk: Conversation, depth: int, capacity: int, *, pinned: bool, repetition: int
-) -> Probe:
+) -> PinProbe:
     """Warm, pin or not, flood, drain, and time the next turn, on an engine of its own."""
     config = EngineConfig(kv_cache=capacity // EngineConfig.block_size, max_num_seqs=_MAX_NUM_SEQS)
     engine = Engine(model, config)
@@ -164,10 +164,10 @@ def measure(
         seconds = time.perf_counter() - started
         [completion] = [chunk.completion for chunk in chunks if chunk.completion is not None]
     engine.close()
-    return Probe(seconds, completion.num_cached_tokens, num_pinned, first.token_ids[0])
+    return PinProbe(seconds, completion.num_cached_tokens, num_pinned, first.token_ids[0])
 
 
-def row(depth: int, talk: Conversation, baseline: list[Probe], pinned: list[Probe]) -> dict[str, object]:
+def row(depth: int, talk: Conversation, baseline: list[PinProbe], pinned: list[PinProbe]) -> dict[str, object]:
     """One line of the table: medians of the times, cached fractions of the prompt."""
     num_tokens = talk.num_prompt_tokens[depth]
     times = [statistics.median(probe.ttft_s for probe in arm) for arm in (baseline, pinned)]
@@ -184,7 +184,7 @@ def row(depth: int, talk: Conversation, baseline: list[Probe], pinned: list[Prob
     }
 
 
-def summary(rows: list[dict[str, object]], probes: dict[tuple[int, bool], list[Probe]]) -> dict[str, object]:
+def summary(rows: list[dict[str, object]], probes: dict[tuple[int, bool], list[PinProbe]]) -> dict[str, object]:
     """What the bars are about; `same_tokens`: whether both arms of each repetition began with the same token."""
     deepest = rows[-1]["depth"]
     pairs = list(zip(probes[deepest, False], probes[deepest, True], strict=True))

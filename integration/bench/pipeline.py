@@ -36,7 +36,7 @@ _TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Load:
+class PipelineLoad:
     """What both processes must know alike."""
 
     model: str
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure, and return the report. Raises ValueError for a model that is not there."""
-    load = Load(
+    load = PipelineLoad(
         options.model, options.dtype, options.chunks, options.chunk_tokens, options.batch, options.new_tokens,
         options.repeats,
     )  # fmt: skip
@@ -103,7 +103,7 @@ def _world(folder: str, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _follow(load: Load, folder: str) -> None:
+def _follow(load: PipelineLoad, folder: str) -> None:
     """The second stage."""
     with _world(folder, rank=1):
         engines = _engines(load)
@@ -113,18 +113,18 @@ def _follow(load: Load, folder: str) -> None:
             engine.close()
 
 
-def _turns(load: Load) -> list[str]:
+def _turns(load: PipelineLoad) -> list[str]:
     """The calls that both ranks make, in their order: a round to warm up, prompts by turns, then those that decode."""
     return [*_MODES, *_MODES * load.repeats, *["pipelined"] * 2 * (load.repeats + 1)]
 
 
-def _engines(load: Load) -> dict[str, Engine]:
+def _engines(load: PipelineLoad) -> dict[str, Engine]:
     """One with each mode. They have groups of their own, and are used one at a time."""
     model = load_model(load.model, dtype=load.dtype)
     return {mode: Engine(model, load.engine_config(pp=2, sequence_pipelining=mode == "pipelined")) for mode in _MODES}
 
 
-def _lead(load: Load) -> dict[str, object]:
+def _lead(load: PipelineLoad) -> dict[str, object]:
     engines = _engines(load)
     single = Engine(load_model(load.model, dtype=load.dtype), load.engine_config(pp=1))
     prompts: dict[str, list[float]] = {name: [] for name in (*_MODES, "single")}
@@ -144,7 +144,7 @@ def _lead(load: Load) -> dict[str, object]:
 
 
 @dataclass(frozen=True)
-class Decode:
+class DecodeRun:
     """One call in which sequences decode, per step."""
 
     seconds: float
@@ -152,13 +152,13 @@ class Decode:
     control_bytes: float
 
 
-def _prompt_seconds(engine: Engine, load: Load) -> float:
+def _prompt_seconds(engine: Engine, load: PipelineLoad) -> float:
     started = time.perf_counter()
     engine.generate([load.prompt()], SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True))
     return time.perf_counter() - started
 
 
-def _decode(engine: Engine, load: Load, batch: int) -> Decode:
+def _decode(engine: Engine, load: PipelineLoad, batch: int) -> DecodeRun:
     params = SamplingParams(max_new_tokens=load.new_tokens, temperature=0.0, ignore_eos=True)
     metrics = engine.metrics
     before = metrics.num_steps, metrics.control_seconds, metrics.control_bytes
@@ -169,12 +169,12 @@ def _decode(engine: Engine, load: Load, batch: int) -> Decode:
         now - then
         for now, then in zip((metrics.num_steps, metrics.control_seconds, metrics.control_bytes), before, strict=True)
     )
-    return Decode(seconds / num_steps, control_seconds / num_steps, control_bytes / num_steps)
+    return DecodeRun(seconds / num_steps, control_seconds / num_steps, control_bytes / num_steps)
 
 
 def report(
-    load: Load, prompts: dict[str, list[float]], of_batch: list[Decode], single_batch: list[Decode],
-    of_one: list[Decode], single_one: list[Decode],
+    load: PipelineLoad, prompts: dict[str, list[float]], of_batch: list[DecodeRun], single_batch: list[DecodeRun],
+    of_one: list[DecodeRun], single_one: list[DecodeRun],
 ) -> dict[str, object]:  # fmt: skip
     """The figures as they are printed."""
 

@@ -37,7 +37,7 @@ _WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True)
-class Load:
+class ServeLoad:
     """What one run asks for."""
 
     num_requests: int
@@ -55,7 +55,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Run:
+class ServeRun:
     """One load, measured. Seconds."""
 
     tok_s: float
@@ -80,15 +80,15 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure, and return the report. Raises ValueError for a load that the model has no room for."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    load = Load(options.requests, options.concurrency, options.prompt_tokens, options.new_tokens)
+    load = ServeLoad(options.requests, options.concurrency, options.prompt_tokens, options.new_tokens)
     engine = make_engine(options, load)
-    runs: dict[str, list[Run]] = {"direct": [], "http": []}
+    runs: dict[str, list[ServeRun]] = {"direct": [], "http": []}
     with engine.model.rollout_phase(), served(engine) as (port, clients):
         rivals = {
             "direct": lambda load, prompts: run_direct(engine, load, prompts),
             "http": lambda load, prompts: run_http(clients, port, load, prompts),
         }
-        warm_up = Load(load.concurrency, load.concurrency, load.prompt_tokens, _WARM_UP_TOKENS)
+        warm_up = ServeLoad(load.concurrency, load.concurrency, load.prompt_tokens, _WARM_UP_TOKENS)
         for one in rivals.values():
             one(warm_up, warm_up.prompts(engine.model.vocab_size, -1))
         for repeat in range(options.repeats):
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     return {**settings, **report(**runs)}
 
 
-def report(direct: list[Run], http: list[Run]) -> dict[str, object]:
+def report(direct: list[ServeRun], http: list[ServeRun]) -> dict[str, object]:
     """Medians over the repeats; latencies over all requests of all repeats."""
     costs = [1 - mine.tok_s / theirs.tok_s for mine, theirs in zip(http, direct, strict=True)]
     first = [seconds for run in http for seconds in run.first_s]
@@ -131,7 +131,7 @@ def report(direct: list[Run], http: list[Run]) -> dict[str, object]:
     }
 
 
-def make_engine(options: argparse.Namespace, load: Load) -> Engine:
+def make_engine(options: argparse.Namespace, load: ServeLoad) -> Engine:
     """An engine that holds as many sequences as run at a time. Raises ValueError when the context is too short."""
     length = load.prompt_tokens + load.new_tokens
     blocks_each = -(-(length + 1) // EngineConfig.block_size)
@@ -162,7 +162,7 @@ def served(engine: Engine) -> Iterator[tuple[int, subprocess.Popen[str]]]:
         yield server.port, clients
 
 
-def run_http(clients: subprocess.Popen[str], port: int, load: Load, prompts: list[list[int]]) -> Run:
+def run_http(clients: subprocess.Popen[str], port: int, load: ServeLoad, prompts: list[list[int]]) -> ServeRun:
     """The load by streams. Raises RuntimeError where a request failed."""
     bodies = [
         {"input_ids": prompt, "sampling_params": load.params(index), "stream": True, "return_logprob": True}
@@ -177,10 +177,10 @@ def run_http(clients: subprocess.Popen[str], port: int, load: Load, prompts: lis
     answer = json.loads(line)
     assert answer["num_tokens"] == load.num_requests * load.new_tokens
     rates = answer["num_tokens"] / answer["seconds"], load.num_requests / answer["seconds"]
-    return Run(*rates, tuple(answer["first_s"]), tuple(answer["between_s"]))
+    return ServeRun(*rates, tuple(answer["first_s"]), tuple(answer["between_s"]))
 
 
-def run_direct(engine: Engine, load: Load, prompts: list[list[int]]) -> Run:
+def run_direct(engine: Engine, load: ServeLoad, prompts: list[list[int]]) -> ServeRun:
     """The load by the Python API, as many requests at a time. The engine's own thread runs the steps, as for HTTP."""
     answers = Answers()
     waiting = deque(enumerate(prompts))
@@ -195,7 +195,7 @@ def run_direct(engine: Engine, load: Load, prompts: list[list[int]]) -> Run:
         num_open -= 1
     seconds = time.perf_counter() - began
     assert num_tokens == load.num_requests * load.new_tokens
-    return Run(num_tokens / seconds, load.num_requests / seconds)
+    return ServeRun(num_tokens / seconds, load.num_requests / seconds)
 
 
 class Answers:

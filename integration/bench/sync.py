@@ -102,18 +102,18 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 
 
 @contextmanager
-def _bench(options: argparse.Namespace) -> Iterator[Bench]:
+def _bench(options: argparse.Namespace) -> Iterator[SyncBench]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-bench-")))
         peer = Peer(options.preset, options.threads, folder)
         stack.callback(peer.close)
         disk = options.folder or folder / "updates"
-        bench = Bench(options.preset, peer, int(options.bucket_mib * (1 << 20)), disk, options.seed)
+        bench = SyncBench(options.preset, peer, int(options.bucket_mib * (1 << 20)), disk, options.seed)
         stack.callback(bench.close)
         yield bench
 
 
-class Bench:
+class SyncBench:
     """The trainer's process: its model, its transports, and its ends of the raw copies."""
 
     def __init__(self, preset: str, peer: Peer, bucket_bytes: int, folder: Path, seed: int) -> None:

@@ -27,7 +27,7 @@ BENCHMARKS = {
 }
 
 
-def bench(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Run one benchmark. Returns the exit code: 1 where its report says that it missed a bar (`passed` is False)."""
     names = "\n".join(f"  {name:10} {what}" for name, what in BENCHMARKS.items())
     parser = CommandParser(

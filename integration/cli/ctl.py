@@ -16,17 +16,18 @@ from dataclasses import dataclass
 
 import httpx
 
+from ..service_config import MEMORY_TAGS, known_tags
 from .ctl_answers import by_worker, checksum, in_words, message_of, report, results_of
+from .parser import CommandParser
 
 KEY_VARIABLES = ("LOCKSTEP_ADMIN_KEY", "SGLANG_OMNI_ADMIN_KEY", "LOCKSTEP_API_KEY")
 DONE, REFUSED, UNREACHABLE, UNAUTHORISED, DIVIDED = 0, 1, 3, 4, 5
 MODES = ("retract", "in_place", "abort")
-TAGS = ("kv_cache", "weights", "cuda_graph")
 _GRACE_S = 5.0  # beyond the deadline that is sent along: the server's answer says more than our silence
 
 
 @dataclass(frozen=True)
-class Call:
+class VerbCall:
     """One request to the server."""
 
     method: str
@@ -41,11 +42,11 @@ class Verb:
 
     what: str
     arguments: Callable[[argparse.ArgumentParser], None]
-    call: Callable[[argparse.Namespace], Call]
+    call: Callable[[argparse.Namespace], VerbCall]
     show: Callable[[object], str]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     """Fill the parser of the command. A mistake on the command line exits as the parser's class does."""
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="of the server or router; default %(default)s")
     parser.add_argument(
@@ -58,8 +59,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         verb.arguments(verbs.add_parser(name, help=verb.what, description=f"{verb.what[:1].upper()}{verb.what[1:]}."))
 
 
-def run(options: argparse.Namespace) -> int:
-    """Make the call and print the answer; returns the exit code. Raises ValueError for a bad url or argument."""
+def run(arguments: Sequence[str]) -> int:
+    """Make the call and print the answer. Returns the exit code. Raises ValueError for a bad url or argument."""
+    parser = CommandParser(
+        prog="lockstep ctl",
+        description="The verbs of a served engine, or of all engines of a router, from a shell.",
+        epilog=exit_codes(),
+    )
+    _add_arguments(parser)
+    return _make_call(parser.parse_args(arguments))
+
+
+def _make_call(options: argparse.Namespace) -> int:
     url = httpx.URL(options.url)
     if url.scheme not in ("http", "https") or not url.host:
         raise ValueError(f"--url is http://HOST:PORT, not {options.url!r}")
@@ -183,7 +194,7 @@ def _version_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _tags_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("tags", nargs="*", metavar="TAG", help=f"of {', '.join(TAGS)}; all without any")
+    parser.add_argument("tags", nargs="*", metavar="TAG", help=f"of {', '.join(MEMORY_TAGS)}; all without any")
 
 
 def _prompt(options: argparse.Namespace) -> dict[str, object]:
@@ -196,66 +207,65 @@ def _given(**fields: object) -> dict[str, object]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _abort(options: argparse.Namespace) -> Call:
+def _abort(options: argparse.Namespace) -> VerbCall:
     arguments = {"abort_all": True} if options.all else {"rid": options.rid}
-    return Call("POST", "/abort_request", arguments)
+    return VerbCall("POST", "/abort_request", arguments)
 
 
-def _pin(options: argparse.Namespace) -> Call:
+def _pin(options: argparse.Namespace) -> VerbCall:
     prompt = _prompt(options)
     if bool(options.hashes) == bool(prompt):
         raise ValueError("pin needs either block hashes, or --prompt, or --ids")
     common = _given(owner=options.owner, ttl_seconds=options.ttl)
     if prompt:
-        return Call("POST", "/hicache/pin_prefix", prompt | common)
-    return Call("POST", "/hicache/pin_blocks", {"block_hashes": options.hashes} | common)
+        return VerbCall("POST", "/hicache/pin_prefix", prompt | common)
+    return VerbCall("POST", "/hicache/pin_blocks", {"block_hashes": options.hashes} | common)
 
 
-def _cache(options: argparse.Namespace) -> Call:
+def _cache(options: argparse.Namespace) -> VerbCall:
     shape = "json" if options.json else "text"
     body = _given(depth=options.depth, under=options.under, format=shape) | _prompt(options)
-    return Call("POST", "/hicache/cache_tree", body)
+    return VerbCall("POST", "/hicache/cache_tree", body)
 
 
-def _version(options: argparse.Namespace) -> Call:
+def _version(options: argparse.Namespace) -> VerbCall:
     if options.new is None:
-        return Call("GET", "/get_weight_version")
+        return VerbCall("GET", "/get_weight_version")
     fields = {"new_version": options.new, "abort_all_requests": options.abort_all}
-    return Call("POST", "/update_weight_version", fields)
+    return VerbCall("POST", "/update_weight_version", fields)
 
 
-def _tags(path: str) -> Callable[[argparse.Namespace], Call]:
-    def call(options: argparse.Namespace) -> Call:
-        if unknown := sorted(set(options.tags) - set(TAGS)):
-            raise ValueError(f"unknown memory tag: {', '.join(unknown)}; known: {', '.join(TAGS)}")
-        return Call("POST", path, {"tags": options.tags})
+def _tags(path: str) -> Callable[[argparse.Namespace], VerbCall]:
+    def call(options: argparse.Namespace) -> VerbCall:
+        known_tags(options.tags)
+        return VerbCall("POST", path, {"tags": options.tags})
 
     return call
 
 
 VERBS: dict[str, Verb] = {
-    "health": Verb("whether it lives", _nothing, lambda _: Call("GET", "/health"), lambda _: "healthy"),
-    "state": Verb("everything it says about itself", _nothing, lambda _: Call("GET", "/state"), in_words),
+    "health": Verb("whether it lives", _nothing, lambda _: VerbCall("GET", "/health"), lambda _: "healthy"),
+    "state": Verb("everything it says about itself", _nothing, lambda _: VerbCall("GET", "/state"), in_words),
     "sequences": Verb(
-        "who runs and who waits, with their newest tokens", _nothing, lambda _: Call("GET", "/lockstep/sequences"),
+        "who runs and who waits, with their newest tokens", _nothing, lambda _: VerbCall("GET", "/lockstep/sequences"),
         in_words,
     ),
     "pause": Verb(
         "run no more steps until continue", _pause_arguments,
-        lambda o: Call("POST", "/pause_generation", _given(mode=o.mode, ttl=o.ttl)), report,
+        lambda o: VerbCall("POST", "/pause_generation", _given(mode=o.mode, ttl=o.ttl)), report,
     ),
-    "continue": Verb("end a pause", _nothing, lambda _: Call("POST", "/continue_generation", {}), report),
-    "flush": Verb("empty the prefix cache", _nothing, lambda _: Call("POST", "/flush_cache", {}), report),
+    "continue": Verb("end a pause", _nothing, lambda _: VerbCall("POST", "/continue_generation", {}), report),
+    "flush": Verb("empty the prefix cache", _nothing, lambda _: VerbCall("POST", "/flush_cache", {}), report),
     "abort": Verb("end requests with what they have", _abort_arguments, _abort, report),
     "checksum": Verb(
         "digests of the weights that are there now", _nothing,
-        lambda _: Call("POST", "/weights_checker", {"action": "checksum"}), checksum,
+        lambda _: VerbCall("POST", "/weights_checker", {"action": "checksum"}), checksum,
     ),
     "version": Verb("the weight version, or a new label for it", _version_arguments, _version, report),
     "pin": Verb("keep cached blocks from eviction", _pin_arguments, _pin, report),
     "unpin": Verb(
         "lift one pin of each block", _unpin_arguments,
-        lambda o: Call("POST", "/hicache/unpin_blocks", {"block_hashes": o.hashes} | _given(owner=o.owner)), report,
+        lambda o: VerbCall("POST", "/hicache/unpin_blocks", {"block_hashes": o.hashes} | _given(owner=o.owner)), report,
     ),
     "cache": Verb("the prefix cache, or where a prompt leaves it", _cache_arguments, _cache, str),
     "release": Verb("give memory back", _tags_arguments, _tags("/release_memory_occupation"), report),

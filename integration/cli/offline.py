@@ -187,7 +187,7 @@ class AnswerFile:
 
 
 @dataclass(frozen=True)
-class Tally:
+class OfflineReport:
     """What a run did."""
 
     num_before: int  # answers that were there
@@ -195,7 +195,7 @@ class Tally:
     num_ignored: int  # of those written: the engine could not take the prompt; finish_reason says why
 
 
-def generate(job: OfflineJob) -> Tally:
+def generate(job: OfflineJob) -> OfflineReport:
     """Answer what is not answered yet; whatever stops it, the answers that finished are in the file.
 
     Raises ValueError naming the option, file or line that is wrong.
@@ -206,12 +206,12 @@ def generate(job: OfflineJob) -> Tally:
         file.compare(prompts, job.sampling.n, job.hashes)
         every = [(prompt, sample) for prompt in prompts for sample in range(job.sampling.n)]
         work = [(prompt, sample) for prompt, sample in every if (prompt.index, sample) not in file.answers]
-        return _Run(job, file, prompts).run(work) if work else Tally(len(every), 0, 0)
+        return _OfflineRun(job, file, prompts).run(work) if work else OfflineReport(len(every), 0, 0)
     finally:
         file.close()
 
 
-class _Run:
+class _OfflineRun:
     """The engine's share of a job."""
 
     def __init__(self, job: OfflineJob, file: AnswerFile, prompts: Sequence[Prompt]) -> None:
@@ -232,7 +232,7 @@ class _Run:
         self._hashes = {**job.hashes, "weights": _hash(digest)}
         file.compare(prompts, job.sampling.n, self._hashes)
 
-    def run(self, work: Sequence[Work]) -> Tally:
+    def run(self, work: Sequence[Work]) -> OfflineReport:
         """Keep the engine full, with as many requests waiting as may run, and write what it finishes."""
         engine, num_before, num_ignored = self._engine, len(self._file.answers), 0
         waiting, live = iter(work), {}
@@ -255,7 +255,7 @@ class _Run:
                 seconds, num_tokens = engine.metrics.step_seconds, engine.metrics.num_output_tokens
                 bar.set_postfix_str(f"{num_tokens / seconds:.0f} tok/s", refresh=False)
                 bar.update(len(finished))
-        return Tally(num_before, len(work), num_ignored)
+        return OfflineReport(num_before, len(work), num_ignored)
 
     def _seed(self, prompt: Prompt, sample: int) -> int:
         given = self._job.sampling.sampling_seed

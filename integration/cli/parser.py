@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
+PACKAGE = __package__.split(".")[0]
+
 
 class CommandParser(argparse.ArgumentParser):
     """Answers a mistake in one line."""

@@ -1,66 +1,90 @@
-"""`lockstep serve`: an engine with its HTTP surface, in one process or on the ranks that torchrun started.
-
-The ranks of a replica load their parts of the model together. Its controller listens; the others follow it until it
-closes the engine, and leave signals to it, for torchrun sends one to all of them at once.
-"""
+"""`lockstep serve`: reads the flags and the config file, and serves the model."""
 
 from __future__ import annotations
 
+import argparse
 import logging
-import math
-import signal
-import sys
-from dataclasses import replace
+import os
+from collections.abc import Sequence
+from pathlib import Path
 
 from ...rollout.config import EngineConfig
-from ...rollout.engine import Engine
-from ..http import server
 from ..http.edge.config import HttpConfig
-from ..lost_ranks import leave, loss_of
-from ..ranks import process_group, this_rank
-from ..service import RolloutService
 from ..service_config import ServiceConfig
-
-logger = logging.getLogger(__name__)
-
-_MEET_TIMEOUT_S = 600.0  # ranks that load a model, perhaps from different disks, and only then meet
+from .parser import PACKAGE, CommandParser
+from .settings import build, named, read_settings, read_tables
 
 
-def serve_model(
-    model: str, http_config: HttpConfig, engine_config: EngineConfig, service_config: ServiceConfig
-) -> None:
-    """Serve until SIGINT or SIGTERM; of several ranks each calls this, and whoever finds that another is lost ends its
-    process, naming it, with exit code 1. Raises ValueError and OSError as `server.serve`, and what a signal raises."""
-    if engine_config.tp * engine_config.pp == 1:
-        _serve(model, http_config, RolloutService(Engine(model, engine_config), service_config))
-        return
-    ranks = this_rank(engine_config.device or "")
-    engine = None
-    with process_group(ranks, math.ceil(max(engine_config.rank_timeout_s, _MEET_TIMEOUT_S))):
-        try:
-            engine = Engine(model, replace(engine_config, device=str(ranks.device)))
-            service = RolloutService(engine, service_config)
-            if engine.is_controller:
-                _serve(model, http_config, service)
-            else:
-                _follow(service)
-        except RuntimeError as error:
-            if (failure := loss_of(error, engine and engine.ranks)) is None:
-                raise
-            leave(failure, ranks.rank, "while serving" if engine else "before serving")
+def run(arguments: Sequence[str]) -> int:
+    """Serve until a signal ends it. Returns the exit code."""
+    options = _parse(arguments)
+    tables = read_tables(options.config)
+    model = options.model or tables["http"].pop("model_path", None)
+    if model is None:
+        raise ValueError("--model is needed, or http.model_path in the config")
+    given = {"host": options.host, "port": options.port, "api_key": options.api_key}
+    given |= {"admin_api_key": options.admin_api_key, "model_name": options.served_model_name}
+    http = tables["http"] | {name: value for name, value in given.items() if value is not None}
+    extra = read_settings("--sglang-arg", options.sglang_arg)
+    http |= {"model_path": str(model), "extra_server_args": http.get("extra_server_args", {}) | extra}
+    return _serve_model(
+        model, http, tables["engine"] | read_settings("--engine", options.engine),
+        tables["service"] | ({"allow_pickle": False} if options.no_pickle else {}),
+    )  # fmt: skip
 
 
-def _serve(model: str, config: HttpConfig, service: RolloutService) -> None:
-    def announce(url: str) -> None:
-        sys.stderr.write(f"lockstep: serving {model} at {url}\n")  # one write, for other ranks write there too
-        sys.stderr.flush()
+def _serve_model(model: str, http: dict[str, object], engine: dict[str, object], service: dict[str, object]) -> int:
+    http_config = named("http", lambda: build(HttpConfig, http))
+    http_config.check_bind()  # before the model is loaded
+    engine_config = named("engine", lambda: EngineConfig.from_dict(engine))
+    service_config = named("service", lambda: build(ServiceConfig, service))
+    if not Path(model, "config.json").is_file():
+        raise ValueError(f"--model: {model} is not a model folder (it has no config.json)")
+    named("engine", lambda: _check_ranks(engine_config.tp, engine_config.pp))
+    from .served_model import serve_model  # only now the heavy imports
 
-    server.serve(service, config, announce)
+    logging.getLogger(PACKAGE).setLevel(logging.INFO)  # what the engine chose, and why
+    try:
+        serve_model(model, http_config, engine_config, service_config)
+    except OSError as error:
+        raise ValueError(str(error)) from error
+    return 0
 
 
-def _follow(service: RolloutService) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    while service.engine.follow() != "closed":
-        logger.warning("dismissed: following again")
-    service.close()
+def _check_ranks(tp: int, pp: int) -> None:
+    """Raises ValueError, naming the command, where this is not one of as many processes as the model is divided
+    among."""
+    num_ranks, num_started = tp * pp, int(os.environ.get("WORLD_SIZE", "1"))
+    command = f"torchrun --nproc-per-node {num_ranks} -m {PACKAGE}.integration.cli serve ... --engine tp={tp} pp={pp}"
+    if num_started == 1 < num_ranks:
+        raise ValueError(f"tp={tp} pp={pp} divides the model among {num_ranks} processes: start `{command}`")
+    if num_started != num_ranks:
+        raise ValueError(
+            f"tp={tp} pp={pp} makes a replica of {num_ranks}, but torchrun started {num_started} ranks, and one is "
+            f"served by itself: start each as `{command}`, with a port of its own, and put `lockstep route` before them"
+        )
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = CommandParser(
+        prog="lockstep serve",
+        description="Serve a model over HTTP: generation, OpenAI's API, and the control and weight verbs that RL "
+        "frameworks use. SIGTERM and Ctrl-C end it. A model that is divided among ranks (--engine tp=2 pp=2) is served "
+        f"by torchrun --nproc-per-node 4 -m {PACKAGE}.integration.cli serve ...",
+    )
+    parser.add_argument("--model", metavar="FOLDER", help="a causal LM in Hugging Face format")
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML with the tables engine, http and service; flags win over it"
+    )
+    parser.add_argument("--host", help="default 127.0.0.1; another needs an admin key")
+    parser.add_argument("--port", type=int, help="default 30000; 0: a free one")
+    parser.add_argument("--api-key", metavar="KEY", help="default: the environment's LOCKSTEP_API_KEY")
+    parser.add_argument("--admin-api-key", metavar="KEY", help="default: LOCKSTEP_ADMIN_KEY, or SGLANG_OMNI_ADMIN_KEY")
+    parser.add_argument("--served-model-name", metavar="NAME", help="as /v1/models calls it; default: the folder")
+    parser.add_argument("--no-pickle", action="store_true", help="refuse the pickled payloads of existing frameworks")
+    for flag, what in (
+        ("--engine", "engine settings: kv_cache=2GiB dtype=bfloat16 max_num_seqs=64 ..."),
+        ("--sglang-arg", "settings that /server_info is to show beside its own: mem_fraction_static=0.8 ..."),
+    ):
+        parser.add_argument(flag, action="extend", nargs="+", default=[], metavar="KEY=VALUE", help=what)
+    return parser.parse_args(arguments)

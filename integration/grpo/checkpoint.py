@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from ...weight_sync.disk.atomic_folder import atomic_folder
-from .backends import TrainerState
+from .backends.backend import TrainerState
 
 _PREFIX = "step-"
 _NUM_KEPT = 2

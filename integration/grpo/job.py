@@ -22,7 +22,7 @@ from ..ranks import Ranks
 from .arithmetic import ArithmeticSpec
 from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from .config import JobConfig
-from .engines import make_engine
+from .engines.factory import make_engine
 from .loss import group_advantages
 from .packing import Sample
 from .plan import model_spec

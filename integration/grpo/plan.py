@@ -9,7 +9,6 @@ import os
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...rollout.config import EngineConfig
 from ...rollout.ranks.mesh import Mesh, MeshPlan
 from ...rollout.sharding.part import Part, build_part
 from ...weight_sync.layout.bucket import ALIGNMENT
@@ -28,23 +27,6 @@ def model_spec(config: JobConfig) -> ModelSpec:
     """The shape of the model that is built."""
     m = config.model
     return ModelSpec(m.hidden_size, m.intermediate_size, m.num_layers, m.num_heads, m.num_kv_heads, m.head_dim)
-
-
-def engine_config(config: JobConfig) -> EngineConfig:
-    """How each rank's engine is set up. Raises ValueError naming what is out of range."""
-    settings = config.engine
-    return EngineConfig(
-        kv_cache=settings.kv_cache,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        invariant=settings.invariant,
-        seed=config.run.seed,
-        tp=config.parallel.tp,
-        pp=config.parallel.pp,
-        k_blocks=settings.k_blocks,
-        sequence_pipelining=settings.sequence_pipelining,
-        rank_timeout_s=settings.rank_timeout_s,
-    )
 
 
 def check_job(config: JobConfig, num_ranks: int) -> None:
@@ -69,7 +51,7 @@ def check_job(config: JobConfig, num_ranks: int) -> None:
         wrong.append(f"weights.folder: {config.weights.folder!r} is no folder")
     if wrong:
         raise ValueError("; ".join(wrong))
-    engine_config(config)
+    config.engine_config()
     load_reward(config.reward)
     model_spec(config)
     task = build_task(config)

@@ -1,8 +1,14 @@
 """Reward functions: the default one, and how a user's own is found and kept honest."""
 
 import importlib
+import logging
 import math
 from typing import Protocol
+
+logger = logging.getLogger(__name__)
+
+# Old places of our own reward functions: where they are now. Accepted until release 0.2.
+_MOVED = {"lockstep.integration.rewards:exact_answer": "lockstep.integration.grpo.rewards:exact_answer"}
 
 
 class RewardFunction(Protocol):
@@ -25,11 +31,14 @@ def exact_answer(prompt: str, completion: str, answer: str) -> float:
 
 
 def load_reward(location: str) -> RewardFunction:
-    """Finds the reward function at "module:function" (dots after the colon reach into classes).
+    """Find the reward function at "module:function" (dots after the colon reach into classes).
 
-    Raises ValueError, in one line that names `location`, if it cannot be imported or called. The result
-    checks what the function returns, see `checked_reward`.
+    An old place of one of our own is accepted, with a logged warning. Raises ValueError, in one line that names
+    `location`, if it cannot be imported or called. The result checks what the function returns, see `checked_reward`.
     """
+    if location in _MOVED:
+        logger.warning("reward %r has moved: write %r", location, _MOVED[location])
+        location = _MOVED[location]
     module_name, colon, path = location.partition(":")
     if not (colon and module_name and path):
         raise ValueError(f"reward {location!r}: 'module:function' is needed")

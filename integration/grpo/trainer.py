@@ -13,11 +13,14 @@ from torch import Tensor
 from ...kernels.sampling.logprobs import selected_logprobs
 from ...rollout.model.hosted_model import HostedModel
 from ..ranks import Ranks
-from .backends import DdpBackend, Fsdp2Backend, TrainerBackend
-from .config import JobConfig, TrainSettings
-from .deepspeed_backend import DeepSpeedBackend
+from .backends.backend import TrainerBackend
+from .backends.ddp import DdpBackend
+from .backends.deepspeed import DeepSpeedBackend
+from .backends.fsdp2 import Fsdp2Backend
+from .config import JobConfig
 from .loss import PolicyLoss, policy_loss
 from .packing import PackedBatch, Sample, microbatches, pack
+from .sections import TrainSettings
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,18 @@ from .edge import errors
 from .edge.auth import AuthMiddleware
 from .edge.config import HttpConfig
 from .generation import generate
-from .observe import debug_page, info, metrics
+from .observe import debug_page, health, loads, metrics, model_info, server_info, state
 from .observe.traffic import Traffic, TrafficMiddleware
 from .openai import api as openai_api
 
 ROUTERS = (
     generate,
     openai_api,
-    info,
+    health,
+    model_info,
+    server_info,
+    state,
+    loads,
     control,
     weights,
     updates,

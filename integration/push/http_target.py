@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import httpx
 
 from ...weight_sync.target import TargetError
+from ..one_line import in_one_line
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class HttpTarget:
                 headers={"Content-Type": "application/json"},
             )
         except httpx.HTTPError as error:
-            raise TargetError(self._name, verb, f"no answer within {timeout_s:g} s: {_in_words(error)}") from error
+            raise TargetError(self._name, verb, f"no answer within {timeout_s:g} s: {in_one_line(error)}") from error
         answer = _json_of(response)
         if response.status_code == 200 and isinstance(answer, dict):
             if verb == "state" and "paused" not in answer:
@@ -73,16 +74,22 @@ class HttpTarget:
 
 
 def targets_behind(router_url: str, admin_key: str | None = None, *, timeout_s: float = 10.0) -> list[HttpTarget]:
-    """The healthy workers of a router, each as a target of its own, reached at its own address.
+    """List the healthy workers of a router as targets, each reached at its own address.
 
-    Workers that are not healthy are logged and left out; one that returns with other weights gets no requests of the
-    router before an update. Raises TargetError where the router does not answer, or has no healthy workers, saying why.
+    For a `WeightPusher` that calls each engine itself: every engine is then a target of its own, by its own name in
+    errors. `HttpTarget(router_url)` is the other way: one target, whose verbs the router hands on to all its workers.
+
+        pusher = WeightPusher(targets_behind("http://127.0.0.1:30080", admin_key), transport)
+
+    admin_key: of the router and of the workers. timeout_s: for the router's answer. Workers that are not healthy are
+    logged and left out; one that returns with other weights gets no requests of the router before an update. The caller
+    closes the targets. Raises TargetError where the router does not answer, or has no healthy workers, saying why.
     """
     router = HttpTarget(router_url, admin_key)
     try:
         response = router._client.get(f"{router.url}/workers", timeout=timeout_s)
     except httpx.HTTPError as error:
-        raise TargetError(router.name, "workers", f"no answer within {timeout_s:g} s: {_in_words(error)}") from error
+        raise TargetError(router.name, "workers", f"no answer within {timeout_s:g} s: {in_one_line(error)}") from error
     finally:
         router.close()
     answer = _json_of(response)
@@ -129,7 +136,3 @@ def _error_of(response: httpx.Response, answer: object) -> tuple[str, str]:
     if isinstance(results, list) and any(isinstance(one, dict) and one.get("success") for one in results):
         return str(error["message"]), ""  # a router's: some of its workers have done it
     return str(error["message"]), str(error.get("type") or f"HTTP {response.status_code}")
-
-
-def _in_words(error: httpx.HTTPError) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -14,7 +14,7 @@ NOT_RETURNED = _NOT_FORWARDED | {"date", "server"}
 
 
 @dataclass(frozen=True)
-class Call:
+class WorkerCall:
     """A request as it goes to a worker."""
 
     method: str
@@ -32,8 +32,3 @@ def headers_of(headers: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...
     """A client's headers that go on to a worker: Authorization does, what belongs to the connection does not."""
     kept = [(name, value) for name, value in headers if name.lower() not in _NOT_FORWARDED]
     return (*kept, ("accept-encoding", "identity"))
-
-
-def describe(error: BaseException) -> str:
-    """An exception in one line."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -10,18 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 
 import httpx
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from ..http.edge.disconnect import first_of, until_disconnect
 from ..http.edge.errors import HttpError, error_body
-from .calls import Call, describe
+from ..one_line import in_one_line
+from .calls import WorkerCall
 from .config import RouterConfig
 from .counters import Affinity, Outcome, RouterCounters
-from .fleet.balance import Load, PrefixTable, choose
+from .fleet.balance import PrefixTable, WorkerLoad, choose
 from .fleet.workers import Hold, Worker, WorkerRegistry, why_none
 from .relay import Relay, Unavailable
 
@@ -34,7 +35,7 @@ _END_OF_EVENT = b"\n\n"
 class Generation:
     """A call with what the choice of its worker depends on."""
 
-    call: Call
+    call: WorkerCall
     keys: tuple[bytes, ...]  # of its prompt, see `balance.prompt_keys`
     num_sequences: int
 
@@ -91,7 +92,7 @@ class Proxy:
         listed = "; ".join(f"{url}: {why}" for url, why in failures.items())
         raise HttpError(502, f"workers failed before they produced anything: {listed}", code="workers_failed")
 
-    async def _try(self, worker: Worker, call: Call, relay: Relay, deadline: float) -> str:
+    async def _try(self, worker: Worker, call: WorkerCall, relay: Relay, deadline: float) -> str:
         """What was wrong; the relay says how it ended. Of what fails before it has begun the client hears nothing."""
         why = ""
         try:
@@ -105,7 +106,7 @@ class Proxy:
             why = f"not answered within {self._config.request_timeout_s:g} s by worker {worker.url}"
             await relay.fail(why, Outcome.TIMED_OUT)
         except (_WorkerDied, Unavailable, httpx.TransportError) as error:
-            relay.outcome, why = Outcome.MOVED, describe(error)
+            relay.outcome, why = Outcome.MOVED, in_one_line(error)
             worker.suspect(why)
             logger.warning("a request that had produced nothing leaves worker %s: %s", worker.url, why)
         return why
@@ -120,7 +121,7 @@ class Proxy:
             able = [worker for worker in able if not worker.paused] or able
             if able:
                 knowing = self._prefixes.knowing(generation.keys)
-                loads = [Load(worker.id, worker.num_running, worker.num_routed) for worker in able]
+                loads = [WorkerLoad(worker.id, worker.num_running, worker.num_routed) for worker in able]
                 worker = self._registry.find(choose(loads, knowing, self._config.affinity_slack))
                 is_known = any(one.id in knowing for one in able)
                 hit = Affinity.HIT if worker.id in knowing else Affinity.TOO_BUSY if is_known else Affinity.UNKNOWN
@@ -134,25 +135,19 @@ class Proxy:
                     headers={"Retry-After": "1"},
                 )  # fmt: skip
 
-    async def _attempt(self, worker: Worker, call: Call, relay: Relay) -> None:
+    async def _attempt(self, worker: Worker, call: WorkerCall, relay: Relay) -> None:
         """Raises _Begun where the client has a part; otherwise whatever was wrong, and nothing was sent."""
         passing = asyncio.create_task(self._pass_through(worker, call, relay))
-        death = asyncio.create_task(worker.died.wait())
         try:
-            await asyncio.wait({passing, death}, return_when=asyncio.FIRST_COMPLETED)
-            if not passing.done():
+            if not await first_of(passing, worker.died.wait()):
                 raise _WorkerDied(worker.last_error or "it is dead")
             passing.result()
         except (_WorkerDied, httpx.TransportError) as error:
             if relay.has_begun:
-                raise _Begun(describe(error)) from error
+                raise _Begun(in_one_line(error)) from error
             raise
-        finally:
-            for task in (passing, death):
-                task.cancel()
-            await asyncio.gather(passing, death, return_exceptions=True)
 
-    async def _pass_through(self, worker: Worker, call: Call, relay: Relay) -> None:
+    async def _pass_through(self, worker: Worker, call: WorkerCall, relay: Relay) -> None:
         timeout = httpx.Timeout(None, connect=self._config.connect_timeout_s)
         async with self._client.stream(
             call.method, worker.url + call.target, headers=list(call.headers), content=call.body, timeout=timeout
@@ -179,16 +174,8 @@ class ProxyResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answering = asyncio.create_task(self._answer(scope, receive, send))
-        leaving = asyncio.create_task(_disconnect(receive))
-        try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if answering.done():
-                answering.result()
-        finally:
-            for task in (answering, leaving):
-                task.cancel()
-            with suppress(asyncio.CancelledError):
-                await asyncio.gather(answering, leaving, return_exceptions=True)
+        if await first_of(answering, until_disconnect(receive)):
+            answering.result()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -196,8 +183,3 @@ class ProxyResponse(Response):
         except HttpError as error:
             body = error_body(error, openai=scope["path"].startswith("/v1/"))
             await JSONResponse(body, error.status, error.headers)(scope, receive, send)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

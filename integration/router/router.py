@@ -7,7 +7,7 @@ from fastapi import Request
 
 from ..http.edge.bodies import read_bytes
 from ..http.edge.errors import HttpError
-from .calls import Call, headers_of
+from .calls import WorkerCall, headers_of
 from .changes.admin import Admin
 from .changes.journal import UpdateJournal
 from .changes.updates import Updates
@@ -82,11 +82,11 @@ def router_of(request: Request) -> Router:
     return request.app.state.router
 
 
-async def call_of(request: Request, limit: int) -> Call:
+async def call_of(request: Request, limit: int) -> WorkerCall:
     """A request as it goes to a worker, with a body of at most `limit` bytes."""
     # What was allowed is the path as it stands: one with dots in it would be another one at the worker.
     if {".", ".."} & set(request.scope["path"].split("/")):
         raise HttpError(404, "Not Found")
     path = request.scope["raw_path"].decode("latin-1")
     headers = headers_of(request.headers.items())
-    return Call(request.method, path, request.url.query, headers, await read_bytes(request, limit))
+    return WorkerCall(request.method, path, request.url.query, headers, await read_bytes(request, limit))

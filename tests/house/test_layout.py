@@ -50,12 +50,17 @@ PLACES = {
     "weight_sync.deadline": "",
     "weight_sync.errors": "",
     "weight_sync.manifest": "",
-    "integration.cli": (
-        "grpo http.edge http.server lost_ranks ranks router.config router.server service service_config version"
-    ),
+    "integration.grpo.__main__": "grpo.main",
+    "integration.grpo.main": "grpo.config grpo.job grpo.plan lost_ranks ranks",
     "integration.bench.serve": "bench.parts http.edge http.server service",
-    "integration.grpo": (
-        "http.edge http.server lost_ranks push.adapters push.local_target push.pusher push.remote_engine ranks service"
+    "integration.cli": (
+        "grpo.config grpo.plan http.edge http.server lost_ranks ranks router.config router.server service "
+        "service_config version"
+    ),
+    "integration.grpo.job": (
+        "grpo.arithmetic grpo.checkpoint grpo.config grpo.engines grpo.loss grpo.packing grpo.plan "
+        "grpo.problems grpo.rewards grpo.run_log grpo.task grpo.trainer grpo.warm_start http.edge http.server "
+        "ranks"
     ),
     "integration.http.server": "http.app http.edge service",
     "integration.router.server": "router.app router.changes router.config router.fleet",
@@ -79,29 +84,52 @@ PLACES = {
     "integration.http.openai": "http.edge http.generation http.observe",
     "integration.router.worker_paths": "http.edge router.fleet router.router",
     "integration.bench.parts": "push.local_target push.remote_engine service",
+    "integration.grpo.engines": (
+        "grpo.backends grpo.config push.adapters push.local_target push.pusher push.remote_engine ranks "
+        "service"
+    ),
     "integration.http.observe": "http.admin http.edge service version",
     "integration.router.router": (
-        "http.edge router.calls router.changes router.config router.counters router.fleet router.metrics router.proxy"
+        "http.edge router.calls router.changes router.config router.counters router.fleet router.metrics "
+        "router.proxy"
     ),
     "integration.http.admin": "http.edge plain_values push.local_target service weights",
     "integration.push.remote_engine": "plain_values push.local_target service",
     "integration.router.metrics": "router.changes router.counters router.fleet",
-    "integration.router.proxy": "http.edge router.calls router.config router.counters router.fleet router.relay",
+    "integration.router.proxy": (
+        "http.edge one_line router.calls router.config router.counters router.fleet router.relay"
+    ),
+    "integration.grpo.plan": "grpo.arithmetic grpo.config grpo.rewards grpo.task grpo.trainer grpo.warm_start ranks",
     "integration.push.local_target": "plain_values service",
-    "integration.router.changes": "http.edge router.calls router.config router.counters router.fleet",
+    "integration.router.changes": "http.edge one_line router.calls router.config router.counters router.fleet",
     "integration.router.relay": "router.calls router.counters router.fleet",
+    "integration.grpo.checkpoint": "grpo.backends",
+    "integration.grpo.task": "grpo.arithmetic grpo.config grpo.problems",
+    "integration.grpo.trainer": "grpo.backends grpo.config grpo.loss grpo.packing grpo.sections ranks",
+    "integration.grpo.warm_start": "grpo.arithmetic",
     "integration.router.fleet": "http.edge router.config",
     "integration.service": "service_config weights",
+    "integration.grpo.arithmetic": "grpo.problems",
+    "integration.grpo.backends": "grpo.sections push.adapters ranks",
+    "integration.grpo.config": "grpo.reading grpo.sections",
     "integration.http.generation": "http.edge",
+    "integration.push.http_target": "one_line",
     "integration.push.pusher": "push.adapters",
     "integration.router.config": "http.edge",
     "integration.weights": "plain_values service_config",
+    "integration.grpo.loss": "",
+    "integration.grpo.packing": "",
+    "integration.grpo.problems": "",
+    "integration.grpo.reading": "",
+    "integration.grpo.rewards": "",
+    "integration.grpo.run_log": "",
+    "integration.grpo.sections": "",
     "integration.http.edge": "",
     "integration.kv_events": "",
     "integration.lost_ranks": "",
-    "integration.push.adapters": "",
-    "integration.push.http_target": "",
+    "integration.one_line": "",
     "integration.plain_values": "",
+    "integration.push.adapters": "",
     "integration.ranks": "",
     "integration.router.calls": "",
     "integration.router.counters": "",

@@ -338,7 +338,16 @@ def run_chaos(num_schedules: int, seed: int = 0) -> dict[str, object]:
     every join and every transfer succeeded; wrong: seed and why, where a process died of itself, raised what it should
     not, or found torn tensors; num_failed_cleanly: all others. longest_s: of a schedule. Hangs and wrongs are logged.
     """
-    logging.getLogger("lockstep").setLevel(logging.ERROR)  # forks inherit it; failures are what is wanted here
+    ours = logging.getLogger("lockstep")
+    level = ours.level
+    ours.setLevel(logging.ERROR)  # forks inherit it; failures are what is wanted here
+    try:
+        return _run_schedules(num_schedules, seed)
+    finally:
+        ours.setLevel(level)
+
+
+def _run_schedules(num_schedules: int, seed: int) -> dict[str, object]:
     torch.set_num_threads(1)
     started, todo = time.monotonic(), iter(range(seed, seed + num_schedules))
     running: list[_Running] = []

@@ -55,10 +55,6 @@ class Profiler:
         self._current: _Profile | None = None  # begun, or to begin
         self._ended: _Profile | None = None  # ended by itself, and nobody has asked for its file yet
 
-    @property
-    def is_running(self) -> bool:
-        return self._current is not None
-
     def start(
         self,
         folder: str | None = None,

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from functools import partial
+from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
-from starlette.requests import ClientDisconnect
+from fastapi.responses import Response
 
 from ....rollout.completion import Completion, StreamChunk
+from ....rollout.engine import Engine
 from ....rollout.errors import EngineStopped
 from ..edge.bodies import describe, read_object
 from ..edge.errors import HttpError, as_http_error
 from .body import GenerateBody, GenerateRequest, read_generate
 from .meta import Wanted, meta_info, stream_meta
-from .sse import DONE, EventStream, GrowingList, GrowingText, dumps, event
-from .subscriptions import Hub, Subscription, hub_of, unless_gone
+from .sse import DONE, GrowingList, GrowingText, dumps, event
+from .subscriptions import Asked, Subscription, hub_of
 
 router = APIRouter()
-
-CLIENT_GONE = Response(status_code=499)  # nobody reads it
 
 
 @router.put("/generate", openapi_extra=describe(GenerateBody), operation_id="generate_put")
@@ -32,65 +30,62 @@ async def generate(request: Request) -> Response:
     values = await read_object(request)
     hub = hub_of(request.app)
     ask = read_generate(values, hub.engine)
-    if ask.stream:
-        subscription = await hub.subscribe(partial(ask.asked, hub.engine), streamed=True)
-        return EventStream(_events(subscription, ask, received), on_end=partial(hub.leave, subscription))
-    try:
-        answers = await unless_gone(request, _answers(hub, ask, received))
-    except ClientDisconnect:
-        return CLIENT_GONE
-    return JSONResponse(answers if ask.answers_list else answers[0])
+    return await hub.answer(request, GenerateReply(ask, hub.engine, received))
 
 
-async def _answers(hub: Hub, ask: GenerateRequest, received: float) -> list[dict[str, object]]:
-    async with hub.open(partial(ask.asked, hub.engine), streamed=False) as subscription:
-        completions = await subscription.completions()
-    wanted = _wanted_by_sequence(ask)
-    return [_answer(*pair, ask, received) for pair in zip(completions, wanted, strict=True)]
+@dataclass(frozen=True)
+class GenerateReply:
+    """The answer to one /generate request, see `Reply`."""
 
+    request: GenerateRequest
+    engine: Engine
+    received: float  # on the monotonic clock
 
-def _answer(completion: Completion, wanted: Wanted, ask: GenerateRequest, received: float) -> dict[str, object]:
-    """Raises HttpError 400 for a prompt that could never have run."""
-    refuse_ignored(completion)
-    answer: dict[str, object] = {
-        "text": completion.text,
-        "output_ids": completion.token_ids,
-        "meta_info": meta_info(completion, wanted, received),
-    }
-    if ask.return_prompt_token_ids:
-        answer["prompt_token_ids"] = completion.prompt_ids
-    return answer
+    @property
+    def is_streamed(self) -> bool:
+        """See `Reply.is_streamed`."""
+        return self.request.stream
 
+    def asked(self) -> Asked:
+        """See `Reply.asked`."""
+        return self.request.asked(self.engine)
 
-def refuse_ignored(completion: Completion) -> None:
-    """Raises HttpError 400 for a prompt that could never have run."""
-    reason = completion.finish_reason
-    if reason is not None and reason.type == "ignored":
-        raise HttpError(400, f"the prompt cannot be run: {reason.message}")
+    def whole(self, completions: list[Completion]) -> object:
+        """See `Reply.whole`."""
+        pairs = zip(completions, self._wanted_by_sequence(), strict=True)
+        answers = [self._answer(completion, wanted) for completion, wanted in pairs]
+        return answers if self.request.answers_list else answers[0]
 
+    async def events(self, subscription: Subscription) -> AsyncIterator[bytes]:
+        """Make the events: a chunk repeats what came before it. Steps that the client was too slow for share one."""
+        is_list, wanted = self.request.answers_list, self._wanted_by_sequence()
+        answers = [StreamedAnswer(one, index if is_list else None) for index, one in enumerate(wanted)]
+        try:
+            while subscription.num_open:
+                for index, chunk in latest(subscription, await subscription.take(), answers).items():
+                    if chunk.completion is None:
+                        yield answers[index].event(chunk, self.received)
+                    else:
+                        answer = self._answer(chunk.completion, wanted[index])
+                        yield event(dumps({**answer, "index": index} if is_list else answer))
+        except (HttpError, EngineStopped) as error:
+            yield error_event(error)
+        yield DONE
 
-def _wanted_by_sequence(ask: GenerateRequest) -> list[Wanted]:
-    return [wanted for wanted, params in zip(ask.wanted, ask.params, strict=True) for _ in range(params.n)]
+    def _answer(self, completion: Completion, wanted: Wanted) -> dict[str, object]:
+        refuse_ignored(completion)
+        answer: dict[str, object] = {
+            "text": completion.text,
+            "output_ids": completion.token_ids,
+            "meta_info": meta_info(completion, wanted, self.received),
+        }
+        if self.request.return_prompt_token_ids:
+            answer["prompt_token_ids"] = completion.prompt_ids
+        return answer
 
-
-# -- streaming ------------------------------------------------------------------------------------------------------
-
-
-async def _events(subscription: Subscription, ask: GenerateRequest, received: float) -> AsyncIterator[bytes]:
-    """A chunk repeats what came before it. Steps that the client was too slow for share one."""
-    wanted = _wanted_by_sequence(ask)
-    answers = [StreamedAnswer(one, index if ask.answers_list else None) for index, one in enumerate(wanted)]
-    try:
-        while subscription.num_open:
-            for index, chunk in latest(subscription, await subscription.take(), answers).items():
-                if chunk.completion is None:
-                    yield answers[index].event(chunk, received)
-                else:
-                    answer = _answer(chunk.completion, wanted[index], ask, received)
-                    yield event(dumps({**answer, "index": index} if ask.answers_list else answer))
-    except (HttpError, EngineStopped) as error:
-        yield error_event(error)
-    yield DONE
+    def _wanted_by_sequence(self) -> list[Wanted]:
+        per_prompt = zip(self.request.wanted, self.request.params, strict=True)
+        return [wanted for wanted, params in per_prompt for _ in range(params.n)]
 
 
 class StreamedAnswer:
@@ -134,6 +129,13 @@ class StreamedAnswer:
         return event(
             f'{{"text":{self._text},"output_ids":{self._token_ids},"meta_info":{meta[:-1]}{lists}}}{self._index}}}'
         )
+
+
+def refuse_ignored(completion: Completion) -> None:
+    """Raises HttpError 400 for a prompt that could never have run."""
+    reason = completion.finish_reason
+    if reason is not None and reason.type == "ignored":
+        raise HttpError(400, f"the prompt cannot be run: {reason.message}")
 
 
 def latest(

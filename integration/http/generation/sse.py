@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .subscriptions import first_of, until_disconnect
+from ..edge.disconnect import first_of, until_disconnect
 
 DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # made once, not for each token

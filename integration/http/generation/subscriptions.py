@@ -3,9 +3,9 @@
 No thread waits for a request, so any number of them can be open while the engine is paused. A step wakes the event
 loop once, however many sequences it ran.
 
-    event loop      | open ----> intake thread: tokenise, engine.submit
-                    | take <---- one call_soon_threadsafe a step <---- engine's thread: on_chunk
-                    | close ---> leaving thread: engine.withdraw, all that have left by then together
+    event loop      | subscribe ----> intake thread: tokenise, engine.submit
+                    | take <--------- one call_soon_threadsafe a step <---- engine's thread: on_chunk
+                    | leave --------> leaving thread: engine.withdraw, all that have left by then together
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive
+from starlette.responses import JSONResponse, Response
 
 from ....rollout.completion import Completion, StreamChunk
 from ....rollout.engine import Engine
@@ -29,10 +30,13 @@ from ....rollout.errors import EngineStopped
 from ....rollout.grammars.compiler import CompiledGrammar
 from ....rollout.sampling_params import SamplingParams
 from ....rollout.sequences.request import RequestOptions
+from ..edge.disconnect import unless_gone
+from .sse import EventStream
 
 logger = logging.getLogger(__name__)
 
 _INTAKE_THREADS = 4
+CLIENT_GONE = Response(status_code=499)  # nobody reads it
 T = TypeVar("T")
 
 
@@ -92,6 +96,23 @@ class Subscription:
         return [answers[id] for id in self.index_of]
 
 
+class Reply(Protocol):
+    """One HTTP request for completions: what it asks of the engine, and how its answer reads."""
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the answer is a stream of events."""
+
+    def asked(self) -> Asked:
+        """Tokenise and check the prompts; in a thread, for it may take long. Raises BadField."""
+
+    def whole(self, completions: list[Completion]) -> object:
+        """Make the JSON of an answer that is not streamed. Raises HttpError for a prompt that could not run."""
+
+    def events(self, subscription: Subscription) -> AsyncIterator[bytes]:
+        """Make the events of an answer that is streamed."""
+
+
 class Hub:
     """The open requests of one event loop."""
 
@@ -104,18 +125,28 @@ class Hub:
         self._news: deque[tuple[Subscription, StreamChunk | EngineStopped]] = deque()
         self._is_waking = False
 
-    @asynccontextmanager
-    async def open(self, prepare: Callable[[], Asked], *, streamed: bool) -> AsyncIterator[Subscription]:
-        """Run `prepare` in a thread, queue what it gives, and abort at the end what is left of it. Raises what
-        `prepare` and `Engine.submit` raise."""
-        subscription = await self.subscribe(prepare, streamed=streamed)
+    async def answer(self, request: Request, reply: Reply) -> Response:
+        """Ask the engine and answer the client. What still runs when the client has left is aborted. Raises what
+        `reply.asked`, `reply.whole` and `Engine.submit` raise."""
+        if reply.is_streamed:
+            subscription = await self.subscribe(reply.asked, streamed=True)
+            return EventStream(reply.events(subscription), on_end=partial(self.leave, subscription))
         try:
-            yield subscription
+            completions = await unless_gone(request, self._completions(reply.asked))
+        except ClientDisconnect:
+            return CLIENT_GONE
+        return JSONResponse(reply.whole(completions))
+
+    async def _completions(self, prepare: Callable[[], Asked]) -> list[Completion]:
+        subscription = await self.subscribe(prepare, streamed=False)
+        try:
+            return await subscription.completions()
         finally:
             self.leave(subscription)
 
     async def subscribe(self, prepare: Callable[[], Asked], *, streamed: bool) -> Subscription:
-        """As `open`; whoever calls it calls `leave` at the end."""
+        """Run `prepare` in a thread and queue its requests. Call `leave` at the end. Raises what `prepare`
+        and `Engine.submit` raise."""
         subscription = Subscription(self)
 
         def submit() -> list[list[str]]:
@@ -187,29 +218,3 @@ def hub_of(app: Starlette) -> Hub:
     if hub is None or hub.loop is not asyncio.get_running_loop():
         hub = app.state.hub = Hub(app.state.service.engine)
     return hub
-
-
-async def until_disconnect(receive: Receive) -> None:
-    """Return when the client is gone. The body has been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns. Where the client leaves before, it is cancelled; raises ClientDisconnect then."""
-    working = asyncio.ensure_future(work)
-    if not await first_of(working, until_disconnect(request.receive)):
-        raise ClientDisconnect
-    return working.result()
-
-
-async def first_of(working: asyncio.Future[Any], other: Awaitable[None]) -> bool:
-    """Wait for either and cancel the other one; returns whether it was `working` that is done."""
-    watching = asyncio.ensure_future(other)
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        return working.done()
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)

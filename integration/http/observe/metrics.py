@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from ....rollout.reports.latencies import Histogram
 from ....rollout.sequences.sequence import State
 from ...service import RolloutService
-from .info import served_name
+from .model_info import served_name
 from .traffic import TrafficCollector
 
 router = APIRouter()

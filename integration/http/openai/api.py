@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
-from starlette.requests import ClientDisconnect
+from fastapi.responses import Response
 
 from ....rollout.completion import Completion
 from ....rollout.engine import Engine
 from ....rollout.errors import EngineStopped
 from ..edge.bodies import describe, read_object
 from ..edge.errors import HttpError, as_http_error, error_body
-from ..generation.generate import CLIENT_GONE, refuse_ignored
-from ..generation.sse import DONE, EventStream, dumps, event
-from ..generation.subscriptions import Hub, Subscription, hub_of, unless_gone
-from ..observe.info import served_name
+from ..generation.generate import refuse_ignored
+from ..generation.sse import DONE, dumps, event
+from ..generation.subscriptions import Asked, Subscription, hub_of
+from ..observe.model_info import served_name
 from .body import ChatBody, CompletionBody, OpenAIRequest, read_chat, read_completion
 from .format import answer, chunk_choice, chunk_head, echoed, extras, usage
 
@@ -45,68 +45,74 @@ async def _complete(request: Request, read: Read) -> Response:
     values = await read_object(request)
     hub = hub_of(request.app)
     ask = read(values, hub.engine, served_name(request.app.state.service, request.app.state.config))
-    if ask.stream:
-        subscription = await hub.subscribe(ask.asked, streamed=True)
-        return EventStream(_events(subscription, ask, received), on_end=lambda: hub.leave(subscription))
-    try:
-        answers = await unless_gone(request, _answers(hub, ask))
-    except ClientDisconnect:
-        return CLIENT_GONE
-    return JSONResponse(answer(ask, answers, received))
+    return await hub.answer(request, OpenAIReply(ask, received))
 
 
-async def _answers(hub: Hub, ask: OpenAIRequest) -> list[Completion]:
-    async with hub.open(ask.asked, streamed=False) as subscription:
-        found = await subscription.completions()
-    for completion in found:
-        refuse_ignored(completion)
-    return found
+@dataclass(frozen=True)
+class OpenAIReply:
+    """The answer to one request of OpenAI's API, see `Reply`."""
 
+    request: OpenAIRequest
+    received: float  # on the monotonic clock
 
-async def _events(subscription: Subscription, ask: OpenAIRequest, received: float) -> AsyncIterator[bytes]:
-    """Chunks hold what is new, as OpenAI's do."""
-    head, empty_usage = chunk_head(ask), {"usage": None} if ask.include_usage else {}
-    num_chars = [0] * len(subscription.index_of)
-    answers: dict[int, Completion] = {}
+    @property
+    def is_streamed(self) -> bool:
+        """See `Reply.is_streamed`."""
+        return self.request.stream
 
-    def chunk_event(choices: list[dict[str, object]]) -> bytes:
-        return event(dumps({**head, "choices": choices, **empty_usage}))
+    def asked(self) -> Asked:
+        """See `Reply.asked`."""
+        return self.request.asked()
 
-    for choice in _first_choices(ask, subscription, num_chars):
-        yield chunk_event([choice])
-    try:
-        while subscription.num_open:
-            for chunk in await subscription.take():
-                index = subscription.index_of[chunk.id]
-                choice = chunk_choice(ask, chunk, index, num_chars[index])
-                num_chars[index] += len(chunk.text)
-                if chunk.completion is not None:
-                    refuse_ignored(chunk.completion)
-                    answers[index] = chunk.completion
-                    if ask.return_meta_info:
-                        choice["meta_info"] = extras(ask, chunk.completion, received)["meta_info"]
-                yield chunk_event([choice])
-    except (HttpError, EngineStopped) as error:
-        yield event(dumps(error_body(as_http_error(error), openai=True)))
-    else:
-        if ask.include_usage:
-            in_order = [answers[index] for index in range(len(answers))]
-            yield event(dumps({**head, "choices": [], "usage": usage(ask, in_order)}))
-    yield DONE
+    def whole(self, completions: list[Completion]) -> object:
+        """See `Reply.whole`."""
+        for completion in completions:
+            refuse_ignored(completion)
+        return answer(self.request, completions, self.received)
 
+    async def events(self, subscription: Subscription) -> AsyncIterator[bytes]:
+        """Make the events: chunks hold what is new, as OpenAI's do."""
+        head, empty_usage = chunk_head(self.request), {"usage": None} if self.request.include_usage else {}
+        num_chars = [0] * len(subscription.index_of)
+        answers: dict[int, Completion] = {}
 
-def _first_choices(ask: OpenAIRequest, subscription: Subscription, num_chars: list[int]) -> list[dict[str, object]]:
-    """What comes before the first token: the role of a chat's author, or the prompt that is echoed."""
-    found = []
-    for index in range(len(num_chars)):
-        prompt_ids = subscription.asked.prompts[index // ask.n]
-        choice: dict[str, object] = {"index": index, "logprobs": None, "finish_reason": None}
-        if ask.return_prompt_token_ids or ask.return_token_ids:
-            choice["prompt_token_ids"] = prompt_ids
-        if ask.is_chat:
-            found.append({**choice, "delta": {"role": "assistant", "content": ""}})
-        elif ask.echo or "prompt_token_ids" in choice:
-            text = echoed(ask, index, prompt_ids)
-            num_chars[index] = len(text)
-            found.append({**choice, "text": text})
-    return found
+        def chunk_event(choices: list[dict[str, object]]) -> bytes:
+            return event(dumps({**head, "choices": choices, **empty_usage}))
+
+        for choice in self._first_choices(subscription, num_chars):
+            yield chunk_event([choice])
+        try:
+            while subscription.num_open:
+                for chunk in await subscription.take():
+                    index = subscription.index_of[chunk.id]
+                    choice = chunk_choice(self.request, chunk, index, num_chars[index])
+                    num_chars[index] += len(chunk.text)
+                    if chunk.completion is not None:
+                        refuse_ignored(chunk.completion)
+                        answers[index] = chunk.completion
+                        if self.request.return_meta_info:
+                            choice["meta_info"] = extras(self.request, chunk.completion, self.received)["meta_info"]
+                    yield chunk_event([choice])
+        except (HttpError, EngineStopped) as error:
+            yield event(dumps(error_body(as_http_error(error), openai=True)))
+        else:
+            if self.request.include_usage:
+                in_order = [answers[index] for index in range(len(answers))]
+                yield event(dumps({**head, "choices": [], "usage": usage(self.request, in_order)}))
+        yield DONE
+
+    def _first_choices(self, subscription: Subscription, num_chars: list[int]) -> list[dict[str, object]]:
+        """What comes before the first token: the role of a chat's author, or the prompt that is echoed."""
+        found = []
+        for index in range(len(num_chars)):
+            prompt_ids = subscription.asked.prompts[index // self.request.n]
+            choice: dict[str, object] = {"index": index, "logprobs": None, "finish_reason": None}
+            if self.request.return_prompt_token_ids or self.request.return_token_ids:
+                choice["prompt_token_ids"] = prompt_ids
+            if self.request.is_chat:
+                found.append({**choice, "delta": {"role": "assistant", "content": ""}})
+            elif self.request.echo or "prompt_token_ids" in choice:
+                text = echoed(self.request, index, prompt_ids)
+                num_chars[index] = len(text)
+                found.append({**choice, "text": text})
+        return found

@@ -19,7 +19,7 @@ import httpx
 
 from ...http.edge.bodies import MAX_TIMEOUT_S
 from ...http.edge.errors import HttpError
-from ..calls import Call
+from ..calls import WorkerCall
 from ..config import RouterConfig
 from ..counters import RouterCounters
 from ..fleet.groups import DEFAULT_GROUP, Groups
@@ -54,7 +54,7 @@ class Admin:
         self._running: tuple[str, float] | None = None  # the change under way, and when it began
 
     async def run(
-        self, verb: str, call: Call, values: Mapping[str, object], has_left: Callable[[], Awaitable[bool]]
+        self, verb: str, call: WorkerCall, values: Mapping[str, object], has_left: Callable[[], Awaitable[bool]]
     ) -> tuple[int, dict[str, object]]:
         """Broadcast a verb of RULES; status and body for all workers together. Raises HttpError where none is asked.
 
@@ -71,7 +71,7 @@ class Admin:
         return status, body
 
     async def _run(
-        self, verb: str, call: Call, values: Mapping[str, object], has_left: Callable[[], Awaitable[bool]]
+        self, verb: str, call: WorkerCall, values: Mapping[str, object], has_left: Callable[[], Awaitable[bool]]
     ) -> tuple[int, dict[str, object]]:
         rule = rule_for(verb, values)
         if not rule.is_change:
@@ -137,7 +137,7 @@ class Admin:
     # -- one change -------------------------------------------------------------------------------------------------
 
     async def _change(
-        self, verb: str, rule: Rule, call: Call, values: Mapping[str, object], targets: Sequence[Worker]
+        self, verb: str, rule: Rule, call: WorkerCall, values: Mapping[str, object], targets: Sequence[Worker]
     ) -> list[Result]:
         """Broadcast while the targets get no requests, and note what the workers are afterwards."""
         group = str(values.get("group_name") or DEFAULT_GROUP)
@@ -177,7 +177,7 @@ class Admin:
                 self._registry.unhold(worker, Hold.BROADCAST)
 
     async def _update(
-        self, verb: str, rule: Rule, call: Call, values: Mapping[str, object], targets: Sequence[Worker]
+        self, verb: str, rule: Rule, call: WorkerCall, values: Mapping[str, object], targets: Sequence[Worker]
     ) -> list[Result]:
         """A change that is in the journal from before anybody is held back until it has landed everywhere."""
         if verb == "update_weights_from_distributed":
@@ -196,7 +196,7 @@ class Admin:
         return results
 
     async def _revert_committed(
-        self, call: Call, values: Mapping[str, object], results: Sequence[Result]
+        self, call: WorkerCall, values: Mapping[str, object], results: Sequence[Result]
     ) -> list[Result]:
         """Where a session could be ended at some workers only, giving it up means to take it back there."""
         refusing = [result.worker for result in results if result.kind == "SessionError"]
@@ -222,7 +222,7 @@ class Admin:
     async def _broadcast(
         self,
         targets: Sequence[Worker],
-        call: Call,
+        call: WorkerCall,
         values: Mapping[str, object],
         bodies: Mapping[str, bytes] | None = None,
     ) -> list[Result]:

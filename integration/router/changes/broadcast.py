@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import httpx
 
 from ...http.edge.errors import HttpError, error_body
-from ..calls import Call, describe
+from ...one_line import in_one_line
+from ..calls import WorkerCall
 from ..fleet.workers import Worker
 
 _MARGIN_S = 2.0  # beyond a call's own deadline: the worker's answer says more than our silence
@@ -71,7 +72,7 @@ class Result:
 async def broadcast(
     client: httpx.AsyncClient,
     workers: Sequence[Worker],
-    call: Call,
+    call: WorkerCall,
     timeout_s: float,
     bodies: Mapping[str, bytes] | None = None,
 ) -> list[Result]:
@@ -84,7 +85,7 @@ async def broadcast(
     )
 
 
-async def _ask(client: httpx.AsyncClient, worker: Worker, call: Call, timeout_s: float, body: bytes) -> Result:
+async def _ask(client: httpx.AsyncClient, worker: Worker, call: WorkerCall, timeout_s: float, body: bytes) -> Result:
     died = worker.died
     asking = asyncio.create_task(
         client.request(call.method, worker.url + call.target, headers=list(call.headers), content=body)
@@ -100,11 +101,11 @@ async def _ask(client: httpx.AsyncClient, worker: Worker, call: Call, timeout_s:
         why = f"it died: {worker.last_error}" if death in done else f"timed out: no answer within {timeout_s:g} s"
         return Result(worker, None, error=why)
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        worker.suspect(describe(error))
-        return Result(worker, None, error=f"not reached: {describe(error)}", was_received=False)
+        worker.suspect(in_one_line(error))
+        return Result(worker, None, error=f"not reached: {in_one_line(error)}", was_received=False)
     except httpx.HTTPError as error:
-        worker.suspect(describe(error))
-        return Result(worker, None, error=f"no answer: {describe(error)}")
+        worker.suspect(in_one_line(error))
+        return Result(worker, None, error=f"no answer: {in_one_line(error)}")
     finally:
         for task in (asking, death):
             task.cancel()

@@ -21,7 +21,7 @@ _NAMESPACES = ("model", "extra_key", "cache_salt", "lora_path")  # equal prompts
 
 
 @dataclass(frozen=True)
-class Load:
+class WorkerLoad:
     """What a worker has to do."""
 
     worker_id: str
@@ -29,7 +29,7 @@ class Load:
     num_routed: int = 0  # sequences it was ever given: who had fewer goes first among equals
 
 
-def choose(loads: Sequence[Load], knows_prompt: Collection[str], slack: int) -> str:
+def choose(loads: Sequence[WorkerLoad], knows_prompt: Collection[str], slack: int) -> str:
     """The id of the worker that gets the next request. Changes nothing.
 
     knows_prompt: ids of workers whose cache probably holds the prompt. One of them is taken as long as it runs at most
@@ -37,7 +37,7 @@ def choose(loads: Sequence[Load], knows_prompt: Collection[str], slack: int) -> 
     """
     assert loads
 
-    def order(load: Load) -> tuple[int, int, str]:
+    def order(load: WorkerLoad) -> tuple[int, int, str]:
         return load.num_running, load.num_routed, load.worker_id
 
     least = min(loads, key=order)

@@ -28,8 +28,8 @@ def tiny():
     return presets.load_model("tiny", dtype="float32")
 
 
-def probe(ms: float, num_cached: int, token: int = 5) -> pin.Probe:
-    return pin.Probe(ms / 1e3, num_cached, 7, token)
+def probe(ms: float, num_cached: int, token: int = 5) -> pin.PinProbe:
+    return pin.PinProbe(ms / 1e3, num_cached, 7, token)
 
 
 # -- pin -------------------------------------------------------------------------------------------

@@ -29,10 +29,10 @@ def test_report_has_what_the_issue_asks_for(restore_threads):
 
 
 def test_ratio_is_the_median_of_pairs_and_overhead_is_against_one_rank():
-    load = pipeline.Load("tiny", "float32", 4, 16, 8, 16, 3)
+    load = pipeline.PipelineLoad("tiny", "float32", 4, 16, 8, 16, 3)
     prompts = {"sequential": [1.0, 2.0, 1.0], "pipelined": [0.6, 1.4, 0.9], "single": [1.0, 1.0, 1.1]}
-    batch, one = [pipeline.Decode(0.02, 0.001, 100.0)] * 3, [pipeline.Decode(0.012, 0.001, 60.0)] * 3
-    single_batch, single_one = [pipeline.Decode(0.01, 0, 0)] * 3, [pipeline.Decode(0.0105, 0, 0)] * 3
+    batch, one = [pipeline.DecodeRun(0.02, 0.001, 100.0)] * 3, [pipeline.DecodeRun(0.012, 0.001, 60.0)] * 3
+    single_batch, single_one = [pipeline.DecodeRun(0.01, 0, 0)] * 3, [pipeline.DecodeRun(0.0105, 0, 0)] * 3
     report = pipeline.report(load, prompts, batch, single_batch, one, single_one)
     assert (report["ratio"], report["ratio_range"], report["ideal_ratio"]) == (0.7, [0.6, 0.9], 0.625)
     assert (report["sequential_s"], report["pipelined_s"], report["single_s"]) == (1.0, 0.9, 1.0)

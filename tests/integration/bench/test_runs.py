@@ -205,7 +205,7 @@ def test_the_pause_report_is_in_milliseconds_and_holds_what_the_bars_compare():
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 def test_resuming_and_its_ideal_compute_the_same_rows_from_an_empty_cache(tiny, overlap):
     load = Load(batch=3, prompt_tokens=20, new_tokens=40)
-    bench = pause.Bench(pause.make_engine(tiny, load, overlap=overlap), load, seed=0)
+    bench = pause.PauseBench(pause.make_engine(tiny, load, overlap=overlap), load, seed=0)
     metrics, rows = bench.engine.metrics, []
     with bench.engine.model.rollout_phase():
         measured = bench._until_decoding

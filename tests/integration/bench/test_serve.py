@@ -27,9 +27,9 @@ def test_report_has_what_the_issue_asks_for(restore_threads):
 
 
 def test_cost_is_the_median_of_pairs():
-    direct = [serve.Run(100, 1), serve.Run(200, 2), serve.Run(100, 1)]
+    direct = [serve.ServeRun(100, 1), serve.ServeRun(200, 2), serve.ServeRun(100, 1)]
     latencies = [((0.1, 0.3), (0.01,)), ((0.2,), (0.03,)), ((0.2,), (0.02,))]
-    http = [serve.Run(rate, 1, *pair) for rate, pair in zip((90, 190, 50), latencies, strict=True)]
+    http = [serve.ServeRun(rate, 1, *pair) for rate, pair in zip((90, 190, 50), latencies, strict=True)]
     report = serve.report(direct, http)
     assert report["http_cost"] == pytest.approx(0.1) and report["http_cost_range"] == [0.05, 0.5]
     assert (report["direct_tok_s"], report["http_tok_s"]) == (100, 90)

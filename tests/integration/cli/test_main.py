@@ -1,5 +1,6 @@
 """The command `lockstep`: help, versions, one-line refusals."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.integration.cli import main as cli
+from lockstep.integration.cli.settings import read_settings
 from lockstep.kernels.machine import native
 
 CONFIG = str(Path(cli.__file__).parents[2] / "configs" / "arithmetic_cpu.toml")
@@ -104,7 +106,7 @@ def test_settings_are_read_as_json_then_as_text_and_the_last_wins():
         "temperature=0.5",
         "stop=\\n=",
     ]
-    assert cli.read_settings("--sampling", items) == {
+    assert read_settings("--sampling", items) == {
         "n": 3, "stop": "\\n=", "ignore_eos": True, "kv_cache": "2GiB", "temperature": 0.5,
     }  # fmt: skip
 
@@ -118,7 +120,7 @@ def test_train_check_prints_the_plan_and_runs_nothing(capsys, monkeypatch, tmp_p
 
 def test_train_becomes_torchrun_of_the_same_interpreter(monkeypatch):
     commands = []
-    monkeypatch.setattr(cli.os, "execv", lambda path, command: commands.append((path, command)))
+    monkeypatch.setattr(os, "execv", lambda path, command: commands.append((path, command)))
     cli.main(["train", CONFIG, "run.num_steps=3", "--resume", "--nproc-per-node", "2", "run.name=trial"])
     [(path, command)] = commands
     assert path == command[0] == sys.executable

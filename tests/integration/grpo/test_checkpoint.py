@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep.integration.grpo.backends import DdpBackend
+from lockstep.integration.grpo.backends.ddp import DdpBackend
 from lockstep.integration.grpo.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
-from lockstep.integration.grpo.config import TrainSettings
 from lockstep.integration.grpo.run_log import drop_lines_after, read_metrics
+from lockstep.integration.grpo.sections import TrainSettings
 
 
 class OneProcess(DdpBackend):

@@ -48,6 +48,14 @@ def test_the_default_reward_can_be_loaded_by_name():
     assert load_reward("lockstep.integration.grpo.rewards:exact_answer")("", "7", "7") == 1.0
 
 
+def test_the_old_place_of_the_default_reward_is_accepted_with_a_warning(caplog):
+    with caplog.at_level("WARNING", logger="lockstep"):
+        assert load_reward("lockstep.integration.rewards:exact_answer")("", "7", "7") == 1.0
+    assert "has moved: write 'lockstep.integration.grpo.rewards:exact_answer'" in caplog.text
+    with pytest.raises(ValueError, match=r"cannot import 'lockstep\.integration\.rewards'"):
+        load_reward("lockstep.integration.rewards:another")
+
+
 @pytest.mark.parametrize("result", ["float('nan')", "float('inf')", "-float('inf')", "None", "'1.0'", "[1.0]"])
 def test_results_that_are_not_finite_numbers_are_refused_by_name(user_module, result):
     name = user_module(f"def score(p, c, a):\n    return {result}\n")

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.integration.grpo.backends import DdpBackend
-from lockstep.integration.grpo.config import TrainSettings
+from lockstep.integration.grpo.backends.ddp import DdpBackend
 from lockstep.integration.grpo.packing import Sample
+from lockstep.integration.grpo.sections import TrainSettings
 from lockstep.integration.grpo.trainer import GrpoTrainer
 from lockstep.integration.ranks import Ranks, process_group
 from lockstep.integration.service import RolloutService

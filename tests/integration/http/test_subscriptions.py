@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lockstep.integration.http.generation.subscriptions import Asked, Hub, first_of
+from lockstep.integration.http.edge.disconnect import first_of
+from lockstep.integration.http.generation.subscriptions import Asked, Hub
 from lockstep.rollout.completion import Completion, StreamChunk
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine

@@ -20,12 +20,13 @@ import torch.distributed as dist
 import transformers
 
 from lockstep.integration.push.adapters.named_tensors import outgoing_specs
-from lockstep.integration.grpo.deepspeed_backend import DeepSpeedBackend
-from lockstep.integration.grpo.config import TrainSettings
+from lockstep.integration.grpo.backends.deepspeed import DeepSpeedBackend
+from lockstep.integration.grpo.sections import TrainSettings
 from lockstep.integration.ranks import process_group, this_rank
 from lockstep.integration.push.remote_engine import RemoteEngine
 from lockstep.integration.service import RolloutService
-from lockstep.integration.grpo.backends import DdpBackend, Fsdp2Backend
+from lockstep.integration.grpo.backends.ddp import DdpBackend
+from lockstep.integration.grpo.backends.fsdp2 import Fsdp2Backend
 from lockstep.integration.push.pusher import WeightPusher
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine

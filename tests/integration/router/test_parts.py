@@ -16,7 +16,7 @@ from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.router.changes.broadcast import Result, common, summarise
 from lockstep.integration.router.changes.journal import JournalEntry, JournalUnwritable, TargetRecord, UpdateJournal
 from lockstep.integration.router.config import RouterConfig, worker_url
-from lockstep.integration.router.fleet.balance import Load, PrefixTable, choose, num_sequences, prompt_keys
+from lockstep.integration.router.fleet.balance import PrefixTable, WorkerLoad, choose, num_sequences, prompt_keys
 from lockstep.integration.router.fleet.groups import rank_offsets
 from lockstep.integration.router.fleet.roster import Roster, RosterUnwritable
 from lockstep.integration.router.fleet.workers import Health, Hold, Worker, WorkerRegistry
@@ -25,16 +25,16 @@ from lockstep.integration.router.fleet.workers import Health, Hold, Worker, Work
 
 
 def test_the_least_loaded_worker_is_chosen_and_among_equals_who_got_fewer():
-    assert choose([Load("a", 3), Load("b", 1), Load("c", 2)], (), 8) == "b"
-    assert choose([Load("a", 1, 10), Load("b", 1, 9), Load("c", 1, 11)], (), 8) == "b"
+    assert choose([WorkerLoad("a", 3), WorkerLoad("b", 1), WorkerLoad("c", 2)], (), 8) == "b"
+    assert choose([WorkerLoad("a", 1, 10), WorkerLoad("b", 1, 9), WorkerLoad("c", 1, 11)], (), 8) == "b"
 
 
 def test_who_knows_the_prompt_is_chosen_until_it_is_too_busy():
-    loads = [Load("a", 8), Load("b", 0)]
+    loads = [WorkerLoad("a", 8), WorkerLoad("b", 0)]
     assert choose(loads, ("a",), 8) == "a"
-    assert choose([Load("a", 9), Load("b", 0)], ("a",), 8) == "b"
+    assert choose([WorkerLoad("a", 9), WorkerLoad("b", 0)], ("a",), 8) == "b"
     assert choose(loads, ("a", "gone"), 8) == "a"
-    assert choose([Load("a", 3), Load("b", 2), Load("c", 0)], ("a", "b"), 8) == "b"
+    assert choose([WorkerLoad("a", 3), WorkerLoad("b", 2), WorkerLoad("c", 0)], ("a", "b"), 8) == "b"
 
 
 def test_a_group_meets_its_prompt_and_spills_over_only_beyond_the_slack():
@@ -42,7 +42,7 @@ def test_a_group_meets_its_prompt_and_spills_over_only_beyond_the_slack():
     keys = prompt_keys({"input_ids": list(range(200))})
     went = []
     for _ in range(12):
-        loads = [Load(name, count) for name, count in running.items()]
+        loads = [WorkerLoad(name, count) for name, count in running.items()]
         went.append(choose(loads, table.knowing(keys), slack))
         running[went[-1]] += 1
         table.record(keys, went[-1])
@@ -56,7 +56,7 @@ def test_a_group_meets_its_prompt_and_spills_over_only_beyond_the_slack():
     st.integers(0, 10),
 )
 def test_nobody_is_chosen_who_is_more_than_the_slack_ahead(running, knowing, slack):
-    loads = [Load(str(i), count) for i, count in enumerate(running)]
+    loads = [WorkerLoad(str(i), count) for i, count in enumerate(running)]
     chosen = int(choose(loads, {str(i) for i in knowing}, slack))
     assert running[chosen] <= min(running) + slack
     near = [i for i in knowing if i < len(running) and running[i] <= min(running) + slack]

@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from lockstep.integration.grpo.backends import TrainerState
-from lockstep.integration.grpo.config import DeepSpeedSettings, JobConfig, RunSettings, TrainSettings
+from lockstep.integration.grpo.backends.backend import TrainerState
+from lockstep.integration.grpo.config import JobConfig
 from lockstep.integration.grpo.packing import Sample
+from lockstep.integration.grpo.sections import DeepSpeedSettings, RunSettings, TrainSettings
 from lockstep.integration.grpo.trainer import GrpoTrainer, make_backend
 from lockstep.integration.ranks import Ranks, process_group, this_rank
 from lockstep.rollout.config import EngineConfig

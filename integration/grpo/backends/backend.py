@@ -1,8 +1,7 @@
-"""What differs between the ways to train a model on several ranks. DDP and FSDP2 stand here."""
+"""What differs between the ways to train a model on several ranks."""
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -10,18 +9,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
-from ...weight_sync.manifest import NamedTensors
-from ..push.adapters.ddp import ddp_tensors
-from ..push.adapters.fsdp2 import fsdp2_tensors
-from ..ranks import Ranks
-from .config import TrainSettings
+from ....weight_sync.manifest import NamedTensors
+from ...ranks import Ranks
+from ..sections import TrainSettings
 
 
 @dataclass(frozen=True)
@@ -124,52 +118,6 @@ class TrainerBackend(ABC):
             if self.ranks.is_first:
                 kept[name] = tensor.detach().cpu()
         return kept
-
-
-class DdpBackend(TrainerBackend):
-    """DistributedDataParallel: every rank holds everything."""
-
-    shares_storage = True
-    talks_in_forward = False
-
-    def wrap(self, model: PreTrainedModel) -> None:
-        device = self.ranks.device
-        self._ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
-        self.model = model
-        self.optimizer = self.adamw(model)
-
-    def forward(self, **inputs: object) -> Tensor:
-        return self._ddp(**inputs).logits
-
-    def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if is_last else self._ddp.no_sync()  # gradients travel once, with the last micro-batch
-
-    def named_tensors(self, dtype: torch.dtype | None = None) -> NamedTensors:
-        return ddp_tensors(self._ddp, dtype)
-
-
-class Fsdp2Backend(TrainerBackend):
-    """`fully_shard` of every decoder layer and of the rest: parameters, gradients and AdamW in shards."""
-
-    shares_storage = False
-    talks_in_forward = True
-
-    def wrap(self, model: PreTrainedModel) -> None:
-        mesh = init_device_mesh(self.ranks.device.type, (self.ranks.num_ranks,))
-        layers = set(model._no_split_modules or ())  # transformers' own list of what makes a good unit
-        for module in [module for module in model.modules() if type(module).__name__ in layers]:
-            fully_shard(module, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        # Logits are a view of the last matrix product, as ever; nobody writes into them.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-        self.model = model
-        self.optimizer = self.adamw(model)
-
-    def forward(self, **inputs: object) -> Tensor:
-        return self.model(**inputs).logits
-
-    def named_tensors(self, dtype: torch.dtype | None = None) -> NamedTensors:
-        return fsdp2_tensors(self.model, dtype)
 
 
 def clip(parameters: Iterable[Tensor], max_norm: float) -> float:

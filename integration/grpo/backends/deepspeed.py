@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...weight_sync.manifest import NamedTensors
-from ..push.adapters.deepspeed import prepare_deepspeed, zero_tensors
-from ..ranks import Ranks
-from .backends import TrainerBackend, TrainerState, clip, refuse_other_model
-from .config import TrainSettings
+from ....weight_sync.manifest import NamedTensors
+from ...push.adapters.deepspeed import prepare_deepspeed, zero_tensors
+from ...ranks import Ranks
+from ..sections import TrainSettings
+from .backend import TrainerBackend, TrainerState, clip, refuse_other_model
 
 _MAX_COMM_ELEMENTS = 50_000_000  # of one collective; DeepSpeed's own default holds buffers of 2 GB ready
 

@@ -1,0 +1,87 @@
+"""`lockstep doctor`: reports which kernels run here, and whether results are independent of the batch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..version import version
+from .parser import CommandParser
+
+_SHAPES = ((768, 768), (2304, 768), (768, 2304), (1024, 256))  # layers (out_features, in_features)
+# Those that kernels care about.
+_PROCESSOR_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the report. Returns the exit code: 1 where results depend on the batch."""
+    parser = CommandParser(
+        prog="lockstep doctor",
+        description="Which kernels run here and why, and whether results are independent of the batch. Exits with 1 "
+        "where they are not.",
+    )
+    parser.parse_args(arguments)
+    import torch
+
+    from ...kernels.attention.paged import attention_path
+    from ...kernels.linear import linear
+    from ...kernels.machine import native
+    from ...kernels.machine.gpu import why_not_triton
+    from ...kernels.self_test import self_test
+
+    devices = [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
+    for name, value in (*_versions().items(), *_processor().items()):
+        _say(name, value)
+    _say("threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors")
+    _say("GPU", ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))) or "none")
+    _say("Triton", why_not_triton("cuda") or "serve CUDA devices")
+    for source in sorted(native.KERNELS.glob("*/*.cpp")):
+        name = source.relative_to(native.KERNELS).as_posix()
+        library = native.load(name)
+        _say(source.name, library.path if library else f"not used: {native.why_unavailable(name)}")
+    dtypes = (torch.float32, torch.bfloat16)
+    if native.load(linear.SOURCE):
+        levels = ", ".join(f"{str(dtype).removeprefix('torch.')} {linear.native_path(dtype)}" for dtype in dtypes)
+        limit = os.environ.get("LOCKSTEP_MAX_ISA")
+        _say("products", levels + (f" (LOCKSTEP_MAX_ISA={limit})" if limit else ""))
+    else:
+        _say("products", "the library's")
+    is_invariant = True
+    for device in devices:
+        for dtype in dtypes:
+            guarantee = self_test(_SHAPES, dtype, device)
+            is_invariant &= guarantee.invariant
+            kind = f"{device.type} {str(dtype).removeprefix('torch.')}"
+            path = attention_path(device, dtype)
+            word = "invariant" if guarantee.invariant else "NOT INVARIANT"
+            _say(kind, f"attention {path}; {word}: {guarantee.reason} ({guarantee.seconds:.2f} s)")
+    return 0 if is_invariant else 1
+
+
+def _say(name: str, value: object) -> None:
+    print(f"{name:20} {value}", flush=True)
+
+
+def _versions() -> dict[str, str]:
+    found = {"lockstep": version(), "python": platform.python_version()}
+    for name in ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton", "deepspeed"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _processor() -> dict[str, str]:
+    """Name and features, as Linux tells them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().split("\n\n")[0].splitlines() if cpuinfo.exists() else []
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = set(fields.get("flags", fields.get("Features", "")).split())
+    return {
+        "processor": f"{fields.get('model name', platform.processor() or 'unknown')} ({platform.machine()})",
+        "features": " ".join(feature for feature in _PROCESSOR_FEATURES if feature in flags) or "unknown",
+    }

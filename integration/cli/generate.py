@@ -1,0 +1,69 @@
+"""`lockstep generate`: answers every prompt of a file."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from ...rollout.config import EngineConfig
+from ...rollout.sampling_params import SamplingParams
+from . import offline
+from .parser import PACKAGE, CommandParser
+from .settings import named, read_settings
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Answer the prompts, and say on stderr how many. Returns the exit code."""
+    options = _parse(arguments)
+    job = offline.OfflineJob(
+        options.model,
+        options.input,
+        options.output,
+        options.prompt_field,
+        options.text,
+        SamplingParams.from_dict(read_settings("--sampling", options.sampling)),
+        named("--engine", lambda: EngineConfig.from_dict(read_settings("--engine", options.engine))),
+    )
+    logging.getLogger(PACKAGE).setLevel(logging.INFO)  # what the engine chose, and why
+    tally = offline.generate(job)
+    there = f", {tally.num_before} were there" if tally.num_before else ""
+    ignored = f"; {tally.num_ignored} could not be taken, see their finish_reason" if tally.num_ignored else ""
+    print(f"{tally.num_written} answers written{there}{ignored}", file=sys.stderr)
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = CommandParser(
+        prog="lockstep generate",
+        description="Answer every prompt of a file. Answers are appended as they finish; `index` is the number of the "
+        "input line, from 0. Run the same command again after an interruption: it goes on where it stopped.",
+    )
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="a causal LM in Hugging Face format")
+    parser.add_argument("--input", default=offline.STANDARD, metavar="FILE", help="JSONL; default -, standard input")
+    parser.add_argument("--output", default=offline.STANDARD, metavar="FILE", help="JSONL; default -, standard output")
+    parser.add_argument("--text", action="store_true", help="every input line is a prompt, not a JSON object")
+    parser.add_argument(
+        "--prompt-field",
+        default="prompt",
+        metavar="NAME",
+        help="of the JSON objects: a text or a list of token ids",
+    )
+    parser.add_argument(
+        "--sampling",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="sampling settings, or one JSON object of them: max_new_tokens=64 temperature=0.7 n=4 ...",
+    )
+    parser.add_argument(
+        "--engine",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="engine settings, likewise: kv_cache=2GiB dtype=bfloat16 max_num_seqs=64 ...",
+    )
+    return parser.parse_args(arguments)

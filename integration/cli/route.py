@@ -1,0 +1,65 @@
+"""`lockstep route`: one address for many engines."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .parser import PACKAGE, CommandParser
+from .settings import build, named, read_settings
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Route until a signal ends it. Returns the exit code."""
+    options = _parse(arguments)
+    from ..http.edge.config import HttpConfig
+    from ..router import server
+    from ..router.config import RouterConfig
+
+    given = {"host": options.host, "port": options.port, "api_key": options.api_key}
+    given |= {"admin_api_key": options.admin_api_key}
+    http = build(HttpConfig, {name: value for name, value in given.items() if value is not None})
+    settings = read_settings("--setting", options.setting)
+    if twice := sorted(settings.keys() & {"http", "workers", "journal"}):
+        raise ValueError(f"--setting: {', '.join(twice)} has a flag of its own")
+    settings |= {"workers": tuple(options.worker), "http": http, "journal": options.journal}
+    config = named("route", lambda: build(RouterConfig, settings))
+    logging.getLogger(PACKAGE).setLevel(logging.INFO)  # who comes and goes
+
+    def announce(url: str) -> None:
+        print(f"lockstep: routing at {url}", file=sys.stderr, flush=True)
+
+    try:
+        server.route(config, announce)
+    except OSError as error:
+        raise ValueError(str(error)) from error
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = CommandParser(
+        prog="lockstep route",
+        description="One address for many engines: generation goes to the least loaded one that knows the prompt, "
+        "administration to all of them. SIGTERM and Ctrl-C end it.",
+    )
+    parser.add_argument(
+        "--worker", action="extend", nargs="+", default=[], metavar="URL", help="engines; more may be added later"
+    )
+    parser.add_argument("--host", help="default 127.0.0.1; another needs an admin key")
+    parser.add_argument("--port", type=int, default=30080, help="default 30080; 0: a free one")
+    parser.add_argument("--api-key", metavar="KEY", help="default: the environment's LOCKSTEP_API_KEY")
+    parser.add_argument("--admin-api-key", metavar="KEY", help="default: LOCKSTEP_ADMIN_KEY, or SGLANG_OMNI_ADMIN_KEY")
+    parser.add_argument(
+        "--journal", type=Path, metavar="FILE",
+        help="of the update in progress; default: in ~/.local/state/lockstep, by port. Beside it FILE.workers.json "
+        "remembers across restarts which workers were added, removed or disabled at run time (not with --port 0 and no "
+        "FILE); delete it to begin with the --worker list alone",
+    )  # fmt: skip
+    parser.add_argument(
+        "--setting", action="extend", nargs="+", default=[], metavar="KEY=VALUE",
+        help="others: health_interval_s=2 queue_timeout_s=60 affinity_slack=8 allow_mixed_versions=true ...",
+    )  # fmt: skip
+    return parser.parse_args(arguments)

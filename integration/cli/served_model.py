@@ -1,0 +1,66 @@
+"""`lockstep serve`: an engine with its HTTP surface, in one process or on the ranks that torchrun started.
+
+The ranks of a replica load their parts of the model together. Its controller listens; the others follow it until it
+closes the engine, and leave signals to it, for torchrun sends one to all of them at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import sys
+from dataclasses import replace
+
+from ...rollout.config import EngineConfig
+from ...rollout.engine import Engine
+from ..http import server
+from ..http.edge.config import HttpConfig
+from ..lost_ranks import leave, loss_of
+from ..ranks import process_group, this_rank
+from ..service import RolloutService
+from ..service_config import ServiceConfig
+
+logger = logging.getLogger(__name__)
+
+_MEET_TIMEOUT_S = 600.0  # ranks that load a model, perhaps from different disks, and only then meet
+
+
+def serve_model(
+    model: str, http_config: HttpConfig, engine_config: EngineConfig, service_config: ServiceConfig
+) -> None:
+    """Serve until SIGINT or SIGTERM; of several ranks each calls this, and whoever finds that another is lost ends its
+    process, naming it, with exit code 1. Raises ValueError and OSError as `server.serve`, and what a signal raises."""
+    if engine_config.tp * engine_config.pp == 1:
+        _serve(model, http_config, RolloutService(Engine(model, engine_config), service_config))
+        return
+    ranks = this_rank(engine_config.device or "")
+    engine = None
+    with process_group(ranks, math.ceil(max(engine_config.rank_timeout_s, _MEET_TIMEOUT_S))):
+        try:
+            engine = Engine(model, replace(engine_config, device=str(ranks.device)))
+            service = RolloutService(engine, service_config)
+            if engine.is_controller:
+                _serve(model, http_config, service)
+            else:
+                _follow(service)
+        except RuntimeError as error:
+            if (failure := loss_of(error, engine and engine.ranks)) is None:
+                raise
+            leave(failure, ranks.rank, "while serving" if engine else "before serving")
+
+
+def _serve(model: str, config: HttpConfig, service: RolloutService) -> None:
+    def announce(url: str) -> None:
+        sys.stderr.write(f"lockstep: serving {model} at {url}\n")  # one write, for other ranks write there too
+        sys.stderr.flush()
+
+    server.serve(service, config, announce)
+
+
+def _follow(service: RolloutService) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    while service.engine.follow() != "closed":
+        logger.warning("dismissed: following again")
+    service.close()

@@ -1,0 +1,65 @@
+"""Settings of a command: `key=value` items of flags, tables of a config file, and the dataclasses made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def read_settings(flag: str, items: Sequence[str]) -> dict[str, object]:
+    """Read settings from `key=value` items and JSON objects, later ones winning.
+
+    A value is read as JSON, and as plain text where it is none. Raises ValueError naming the flag and the item.
+    """
+    settings: dict[str, object] = {}
+    for item in items:
+        if item.lstrip().startswith("{"):
+            try:
+                settings.update(json.loads(item))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{flag} {item!r} is not JSON: {error.msg} at column {error.colno}") from error
+            continue
+        key, equals, text = item.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"{flag} {item!r} is neither key=value nor a JSON object")
+        try:
+            settings[key.strip()] = json.loads(text)
+        except json.JSONDecodeError:
+            settings[key.strip()] = text
+    return settings
+
+
+def read_tables(path: str | None) -> dict[str, dict[str, object]]:
+    """Read the tables of a config file of `lockstep serve`. Raises ValueError naming what is wrong."""
+    tables: dict[str, dict[str, object]] = {"engine": {}, "http": {}, "service": {}}
+    if path is None:
+        return tables
+    try:
+        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config {path}: {error}") from error
+    if wrong := sorted(name for name, table in found.items() if name not in tables or not isinstance(table, dict)):
+        raise ValueError(f"--config {path}: unknown table {', '.join(wrong)}; known: {', '.join(tables)}")
+    return tables | found
+
+
+def build(kind: type[T], settings: dict[str, object]) -> T:
+    """Make a dataclass of settings. Raises ValueError listing every unknown one."""
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(settings.keys() - known):
+        raise ValueError(f"unknown setting: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    return kind(**settings)
+
+
+def named(flag: str, make: Callable[[], T]) -> T:
+    """Call `make`; a ValueError that it raises names the flag."""
+    try:
+        return make()
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error

@@ -1,0 +1,54 @@
+"""`lockstep train`: checks a config, and becomes torchrun of the GRPO job."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from ..grpo.config import load_config
+from .parser import PACKAGE, CommandParser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Check the config, then become torchrun; with --check print the plan and return the exit code."""
+    options = _parse(arguments)
+    config = load_config(options.config, options.overrides)
+    # Only now the heavy imports: a mistyped key is answered at once.
+    import torch
+
+    from ..grpo.plan import check_job, describe_plan
+
+    num_ranks = options.nproc_per_node
+    if num_ranks is None:
+        num_ranks = config.run.num_ranks or torch.cuda.device_count() or 2
+    if num_ranks < 1:
+        raise ValueError(f"--nproc-per-node must be at least 1, not {num_ranks}")
+    check_job(config, num_ranks)
+    if options.check:
+        print(describe_plan(config, num_ranks))
+        return 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command += ["-m", f"{PACKAGE}.integration.grpo", options.config, *options.overrides]
+    sys.stdout.flush()
+    os.execv(sys.executable, [*command, *(["--resume"] if options.resume else [])])
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = CommandParser(
+        prog="lockstep train",
+        description="Check a config, then run the GRPO job under torchrun on this machine. For more machines call "
+        "torchrun -m lockstep.integration.grpo yourself.",
+    )
+    parser.add_argument("config", help="a TOML file; see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
+    parser.add_argument(
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="ranks; default: run.num_ranks, else one per GPU, else 2",
+    )
+    parser.add_argument("--check", action="store_true", help="print the plan and stop")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of this run")
+    return parser.parse_intermixed_args(arguments)

@@ -1,0 +1,40 @@
+"""Chooses the engine of one rank of the main job, and so how the trainer's weights get into it.
+
+    sync        engines     the engine                                the weights
+    in_place    local       aliases the trainer's module              stay where they are
+    in_place    local       a copy, where the trainer shards          are gathered into it, on every rank
+    others      local       a copy in each rank                       rank 0 pushes to all, over Unix sockets
+    others      separate    a process of its own for each rank        likewise
+
+With `parallel` settings several ranks share one engine, and each of them copies its part of the trainer's weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...ranks import Ranks
+from ..backends.backend import TrainerBackend
+from ..config import JobConfig
+from .aliased import AliasedEngine
+from .engine import JobEngine
+from .gathered import GatheredEngine
+from .pushed import PushedEngine
+from .sharded import ShardedEngine
+
+
+def make_engine(
+    config: JobConfig, model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase, ranks: Ranks,
+    backend: TrainerBackend,
+) -> JobEngine:  # fmt: skip
+    """The engine that a job's settings name. folder: where the model was loaded from; call it before the backend wraps
+    the model. Every rank calls it together."""
+    if config.parallel.num_ranks > 1:
+        return ShardedEngine(config, model, tokenizer, backend)
+    if config.sync != "in_place":
+        return PushedEngine(config, model, folder, ranks, backend)
+    if backend.shares_storage:
+        return AliasedEngine(config, model, tokenizer, backend)
+    return GatheredEngine(config, model, folder, ranks, backend)

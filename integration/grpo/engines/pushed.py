@@ -1,0 +1,137 @@
+"""An engine that rank 0 pushes weights to."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from ....rollout.completion import Completion, FinishReason
+from ....rollout.sampling_params import SamplingParams
+from ....weight_sync.target import Target
+from ....weight_sync.transports.delta import DeltaTransport
+from ....weight_sync.transports.disk import DiskTransport
+from ....weight_sync.transports.group import DistributedTransport
+from ....weight_sync.transports.same_host import TensorTransport
+from ....weight_sync.transports.transport import Transport
+from ...push.local_target import LocalTarget, run_verb
+from ...push.pusher import WeightPusher
+from ...push.remote_engine import RemoteEngine, RemoteTarget, VerbServer
+from ...ranks import Ranks
+from ..backends.backend import TrainerBackend
+from ..config import JobConfig
+from .engine import OtherModelEngine, copied_service
+
+_GENERATE_TIMEOUT_S = 3600.0
+
+
+class PushedEngine(OtherModelEngine):
+    """An engine that rank 0 pushes to, as one target among those of all ranks: here, or in a process of its own."""
+
+    def __init__(
+        self, config: JobConfig, model: PreTrainedModel, folder: Path, ranks: Ranks, backend: TrainerBackend
+    ) -> None:
+        super().__init__(config, model, backend)
+        self._ranks = ranks
+        self._exit = ExitStack()
+        sockets = self._shared_folder()
+        own = _socket(sockets, ranks.rank)
+        if config.engines == "separate":
+            settings = {k: v for k, v in asdict(config.engine_config()).items() if v is not None}
+            settings["dtype"] = config.model.dtype
+            self._target: RemoteEngine | LocalTarget = RemoteEngine(folder, sockets, own.stem, settings)
+            self._exit.callback(self._target.close)
+        else:
+            service = self.service = copied_service(config, folder, ranks)
+            self._exit.callback(service.close)
+            self._target = LocalTarget(service, own.stem)
+            if not ranks.is_first:  # rank 0 reaches it from its own process
+                server = VerbServer(own, lambda verb, timeout_s, args: run_verb(service, verb, timeout_s, args))
+                server.start()
+                self._exit.callback(server.close)
+        dist.barrier()  # every socket is there
+        others = [RemoteTarget(_socket(sockets, rank)) for rank in range(1, ranks.num_ranks)]
+        targets: list[Target] = [self._target, *others] if ranks.is_first else []
+        self._pusher = WeightPusher(
+            targets, make_transport(config, ranks) if targets else None, verify=config.weights.verify,
+            undo=config.weights.undo, timeout_s=config.weights.timeout_s, share=self._share,
+        )  # fmt: skip
+        self._exit.callback(self._pusher.close)
+
+    def generate(self, prompts: Sequence[str], params: Sequence[SamplingParams] | SamplingParams) -> list[Completion]:
+        """See `JobEngine.generate`."""
+        if self.service is not None:
+            with self.service.rollout(release_kv=True):
+                return self.service.engine.generate(prompts, params)
+        assert isinstance(self._target, RemoteEngine)
+        plain_params = asdict(params) if isinstance(params, SamplingParams) else [asdict(p) for p in params]
+        answers = self._target.generate(list(prompts), plain_params, _GENERATE_TIMEOUT_S)
+        return [completion_from_plain(answer) for answer in answers]
+
+    def sync(self, version: str) -> int:
+        """See `JobEngine.sync`."""
+        pushed = self._pusher.push_tensors(self._backend.named_tensors(), self._specs, version)
+        return pushed.sent.num_bytes if pushed is not None else 0
+
+    def weight_digest(self) -> str | None:
+        """See `JobEngine.weight_digest`."""
+        return self._target.call("finish_digest", timeout_s=self._config.weights.timeout_s)["result"]  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """See `JobEngine.close`."""
+        self._exit.close()
+
+    def _shared_folder(self) -> Path:
+        """A folder for the sockets, the same on every rank; Unix sockets need a short path."""
+        paths = [tempfile.mkdtemp(prefix="lockstep-") if self._ranks.is_first else None]
+        dist.broadcast_object_list(paths, src=0)
+        folder = Path(str(paths[0]))
+        if self._ranks.is_first:
+            self._exit.callback(shutil.rmtree, folder, ignore_errors=True)
+        return folder
+
+    def _share(self, error: str | None) -> str | None:
+        shared = [error]
+        dist.broadcast_object_list(shared, src=0)
+        return shared[0]
+
+
+def make_transport(config: JobConfig, ranks: Ranks) -> Transport:
+    """How rank 0 sends."""
+    weights = config.weights
+    folder = Path(weights.folder) if weights.folder else config.folder / "weights"
+    makers = {
+        "distributed": lambda: DistributedTransport(
+            bucket_bytes=weights.num_bucket_bytes,
+            backend="nccl" if ranks.device.type == "cuda" else "gloo",
+            device=ranks.device,
+        ),
+        "tensor": lambda: TensorTransport(bucket_bytes=weights.num_bucket_bytes, cuda=ranks.device.type == "cuda"),
+        "disk": lambda: DiskTransport(folder),
+        "delta": lambda: DeltaTransport(
+            TensorTransport(bucket_bytes=weights.num_bucket_bytes), check="touched" if weights.verify else "pre"
+        ),
+    }
+    return makers[config.sync]()
+
+
+def completion_from_plain(values: dict[str, object]) -> Completion:
+    """The fields that the job reads of a completion that came as JSON."""
+    reason = values["finish_reason"]
+    kept = {
+        "finish_reason": None if reason is None else FinishReason(**reason),  # type: ignore[arg-type]
+        "weight_versions": (),
+        **{name: tuple(values[name]) for name in ("prompt_ids", "token_ids", "logprobs")},  # type: ignore[call-overload]
+    }
+    names = ("id", "index", "text", "num_cached_tokens", "num_retractions", "weight_version", "weight_digest")
+    return Completion(**{name: values[name] for name in names}, **kept)  # type: ignore[arg-type]
+
+
+def _socket(folder: Path, rank: int) -> Path:
+    return folder / f"engine-{rank}.sock"

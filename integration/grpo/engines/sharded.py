@@ -1,0 +1,52 @@
+"""An engine that several ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ....rollout.completion import Completion
+from ....rollout.engine import Engine
+from ....rollout.ranks.channel import RankChannel
+from ....rollout.sampling_params import SamplingParams
+from ...service import RolloutService
+from ..backends.backend import TrainerBackend
+from ..config import JobConfig
+from .engine import LocalEngine, write_gathered
+
+
+class ShardedEngine(LocalEngine):
+    """One engine of several ranks: each holds its part of the model, and brings its prompts to the first of them."""
+
+    ranks: RankChannel  # type: ignore[assignment]
+
+    def __init__(
+        self, config: JobConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, backend: TrainerBackend
+    ) -> None:
+        self.service = RolloutService(Engine(model, config.engine_config(), tokenizer=tokenizer))
+        self.hosted = self.service.engine.model  # this rank's part; its `trained_module` is the whole model
+        self.ranks = self.service.engine.ranks
+        self._backend, self._config = backend, config
+
+    def generate(self, prompts: Sequence[str], params: Sequence[SamplingParams] | SamplingParams) -> list[Completion]:
+        """See `JobEngine.generate`; all ranks of the replica call it together."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        own = {"prompts": list(prompts), "params": [asdict(p) for p in each]}
+        # Others may come late: rank 0 writes logs and checkpoints.
+        brought = self.ranks.gather_json(own, timeout_s=self._config.run.timeout_s)
+        all_params = [SamplingParams(**plain) for of_rank in brought for plain in of_rank["params"]]
+        if not all_params:
+            return []
+        with self.service.rollout(release_kv=True):
+            all_prompts = [prompt for of_rank in brought for prompt in of_rank["prompts"]]
+            completions = self.service.engine.generate(all_prompts, all_params)
+        num_samples = [sum(plain["n"] for plain in of_rank["params"]) for of_rank in brought]
+        first = sum(num_samples[: self.ranks.mesh.local_rank])
+        return completions[first : first + num_samples[self.ranks.mesh.local_rank]]
+
+    def sync(self, version: str) -> int:
+        """See `JobEngine.sync`."""
+        with self.ranks.watch.phase("weight update"):
+            return write_gathered(self.service, self._backend, self._config, version)

@@ -1,0 +1,67 @@
+"""Reads nested dataclasses of settings from TOML values: every fault is named by its key, all of them at once."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, get_args, get_type_hints
+
+
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Set the value of one `section.key=value` in nested sections. Raises ValueError naming what is wrong."""
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ValueError(f"override {override!r} is not of the form key=value")
+    *sections, name = key.strip().split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"{key}: {section} is a value, not a section")
+    try:
+        values[name] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        values[name] = text
+
+
+def build(cls: type, values: object, prefix: str, faults: list[str]) -> Any:
+    """Make a settings class from a mapping. Faults are added to the list, and the result is None then."""
+    if not isinstance(values, Mapping):
+        faults.append(f"{prefix.rstrip('.')} must be a section, not {values!r}")
+        return None
+    known = {f.name: f for f in fields(cls)}
+    types = get_type_hints(cls)
+    before = len(faults)
+    faults += [f"unknown key {prefix}{name}" for name in values if name not in known]
+    chosen = {}
+    for name, spec in known.items():
+        if name not in values:
+            # A section without its own table still has required keys to report.
+            if spec.default is MISSING and spec.default_factory is MISSING:
+                if is_dataclass(types[name]):
+                    build(types[name], {}, f"{prefix}{name}.", faults)
+                else:
+                    faults.append(f"missing key {prefix}{name}")
+        elif is_dataclass(types[name]):
+            chosen[name] = build(types[name], values[name], f"{prefix}{name}.", faults)
+        else:
+            chosen[name] = _typed(values[name], types[name], f"{prefix}{name}", faults)
+    if len(faults) > before:
+        return None
+    try:
+        return cls(**chosen)
+    except ValueError as error:
+        faults.append(str(error))
+        return None
+
+
+def _typed(value: object, wanted: type, key: str, faults: list[str]) -> object:
+    """The value in the wanted type; an integer will do for a float."""
+    allowed = get_args(wanted) or (wanted,)
+    is_bool = isinstance(value, bool)
+    if float in allowed and isinstance(value, int) and not is_bool:
+        return float(value)
+    if (is_bool and bool not in allowed) or not isinstance(value, allowed):
+        names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+        faults.append(f"{key} must be {names[allowed[0]]}, not {value!r}")
+    return value

@@ -1,0 +1,39 @@
+"""GET /health and its kin: whether the engine lives, and would serve a request. Changes nothing."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import PlainTextResponse, Response
+
+from ....rollout.errors import RankFailure
+from ..admin.common import service_of
+
+router = APIRouter(tags=["information"])
+
+
+def is_alive(app: FastAPI) -> bool:
+    """Whether the loop's heart beats and the server is not ending; also while paused, released or training. Waits for
+    nobody."""
+    engine = app.state.service.engine
+    age_s = time.monotonic() - engine.heartbeat
+    return not app.state.is_closing and engine.failure is None and age_s < app.state.config.stall_timeout_s
+
+
+@router.get("/health", response_class=Response, responses={503: {"description": "the loop has ended"}})
+@router.get("/health_generate", response_class=Response, responses={503: {"description": "the loop has ended"}})
+@router.get("/ping", response_class=Response, responses={503: {"description": "the loop has ended"}})
+async def health(request: Request) -> Response:
+    """Whether the engine lives, by its loop's heartbeat. A replica that has lost a rank says which."""
+    if is_alive(request.app):
+        return Response()
+    failure = service_of(request).engine.failure
+    return PlainTextResponse(f"{failure}\n" if isinstance(failure, RankFailure) else "", 503)
+
+
+@router.get("/ready", response_class=Response, responses={503: {"description": "not alive, or paused"}})
+async def ready(request: Request) -> Response:
+    """Whether a request would be served now: alive, and not paused."""
+    is_ready = is_alive(request.app) and not service_of(request).engine.is_paused
+    return Response(status_code=200 if is_ready else 503)

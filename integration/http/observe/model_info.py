@@ -1,0 +1,123 @@
+"""/model_info, /v1/models and the weight version: which model is served. Changes nothing."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import Response
+
+from ...service import RolloutService
+from ..admin.common import endpoint, json_response, service_of, skipped
+from ..edge.bodies import AdminBody
+from ..edge.config import HttpConfig
+from ..edge.errors import HttpError
+from .state import read_state
+
+router = APIRouter(tags=["information"])
+
+STARTED = time.time()
+
+
+class InfoBody(AdminBody):
+    pass
+
+
+def model_path(app: FastAPI) -> str:
+    """Where the weights came from last: a folder, or the name of the module's class."""
+    return app.state.updated_from or first_path(app.state.service, app.state.config)
+
+
+def model_name(app: FastAPI) -> str:
+    """As clients of /v1 call the model; without a name of its own that is where the weights came from last."""
+    return app.state.config.model_name or model_path(app)
+
+
+def first_path(service: RolloutService, config: HttpConfig) -> str:
+    """Where the first weights came from."""
+    module = service.engine.model.module
+    return config.model_path or getattr(module, "name_or_path", "") or type(module).__name__
+
+
+def served_name(service: RolloutService, config: HttpConfig) -> str:
+    """The model's name, as it does not change with updates."""
+    return config.model_name or first_path(service, config)
+
+
+@endpoint(router, "/model_info", InfoBody, methods=("GET", "POST"))
+@endpoint(router, "/get_model_info", InfoBody, methods=("GET", "POST"))
+async def model_info(request: Request, body: InfoBody) -> Response:
+    """The model, its weights' version and digest, and the engine's state in short."""
+    if (skip := skipped(request, body)) is not None:
+        return skip
+    state, engine = await read_state(request), service_of(request).engine
+    config = engine.model.config
+    weights = {
+        "weight_version": state["weight_version"],
+        "weight_digest": state["weight_digest"],
+        "model_path": model_path(request.app),
+        "load_format": "auto",
+    }
+    scheduler = {
+        "engine_paused": state["paused"],
+        "pause_mode": state["pause_mode"],
+        "waiting_queue_size": state["num_waiting"],
+        "running_batch_size": state["num_running"],
+        "tp_rank": engine.ranks.mesh.tp_rank,
+        "tp_size": engine.ranks.mesh.tp,
+        "pp_size": engine.ranks.mesh.pp,
+        "supports_weight_update": True,
+        "supports_weights_checker": True,
+    }
+    return json_response(
+        {
+            **weights,
+            "success": True,
+            "served_model_name": model_name(request.app),
+            "tokenizer_path": getattr(engine.tokenizer, "name_or_path", None),
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "reasoning_parser": None,
+            "tool_call_parser": None,
+            "disaggregation_mode": "null",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": config.model_type,
+            "architectures": list(getattr(config, "architectures", None) or [type(engine.model.module).__name__]),
+            "epoch": state["epoch"],
+            **scheduler,
+            "stages": [{"stage": request.app.state.config.stage, **weights, **scheduler}],
+        }
+    )
+
+
+@router.get("/get_weight_version")
+async def get_weight_version(request: Request) -> Response:
+    """The version that was committed last."""
+    return json_response({"weight_version": service_of(request).get_weight_version()})
+
+
+def _card(app: FastAPI) -> dict[str, object]:
+    return {
+        "id": model_name(app),
+        "object": "model",
+        "created": int(STARTED),
+        "owned_by": "lockstep",
+        "root": model_path(app),
+        "parent": None,
+        "max_model_len": app.state.service.engine.max_model_len,
+    }
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    """The one model."""
+    return json_response({"object": "list", "data": [_card(request.app)]})
+
+
+@router.get("/v1/models/{model:path}")
+async def get_model(request: Request, model: str) -> Response:
+    """The model of that name, or 404."""
+    if model != model_name(request.app):
+        raise HttpError(404, f"the model {model!r} does not exist", param="model", code="model_not_found")
+    return json_response(_card(request.app))

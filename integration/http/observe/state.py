@@ -1,0 +1,25 @@
+"""GET /state: the whole state report. Changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from ..admin.common import json_response, service_of
+
+router = APIRouter(tags=["information"])
+
+
+async def read_state(request: Request) -> dict[str, Any]:
+    """The service's state, read beside the event loop."""
+    return await request.app.state.reads.run(service_of(request).state)
+
+
+@router.get("/state")
+async def get_state(request: Request) -> Response:
+    """The whole state report: sequences, blocks, weights, groups, and a pause's lease."""
+    lease, updates = request.app.state.pause_lease, request.app.state.updates
+    state = await read_state(request)
+    return json_response({**state, "pause_seconds_left": lease.seconds_left, "update_age_s": updates.age_s})
