@@ -32,6 +32,8 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+pytest_plugins = ("lockstep.tests.support.time_limits",)
+
 # Where no GPU can run its kernels Triton interprets them. It reads this as it is imported, which transformers does.
 os.environ.setdefault("TRITON_INTERPRET", str(int(not has_gpu())))
 
