@@ -41,13 +41,22 @@ os.environ.setdefault("TRITON_INTERPRET", str(int(not has_gpu())))
 # a fork does not have, and aborts.
 os.register_at_fork(after_in_child=gc.freeze)
 
-# The modules that take longest: begun first, lest one process end with them while the others are idle.
-LONGEST = ("replica/test_faults", "replica/test_interruption", "rollout/test_interruption_random",
-           "replica/test_rank_failures", "grpo/test_syncs")  # fmt: skip
+# The modules that take longest: begun first, the longest of them first, lest one process end with them while the others
+# are idle.
+LONGEST = (
+    "replica/test_faults", "kernels/linear/test_linear", "replica/test_rank_failures",
+    "attention/test_triton_kernels", "rollout/test_invariance_table", "http/test_replica", "replica/test_interruption",
+    "grpo/test_job", "transaction/test_fault_injection", "sha256/test_triton_kernels", "push/test_pushed_engines",
+    "rollout/test_interruption_random", "kernels/test_triton_engine", "grpo/test_backends",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.path.with_suffix("").as_posix().endswith(LONGEST))
+    def place(item: pytest.Item) -> int:
+        module = item.path.with_suffix("").as_posix()
+        return next((index for index, name in enumerate(LONGEST) if module.endswith(name)), len(LONGEST))
+
+    items.sort(key=place)
 
 
 @pytest.fixture
