@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RUN = """
 import sys, pytest
-code = pytest.main(["-q", "-pno:cacheprovider", "-pno:schemathesis", sys.argv[1]])
+code = pytest.main(["-q", "-p", "no:cacheprovider", sys.argv[1]])
 print("heavy:", sorted({"torch", "transformers", "triton", "fastapi"} & sys.modules.keys()))
 sys.exit(code)
 """

@@ -262,7 +262,7 @@ def test_kernels_and_guarantees_hold_below_the_processors_level(level: str) -> N
     names = ("linear/test_linear.py", "test_self_test.py", "attention/test_paged.py")
     files = [str(Path(__file__).parents[1] / name) for name in names]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-pno:cacheprovider", "-pno:schemathesis", *files],
+        [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *files],
         env={**os.environ, "LOCKSTEP_MAX_ISA": level},
         capture_output=True,
         text=True,
