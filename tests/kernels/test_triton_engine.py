@@ -24,7 +24,9 @@ from lockstep.kernels.linear import triton_kernels as linear
 from lockstep.kernels.sampling import triton_draws, triton_logprobs
 from lockstep.tests.rollout import test_invariance_table as table
 from lockstep.tests.support.random_models import random_model
+from lockstep.tests.support.triton_interpreter import remember_builtins
 
+remember_builtins()
 calls = collections.Counter()
 
 def count(module, name):
@@ -44,9 +46,10 @@ settings = [table.params(i, 4) for i in range(3)]
 engine = table.make_engine(model, kv_cache="32 blocks", max_num_seqs=4, chunked_prefill_size=17)
 guarantee = engine.model.numerics.guarantee
 options = table.RequestOptions(logprob_start_len=0)
-for _ in range(2):  # a miss, then a hit
-    together = engine.generate(prompts, settings)
-    table.assert_trainers_bits(engine, together)
+missed, together = (engine.generate(prompts, settings) for _ in range(2))  # the second time a hit
+assert [(c.token_ids, c.logprobs) for c in missed] == [(c.token_ids, c.logprobs) for c in together]
+assert all(c.num_cached_tokens > 0 for c in together[1:])
+table.assert_trainers_bits(engine, together)
 engine.close()
 alone = table.make_engine(model, kv_cache="32 blocks", max_num_seqs=4, prefix_cache=False)
 for prompt, params, completion in zip(prompts, settings, together):

@@ -59,11 +59,10 @@ def trainer_logprobs(engine: Engine, completion: Completion) -> list[float]:
 
 def assert_trainers_bits(engine: Engine, completions: list[Completion]) -> None:
     for completion in completions:
-        expected = trainer_logprobs(engine, completion)[completion.num_prompt_tokens - 1 :]
+        whole = [None, *trainer_logprobs(engine, completion)]
         assert completion.num_completion_tokens > 0
-        assert list(completion.logprobs) == expected
+        assert list(completion.logprobs) == whole[completion.num_prompt_tokens :]
         if completion.prompt_logprobs is not None:
-            whole = [None, *trainer_logprobs(engine, completion)]
             start = completion.num_prompt_tokens - len(completion.prompt_logprobs)
             assert list(completion.prompt_logprobs) == whole[start : completion.num_prompt_tokens]
 
@@ -210,8 +209,10 @@ for dtype in (torch.float32, torch.bfloat16):
         report[str(engine.model.module.config.model_type)] = engine.model.numerics.guarantee.attention
         options = table.RequestOptions(logprob_start_len=0)
         settings = [table.params(i) for i in range(6)]
-        for _ in range(2):  # a miss, then a hit
-            table.assert_trainers_bits(engine, engine.generate(table.PROMPTS, settings))
+        missed, hit = (engine.generate(table.PROMPTS, settings) for _ in range(2))
+        assert [(c.token_ids, c.logprobs) for c in missed] == [(c.token_ids, c.logprobs) for c in hit]
+        assert all(c.num_cached_tokens > 0 for c in hit if c.num_prompt_tokens > 16)
+        table.assert_trainers_bits(engine, hit)
         table.assert_trainers_bits(engine, engine.generate(table.PROMPTS[:3], settings[:3], options=options))
 print(json.dumps(report))
 """

@@ -126,14 +126,17 @@ async def flush_cache(request: Request, body: FlushBody) -> Response:
     def flush(seconds_left: float | None) -> FlushReport:
         return engine.flush_cache(timeout_s=seconds_left)
 
-    state.is_flushing = timeout_s > 0
+    waits = timeout_s > 0
+    if waits:
+        state.is_flushing = True
     try:
         report = await run(request, body, flush)
         while not report.success and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_AGAIN_S)
             report = await state.reads.run(engine.flush_cache)
     finally:
-        state.is_flushing = False
+        if waits:  # a flush without a timeout leaves the mark of one that began to wait in the meantime
+            state.is_flushing = False
     if report.success:
         pinned = f", {report.num_unpinned} of them pinned" if report.num_unpinned else ""
         return PlainTextResponse(f"Cache flushed: {report.flushed_items} blocks{pinned}.\n")

@@ -16,6 +16,7 @@ from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support.callers import soon, submit
 
 LONG = SamplingParams(max_new_tokens=400, temperature=0.0, ignore_eos=True)
 PROMPT = list(range(1, 40))
@@ -194,22 +195,36 @@ def test_a_flush_of_a_busy_engine_fails_at_once_or_after_its_time(client, servic
 def test_a_second_flush_while_one_waits_is_refused(client, service, until):
     asked = Asked(service.engine).begun()
     client.post("/pause_generation", json={"mode": "in_place"})
-    answers = []
-
-    def flush() -> None:
-        answer = client.get("/flush_cache", params={"timeout": 10})
-        while "already in progress" in answer.text:  # of the one below, which asks again and again
-            answer = client.get("/flush_cache", params={"timeout": 10})
-        answers.append(answer)
-
-    first = threading.Thread(target=flush)
-    first.start()
+    first = submit(client.get, "/flush_cache", params={"timeout": 30})
     until(lambda: "already in progress" in (again := client.get("/flush_cache")).text and again.status_code == 400)
     client.post("/abort_request", json={"abort_all": True})
-    first.join(15)
-    assert answers[0].status_code == 200
+    assert soon(first).status_code == 200
     assert asked.result().finish_reason.type == "abort"
     assert client.get("/flush_cache").status_code == 200
+
+
+def test_a_flush_that_ends_while_another_waits_lets_no_third_one_in(client, service, until, monkeypatch):
+    asked = Asked(service.engine).begun()
+    client.post("/pause_generation", json={"mode": "in_place"})
+    flush, begun, may_end = service.engine.flush_cache, threading.Event(), threading.Event()
+
+    def slow_at_first(**options: object) -> object:
+        if not begun.is_set():
+            begun.set()
+            assert may_end.wait(30)
+        return flush(**options)
+
+    monkeypatch.setattr(service.engine, "flush_cache", slow_at_first)
+    at_once = submit(client.get, "/flush_cache")
+    assert begun.wait(30)
+    waiting = submit(client.get, "/flush_cache", params={"timeout": 30})
+    until(lambda: "already in progress" in client.get("/flush_cache").text)
+    may_end.set()
+    assert soon(at_once).text.startswith("Flush cache failed. 1 running")
+    assert "already in progress" in client.get("/flush_cache").text
+    client.post("/abort_request", json={"abort_all": True})
+    assert soon(waiting).status_code == 200
+    assert asked.result().finish_reason.type == "abort"
 
 
 def test_a_flush_timeout_that_is_none_is_a_400(client):

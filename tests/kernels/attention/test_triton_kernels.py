@@ -310,7 +310,10 @@ def test_an_engine_on_this_path_reports_the_trainers_bits(make_model, family: st
     engine = triton_engine(model)
     prompts = [[5], [(3 * i + 1) % 250 for i in range(41)], [(3 * i + 1) % 250 for i in range(35)]]
     asked = functools.partial(engine.generate, prompts, settings_of(3, 4), options=RequestOptions(logprob_start_len=0))
-    for completion in [*asked(), *asked()]:  # a miss, then a hit
+    missed, hit = asked(), asked()
+    for first, completion in zip(missed, hit, strict=True):
+        assert (first.token_ids, first.logprobs) == (completion.token_ids, completion.logprobs)
+        assert first.prompt_logprobs == completion.prompt_logprobs
         ids = torch.tensor([completion.prompt_ids + completion.token_ids])
         with engine.model.training_numerics():
             assert engine.model.module.config._attn_implementation == "lockstep_triton"

@@ -22,7 +22,7 @@ from lockstep.rollout.ranks.wire import Kind
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.forked_ranks import run_survivors
 
-TIMEOUT_S = 8.0  # of ranks
+TIMEOUT_S = 5.0  # of ranks
 MakeModel = Callable[..., PreTrainedModel]
 Until = Callable[..., None]
 ENDLESS = SamplingParams(max_new_tokens=100_000, ignore_eos=True)

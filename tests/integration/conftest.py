@@ -1,0 +1,45 @@
+"""Fixtures of served engines. They import what they need when they are used: many tests here need no model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lockstep.integration.service import RolloutService
+
+
+@pytest.fixture
+def service(model: PreTrainedModel, tmp_path: Path) -> Iterator[RolloutService]:
+    """A service whose engine has read `model` from a folder."""
+    from lockstep.integration.service import RolloutService
+    from lockstep.rollout.config import EngineConfig
+    from lockstep.rollout.engine import Engine
+
+    model.save_pretrained(tmp_path / "model")
+    service = RolloutService(Engine(tmp_path / "model", EngineConfig(kv_cache="32 blocks", max_num_seqs=4)))
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def server(service):
+    """The test's service behind HTTP, without keys."""
+    from lockstep.integration.http.edge.config import HttpConfig
+    from lockstep.integration.http.server import serve_in_background
+
+    with serve_in_background(service, HttpConfig(port=0)) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    import httpx
+
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client

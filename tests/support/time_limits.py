@@ -1,0 +1,45 @@
+"""A time limit for each test, so that a hang names its test.
+
+pytest-timeout fails the test from a signal: it shows where each thread stands, and the fixtures still clean up. No
+signal reaches a thread that hangs in C, so a quarter of the limit later faulthandler shows the same and ends the
+process; a process of xdist that ends is replaced, and its test is named.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from collections.abc import Iterator
+
+import pytest
+
+QUICK_S, SLOW_S, EXHAUSTIVE_S = 120, 400, 1800  # several times what the longest takes on two busy cores
+_STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_STDERR] = os.dup(2)  # tests have theirs captured
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    os.close(config.stash[_STDERR])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give a test its kind's limit, unless it has one of its own: `@pytest.mark.timeout(600)`."""
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            kinds = (("exhaustive", EXHAUSTIVE_S), ("slow", SLOW_S))
+            limit_s = next((limit for kind, limit in kinds if item.get_closest_marker(kind)), QUICK_S)
+            item.add_marker(pytest.mark.timeout(limit_s))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    marker = item.get_closest_marker("timeout")
+    assert marker is not None
+    faulthandler.dump_traceback_later(marker.args[0] * 1.25, exit=True, file=item.config.stash[_STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
