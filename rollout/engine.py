@@ -59,15 +59,15 @@ class Engine(EngineVerbs):
         self.config = config = config or EngineConfig()
         self.ranks = RankChannel(_mesh(config, mesh), config.rank_timeout_s)
         self._mailboxes = Mailboxes()
-        self._unclaimed: list[Completion] = []  # answers that no mailbox is there for: `step` returns them
         self._driver = Driver()
         self._core = EngineCore(
-            model, config, tokenizer, self._on_token, self._on_answer, self._driver.is_interrupted, self.ranks
+            model, config, tokenizer, self._mailboxes.on_token, self._mailboxes.on_answer,
+            self._driver.is_interrupted, self.ranks,
         )  # fmt: skip
         self.ranks.on_loss.append(self._driver.on_loss)
         self._calls = RankCalls(self.ranks, None if self.is_controller else Follower(self.ranks, self._core.stage))
         self._driver.drive(self._core)
-        self._driver.on_failure = self._mailboxes.fail
+        self._driver.on_failure = self._mailboxes.on_failure
         self.model = self._core.model
         self.tokenizer = self._core.tokenizer
         self._intake = Intake(self.tokenizer, self.model.vocab_size, config.seed, self._core.grammars)
@@ -278,8 +278,7 @@ class Engine(EngineVerbs):
         self._driver.settle()
         with self._driver.lock:
             self._driver.run_step()
-            answers, self._unclaimed = self._unclaimed, []
-            return answers
+            return self._mailboxes.take_unclaimed()
 
     def start(self) -> None:
         """Let a thread of the engine's own drive the loop; callers then only wait. Does nothing when started.
@@ -312,16 +311,6 @@ class Engine(EngineVerbs):
         self._core.trace.close()
 
     # -- helpers ----------------------------------------------------------------------------------------------------
-
-    def _on_token(self, request: Request) -> None:
-        if self._mailboxes.wants_chunks(request.id):
-            self._mailboxes.post(request, None)
-
-    def _on_answer(self, request: Request, completion: Completion) -> None:
-        if request.id in self._mailboxes:
-            self._mailboxes.post(request, completion)
-        else:
-            self._unclaimed.append(completion)
 
     def _add_all(
         self,

@@ -70,14 +70,7 @@ class Intake:
             seed = derive_seed(params.sampling_seed, index)
         detokenizer = IncrementalDetokenizer(self._tokenizer, its_ids, params) if self._tokenizer else None
         sequence = TokenSequence(id, its_ids)
-        request = Request(sequence, params, options, index, seed, now, self._num_made, detokenizer)
-        if options.logprob_start_len == 0:  # nothing comes before the first token
-            request.prompt_logprobs.append(None)
-            if options.top_logprobs_num:
-                request.prompt_top_logprobs.append(None)
-            if options.token_ids_logprob:
-                request.prompt_listed_logprobs.append(None)
-        return request
+        return Request(sequence, params, options, index, seed, now, self._num_made, detokenizer)
 
 
 def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:

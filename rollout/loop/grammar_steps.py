@@ -125,7 +125,7 @@ class GrammarSteps:
             self._metrics.num_retokenisations += state.wants_retokenisation
             jump = state.plan_text()
             back = jump.num_rolled_back
-            if request.num_flights and sequence.num_tokens - back - 1 < item.start:
+            if request.in_flight.num_steps and sequence.num_tokens - back - 1 < item.start:
                 return NO_JUMP  # rows of an earlier chunk, which is in the air, would have to be taken back
             jump = cut_jump(jump, output_ids, min(num_left + back, draft.budget - self._ledger.block_size), state.text)
         if jump:
@@ -172,8 +172,9 @@ class GrammarSteps:
 
     def _count(self, request: Request, jump: Jump) -> None:
         """The jump stands; the request has recorded what its step brought."""
-        metrics, num_net = self._metrics, request.num_undelivered - jump.num_rolled_back
-        num_sampled = request.num_undelivered > len(jump.token_ids)
+        metrics, num_new = self._metrics, request.record.num_undelivered
+        num_net = num_new - jump.num_rolled_back
+        num_sampled = num_new > len(jump.token_ids)
         metrics.num_jumps += 1
         metrics.num_jump_forward_tokens += max(num_net - num_sampled, 0)
         metrics.num_forwards_saved += max(num_net - 1, 0)

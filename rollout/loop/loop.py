@@ -173,7 +173,8 @@ class Loop:
         requests = self._managers.engine.requests_of(output.scheduled)
         with self._starting_over_on_failure():
             for item, request in zip(output.scheduled, requests.values(), strict=True):
-                request.launched(item)
+                adds_token = item.start + item.num_tokens == len(request.sequence.token_ids)
+                request.in_flight.launched(item.num_tokens, adds_token)
                 if request.first_step_time is None:
                     self._latencies.on_launch(request)
             started = time.perf_counter()
@@ -188,7 +189,9 @@ class Loop:
         flight.handle.wait_first_stage()
         self._managers.on_stage_completed(flight.output.scheduled)
         for item in flight.output.scheduled:
-            flight.requests[item.id].left_first_stage(item)
+            request = flight.requests[item.id]
+            if item.incarnation == request.num_retractions:
+                request.in_flight.left_first_stage(item.num_tokens)
 
     def _decide(self, output: ScheduleOutput) -> None:
         """Tell the managers what was decided, and answer those that will not run."""
@@ -212,7 +215,9 @@ class Loop:
             results = flight.handle.results()
         self._flights.popleft()
         for item in flight.output.scheduled:
-            flight.requests[item.id].landed(item)
+            request = flight.requests[item.id]
+            if item.incarnation == request.num_retractions:
+                request.in_flight.landed()
         with self._trace.span("commit", step=flight.output.step):
             takes = self._managers.engine.takes
             flight.results = [r for r in results if takes(r, flight.requests[r.id])]
@@ -285,7 +290,7 @@ class Loop:
         while self._flights:
             self._flights.popleft().handle.abandon()
         for request in self._managers.engine.requests():
-            request.forget_flights()
+            request.in_flight.forget()
             if request.sequence.state in HOLDS_BLOCKS:
                 self._managers.preempt(request.id)
                 self._note_retraction(request.id)

@@ -42,5 +42,5 @@ def view(request: Request, num_newest: int) -> SequenceView:
         num_retractions=request.num_retractions,
         age_s=time.monotonic() - request.arrival_time,
         newest_ids=tuple(sequence.token_ids[max(0, len(sequence.token_ids) - num_newest) :]),
-        weight_versions=tuple(request.spans),
+        weight_versions=tuple(request.record.spans),
     )

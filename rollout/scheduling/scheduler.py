@@ -193,7 +193,7 @@ class Scheduler:
     def _num_next(self, request: Request, budget: int) -> int:
         """Rows of the request's next chunk; 0 when it has to wait for a step in the air, which may be its last."""
         num_ahead = request.num_tokens_ahead
-        if request.num_tokens_in_flight and (request.is_ending or num_ahead >= self._limits.max_model_len):
+        if request.in_flight.num_tokens and (request.is_ending or num_ahead >= self._limits.max_model_len):
             return 0
         if not self._pipelining.may_run(request):
             return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 from .managers import EngineSequenceManager, SequenceManager
 from .request import Request
@@ -85,10 +84,7 @@ class ManagerPair:
 def fresh_copy(request: Request) -> Request:
     """The request as it was when it arrived, sharing nothing that changes; it makes no text."""
     prompt = request.sequence.token_ids[: request.sequence.num_prompt_tokens]
-    records = ("logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "span_starts", "forced",
-               "masked_probs")  # fmt: skip
-    blank: dict[str, Any] = {**{name: [] for name in records}, "grammar": None}
-    return replace(request, sequence=Sequence(request.id, prompt), detokenizer=None, **blank)
+    return replace(request, sequence=Sequence(request.id, prompt), detokenizer=None, grammar=None)
 
 
 def replay(events: Iterable[Event], manager: SequenceManager) -> None:

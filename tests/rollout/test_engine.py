@@ -932,7 +932,7 @@ def test_bad_prompt_is_named_and_nothing_is_queued(make_engine, prompt, message)
     with pytest.raises(ValueError, match=message):
         engine.generate(prompt, sampled())
     assert_idle(engine)
-    assert engine._mailboxes._boxes == {}
+    assert len(engine._mailboxes) == 0
 
 
 @pytest.mark.parametrize(

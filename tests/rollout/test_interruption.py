@@ -122,7 +122,7 @@ class ByHand:
         for id in self.ids:
             [chunk] = self.engine._mailboxes.take([id])
             assert chunk.completion is not None
-            self.engine._mailboxes._boxes[id].append(chunk)
+            self.engine._mailboxes._boxes[id].chunks.append(chunk)
         completions = self.engine._mailboxes.completions(self.ids)
         for id in self.ids:
             self.engine._mailboxes.close(id)

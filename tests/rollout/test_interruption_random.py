@@ -192,7 +192,7 @@ class Trace:
             self.event("step", 0)
             limit -= 1
             assert limit, self.engine.state()
-        assert not self.kinds and not self.engine._mailboxes._boxes
+        assert not self.kinds and not self.engine._mailboxes
         state = self.engine.state()
         assert state["num_held_blocks"] == 0
         self.engine.flush_cache()
@@ -213,7 +213,7 @@ class Trace:
         assert worker.state_hash() == engine._core.managers.worker.state_hash() == controller.state_hash()
         assert len(controller) == len(self.kinds)
         for request in engine._core.sequences.requests():
-            assert controller.request(request.id).logprobs == request.logprobs
+            assert controller.request(request.id).record.logprobs == request.record.logprobs
 
 
 # How often each event comes: steps most, so that requests also live to their end.

@@ -156,7 +156,7 @@ def test_a_step_that_fails_after_a_jump_began_undoes_it(bpe_tokenizer):
                     except RuntimeError:
                         request = engine._core.sequences.request("r")
                         assert request.sequence.output_ids == request.sequence.settled_output()
-                        assert len(request.logprobs) == request.sequence.num_output_tokens
+                        assert len(request.record.logprobs) == request.sequence.num_output_tokens
             engine._core._runner._run = run
             assert [(a.token_ids, a.logprobs, a.text) for a in found] == [
                 (wanted.token_ids, wanted.logprobs, wanted.text)
