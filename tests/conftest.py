@@ -31,7 +31,8 @@ from transformers import PreTrainedModel
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.loop.core import EngineCore
+from lockstep.rollout.loop.assemble import make_runner
+from lockstep.rollout.loop.parts import MakeRunner, RunnerParts
 from lockstep.rollout.model.attention import NO_MASK, STEP_KEYWORD, StepContext
 from lockstep.rollout.running.batch import Batch, build_batch
 from lockstep.rollout.running.results import results_of
@@ -177,13 +178,13 @@ class StagedRunner:
     before_stage(stage, output), if set, is called on the stage's thread before it runs a step.
     """
 
-    def __init__(self, core: EngineCore, block_size: int, num_stages: int) -> None:
+    def __init__(self, parts: RunnerParts, num_stages: int) -> None:
         self.num_stages = num_stages
         self.num_forwards = 0
         self.most_in_the_air = self._num_in_the_air = 0
         self.before_stage: Callable[[int, ScheduleOutput], None] = lambda stage, output: None
-        self._model, self._kv_cache, self._block_size = core.model, core._kv_cache, block_size
-        self._sampler = Sampler(core.eos_token_ids)
+        self._model, self._kv_cache, self._block_size = parts.model, parts.kv_cache, parts.config.block_size
+        self._sampler = Sampler(parts.eos_token_ids)
         self.managers = [WorkerSequenceManager(num_stages) for _ in range(num_stages)]
         self.workers = self.managers[0]
         self._news: list[Event] = []
@@ -285,21 +286,16 @@ class StagedStep:
 
 
 @pytest.fixture
-def in_stages(monkeypatch) -> Callable[[int], None]:
-    """in_stages(2): engines that are made from now on run their steps in two stages, each a thread of this process.
+def in_stages() -> Callable[[int], MakeRunner]:
+    """Engine(..., make_runner=in_stages(2)): an engine that runs steps in two stages, each a thread of this process.
 
-    One stage is an engine's own way. The runner is `engine._core._runner`.
+    One stage is an engine's own way. The runner is `engine.parts.runner`.
     """
 
-    own = EngineCore._make_runner
+    def runner_of(num_stages: int) -> MakeRunner:
+        return make_runner if num_stages == 1 else lambda parts: StagedRunner(parts, num_stages)
 
-    def use(num_stages: int) -> None:
-        def make(core: EngineCore, config: EngineConfig) -> StagedRunner:
-            return StagedRunner(core, config.block_size, num_stages)
-
-        monkeypatch.setattr(EngineCore, "_make_runner", own if num_stages == 1 else make)
-
-    return use
+    return runner_of
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ Where several ranks hold the model (`replica`) every method but `state`, `is_ope
 of them, each of which has its part of the tensors; roots are merged, and they vote (`SessionManager`).
 
 No step runs while bytes are written. The order of locks is session, then engine: whoever holds the engine's never waits
-for a session (`Engine.before_sampling` is called without it).
+for a session (`EngineWeights.before_sampling` is called without it).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class WeightSessions:
 
         def hold() -> None:
             reports.append(
-                self._engine.hold_for_update(
+                self._engine.weights.hold_for_update(
                     refusal=(_SESSION, why), abort_all=abort_all, keep_running=keep_running, timeout_s=timeout_s
                 )
             )
@@ -161,12 +161,12 @@ class WeightSessions:
         Raises SessionError where what it overwrote is not kept any more, or a session is open.
         """
         self.finish_digest()  # or somebody might be at it while the bytes change
-        self._engine.hold_for_update(refusal=(_REVERT, "a weight update is being reverted"))
+        self._engine.weights.hold_for_update(refusal=(_REVERT, "a weight update is being reverted"))
         try:
             self._manager.revert()
             self._unpublish()
         finally:
-            self._engine.allow_sampling(_REVERT)
+            self._engine.weights.allow_sampling(_REVERT)
         return self._before.version
 
     def release_undo(self) -> None:
@@ -190,7 +190,7 @@ class WeightSessions:
         received: list[str] = []
 
         def hold() -> None:  # an explicit session holds the engine from begin to end
-            self._engine.hold_for_update(
+            self._engine.weights.hold_for_update(
                 before_sampling=self._commit_before_sampling, abort_all=abort_all, keep_running=keep_running,
                 timeout_s=timeout_s,
             )  # fmt: skip
@@ -230,7 +230,7 @@ class WeightSessions:
         if self.state()["state"] == "open":
             self._manager.name_version(version)
         else:
-            self._engine.relabel_weights(version)
+            self._engine.weights.relabel_weights(version)
 
     # -- digests ----------------------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class WeightSessions:
         """Compute the digest that a commit put off, if one is owed; returns that of the weights now."""
         with self._digesting:
             if self.owes_digest and not self._undefined:
-                self._engine.set_weight_digest(self._model_root())
+                self._engine.weights.set_weight_digest(self._model_root())
                 self.owes_digest = False
         return self._engine.weight_digest
 
@@ -257,7 +257,7 @@ class WeightSessions:
         value = self._model_root() if digest == "now" else None
         self._parts.keep(self._roots)
         self._replica.together("commit_in_place", lambda: None)  # nobody publishes before everybody can
-        report = self._engine.commit_weights(version, value, lift=(_TORN,))
+        report = self._engine.weights.commit_weights(version, value, lift=(_TORN,))
         self.owes_digest = value is None
         self._commit = Commit(version, value, bytes_copied, report.num_blocks_dropped, report.num_unpinned)
         return self._commit
@@ -309,11 +309,11 @@ class WeightSessions:
             return 0
         self.finish_digest()
         self.let_write("release_memory_occupation")  # what is kept for a revert would keep the memory, too
-        return self._engine.release_weights()
+        return self._engine.weights.release_weights()
 
     def resume_weights(self) -> int:
         """Allocate them again; returns the bytes. What they hold is undefined, so all have to be written first."""
-        num_bytes = self._engine.resume_weights()
+        num_bytes = self._engine.weights.resume_weights()
         if num_bytes:
             self.weights_were_lost(set(self.weights.names()))
         return num_bytes
@@ -324,7 +324,7 @@ class WeightSessions:
         names = {name for own in self._replica.gather(sorted(names)) for name in own}
         self._undefined |= names & set(self.weights.names())
         for key, why in _refusal_of(self._undefined).items():
-            self._engine.refuse_sampling(why, key)
+            self._engine.weights.refuse_sampling(why, key)
 
     def close(self) -> None:
         """Give up what is open on this rank, and free what is kept for a revert."""
@@ -365,13 +365,13 @@ class WeightSessions:
             lift.append(_TORN)
         version = record.version if record.version is not None else engine.weight_version
         before = _Standing(engine.weight_version, engine.weight_digest, self._undefined, {})
-        report = engine.commit_weights(version, ready.digest, lift=lift, refuse=_refusal_of(ready.undefined))
+        report = engine.weights.commit_weights(version, ready.digest, lift=lift, refuse=_refusal_of(ready.undefined))
         refusals = {key: why for key, why in report.lifted.items() if key != _SESSION}
         self._before = replace(before, refusals=refusals)
         self._roots, self._undefined, self._transaction = dict(ready.roots), ready.undefined, None
         self.owes_digest = ready.digest is None
         self._parts.keep(self._roots)
-        engine.before_sampling = None
+        engine.weights.before_sampling = None
         self._commit = Commit(
             version, ready.digest, record.num_bytes, report.num_blocks_dropped, report.num_unpinned, session=record
         )
@@ -379,7 +379,7 @@ class WeightSessions:
     def _unpublish(self) -> None:
         """The bytes are those of before the last commit: so are version and digest."""
         before, self._roots, self._undefined = self._before, {}, self._before.undefined
-        self._engine.commit_weights(before.version, before.digest, lift=(), refuse=before.refusals)
+        self._engine.weights.commit_weights(before.version, before.digest, lift=(), refuse=before.refusals)
         self.owes_digest = before.digest is None
 
     def _on_rollback(self, why: str) -> None:
@@ -387,15 +387,15 @@ class WeightSessions:
         if self._manager.state()["state"] == "poisoned":
             self._roots = {}
             why = f"the weights are poisoned ({why}): only a full, verified update in a session heals them"
-            self._engine.refuse_sampling(why, _POISONED)
-        self._engine.before_sampling = None
-        self._engine.allow_sampling(_SESSION)
+            self._engine.weights.refuse_sampling(why, _POISONED)
+        self._engine.weights.before_sampling = None
+        self._engine.weights.allow_sampling(_SESSION)
 
     def _on_dropped(self) -> None:
         self._fresh_roots, self._transaction = {}, None
-        self._engine.before_sampling = None
+        self._engine.weights.before_sampling = None
         if not self._replica.is_alone:  # it was held here, and could not be elsewhere
-            self._engine.allow_sampling(_SESSION)
+            self._engine.weights.allow_sampling(_SESSION)
 
 
 def _refusal_of(undefined: Collection[str]) -> dict[str, str]:

@@ -20,33 +20,20 @@ from ..completion import FinishReason
 from ..grammars.jump import NO_JUMP, Jump
 from ..grammars.jump_forward import cut_jump
 from ..grammars.state import GrammarState
-from ..kv.ledger import KVLedger
-from ..reports.metrics import Metrics
-from ..reports.trace import Trace
-from ..scheduling.scheduler import Scheduler, StepLimits
-from ..sequences.event_log import ManagerPair
 from ..sequences.request import Request
 from ..sequences.sequence import HOLDS_BLOCKS
 from ..sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
+from .parts import Parts
 
 
 class GrammarSteps:
     """Extends steps, and ends sequences whose grammar has. Belongs to the loop."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        managers: ManagerPair,
-        ledger: KVLedger,
-        limits: StepLimits,
-        max_jump_blocks: int,
-        metrics: Metrics,
-        trace: Trace,
-    ) -> None:
-        """max_jump_blocks: KV blocks that one jump may take."""
-        self._scheduler, self._managers, self._ledger = scheduler, managers, ledger
-        self._limits, self._max_jump_blocks = limits, max_jump_blocks
-        self._metrics, self._trace = metrics, trace
+    def __init__(self, parts: Parts) -> None:
+        self._scheduler, self._managers, self._ledger = parts.scheduler, parts.managers, parts.ledger
+        self._limits = parts.limits
+        self._max_jump_blocks = parts.config.jump_forward_max_blocks  # KV blocks that one jump may take
+        self._metrics, self._trace = parts.reports.metrics, parts.reports.trace
 
     def prepare(self, output: ScheduleOutput) -> ScheduleOutput:
         """The step with its masks and jumps, about to be launched. Changes the ledger, and preempts where a jump needs
