@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -82,7 +83,7 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_
         prompt = tokenizer(prompt)["input_ids"]
     if not isinstance(prompt, Sequence):
         raise ValueError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
-    ids = list(prompt)
+    ids: list[Any] = list(prompt)
     if not ids:
         raise ValueError("the prompt is empty")
     bad = [id for id in ids if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < vocab_size]

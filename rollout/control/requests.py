@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 
 from ..completion import Completion, FinishReason, StreamChunk
 from ..errors import EngineStopped
@@ -175,7 +176,7 @@ class RequestDesk:
         self, prompts: Prompts, params: ManyParams, options: RequestOptions | None, *, streamed: bool = False
     ) -> list[str]:
         prompts = as_prompts(prompts)
-        params_list = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
+        params_list = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(params_list) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params_list)} sampling_params")
         settings = self._intake.settings(params_list)
@@ -223,7 +224,7 @@ class RequestDesk:
             for id in [id for id in ids if id in self._parts.sequences]:
                 self._mailboxes.close(id)
                 self._mailboxes.open([id], streamed=False)  # its answer is dropped with the box
-                self._driver.command("abort_request", lambda id=id: self._between_steps.abort(id, reason))
+                self._driver.command("abort_request", partial(self._between_steps.abort, id, reason))
             for id in ids:
                 self._mailboxes.close(id)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -63,8 +64,8 @@ def assemble(
     for settings that do not fit the model or each other, or that the ranks were not given alike.
     """
     ranks = RankChannel(_mesh(config, mesh), config.rank_timeout_s)
-    options = {"dtype": config.dtype, "device": config.device, "invariant": config.invariant,
-               "k_blocks": config.k_blocks, "mesh": ranks.mesh}  # fmt: skip
+    options: dict[str, Any] = {"dtype": config.dtype, "device": config.device, "invariant": config.invariant,
+                               "k_blocks": config.k_blocks, "mesh": ranks.mesh}  # fmt: skip
     if isinstance(model, str | Path):
         hosted = HostedModel.load(model, **options)
         tokenizer = tokenizer or load_tokenizer(Path(model))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import TextIO
 
 _FLUSH_EVERY = 512  # events between writes
 _NO_SPAN: AbstractContextManager[None] = nullcontext()  # reusable: it holds nothing
@@ -21,7 +22,7 @@ class Trace:
     """Appends events to a file; does nothing without one. Any thread may write."""
 
     def __init__(self, path: str | Path | None) -> None:
-        self._file = None
+        self._file: TextIO | None = None
         self._lock = threading.Lock()
         self._events: list[dict[str, object]] = []
         if path is not None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
+from ..completion import FinishReason
 from .managers import EngineSequenceManager, SequenceManager
 from .request import Request
 from .sequence import Sequence
+from .step import ScheduleOutput
 
-Event = tuple[str, tuple[object, ...]]  # the manager's method, its arguments
+Event = tuple[str, tuple[Any, ...]]  # the manager's method, its arguments
 
 
 class ManagerPair:
@@ -30,7 +33,7 @@ class ManagerPair:
         self._record("add", fresh_copy(request))
         self.engine.add(request)
 
-    def on_schedule(self, output: object) -> None:
+    def on_schedule(self, output: ScheduleOutput) -> None:
         self._record("on_schedule", output)
         self.engine.on_schedule(output)
         self.worker.on_schedule(output)
@@ -64,7 +67,7 @@ class ManagerPair:
         if id in self.worker:
             self.worker.preempt(id)
 
-    def finish(self, id: str, reason: object) -> None:
+    def finish(self, id: str, reason: FinishReason) -> None:
         self._record("finish", id, reason)
         self.engine.finish(id, reason)
 
@@ -89,13 +92,13 @@ def fresh_copy(request: Request) -> Request:
 
 def replay(events: Iterable[Event], manager: SequenceManager) -> None:
     """Feed a log to a fresh manager of either kind; a worker takes the events that concern it."""
-    is_engine = isinstance(manager, EngineSequenceManager)
+    engine = manager if isinstance(manager, EngineSequenceManager) else None
     for name, args in events:
         if name == "add":
-            if is_engine:
-                manager.add(fresh_copy(args[0]))
+            if engine is not None:
+                engine.add(fresh_copy(args[0]))
         elif name == "finish":
-            if is_engine:
-                manager.finish(*args)
-        elif is_engine or name.startswith("on_") or args[0] in manager:
+            if engine is not None:
+                engine.finish(*args)
+        elif engine is not None or name.startswith("on_") or args[0] in manager:
             getattr(manager, name)(*args)

@@ -96,7 +96,7 @@ class OutputRecord:
         num_kept = len(self.logprobs) - num_tokens
         assert num_kept >= 0, self
         for values in (self.logprobs, self.top_logprobs, self.listed_logprobs, self.forced, self.masked_probs):
-            del values[num_kept:]  # type: ignore[attr-defined]
+            del values[num_kept:]
         while self.span_starts and self.span_starts[-1].start >= num_kept:
             self.span_starts.pop()
         self.num_kept = num_kept if self.num_kept is None else min(self.num_kept, num_kept)
