@@ -79,14 +79,14 @@ class RolloutService(WeightVerbs):
         where sequences are still running.
         """
         if self.replica.is_alone or self.engine.kv_bytes:
-            self.engine.resume_kv()
+            self.engine.weights.resume_kv()
         else:
             self.resume_memory_occupation(["kv_cache"])
         with self.engine.model.rollout_phase():
             self.engine.wake()
             yield
         if release_kv and self.replica.is_alone:
-            self.engine.release_kv()
+            self.engine.weights.release_kv()
         elif release_kv:  # on all ranks or none: only the controller knows who runs
             self.release_memory_occupation(["kv_cache"])
 
@@ -123,13 +123,13 @@ class RolloutService(WeightVerbs):
         allows a commit again. Raises SessionError, and runs nothing, while a weight-update session is open."""
         self.finish_digest()
         self.sessions.let_write("optimizer_step")
-        self.engine.refuse_sampling("the trainer is writing the weights: commit them first")
+        self.engine.weights.refuse_sampling("the trainer is writing the weights: commit them first")
         self._torn = "an optimizer step has not completed"
         try:
             yield
         except BaseException as error:
             self._torn = f"an optimizer step failed ({type(error).__name__}: {error})"
-            self.engine.refuse_sampling(f"the weights may be torn: {self._torn}: {_MEND}")
+            self.engine.weights.refuse_sampling(f"the weights may be torn: {self._torn}: {_MEND}")
             raise
         self._torn = None
 
@@ -163,7 +163,7 @@ class RolloutService(WeightVerbs):
 
         planned = self.replica.peers.together("commit_in_place", plan)
         if planned is None:
-            record = sync_in_place(self.engine.resident_tensors(), source)
+            record = sync_in_place(self.engine.weights.resident_tensors(), source)
         else:
             record = self.engine.between_steps("commit_in_place", planned.run)
         try:
@@ -199,7 +199,7 @@ class RolloutService(WeightVerbs):
         Raises ValueError for an unknown tag and NotIdle while sequences hold blocks, then nothing was released; and
         SessionError for weights that an open session writes. Bytes are those of all ranks.
         """
-        free = {"kv_cache": self.engine.release_kv, "weights": self.sessions.release_weights}
+        free = {"kv_cache": self.engine.weights.release_kv, "weights": self.sessions.release_weights}
         if not self.replica.is_alone:  # only the controller knows who runs
             self.replica.require_idle("release_memory_occupation")
         # The pool first: whoever runs is found before the weights go.
@@ -215,7 +215,7 @@ class RolloutService(WeightVerbs):
 
         def resume_kv() -> None:
             self.sessions.commit_implicit()
-            self.engine.resume_kv()
+            self.engine.weights.resume_kv()
 
         return self._memory_reports(known_tags(tags), {"kv_cache": resume_kv, "weights": self.sessions.resume_weights})
 

@@ -163,7 +163,7 @@ def _decode_steps(engine: Engine, batch: int, num_constrained: int, num_new: int
 
 def _compile_ms(engine: Engine) -> float:
     """Of the schema, once the vocabulary is ready."""
-    grammars = engine._core.grammars
+    grammars = engine.parts.grammars
     grammars.compiled([SamplingParams(regex="a")])
     before = grammars.cache.compile_seconds
     grammars.cache.get_all([Constraint("json_schema", json.dumps(ORDER, ensure_ascii=False))])

@@ -152,7 +152,7 @@ class PauseBench:
         for _ in range(_NUM_DECODE_STEPS):
             engine.step()
         engine.pause_generation("retract")
-        known = [list(request.sequence.token_ids) for request in engine._core.sequences.requests()]
+        known = [list(request.sequence.token_ids) for request in engine.parts.sequences.requests()]
         self._flush()
         engine.continue_generation()
         resumed = self._until_decoding()

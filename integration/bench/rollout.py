@@ -114,7 +114,7 @@ def _rivals(
         stack.enter_context(unwinding_on_sigterm())
         worker = VllmWorker(
             options.vllm_python, _folder(options.model, model, stack), load, dtype=options.dtype,
-            threads=torch.get_num_threads(), kv_bytes=num_kv_blocks(load) * engine.kv_plan.bytes_per_block,
+            threads=torch.get_num_threads(), kv_bytes=num_kv_blocks(load) * engine.parts.kv_plan.bytes_per_block,
             prefix_cache=options.prefix_cache,
         )  # fmt: skip
         stack.callback(worker.close)

@@ -189,7 +189,7 @@ def run_direct(engine: Engine, load: ServeLoad, prompts: list[list[int]]) -> Ser
     while waiting or num_open:
         while waiting and num_open < load.concurrency:
             index, prompt = waiting.popleft()
-            engine.submit([prompt], [SamplingParams(**load.params(index))], answers, streamed=False)
+            engine.requests.submit([prompt], [SamplingParams(**load.params(index))], answers, streamed=False)
             num_open += 1
         num_tokens += len(answers.next().logprobs)
         num_open -= 1

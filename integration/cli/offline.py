@@ -228,7 +228,7 @@ class _OfflineRun:
         if self._engine.tokenizer is None and any(isinstance(prompt.prompt, str) for prompt in prompts):
             raise ValueError(f"--model {job.model} has no tokenizer: prompts must be lists of token ids")
         digest = RolloutService(self._engine).model_digest()
-        self._engine.set_weight_digest(digest)
+        self._engine.weights.set_weight_digest(digest)
         self._hashes = {**job.hashes, "weights": _hash(digest)}
         file.compare(prompts, job.sampling.n, self._hashes)
 

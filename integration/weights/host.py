@@ -108,11 +108,11 @@ class EngineHost(SessionHost):
             lift.append(_TORN)
         version = record.version if record.version is not None else engine.weight_version
         before = _Standing(engine.weight_version, engine.weight_digest, self._roots.undefined, {})
-        report = engine.commit_weights(version, ready.digest, lift=lift, refuse=_refusal_of(ready.undefined))
+        report = engine.weights.commit_weights(version, ready.digest, lift=lift, refuse=_refusal_of(ready.undefined))
         refusals = {key: why for key, why in report.lifted.items() if key != _SESSION}
         self._before, self._transaction = replace(before, refusals=refusals), None
         self._roots.publish(ready.roots, ready.undefined, owes_digest=ready.digest is None)
-        engine.before_sampling = None
+        engine.weights.before_sampling = None
         self.last_commit = Commit(
             version, ready.digest, record.num_bytes, report.num_blocks_dropped, report.num_unpinned, session=record
         )
@@ -122,7 +122,7 @@ class EngineHost(SessionHost):
         before, roots = self._before, self._roots
         roots.forget()
         roots.undefined = before.undefined
-        self._engine.commit_weights(before.version, before.digest, lift=(), refuse=before.refusals)
+        self._engine.weights.commit_weights(before.version, before.digest, lift=(), refuse=before.refusals)
         roots.owes_digest = before.digest is None
 
     def on_rollback(self, why: str, is_poisoned: bool) -> None:
@@ -131,16 +131,16 @@ class EngineHost(SessionHost):
         if is_poisoned:
             self._roots.forget()
             why = f"the weights are poisoned ({why}): only a full, verified update in a session heals them"
-            self._engine.refuse_sampling(why, _POISONED)
-        self._engine.before_sampling = None
-        self._engine.allow_sampling(_SESSION)
+            self._engine.weights.refuse_sampling(why, _POISONED)
+        self._engine.weights.before_sampling = None
+        self._engine.weights.allow_sampling(_SESSION)
 
     def on_dropped(self) -> None:
         """See `SessionHost`."""
         self._drop_transaction()
-        self._engine.before_sampling = None
+        self._engine.weights.before_sampling = None
         if not self._replica.is_alone:  # it was held here, and could not be elsewhere
-            self._engine.allow_sampling(_SESSION)
+            self._engine.weights.allow_sampling(_SESSION)
 
     def on_lease_over(self) -> None:
         """See `SessionHost`."""
@@ -156,7 +156,7 @@ class EngineHost(SessionHost):
         """Hold the engine from begin to end of an explicit session. digest: when that of its commit is computed.
         Raises NotIdle where requests run."""
         why = "a weight-update session is open: end it (end_weight_update) or give it up (abort_weight_update)"
-        report = self._engine.hold_for_update(
+        report = self._engine.weights.hold_for_update(
             refusal=(_SESSION, why), abort_all=options.abort_all_requests, keep_running=options.keep_running,
             timeout_s=options.timeout_s,
         )  # fmt: skip
@@ -166,24 +166,24 @@ class EngineHost(SessionHost):
     def hold_for_update(self, options: UpdateOptions) -> None:
         """Hold the engine for an update of an implicit session, which is committed before the next request is sampled.
         Raises NotIdle where requests run."""
-        self._engine.hold_for_update(
+        self._engine.weights.hold_for_update(
             before_sampling=self._commit_before_sampling, abort_all=options.abort_all_requests,
             keep_running=options.keep_running, timeout_s=options.timeout_s,
         )  # fmt: skip
 
     def revert(self, take_back: Callable[[], object]) -> str:
         """Refuse to sample while `take_back` puts the old bytes back, then publish them; returns their version."""
-        self._engine.hold_for_update(refusal=(_REVERT, "a weight update is being reverted"))
+        self._engine.weights.hold_for_update(refusal=(_REVERT, "a weight update is being reverted"))
         try:
             take_back()
             self.unpublish()
         finally:
-            self._engine.allow_sampling(_REVERT)
+            self._engine.weights.allow_sampling(_REVERT)
         return self._before.version
 
     def commit_in_place(self, version: str, digest: str | None, bytes_copied: int) -> Commit:
         """Publish weights that were written without a session."""
-        report = self._engine.commit_weights(version, digest, lift=(_TORN,))
+        report = self._engine.weights.commit_weights(version, digest, lift=(_TORN,))
         self._roots.owes_digest = digest is None
         self.last_commit = Commit(version, digest, bytes_copied, report.num_blocks_dropped, report.num_unpinned)
         return self.last_commit
@@ -198,7 +198,7 @@ class EngineHost(SessionHost):
         self._roots.forget()
         self._roots.undefined |= names
         for key, why in _refusal_of(self._roots.undefined).items():
-            self._engine.refuse_sampling(why, key)
+            self._engine.weights.refuse_sampling(why, key)
 
     def _commit_before_sampling(self) -> None:
         try:

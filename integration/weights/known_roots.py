@@ -35,7 +35,7 @@ class KnownRoots:
         """Compute the digest that a commit put off, if one is owed; returns that of the weights now."""
         with self._digesting:
             if self.owes_digest and not self.undefined:
-                self._engine.set_weight_digest(self.complete())
+                self._engine.weights.set_weight_digest(self.complete())
                 self.owes_digest = False
         return self._engine.weight_digest
 

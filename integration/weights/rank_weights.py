@@ -31,7 +31,7 @@ class ReplicaWeights:
     def names(self) -> list[str]:
         """Resident names of the whole model."""
         if self._replica.is_alone:
-            return [name for name, _ in self._engine.resident_tensors()]
+            return [name for name, _ in self._engine.weights.resident_tensors()]
         return list(self._engine.model.full_specs)
 
     def resident_name(self, name: str) -> str:
@@ -57,7 +57,7 @@ class ReplicaWeights:
         """The first `limit` entries along each dimension of a whole parameter, on the CPU. Raises ValueError for an
         unknown name."""
         model, resident = self._engine.model, self.resident_name(name)
-        tensor = dict(self._engine.resident_tensors()).get(resident)
+        tensor = dict(self._engine.weights.resident_tensors()).get(resident)
         if self._replica.is_alone:
             if tensor is None:
                 raise ValueError(f"no parameter is named {name!r}")

@@ -8,7 +8,7 @@ Where several ranks hold the model (`replica`) every method but `state`, `is_ope
 of them, each of which has its part of the tensors; roots are merged, and they vote (`SessionManager`).
 
 No step runs while bytes are written. The order of locks is session, then engine: whoever holds the engine's never waits
-for a session (`Engine.before_sampling` is called without it).
+for a session (`EngineWeights.before_sampling` is called without it).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class WeightSessions:
         if self.state()["state"] == "open":
             self._manager.name_version(version)
         else:
-            self._engine.relabel_weights(version)
+            self._engine.weights.relabel_weights(version)
 
     # -- digests ----------------------------------------------------------------------------------------------------
 
@@ -188,11 +188,11 @@ class WeightSessions:
             return 0
         self.finish_digest()
         self.let_write("release_memory_occupation")  # what is kept for a revert would keep the memory, too
-        return self._engine.release_weights()
+        return self._engine.weights.release_weights()
 
     def resume_weights(self) -> int:
         """Allocate them again; returns the bytes. What they hold is undefined, so all have to be written first."""
-        num_bytes = self._engine.resume_weights()
+        num_bytes = self._engine.weights.resume_weights()
         if num_bytes:
             self.weights_were_lost(set(self.weights.names()))
         return num_bytes

@@ -10,73 +10,66 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
 
 from ..errors import DeadlineExceeded, EngineStopped, SamplingRefused
+from ..loop.answers import Answers
 from ..loop.commands import Command
-from ..loop.core import EngineCore
-from ..sequences.request import Request
+from ..loop.gate import StepGate
+from ..loop.parts import Parts
 from .fair_lock import FairLock
+from .inbox import Inbox
 from .once_per_id import OncePerId
-from .step_alarm import StepAlarm
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Driver:
-    """Steps and commands of one engine core, from any thread."""
+    """Runs steps and commands of one engine, from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Parts, gate: StepGate, inbox: Inbox, answers: Answers) -> None:
         self.lock = FairLock()
-        self.inbox_lock = threading.Lock()
-        self._wake = threading.Condition(self.lock)  # type: ignore[arg-type]
-        self._inbox: dict[str, Request] = {}  # added, not yet taken up: adding never waits for a step
-        self._kick = threading.Event()  # something has changed that the loop's thread may wait for
         self.once_per_id = OncePerId()
-        self._num_commands_waiting = 0  # for the lock
-        self.alarm = StepAlarm()
+        self._wake = threading.Condition(self.lock)  # type: ignore[arg-type]
+        self._kick = threading.Event()  # something has changed that the loop's thread may wait for
+        self._model, self._ranks, self._reports = parts.model, parts.ranks, parts.reports
+        self._kv_events = parts.ledger.events
+        self.inbox = inbox
+        self._gate, self._loop, self._answers = gate, gate.loop, answers
         self._stepper = ThreadPoolExecutor(1, "lockstep-step")  # runs the steps that coroutines wait for
         self._turn: Future[None] | None = None  # the latest of them
         self._turn_lock = threading.Lock()
         self._thread: threading.Thread | None = None  # drives the loop, once started
         self._failure: Exception | None = None  # what ended the thread
-        self.on_failure: Callable[[EngineStopped], None] = lambda error: None  # told of it, under the lock
         self._step_began: float | None = None  # of time.monotonic(); None while no step runs
-        self._core: EngineCore
-
-    def drive(self, core: EngineCore) -> None:
-        """Take charge of a core; once, before anything else."""
-        self._core = core
-        core.model.before_phase_ends = self.drain
+        self._model.before_phase_ends = self.drain
+        self._ranks.on_loss.append(self._on_loss)
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         """Whether there is something to run."""
-        return bool(self._inbox) or self._core.loop.has_work
-
-    def is_live(self, id: str) -> bool:
-        """Whether a request of that id is queued or runs. The caller holds `inbox_lock`."""
-        return id in self._inbox or id in self._core.sequences
-
-    def post(self, requests: list[Request]) -> None:
-        """Queue requests with the next step. The caller holds `inbox_lock`, and calls `kick` after it."""
-        self._inbox.update((request.id, request) for request in requests)
+        return bool(self.inbox) or self._loop.has_work
 
     def kick(self) -> None:
         """Something has changed that the loop's thread may be waiting for."""
         self._kick.set()
 
+    def look(self, read: Callable[[], T]) -> T:
+        """Read something while no step runs, with the posted requests queued. Steps may be in flight."""
+        with self.lock:
+            self.take_inbox()
+            return read()
+
     def take_inbox(self) -> None:
         """Queue what was posted. The caller holds the lock."""
-        with self.inbox_lock:
-            for request in self._inbox.values():
-                self._core.queue(request)
-            self._inbox.clear()
+        self.inbox.hand_over(self._loop.queue)
 
     # -- signs of life, without waiting ------------------------------------------------------------------------------
 
@@ -104,21 +97,21 @@ class Driver:
         will be in. The caller does not hold the lock: it may wait for others who need it. Raises SamplingRefused where
         it cannot happen yet."""
         if (call := self._unsettled()) is not None:
-            with self._core.model.rollout_phase():
+            with self._model.rollout_phase():
                 call()
 
     def _settle_in_phase(self) -> None:
         """`settle`, but in a phase of the trainer's: where it has the module, the next phase is soon enough."""
         if (call := self._unsettled()) is not None:
-            with suppress(DeadlineExceeded), self._core.model.borrowed("what comes before the next step", 0):
+            with suppress(DeadlineExceeded), self._model.borrowed("what comes before the next step", 0):
                 call()
 
     def _unsettled(self) -> Callable[[], None] | None:
-        return self._core.before_sampling if self._core.pause_mode is None and self.has_work else None
+        return self._gate.before_sampling if self._gate.pause_mode is None and self.has_work else None
 
     def run_step(self) -> None:
         """Run one step in this thread. Runs nothing while paused, or when there is nothing to run."""
-        with self._wake, self._core.model.rollout_phase(admits=False):
+        with self._wake, self._model.rollout_phase(admits=False):
             self.take_inbox()
             try:
                 self._step()
@@ -145,7 +138,7 @@ class Driver:
     def close(self) -> None:
         self._stepper.shutdown()
 
-    def on_loss(self) -> None:
+    def _on_loss(self) -> None:
         """A rank of the replica is lost: whoever waits looks again. From any thread."""
         with self._wake:
             self._kick.set()
@@ -161,10 +154,10 @@ class Driver:
                 except SamplingRefused as refused:  # the next that changes it kicks
                     logger.warning("requests wait: %s", refused)
                 with self._wake:
-                    self._core.ranks.check()
+                    self._ranks.check()
                     self.take_inbox()
-                    is_mine = self._thread is me and self._core.model.in_rollout_phase
-                    if is_ready := is_mine and self._core.can_step:
+                    is_mine = self._thread is me and self._model.in_rollout_phase
+                    if is_ready := is_mine and self._gate.can_step:
                         self._step()
                         self._wake.notify_all()
                 if not is_ready:
@@ -174,25 +167,26 @@ class Driver:
             stopped = EngineStopped("the engine's loop has ended")
             stopped.__cause__ = error
             with self._wake:
-                with self.inbox_lock:
+                with self.inbox.lock:
                     self._failure, self._thread = error, None
-                self.on_failure(stopped)
+                self._answers.on_failure(stopped)
                 self._wake.notify_all()
 
     def _step(self) -> None:
         self._step_began = time.monotonic()
         try:
-            self._core.step()
-            if self.alarm.is_due(self._core.metrics.num_steps):
-                self._core.loop.drain()
-                self.alarm.ring(self._core.metrics.num_steps)
+            self._gate.step()
+            alarm, metrics = self.inbox.alarm, self._reports.metrics
+            if alarm.is_due(metrics.num_steps):
+                self._loop.drain()
+                alarm.ring(metrics.num_steps)
         finally:
             self._step_began = None
 
     def drain(self) -> None:
         """Finish what is in the air, whoever's it is, and tell those who wait for it."""
         with self._wake:
-            self._core.loop.drain()
+            self._loop.drain()
             self._wake.notify_all()
 
     # -- waiting ----------------------------------------------------------------------------------------------------
@@ -209,15 +203,15 @@ class Driver:
         with self._wake:
             if is_done():
                 return True
-            self._core.ranks.check()
+            self._ranks.check()
             if self._failure is not None:
                 raise EngineStopped("the engine's loop has ended") from self._failure
-            if self._thread is None and self._core.pause_mode is None:
-                if self._core.before_sampling is None:  # or settle comes first
+            if self._thread is None and self._gate.pause_mode is None:
+                if self._gate.before_sampling is None:  # or settle comes first
                     self.run_step()
             else:
                 if self._thread is None:
-                    logger.warning("paused (%s): waiting for continue_generation", self._core.pause_mode)
+                    logger.warning("paused (%s): waiting for continue_generation", self._gate.pause_mode)
                 self._wake.wait()
             return False
 
@@ -245,18 +239,14 @@ class Driver:
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
-    def is_interrupted(self) -> bool:
-        """Whether something is to happen after the step under way, before the next."""
-        return self._num_commands_waiting > 0 or self.alarm.is_due(self._core.metrics.num_steps)
-
     def command(
         self,
         name: str,
-        run: Callable[[], Any],
+        run: Callable[[], T],
         op_id: str | None = None,
         timeout_s: float | None = None,
         **arguments: object,
-    ) -> Any:
+    ) -> T:
         """Run something between two steps, with nothing in flight; the same op_id, with these arguments, runs once.
 
         Raises ValueError for a timeout that is not positive, DeadlineExceeded when `timeout_s` passed before it began,
@@ -265,22 +255,53 @@ class Driver:
         if timeout_s is not None and not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, not {timeout_s}")
 
-        def drained() -> Any:
-            with self._core.trace.span(name):
+        def drained() -> T:
+            with self._reports.trace.span(name):
                 self.take_inbox()
-                self._core.loop.drain()
+                self._loop.drain()
                 try:
                     return run()
                 finally:
-                    self._core.ledger.events.flush()
+                    self._kv_events.flush()
 
         reply, is_new = self.once_per_id.claim(op_id, name, arguments)
         if is_new:
             self._run_command(Command(name, drained, reply, timeout_s))
         return reply.result()
 
+    def control(
+        self,
+        name: str,
+        run: Callable[[], T],
+        op_id: str | None = None,
+        timeout_s: float | None = None,
+        **arguments: object,
+    ) -> T:
+        """Give a command that is the controller's to give. Raises ValueError, naming it, at a rank that follows."""
+        self._ranks.check_controller(name)
+        return self.command(name, run, op_id, timeout_s, **arguments)
+
+    def at_step(self, num_steps: int | None, call: Callable[[], None] = lambda: None) -> None:
+        """Have `call` made between two steps, by whoever runs them, as soon as so many have run since the engine was
+        made (`metrics.num_steps`). Only the last one that was asked for is; None: none. It must not raise."""
+
+        def set_alarm() -> None:
+            self.inbox.alarm.set(num_steps, call)
+            self.inbox.alarm.ring(self._reports.metrics.num_steps)
+
+        self.command("at_step", set_alarm)
+
+    def start_trace(self, path: str | Path) -> bool:
+        """Write what happens to a file, as Chrome-trace events; False where a trace is being written already."""
+        return self.command("start_trace", lambda: self._reports.trace.start(path))
+
+    def stop_trace(self) -> None:
+        """End the trace; its file is whole then."""
+        self.command("stop_trace", lambda: None)  # whose span is the last
+        self._reports.trace.close()
+
     def _run_command(self, command: Command) -> None:
-        with self._counted():
+        with self.inbox.counted():
             seconds = command.seconds_left
             has_lock = self.lock.acquire(timeout=-1 if seconds is None else seconds)
         if not has_lock:
@@ -292,14 +313,3 @@ class Driver:
         finally:
             self.lock.release()
         self._kick.set()
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """A command waits in here."""
-        with self.inbox_lock:
-            self._num_commands_waiting += 1
-        try:
-            yield
-        finally:
-            with self.inbox_lock:
-                self._num_commands_waiting -= 1

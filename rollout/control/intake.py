@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -70,14 +71,7 @@ class Intake:
             seed = derive_seed(params.sampling_seed, index)
         detokenizer = IncrementalDetokenizer(self._tokenizer, its_ids, params) if self._tokenizer else None
         sequence = TokenSequence(id, its_ids)
-        request = Request(sequence, params, options, index, seed, now, self._num_made, detokenizer)
-        if options.logprob_start_len == 0:  # nothing comes before the first token
-            request.prompt_logprobs.append(None)
-            if options.top_logprobs_num:
-                request.prompt_top_logprobs.append(None)
-            if options.token_ids_logprob:
-                request.prompt_listed_logprobs.append(None)
-        return request
+        return Request(sequence, params, options, index, seed, now, self._num_made, detokenizer)
 
 
 def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:
@@ -89,7 +83,7 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_
         prompt = tokenizer(prompt)["input_ids"]
     if not isinstance(prompt, Sequence):
         raise ValueError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
-    ids = list(prompt)
+    ids: list[Any] = list(prompt)
     if not ids:
         raise ValueError("the prompt is empty")
     bad = [id for id in ids if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < vocab_size]

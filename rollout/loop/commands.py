@@ -83,7 +83,7 @@ class EvictReport:
     num_pinned: int  # blocks below it that pins protect and nobody holds
 
 
-def check_pause_mode(mode: str) -> None:
+def check_pause(mode: str) -> None:
     """Raises ValueError naming the allowed modes."""
     if mode not in get_args(PauseMode):
         raise ValueError(f"mode must be one of {', '.join(get_args(PauseMode))}, not {mode!r}")

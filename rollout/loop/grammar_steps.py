@@ -20,33 +20,20 @@ from ..completion import FinishReason
 from ..grammars.jump import NO_JUMP, Jump
 from ..grammars.jump_forward import cut_jump
 from ..grammars.state import GrammarState
-from ..kv.ledger import KVLedger
-from ..reports.metrics import Metrics
-from ..reports.trace import Trace
-from ..scheduling.scheduler import Scheduler, StepLimits
-from ..sequences.event_log import ManagerPair
 from ..sequences.request import Request
 from ..sequences.sequence import HOLDS_BLOCKS
 from ..sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
+from .parts import Parts
 
 
 class GrammarSteps:
     """Extends steps, and ends sequences whose grammar has. Belongs to the loop."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        managers: ManagerPair,
-        ledger: KVLedger,
-        limits: StepLimits,
-        max_jump_blocks: int,
-        metrics: Metrics,
-        trace: Trace,
-    ) -> None:
-        """max_jump_blocks: KV blocks that one jump may take."""
-        self._scheduler, self._managers, self._ledger = scheduler, managers, ledger
-        self._limits, self._max_jump_blocks = limits, max_jump_blocks
-        self._metrics, self._trace = metrics, trace
+    def __init__(self, parts: Parts) -> None:
+        self._scheduler, self._managers, self._ledger = parts.scheduler, parts.managers, parts.ledger
+        self._limits = parts.limits
+        self._max_jump_blocks = parts.config.jump_forward_max_blocks  # KV blocks that one jump may take
+        self._metrics, self._trace = parts.reports.metrics, parts.reports.trace
 
     def prepare(self, output: ScheduleOutput) -> ScheduleOutput:
         """The step with its masks and jumps, about to be launched. Changes the ledger, and preempts where a jump needs
@@ -125,7 +112,7 @@ class GrammarSteps:
             self._metrics.num_retokenisations += state.wants_retokenisation
             jump = state.plan_text()
             back = jump.num_rolled_back
-            if request.num_flights and sequence.num_tokens - back - 1 < item.start:
+            if request.in_flight.num_steps and sequence.num_tokens - back - 1 < item.start:
                 return NO_JUMP  # rows of an earlier chunk, which is in the air, would have to be taken back
             jump = cut_jump(jump, output_ids, min(num_left + back, draft.budget - self._ledger.block_size), state.text)
         if jump:
@@ -172,8 +159,9 @@ class GrammarSteps:
 
     def _count(self, request: Request, jump: Jump) -> None:
         """The jump stands; the request has recorded what its step brought."""
-        metrics, num_net = self._metrics, request.num_undelivered - jump.num_rolled_back
-        num_sampled = request.num_undelivered > len(jump.token_ids)
+        metrics, num_new = self._metrics, request.record.num_undelivered
+        num_net = num_new - jump.num_rolled_back
+        num_sampled = num_new > len(jump.token_ids)
         metrics.num_jumps += 1
         metrics.num_jump_forward_tokens += max(num_net - num_sampled, 0)
         metrics.num_forwards_saved += max(num_net - 1, 0)

@@ -24,22 +24,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from ..completion import Completion, FinishReason
-from ..kv.ledger import KVLedger
-from ..reports.latencies import Latencies
-from ..reports.metrics import Metrics
-from ..reports.trace import Trace
-from ..running.runner import Runner, StepHandle
-from ..scheduling.scheduler import Scheduler
-from ..sequences.event_log import ManagerPair
+from ..completion import FinishReason
+from ..running.runner import StepHandle
 from ..sequences.request import Request
 from ..sequences.sequence import HOLDS_BLOCKS
 from ..sequences.step import ScheduleOutput, SequenceResult
+from .answers import Answers, Interrupts
 from .grammar_steps import GrammarSteps
+from .parts import Parts
 
 
 @dataclass(eq=False)
@@ -56,41 +52,21 @@ class Flight:
 class Loop:
     """Moves requests from the queue to their answers."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        managers: ManagerPair,
-        ledger: KVLedger,
-        runner: Runner,
-        metrics: Metrics,
-        latencies: Latencies,
-        trace: Trace,
-        grammars: GrammarSteps,
-        *,
-        overlap: bool,
-        on_token: Callable[[Request], None],
-        on_answer: Callable[[Request, Completion], None],
-        is_interrupted: Callable[[], bool],
-    ) -> None:
-        """overlap: plan ahead while the one stage runs; `runner` does not run in this thread then. Raises ValueError
-        with more stages."""
-        if overlap and runner.num_stages > 1:
+    def __init__(self, parts: Parts, answers: Answers, interrupts: Interrupts) -> None:
+        """Raises ValueError where the configuration wants overlap and there are several stages."""
+        overlap, num_stages = parts.config.overlap, parts.runner.num_stages
+        if overlap and num_stages > 1:
             raise ValueError(
-                f"overlap plans the next step while the only stage runs, and there are {runner.num_stages}, which have "
+                f"overlap plans the next step while the only stage runs, and there are {num_stages}, which have "
                 "several steps at a time: leave it off"
             )
-        self._scheduler = scheduler
-        self._managers = managers
-        self._ledger = ledger
-        self._runner = runner
-        self._metrics = metrics
-        self._latencies = latencies
-        self._trace = trace
-        self._grammars = grammars
-        self._on_token = on_token
-        self._on_answer = on_answer
-        self._is_interrupted = is_interrupted  # whether a command waits for the step under way
-        self._overlap = overlap
+        self._scheduler, self._managers, self._ledger = parts.scheduler, parts.managers, parts.ledger
+        self._runner, self._reports = parts.runner, parts.reports
+        self._metrics, self._latencies = self._reports.metrics, self._reports.latencies
+        self._trace = self._reports.trace
+        self._grammars = GrammarSteps(parts)
+        self._answers, self._interrupts = answers, interrupts
+        self._overlap = overlap  # plan ahead while the one stage runs, which then does not run in this thread
         self._flights: deque[Flight] = deque()  # in the air, in the order of their launches
         self._landed: Flight | None = None  # has run and is committed, not delivered
         self._last_landing = 0.0  # of time.perf_counter()
@@ -99,6 +75,12 @@ class Loop:
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work or bool(self._flights) or self._landed is not None
+
+    def queue(self, request: Request) -> None:
+        """Take up a request. Its id must not be live."""
+        self._managers.add(request)
+        self._scheduler.add(request)
+        self._reports.on_queued(request)
 
     def step(self) -> None:
         """Put as many steps in the air as there are stages, as far as somebody can run, and land the oldest.
@@ -124,14 +106,14 @@ class Loop:
             return
         self._deliver()  # before the schedule, which then knows who ended
         ahead = self._schedule()
-        if not self._is_interrupted():
+        if not self._is_interrupted:
             with self._starting_over_on_failure():
                 self._runner.anticipate(ahead, self._managers.engine.requests_of(ahead.scheduled))
         self._land()
         if ahead.exhausted:
             self._deliver()  # they end with the token that has just landed
         wanted = self._still_wanted(ahead)
-        if self._is_interrupted():
+        if self._is_interrupted:
             self._shelve(wanted)  # a command waits: it would have to wait for this step too
             self._runner.settle()
         elif not self._launch(wanted):
@@ -148,15 +130,12 @@ class Loop:
         """Take a running request's blocks back and queue it again. Nothing may be in flight."""
         self._managers.preempt(request.id)
         self._scheduler.retract(request)
-        self._note_retraction(request.id)
+        self._reports.on_retraction(request.id)
 
     def abort(self, request: Request, reason: FinishReason) -> None:
         """End a live request with what it has. Nothing may be in flight."""
         self._managers.finish(request.id, reason)
         self._answer(request)
-
-    def close(self) -> None:
-        self._runner.close()
 
     # -- one step, phase by phase -------------------------------------------------------------------------------
 
@@ -173,7 +152,8 @@ class Loop:
         requests = self._managers.engine.requests_of(output.scheduled)
         with self._starting_over_on_failure():
             for item, request in zip(output.scheduled, requests.values(), strict=True):
-                request.launched(item)
+                adds_token = item.start + item.num_tokens == len(request.sequence.token_ids)
+                request.in_flight.launched(item.num_tokens, adds_token)
                 if request.first_step_time is None:
                     self._latencies.on_launch(request)
             started = time.perf_counter()
@@ -188,13 +168,15 @@ class Loop:
         flight.handle.wait_first_stage()
         self._managers.on_stage_completed(flight.output.scheduled)
         for item in flight.output.scheduled:
-            flight.requests[item.id].left_first_stage(item)
+            request = flight.requests[item.id]
+            if item.incarnation == request.num_retractions:
+                request.in_flight.left_first_stage(item.num_tokens)
 
     def _decide(self, output: ScheduleOutput) -> None:
         """Tell the managers what was decided, and answer those that will not run."""
         self._managers.on_schedule(output)
         for id in output.preempted:
-            self._note_retraction(id)
+            self._reports.on_retraction(id)
         for id, _ in (*output.ignored, *output.exhausted):
             self._answer(self._managers.engine.request(id))
 
@@ -212,7 +194,9 @@ class Loop:
             results = flight.handle.results()
         self._flights.popleft()
         for item in flight.output.scheduled:
-            flight.requests[item.id].landed(item)
+            request = flight.requests[item.id]
+            if item.incarnation == request.num_retractions:
+                request.in_flight.landed()
         with self._trace.span("commit", step=flight.output.step):
             takes = self._managers.engine.takes
             flight.results = [r for r in results if takes(r, flight.requests[r.id])]
@@ -242,7 +226,7 @@ class Loop:
                 if request.finish_reason is not None:
                     self._answer(request)
                 elif has_token:
-                    self._on_token(request)
+                    self._answers.on_token(request)
 
     def _answer(self, request: Request) -> None:
         """The request has ended: give everything back and answer it, once."""
@@ -251,9 +235,13 @@ class Loop:
         self._scheduler.remove(request)
         self._runner.forget(request)
         self._managers.free(request.id)
-        self._latencies.on_answer(request)
-        self._trace.instant("answer", id=request.id, reason=request.finish_reason.type)
-        self._on_answer(request, completion)
+        self._reports.on_answer(request)
+        self._answers.on_answer(request, completion)
+
+    @property
+    def _is_interrupted(self) -> bool:
+        """Whether something comes after the step under way, before the next."""
+        return self._interrupts.is_interrupted(self._metrics.num_steps)
 
     def _still_wanted(self, ahead: ScheduleOutput) -> ScheduleOutput:
         """A schedule made ahead, less what has ended since."""
@@ -285,15 +273,11 @@ class Loop:
         while self._flights:
             self._flights.popleft().handle.abandon()
         for request in self._managers.engine.requests():
-            request.forget_flights()
+            request.in_flight.forget()
             if request.sequence.state in HOLDS_BLOCKS:
                 self._managers.preempt(request.id)
-                self._note_retraction(request.id)
+                self._reports.on_retraction(request.id)
             self._scheduler.requeue(request)
-
-    def _note_retraction(self, id: str) -> None:
-        self._metrics.num_retractions += 1
-        self._trace.instant("retract", id=id)
 
     def _measure(self, flight: Flight) -> None:
         now = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
@@ -14,15 +15,23 @@ from ..ranks.controller_channel import as_controller
 from ..ranks.remote_errors import error_bytes, error_from
 from ..ranks.watch import AWAY
 from ..ranks.wire import Kind
+from ..running.runner import Runner
+from .controller import ReplicaRunner
 from .follower import IN_A_CALL, SERVING, End, Follower
 from .result_bytes import as_tuples
+
+logger = logging.getLogger(__name__)
 
 
 class RankCalls:
     """The calls of one engine. A replica of one rank has none, and everything here does nothing."""
 
-    def __init__(self, ranks: RankChannel, follower: Follower | None) -> None:
-        self._ranks, self._follower = ranks, follower
+    def __init__(self, ranks: RankChannel, runner: Runner) -> None:
+        self._ranks = ranks
+        self._follower: Follower | None = None
+        if not ranks.mesh.is_controller:
+            assert isinstance(runner, ReplicaRunner)
+            self._follower = Follower(ranks, runner.stage)
 
     @contextmanager
     def call(self, quiet: Callable[[], object]) -> Iterator[Callable[[list[Completion]], None]]:
@@ -58,8 +67,9 @@ class RankCalls:
         return completions_from(message.payload[1:])
 
     def follow(self) -> End:
-        """At a follower: follow until it is dismissed, or the engine is closed."""
-        assert self._follower is not None
+        """At a follower: follow until it is dismissed, or the engine is closed. Raises ValueError at the controller."""
+        if self._follower is None:
+            raise ValueError(f"rank {self._ranks.mesh.rank} is the controller of its replica: it does not follow")
         return self._follower.follow(SERVING)[0]
 
     def dismiss(self) -> None:
@@ -69,11 +79,14 @@ class RankCalls:
         self._end(SERVING, b"C" + completions_bytes([]))
 
     def close(self) -> None:
-        """The engine is closed: the controller's followers leave. Raises RankFailure where the replica is lost."""
-        if self._follower is not None:
-            self._follower.close()
-        else:
-            self._ranks.close()
+        """The engine is closed: the controller's followers leave."""
+        try:
+            if self._follower is not None:
+                self._follower.close()
+            else:
+                self._ranks.close()
+        except RankFailure as failure:
+            logger.warning("closing, though the replica is lost: %s", failure)
 
     def _end(self, how: int, payload: bytes) -> None:
         ranks = as_controller(self._ranks)

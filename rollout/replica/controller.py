@@ -26,7 +26,8 @@ class ReplicaRunner:
     def __init__(self, ranks: RankChannel, stage: Stage, metrics: Metrics, state_check_steps: int) -> None:
         self.num_stages = ranks.mesh.pp
         self.workers = stage.workers
-        self._ranks, self._stage, self._metrics = ranks, stage, metrics
+        self.stage = stage
+        self._ranks, self._metrics = ranks, metrics
         self._check_every = state_check_steps
         self._num_launched = 0
         self._writer = EventWriter()
@@ -35,11 +36,11 @@ class ReplicaRunner:
 
     @property
     def num_forwards(self) -> int:
-        return self._stage.num_forwards
+        return self.stage.num_forwards
 
     @num_forwards.setter
     def num_forwards(self, value: int) -> None:
-        self._stage.num_forwards = value
+        self.stage.num_forwards = value
 
     def on_event(self, event: Event) -> None:
         """The managers are about to be told this: so will the followers, with the next message."""
@@ -74,7 +75,7 @@ class ReplicaRunner:
         self._writer.run(output.step)
         self._send(output.step)
         self._metrics.control_seconds += time.perf_counter() - began
-        own = self._stage.run(output, requests)
+        own = self.stage.run(output, requests)
         ranks.watch.enter("waiting for results")
         return ReplicaStep(self, output, own)
 
@@ -91,7 +92,7 @@ class ReplicaRunner:
         """Nothing was begun."""
 
     def forget(self, request: Request) -> None:
-        self._stage.forget(request)
+        self.stage.forget(request)
 
     def close(self) -> None:
         """Nothing runs on its own here."""

@@ -82,7 +82,7 @@ class Follower:
         elif order.op is Op.RESULTS:
             for result in value:
                 if workers.is_live(result.id, result.incarnation):
-                    self._requests[result.id].prompt_logprobs += result.prompt_logprobs
+                    self._requests[result.id].record.prompt_logprobs += result.prompt_logprobs
             workers.on_step_completed(value)
         elif order.op is Op.CANCELLED:
             workers.on_step_cancelled(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..completion import WeightSpan
@@ -27,6 +28,18 @@ class SequenceView:
     weight_versions: tuple[WeightSpan, ...]  # contiguous over the output
 
 
+def views(
+    running: Sequence[Request], waiting: Sequence[Request], num_newest: int, limit: int | None
+) -> list[SequenceView]:
+    """Show `limit` at most of those that run, then of those that wait, with at most `num_newest` of their tokens each.
+
+    Changes nothing. Raises ValueError for a negative number.
+    """
+    if num_newest < 0 or (limit is not None and limit < 0):
+        raise ValueError(f"num_newest and limit must not be negative, not {num_newest} and {limit}")
+    return [view(request, num_newest) for request in (*running[:limit], *waiting[:limit])]
+
+
 def view(request: Request, num_newest: int) -> SequenceView:
     """Return the sequence's present state, with at most `num_newest` of its newest tokens. Changes nothing."""
     sequence = request.sequence
@@ -42,5 +55,5 @@ def view(request: Request, num_newest: int) -> SequenceView:
         num_retractions=request.num_retractions,
         age_s=time.monotonic() - request.arrival_time,
         newest_ids=tuple(sequence.token_ids[max(0, len(sequence.token_ids) - num_newest) :]),
-        weight_versions=tuple(request.spans),
+        weight_versions=tuple(request.record.spans),
     )

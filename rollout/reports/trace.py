@@ -42,6 +42,13 @@ class Trace:
             self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - until `close`
             self._file.write("[\n")
 
+    def start(self, path: str | Path) -> bool:
+        """As `open`, but return False where a file is open already."""
+        if self.is_on:
+            return False
+        self.open(path)
+        return True
+
     def span(self, name: str, *, since: float | None = None, **args: object) -> AbstractContextManager[None]:
         """Record an event with a duration, on the lane of this thread. since: its start, if earlier than now."""
         return _NO_SPAN if self._file is None else self._span(name, since, args)

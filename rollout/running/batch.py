@@ -172,7 +172,7 @@ def _decode_batch(rows: DecodeRows, workers: WorkerSequenceManager, block_size: 
 
 def _prompt_rows(request: Request, item: ScheduledSequence, first_row: int) -> range:
     """Rows of this item whose logits are about prompt tokens that are asked for and not yet recorded."""
-    first_token = max(request.options.logprob_start_len + len(request.prompt_logprobs), item.start + 1)
+    first_token = max(request.options.logprob_start_len + len(request.record.prompt_logprobs), item.start + 1)
     last_token = min(item.start + item.num_tokens, request.sequence.num_prompt_tokens - 1)
     start = int(first_row) + first_token - 1 - item.start
     return range(start, start + max(last_token - first_token + 1, 0))

@@ -24,9 +24,10 @@ class Pipelining:
         """
         if self.num_stages == 1:
             return True
-        if request.num_tokens_in_flight or request.num_rows_in_flight:
+        in_flight = request.in_flight
+        if in_flight.num_tokens or in_flight.num_rows:
             return False
-        return self.sequence_pipelining or request.num_flights == 0
+        return self.sequence_pipelining or in_flight.num_steps == 0
 
     def max_decodes(self, running: Iterable[Request]) -> int | None:
         """Return the most decodes that one step may hold; None: no limit.

@@ -197,12 +197,13 @@ class Scheduler:
     def _num_next(self, request: Request, budget: int) -> int:
         """Count the rows of the request's next chunk; 0 when it has to wait for a step in flight, which may be its
         last."""
-        num_ahead = request.num_tokens_ahead
-        if request.num_tokens_in_flight and (request.is_ending or num_ahead >= self._limits.max_model_len):
+        sequence, in_flight = request.sequence, request.in_flight  # no property calls: asked of every running request
+        num_ahead = len(sequence.token_ids) + in_flight.num_tokens
+        if in_flight.num_tokens and (request.is_ending or num_ahead >= self._limits.max_model_len):
             return 0
         if not self._pipelining.may_run(request):
             return 0
-        num_left = num_ahead - request.num_processed_ahead
+        num_left = num_ahead - sequence.num_tokens_stage_processed - in_flight.num_rows
         return 1 if num_left == 1 else min(num_left, self._limits.chunked_prefill_size, budget)
 
     def _make_room(

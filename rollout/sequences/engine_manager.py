@@ -60,7 +60,7 @@ class EngineSequenceManager(SequenceManager):
     def preempt(self, id: str) -> None:
         super().preempt(id)
         self._requests[id].num_retractions += 1
-        self._requests[id].forget_flights()
+        self._requests[id].in_flight.forget()
 
     def free(self, id: str) -> None:
         super().free(id)
@@ -77,9 +77,7 @@ class EngineSequenceManager(SequenceManager):
     def _on_result(self, sequence: Sequence, result: SequenceResult) -> bool:
         request = self._requests[sequence.id]
         if result.prompt_logprobs:
-            request.prompt_logprobs += result.prompt_logprobs
-            request.prompt_top_logprobs += result.prompt_top_logprobs
-            request.prompt_listed_logprobs += result.prompt_listed_logprobs
+            request.record.add_prompt(result)
         if result.token_id is None:
             return False
         if request.params.max_new_tokens == 0:  # rescoring: the prompt is done, the sampled token is not wanted
@@ -88,21 +86,21 @@ class EngineSequenceManager(SequenceManager):
             request.next_token = NextToken(result.token_id, result.logprob, result.top_logprobs, result.listed_logprobs)
             self.finish(sequence.id, FinishReason("length", length=0))
             return True
-        assert result.logprob is not None
+        record = request.record
         if not result.jump.token_ids:
-            request.record_sampled(result)
-            request.tag_token(self.weight_version, self.weight_digest)
+            record.add_sampled(result)
+            record.tag_token(self.weight_version, self.weight_digest)
             reason = self._why_finished(request, result.token_id)
             if reason is not None:
                 self.finish(sequence.id, reason)
             return reason is not None
-        request.begin_tokens(result.jump)
+        record.begin_tokens(result.jump)
         for token in result.tokens():
-            request.record(token)
-            request.tag_token(self.weight_version, self.weight_digest)
+            record.add(token)
+            record.tag_token(self.weight_version, self.weight_digest)
             reason = self._why_finished(request, token.token_id)
             if reason is not None:
-                request.cut_output(len(request.logprobs))  # what else the same step brought is not wanted
+                request.cut_output(len(record.logprobs))  # what else the same step brought is not wanted
                 self.finish(sequence.id, reason)
                 return True
         return False
@@ -110,7 +108,7 @@ class EngineSequenceManager(SequenceManager):
     def _why_finished(self, request: Request, token_id: int) -> FinishReason | None:
         """Stop conditions that need no text, at the newest recorded token: a stop token ends with "stop" also at the
         last allowed length."""
-        num_output, params = len(request.logprobs), request.params
+        num_output, params = len(request.record.logprobs), request.params
         if token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos):
             return FinishReason("stop", matched=token_id)
         num_tokens = request.sequence.num_prompt_tokens + num_output
@@ -128,17 +126,18 @@ class EngineSequenceManager(SequenceManager):
 
         Comes after `on_step_completed`, while the next step may be running already: then that step's result is dropped.
         """
-        num_new, request.num_undelivered = request.num_undelivered, 0
+        record = request.record
+        num_new, record.num_undelivered = record.num_undelivered, 0
         if request.detokenizer is None:
             return request.finish_reason is not None
-        first = len(request.logprobs) - num_new
+        first = len(record.logprobs) - num_new
         token_ids = request.sequence.settled_output(first)[:num_new]
         if token_ids and not request.params.no_stop_trim and self._is_stop(request, token_ids[-1]):
             del token_ids[-1]
         if token_ids:
             reason = None
             try:
-                num_replaced = request.newest_jump.num_rolled_back
+                num_replaced = record.newest_jump.num_rolled_back
                 if (matched := request.detokenizer.append(token_ids, num_replaced)) is not None:
                     reason = FinishReason("stop", matched=matched.stop)
                     request.cut_output(matched.num_tokens)

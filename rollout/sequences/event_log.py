@@ -88,10 +88,7 @@ class ManagerPair:
 def fresh_copy(request: Request) -> Request:
     """The request as it was when it arrived, sharing nothing that changes; it makes no text."""
     prompt = request.sequence.token_ids[: request.sequence.num_prompt_tokens]
-    records = ("logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "span_starts", "forced",
-               "masked_probs")  # fmt: skip
-    blank: dict[str, Any] = {**{name: [] for name in records}, "grammar": None}
-    return replace(request, sequence=Sequence(request.id, prompt), detokenizer=None, **blank)
+    return replace(request, sequence=Sequence(request.id, prompt), detokenizer=None, grammar=None)
 
 
 def replay(events: Iterable[Event], manager: SequenceManager) -> None:

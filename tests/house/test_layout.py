@@ -20,8 +20,8 @@ ROOMS = {  # room: the rooms that it may import
 # Inside a room: a place (a sub-room, or a module that stands in the folder of a room with sub-rooms) and the places of
 # the same room that it may import. docs/architecture.md shows the same arrows.
 PLACES = {
-    "rollout.engine": "completion config control errors grammars loop ranks replica sampling_params sequences",
-    "rollout.control": "completion errors grammars kv loop model ranks reports sampling_params sequences",
+    "rollout.engine": "completion config control kv loop ranks replica reports sequences",
+    "rollout.control": "completion errors grammars loop replica sampling_params sequences",
     "rollout.loop": "completion config errors grammars kv model ranks replica reports running scheduling sequences",
     "rollout.replica": "completion errors grammars kv model ranks reports running sampling_params sequences",
     "rollout.running": "completion errors kv model reports sampling_params sequences",

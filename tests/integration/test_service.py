@@ -235,6 +235,6 @@ def test_memory_in_use_is_not_released(service):
 
 
 def test_the_digest_is_over_names_and_bytes_of_every_parameter_once(model, service):
-    names = [name for name, _ in service.engine.resident_tensors()]
+    names = [name for name, _ in service.engine.weights.resident_tensors()]
     assert len(names) == len(set(names)) and "lm_head.weight" not in names  # tied to the embedding
     assert len(service.model_digest()) == len(hashlib.sha256().hexdigest())

@@ -8,26 +8,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from lockstep.rollout.config import EngineConfig
-    from lockstep.rollout.loop.core import EngineCore
-    from lockstep.tests.support.staged_runner import StagedRunner
+    from lockstep.rollout.loop.parts import MakeRunner
 
 
 @pytest.fixture
-def in_stages(monkeypatch) -> Callable[[int], None]:
-    """in_stages(2): engines that are made from now on run their steps in two stages, each a thread of this process.
+def in_stages() -> Callable[[int], MakeRunner]:
+    """Engine(..., make_runner=in_stages(2)): an engine that runs steps in two stages, each a thread of this process.
 
-    One stage is an engine's own way. The runner is `engine._core._runner`.
+    One stage is an engine's own way. The runner is `engine.parts.runner`.
     """
-    from lockstep.rollout.loop.core import EngineCore
+    from lockstep.rollout.loop.assemble import make_runner
     from lockstep.tests.support.staged_runner import StagedRunner
 
-    own = EngineCore._make_runner
+    def runner_of(num_stages: int) -> MakeRunner:
+        return make_runner if num_stages == 1 else lambda parts: StagedRunner(parts, num_stages)
 
-    def use(num_stages: int) -> None:
-        def make(core: EngineCore, config: EngineConfig) -> StagedRunner:
-            return StagedRunner(core, config.block_size, num_stages)
-
-        monkeypatch.setattr(EngineCore, "_make_runner", own if num_stages == 1 else make)
-
-    return use
+    return runner_of

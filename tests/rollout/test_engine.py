@@ -154,7 +154,7 @@ def test_a_retracted_request_counts_the_hits_of_its_first_start_and_the_totals_c
     for _ in range(8):  # 32 tokens are cached; 3 chunks, then 6 tokens
         engine.step()
     engine.pause_generation("retract")
-    known = engine._core.sequences.request(id).sequence.num_tokens
+    known = engine.parts.sequences.request(id).sequence.num_tokens
     assert known == 70 + 6
     engine.continue_generation()
     answers = []
@@ -266,7 +266,7 @@ def test_pins_end_with_a_flush_and_with_new_weights_and_both_say_how_many(make_e
     assert report.success and report.num_unpinned == 4 and engine.state()["num_free_blocks"] == 64
     engine.generate(LONG, sampled())
     engine.pin_prefix(LONG)
-    assert engine.commit_weights("v2", None).num_unpinned == 4
+    assert engine.weights.commit_weights("v2", None).num_unpinned == 4
     assert cached_of(engine, LONG) == 0 and engine.state()["num_pins"] == 0
 
 
@@ -569,7 +569,7 @@ def test_short_async_call_is_answered_though_many_long_ones_run(make_engine):
 
 def test_failing_step_reaches_every_coroutine_that_waits(make_engine):
     engine = make_engine()
-    engine.refuse_sampling("torn")
+    engine.weights.refuse_sampling("torn")
 
     async def all_at_once() -> list:
         return await asyncio.gather(*(engine.agenerate([i], sampled()) for i in range(5)), return_exceptions=True)
@@ -614,7 +614,7 @@ def test_coroutine_cancelled_while_it_queues_leaves_nothing_behind(make_engine):
             await task
 
     caller = threading.Thread(target=asyncio.run, args=(cancel_at_once(),))
-    with engine._driver.lock:
+    with engine.driver.lock:
         caller.start()
         assert cancelled.wait(timeout=30)
     caller.join(timeout=30)
@@ -711,11 +711,11 @@ def test_abort_answers_with_what_was_generated(make_engine):
 
 def test_tokens_say_which_weights_made_them_across_a_commit(make_engine):
     engine = make_engine()
-    engine.commit_weights("v1", "d1")
+    engine.weights.commit_weights("v1", "d1")
     [id] = engine.add(LONG, sampled(max_new_tokens=5))
     engine.step()
     engine.step()
-    engine.commit_weights("v2", "d2")
+    engine.weights.commit_weights("v2", "d2")
     while engine.has_work:
         answers = engine.step()
     [completion] = answers
@@ -728,8 +728,8 @@ def test_tokens_say_which_weights_made_them_across_a_commit(make_engine):
 
 def test_completion_without_tokens_still_names_its_weights(make_engine):
     engine = make_engine()
-    engine.commit_weights("v1", None)
-    engine.set_weight_digest("later")
+    engine.weights.commit_weights("v1", None)
+    engine.weights.set_weight_digest("later")
     [completion] = engine.generate([1], sampled(max_new_tokens=0))
     assert (completion.weight_version, completion.weight_digest) == ("v1", "later")
     assert [(s.version, s.start, s.end) for s in completion.weight_versions] == [("v1", 0, 0)]
@@ -743,7 +743,8 @@ def test_kv_of_older_weights_is_never_reused(make_engine):
         engine.step()
     with torch.no_grad():
         engine.model.module.model.layers[0].mlp.down_proj.weight.mul_(1.5)
-    assert engine.commit_weights("v2", None).num_blocks_dropped == 4  # what nobody reads; the rest is never found
+    report = engine.weights.commit_weights("v2", None)
+    assert report.num_blocks_dropped == 4  # what nobody reads; the rest is never found
     assert engine.epoch == 1
     [fresh] = engine.generate(LONG, sampled(), options=RequestOptions(extra_key=""))
     assert fresh.num_cached_tokens == 0
@@ -761,21 +762,21 @@ def test_kv_of_older_weights_is_never_reused(make_engine):
 def test_engine_shares_the_trainers_storage(make_engine):
     engine = make_engine()
     parameters = dict(engine.model.module.named_parameters())
-    resident = dict(engine.resident_tensors())
+    resident = dict(engine.weights.resident_tensors())
     assert resident.keys() == parameters.keys()
     assert all(resident[name].data_ptr() == parameters[name].data_ptr() for name in resident)
 
 
 def test_refused_sampling_says_why_until_the_next_commit(make_engine):
     engine = make_engine()
-    engine.refuse_sampling("the optimizer is stepping")
+    engine.weights.refuse_sampling("the optimizer is stepping")
     with pytest.raises(SamplingRefused, match="the optimizer is stepping"):
         engine.generate([1, 2], sampled())
     assert_idle(engine)
     engine.add([1, 2], sampled(), rid="waits")
     with pytest.raises(SamplingRefused):
         engine.step()
-    engine.commit_weights("v2", None)
+    engine.weights.commit_weights("v2", None)
     assert engine.step() == [] and engine.abort_request("waits").aborted == ("waits",)
 
 
@@ -783,12 +784,12 @@ def test_released_kv_comes_back_and_what_waited_runs(make_engine):
     engine = make_engine()
     [before] = engine.generate(LONG, sampled())
     num_bytes = engine.state()["kv_bytes"]
-    assert engine.release_kv() == num_bytes > 0
+    assert engine.weights.release_kv() == num_bytes > 0
     assert engine.state()["kv_bytes"] == 0
     with pytest.raises(MemoryReleased):
         engine.generate(LONG, sampled())
     engine.add(LONG, sampled())
-    assert engine.resume_kv() == engine.resume_kv() == num_bytes
+    assert engine.weights.resume_kv() == engine.weights.resume_kv() == num_bytes
     completions = []
     while engine.has_work:
         completions += engine.step()
@@ -803,7 +804,7 @@ def test_flush_and_release_wait_for_an_idle_engine(make_engine):
     report = engine.flush_cache()
     assert not report.success and report.flushed_items == 0 and "1 running, 0 waiting" in report.error_msg
     with pytest.raises(NotIdle, match="1 running, 0 waiting"):
-        engine.release_kv()
+        engine.weights.release_kv()
     engine.abort_request(abort_all=True)
     assert engine.flush_cache().flushed_items == 4
     assert engine.state()["num_free_blocks"] == 64
@@ -932,7 +933,7 @@ def test_bad_prompt_is_named_and_nothing_is_queued(make_engine, prompt, message)
     with pytest.raises(ValueError, match=message):
         engine.generate(prompt, sampled())
     assert_idle(engine)
-    assert engine._mailboxes._boxes == {}
+    assert len(engine.mailboxes) == 0
 
 
 @pytest.mark.parametrize(

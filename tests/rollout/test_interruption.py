@@ -40,10 +40,9 @@ def make_engine(make_model, in_stages):
     with ExitStack() as phases:
 
         def make(stages: int = 1, **config: object) -> Engine:
-            in_stages(stages)
             settings = {"kv_cache": "32 blocks", "max_num_seqs": 3, "max_num_batched_tokens": 256, **config}
-            engine = Engine(make_model("qwen3").train(), EngineConfig(**settings))
-            phases.callback(engine._core._runner.close)
+            engine = Engine(make_model("qwen3").train(), EngineConfig(**settings), make_runner=in_stages(stages))
+            phases.callback(engine.parts.runner.close)
             phases.enter_context(engine.model.rollout_phase())
             return engine
 
@@ -86,7 +85,7 @@ class ByHand:
 
     def add(self, prompt, its_params: SamplingParams, rid: str | None = None) -> list[str]:
         ids = self.engine.add(list(prompt), its_params, rid=rid)
-        self.engine._mailboxes.open(ids, streamed=False)
+        self.engine.mailboxes.open(ids, streamed=False)
         self.ids += ids
         return ids
 
@@ -111,21 +110,21 @@ class ByHand:
             assert self.num_steps < limit, self.engine.state()
 
     def is_answered(self, id: str) -> bool:
-        return self.engine._mailboxes.all_done([id])
+        return self.engine.mailboxes.all_done([id])
 
     def answer(self, id: str) -> Completion:
-        [completion] = self.engine._mailboxes.completions([id])
+        [completion] = self.engine.mailboxes.completions([id])
         return completion
 
     def answers(self) -> list[Completion]:
         """Of all requests in order of arrival; checks that nothing is left behind."""
         for id in self.ids:
-            [chunk] = self.engine._mailboxes.take([id])
+            [chunk] = self.engine.mailboxes.take([id])
             assert chunk.completion is not None
-            self.engine._mailboxes._boxes[id].append(chunk)
-        completions = self.engine._mailboxes.completions(self.ids)
+            self.engine.mailboxes._boxes[id].chunks.append(chunk)
+        completions = self.engine.mailboxes.completions(self.ids)
         for id in self.ids:
-            self.engine._mailboxes.close(id)
+            self.engine.mailboxes.close(id)
         assert all(len(c.logprobs) == len(c.token_ids) for c in completions)
         state = self.engine.state()
         assert (state["num_running"], state["num_waiting"], state["num_held_blocks"]) == (0, 0, 0)
@@ -189,7 +188,7 @@ def pause_and_continue(mode: str, reports: list[PauseReport]) -> Callable[[ByHan
         assert (report.num_running == 0) or mode == "in_place"
         assert (report.num_retracted == 0) or mode == "retract"
         assert (report.num_aborted == 0) or mode == "abort"
-        is_in_flight = engine.config.overlap or engine._core._runner.num_stages > 1
+        is_in_flight = engine.config.overlap or engine.parts.runner.num_stages > 1
         assert not finished or is_in_flight  # by the steps that were under way
         assert (state["num_held_blocks"] == 0) or mode == "in_place"
         run.step_of_nothing()
@@ -586,7 +585,7 @@ def test_flush_without_a_pause_is_refused_while_sequences_run(make_engine):
 def change_weights(engine: Engine, version: str) -> None:
     with torch.no_grad():
         engine.model.module.model.layers[0].mlp.down_proj.weight.mul_(1.5)
-    engine.commit_weights(version, None)
+    engine.weights.commit_weights(version, None)
 
 
 def trainer_logprobs(engine: Engine, completion: Completion) -> list[float]:
@@ -601,7 +600,7 @@ def trainer_logprobs(engine: Engine, completion: Completion) -> list[float]:
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_tokens_after_a_commit_under_a_pause_carry_its_version(make_engine, mode, way):
     engine = make_engine(**WAYS[way])
-    engine.commit_weights("v1", None)
+    engine.weights.commit_weights("v1", None)
     run, prompt = ByHand(engine), [(5 * i) % 250 for i in range(40)]
     run.add(prompt, params(0, 12))
     run.steps(6)

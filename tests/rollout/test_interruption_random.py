@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lockstep.rollout.completion import Completion
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.loop.parts import MakeRunner
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.engine_manager import EngineSequenceManager
 from lockstep.rollout.sequences.event_log import replay
@@ -54,7 +55,7 @@ def tiny_model() -> transformers.PreTrainedModel:
     return model
 
 
-def make_engine(overlap: bool) -> Engine:
+def make_engine(overlap: bool, make_runner: MakeRunner) -> Engine:
     config = EngineConfig(
         kv_cache=NUM_BLOCKS,
         max_num_seqs=NUM_PLACES,
@@ -63,7 +64,7 @@ def make_engine(overlap: bool) -> Engine:
         overlap=overlap,
         pin_budget=1.0,
     )
-    engine = Engine(tiny_model(), config)
+    engine = Engine(tiny_model(), config, make_runner=make_runner)
     engine.model.rollout_phase().__enter__()  # for good: its end would wait for the steps in flight
     return engine
 
@@ -89,9 +90,9 @@ def undisturbed(kind: int) -> Completion:
 class Trace:
     """An engine under random events, and what must be true of it after each of them."""
 
-    def __init__(self, overlap: bool) -> None:
-        self.engine = make_engine(overlap)
-        self.engine.log_events = []
+    def __init__(self, overlap: bool, make_runner: MakeRunner) -> None:
+        self.engine = make_engine(overlap, make_runner)
+        self.engine.parts.managers.log = []
         self.kinds: dict[str, int] = {}  # of the live requests
         self.counts: Counter[str] = Counter()
         self.answers: Counter[str] = Counter()  # by finish reason
@@ -143,23 +144,23 @@ class Trace:
             assert report.is_known or (report.num_evicted, report.num_held, report.num_pinned) == (0, 0, 0)
         else:
             assert name == "commit"
-            engine.commit_weights(f"v{self.counts['commit']}", None)  # the same weights under another name
+            engine.weights.commit_weights(f"v{self.counts['commit']}", None)  # the same weights under another name
         self.check()
 
     def _add(self, number: int) -> None:
         kind, self._num_added = number % NUM_KINDS, self._num_added + 1
         ids = self.engine.add(prompt_of(kind), params_of(kind, number % 40), rid=f"r{self._num_added}")
-        self.engine._mailboxes.open(ids, streamed=False)
+        self.engine.mailboxes.open(ids, streamed=False)
         self.kinds[ids[0]] = kind
 
     def check(self) -> None:
         """Every request is in one container or answered once, and the ledger sums up."""
         engine = self.engine
         for id in list(self.kinds):
-            chunks = engine._mailboxes.take([id])
+            chunks = engine.mailboxes.take([id])
             if chunks:
                 [chunk] = chunks
-                engine._mailboxes.close(id)
+                engine.mailboxes.close(id)
                 self._check_answer(chunk.completion, self.kinds.pop(id))
         state = engine.state()
         assert sorted(state["running_ids"] + state["waiting_ids"]) == sorted(self.kinds)
@@ -193,7 +194,7 @@ class Trace:
             self.event("step", 0)
             limit -= 1
             assert limit, self.engine.state()
-        assert not self.kinds and not self.engine._mailboxes._boxes
+        assert not self.kinds and not self.engine.mailboxes
         state = self.engine.state()
         assert state["num_held_blocks"] == 0
         self.engine.flush_cache()
@@ -205,16 +206,16 @@ class Trace:
     def check_replay(self) -> None:
         """Fresh managers that are fed the log stand where the engine's stand."""
         engine = self.engine
-        num_stages = engine._core._runner.num_stages
-        controller = EngineSequenceManager(engine.eos_token_ids, engine.max_model_len, num_stages)
+        num_stages = engine.parts.runner.num_stages
+        controller = EngineSequenceManager(engine.parts.eos_token_ids, engine.max_model_len, num_stages)
         worker = WorkerSequenceManager(num_stages)
         for manager in (controller, worker):
-            replay(engine.log_events, manager)
-        assert controller.state_hash() == engine._core.sequences.state_hash()
-        assert worker.state_hash() == engine._core.managers.worker.state_hash() == controller.state_hash()
+            replay(engine.parts.managers.log, manager)
+        assert controller.state_hash() == engine.parts.sequences.state_hash()
+        assert worker.state_hash() == engine.parts.managers.worker.state_hash() == controller.state_hash()
         assert len(controller) == len(self.kinds)
-        for request in engine._core.sequences.requests():
-            assert controller.request(request.id).logprobs == request.logprobs
+        for request in engine.parts.sequences.requests():
+            assert controller.request(request.id).record.logprobs == request.record.logprobs
 
 
 # How often each event comes: steps most, so that requests also live to their end.
@@ -242,8 +243,7 @@ WEIGHTS = {
     + [pytest.param(8, False, 2, marks=pytest.mark.exhaustive)],
 )
 def test_ten_thousand_random_events_lose_nothing(in_stages, seed, overlap, num_stages):
-    in_stages(num_stages)
-    trace, dice = Trace(overlap), random.Random(seed)
+    trace, dice = Trace(overlap, in_stages(num_stages)), random.Random(seed)
     names = dice.choices(list(WEIGHTS), list(WEIGHTS.values()), k=10_000)
     num_replayed = 0
     for index, name in enumerate(names):
@@ -265,8 +265,7 @@ def test_ten_thousand_random_events_lose_nothing(in_stages, seed, overlap, num_s
 )  # fmt: skip
 def test_short_traces_that_shrink(in_stages, overlap, num_stages):
     """As above, with traces that hypothesis makes: a failing one is cut down to the few events that matter."""
-    in_stages(num_stages)
-    trace = Trace(overlap)
+    trace = Trace(overlap, in_stages(num_stages))
 
     @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(st.lists(st.tuples(st.sampled_from(sorted(WEIGHTS)), st.integers(0, 9999)), max_size=60))
@@ -278,8 +277,8 @@ def test_short_traces_that_shrink(in_stages, overlap, num_stages):
             trace.check_replay()
             trace.drain()
         except BaseException:
-            trace = Trace(overlap)  # the next trace, perhaps a shrunk one, starts afresh
+            trace = Trace(overlap, in_stages(num_stages))  # the next trace, perhaps a shrunk one, starts afresh
             raise
-        trace.engine.log_events.clear()
+        trace.engine.parts.managers.log.clear()
 
     run()

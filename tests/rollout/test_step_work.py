@@ -51,12 +51,12 @@ def decode(model, num_prompt_tokens: int, **config: object) -> tuple[Counter, in
     with engine.model.rollout_phase():
         for _ in range(4):
             engine.step()
-        core, watched = engine._core, []
-        for sequences in (core.sequences._sequences, core._runner.workers._sequences):
+        parts, watched = engine.parts, []
+        for sequences in (parts.sequences._sequences, parts.runner.workers._sequences):
             for sequence in sequences.values():
                 sequence.token_ids = Watched(sequence.token_ids)
                 watched.append(sequence.token_ids)
-        for request, prefix in core.ledger._prefixes.items():
+        for request, prefix in parts.ledger._prefixes.items():
             prefix._token_ids = request.sequence.token_ids
         assert len(watched) == 6
         gc.disable()  # others' callbacks on a collection are not the step's

@@ -9,15 +9,15 @@ from concurrent.futures import Future
 
 import torch
 
-from lockstep.rollout.loop.core import EngineCore
+from lockstep.rollout.loop.parts import RunnerParts
 from lockstep.rollout.model.attention import NO_MASK, STEP_KEYWORD, StepContext
 from lockstep.rollout.running.batch import Batch, build_batch
 from lockstep.rollout.running.results import results_of
 from lockstep.rollout.running.sampler import Sampler
 from lockstep.rollout.sequences.event_log import Event, replay
-from lockstep.rollout.sequences.worker_manager import WorkerSequenceManager
 from lockstep.rollout.sequences.request import Request
 from lockstep.rollout.sequences.step import ScheduleOutput, SequenceResult
+from lockstep.rollout.sequences.worker_manager import WorkerSequenceManager
 
 
 class StagedRunner:
@@ -28,13 +28,13 @@ class StagedRunner:
     before_stage(stage, output), if set, is called on the stage's thread before it runs a step.
     """
 
-    def __init__(self, core: EngineCore, block_size: int, num_stages: int) -> None:
+    def __init__(self, parts: RunnerParts, num_stages: int) -> None:
         self.num_stages = num_stages
         self.num_forwards = 0
         self.most_in_the_air = self._num_in_the_air = 0
         self.before_stage: Callable[[int, ScheduleOutput], None] = lambda stage, output: None
-        self._model, self._kv_cache, self._block_size = core.model, core._kv_cache, block_size
-        self._sampler = Sampler(core.eos_token_ids)
+        self._model, self._kv_cache, self._block_size = parts.model, parts.kv_cache, parts.config.block_size
+        self._sampler = Sampler(parts.eos_token_ids)
         self.managers = [WorkerSequenceManager(num_stages) for _ in range(num_stages)]
         self.workers = self.managers[0]
         self._news: list[Event] = []

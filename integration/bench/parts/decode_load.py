@@ -78,7 +78,7 @@ def decode_steps(
             engine.add(prompt, params)
         with _no_forward(engine):
             engine.step()
-        for keys in (*engine._core._kv_cache.keys, *engine._core._kv_cache.values):
+        for keys in (*engine.parts.kv_cache.keys, *engine.parts.kv_cache.values):
             keys.normal_()
         for index in range(_NUM_SKIPPED + num_steps):
             num_rows, started = engine.metrics.num_rows, clock(engine.model.device)

@@ -65,7 +65,7 @@ def profile_decode(engine: Engine, batch: int, context: int, num_steps: int) -> 
 
 def _record_of(engine: Engine, batch: int) -> Any | None:
     """What a step of so many rows replays on a CPU; None where it does not."""
-    graphs = engine._core._runner._graphs
+    graphs = engine.parts.runner._graphs
     step = graphs and graphs._records.get(graphs.size_for(batch))
     return step._record if getattr(step, "is_trusted", None) else None
 

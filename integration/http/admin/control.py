@@ -13,7 +13,7 @@ from fastapi.responses import PlainTextResponse, Response
 from pydantic import Field
 
 from ....rollout.completion import FinishReason
-from ....rollout.loop.commands import AbortReport, ContinueReport, FlushReport, PauseReport, check_pause_mode
+from ....rollout.loop.commands import AbortReport, ContinueReport, FlushReport, PauseReport, check_pause
 from ..edge.bodies import MAX_TIMEOUT_S, AdminBody, Timeout
 from ..edge.errors import BadField
 from .common import endpoint, json_response, run, service_of, skipped
@@ -47,7 +47,7 @@ class FlushBody(AdminBody):
 async def pause_generation(request: Request, body: PauseBody) -> Response:
     """Run no more steps until continue; it holds when this answers."""
     try:
-        check_pause_mode(body.mode)
+        check_pause(body.mode)
     except ValueError as error:
         raise BadField("mode", str(error)) from None
     if (skip := skipped(request, body)) is not None:

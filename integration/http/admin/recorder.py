@@ -108,7 +108,7 @@ class Profiler:
             raise Busy("a profile is being taken: stop_profile first")
         self._current, self._ended = new, None
         if start_step > self._engine.metrics.num_steps:
-            self._engine.at_step(start_step, lambda: self._by_itself(new, self._begin))
+            self._engine.driver.at_step(start_step, lambda: self._by_itself(new, self._begin))
             return
         try:
             self._begin(new)
@@ -117,24 +117,25 @@ class Profiler:
             raise
 
     def _begin(self, new: _Profile) -> None:
-        new.has_trace = self._engine.start_trace(new.path.with_name(new.path.name.replace(".trace.", ".engine.")))
+        path = new.path.with_name(new.path.name.replace(".trace.", ".engine."))
+        new.has_trace = self._engine.driver.start_trace(path)
         try:
             new.torch.start()
         except BaseException:
             if new.has_trace:
-                self._engine.stop_trace()
+                self._engine.driver.stop_trace()
             raise
         new.has_begun = True
         if new.num_steps is not None:
             end = self._engine.metrics.num_steps + new.num_steps
-            self._engine.at_step(end, lambda: self._by_itself(new, self._end_by_itself))
+            self._engine.driver.at_step(end, lambda: self._by_itself(new, self._end_by_itself))
 
     def _end(self, current: _Profile) -> None:
         self._current = None
-        self._engine.at_step(None)
+        self._engine.driver.at_step(None)
         current.torch.stop()
         if current.has_trace:
-            self._engine.stop_trace()
+            self._engine.driver.stop_trace()
 
     def _end_by_itself(self, current: _Profile) -> None:
         self._end(current)
@@ -160,7 +161,7 @@ class Profiler:
             return ended, True
         if not current.has_begun:
             self._current = None
-            self._engine.at_step(None)
+            self._engine.driver.at_step(None)
             raise HttpError(400, "the profile had not begun: it is called off")
         self._end(current)
         return current, False

@@ -3,9 +3,9 @@
 No thread waits for a request, so any number of them can be open while the engine is paused. A step wakes the event
 loop once, however many sequences it ran.
 
-    event loop      | subscribe ----> intake thread: tokenise, engine.submit
+    event loop      | subscribe ----> intake thread: tokenise, engine.requests.submit
                     | take <--------- one call_soon_threadsafe a step <---- engine's thread: on_chunk
-                    | leave --------> leaving thread: engine.withdraw, all that have left by then together
+                    | leave --------> leaving thread: engine.requests.withdraw, all that have left by then together
 """
 
 from __future__ import annotations
@@ -151,13 +151,13 @@ class Hub:
 
         def submit() -> list[list[str]]:
             asked = subscription.asked
-            return self.engine.submit(
+            return self.engine.requests.submit(
                 asked.prompts, asked.params, subscription, rids=asked.rids, options=asked.options, streamed=streamed
             )
 
         def begin() -> tuple[list[Future[CompiledGrammar]], list[list[str]]]:
             asked = subscription.asked = prepare()
-            missing = self.engine.ask_grammars(asked.params)
+            missing = self.engine.requests.ask_grammars(asked.params)
             return missing, [] if missing else submit()
 
         missing, groups = await self._in_thread(begin, subscription)
@@ -207,7 +207,7 @@ class Hub:
             leaving.append(self._leaving.popleft())
         if leaving:
             try:
-                self.engine.withdraw(leaving)
+                self.engine.requests.withdraw(leaving)
             except Exception:  # a thread's edge: nobody looks at what it returns
                 logger.exception("requests of %d clients that have left could not be aborted", len(leaving))
 

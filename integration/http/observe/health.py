@@ -17,7 +17,7 @@ def is_alive(app: FastAPI) -> bool:
     """Whether the loop's heart beats and the server is not ending; also while paused, released or training. Waits for
     nobody."""
     engine = app.state.service.engine
-    age_s = time.monotonic() - engine.heartbeat
+    age_s = time.monotonic() - engine.driver.heartbeat
     return not app.state.is_closing and engine.failure is None and age_s < app.state.config.stall_timeout_s
 
 

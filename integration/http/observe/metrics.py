@@ -127,7 +127,7 @@ class ServiceCollector(Collector):
         )
 
     def _latencies(self) -> Iterator[Metric]:
-        latencies = self._service.engine.latencies
+        latencies = self._service.engine.parts.reports.latencies
         yield self._histogram("sglang:time_to_first_token_seconds", "Arrival to first token.", latencies.first_token)
         yield self._histogram(
             "sglang:inter_token_latency_seconds", "Between two tokens of a sequence.", latencies.inter_token

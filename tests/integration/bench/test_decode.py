@@ -37,7 +37,7 @@ def test_the_work_of_a_step_is_its_weights_once_and_the_kv_of_every_sequence(tin
 
 def test_decode_steps_run_at_the_context_that_was_asked_for_without_its_prefill(tiny):
     engine = decode_load.make_decode_engine(tiny, 3, 300, 4, invariant=True)
-    contexts, sequences = [], engine._core.sequences
+    contexts, sequences = [], engine.parts.sequences
 
     def around(step):
         contexts.append([len(request.sequence.token_ids) for request in sequences.requests()])

@@ -50,7 +50,7 @@ def test_a_prefix_is_pinned_as_far_as_it_is_cached(client):
 
 def test_a_prefix_is_pinned_for_300_s_unless_told_otherwise(client, service):
     client.post("/hicache/pin_prefix", json={"token_ids": PROMPT})
-    pins = service.engine._core.ledger.pins
+    pins = service.engine.parts.ledger.pins
     [(expiry, _), *_] = pins._expiries
     assert 290 < expiry - pins._clock() <= 300
 

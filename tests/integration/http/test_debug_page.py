@@ -310,7 +310,7 @@ def test_weights_that_differ_from_what_was_published_are_marked(browser, serve, 
     browser.wait_for_text("ranks", "equal")
     assert browser.run("document.querySelectorAll('tr.differs').length") == 0
     with torch.no_grad():
-        next(iter(service.engine.resident_tensors()))[1].add_(1)
+        next(iter(service.engine.weights.resident_tensors()))[1].add_(1)
     browser.click("check")
     browser.wait_for_text("ranks", "DIFFERS from what was published")
     assert browser.run("document.querySelectorAll('tr.differs').length") == 1
@@ -330,7 +330,7 @@ def test_the_rank_whose_bytes_differ_is_marked(model, run_world, tmp_path, tp, p
 
         def corrupt() -> None:
             if rank == 1:
-                dict(engine.resident_tensors())[changed].data.add_(1)
+                dict(engine.weights.resident_tensors())[changed].data.add_(1)
 
         engine.ranks.handlers["corrupt"] = corrupt
         service.commit_in_place("one", source=model.named_parameters())

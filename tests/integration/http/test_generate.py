@@ -434,10 +434,10 @@ def test_retracted_request_goes_on_as_if_nothing_had_been(server):
 def test_version_that_changes_half_way_makes_a_span(server):
     with half_way(server) as stream:
         server.engine.pause_generation("in_place")
-        server.engine.relabel_weights("7")
+        server.engine.weights.relabel_weights("7")
         server.engine.continue_generation()
         chunks = stream.rest()
-    server.engine.relabel_weights("default")
+    server.engine.weights.relabel_weights("default")
     meta = chunks[-1]["meta_info"]
     first, second = meta["weight_versions"]
     assert (first["version"], second["version"], meta["weight_version"]) == ("default", "7", "7")

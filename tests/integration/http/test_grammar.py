@@ -130,13 +130,13 @@ def test_a_mistake_in_a_grammar_is_a_400_that_quotes_its_place(served, params, w
 
 def test_many_slow_grammars_hold_up_nobody_else(served, monkeypatch):
     engine, client = served
-    may_go_on, compile = threading.Event(), engine._core.grammars.cache._compile
+    may_go_on, compile = threading.Event(), engine.parts.grammars.cache._compile
 
     def slow(constraint):
         assert may_go_on.wait(PATIENCE)
         return compile(constraint)
 
-    monkeypatch.setattr(engine._core.grammars.cache, "_compile", slow)
+    monkeypatch.setattr(engine.parts.grammars.cache, "_compile", slow)
     answers = []
 
     def ask(number: int) -> None:

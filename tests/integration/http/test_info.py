@@ -69,7 +69,7 @@ def test_health_is_bad_when_the_loop_has_failed_and_good_again_when_it_is_restar
     def fail() -> None:
         raise RuntimeError("the device fell off the bus")
 
-    monkeypatch.setattr(service.engine._core, "step", fail)
+    monkeypatch.setattr(service.engine.gate, "step", fail)
     with service.rollout():
         ids = service.engine.add([1, 2, 3])
         until(lambda: service.engine.failure is not None)
@@ -82,8 +82,8 @@ def test_health_is_bad_when_the_loop_has_failed_and_good_again_when_it_is_restar
 
 def test_a_step_that_does_not_end_counts_as_a_loop_that_has_failed(service, monkeypatch, until):
     release = threading.Event()
-    step = service.engine._core.step
-    monkeypatch.setattr(service.engine._core, "step", lambda: (release.wait(10), step()))
+    step = service.engine.gate.step
+    monkeypatch.setattr(service.engine.gate, "step", lambda: (release.wait(10), step()))
     config = HttpConfig(port=0, stall_timeout_s=0.2)
     with serve_in_background(service, config) as server, httpx.Client(base_url=server.url) as client:
         assert _healthy(client)

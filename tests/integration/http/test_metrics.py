@@ -127,7 +127,7 @@ def test_scraping_changes_nothing(scrape, service):
 def test_running_paused_and_retracted_sequences_are_told_apart(scrape, service):
     service.engine.add(PROMPT, LONG, rid="long")
     wait_for(lambda: service.state()["num_running"])
-    service.engine.refuse_sampling("held still")
+    service.engine.weights.refuse_sampling("held still")
     got = scrape()
     assert (got("num_running_reqs"), got("num_paused_reqs"), got("lockstep:paused")) == (1, 0, 0)
     assert got("lockstep:refusing") == 1

@@ -73,7 +73,7 @@ def asked(params: SamplingParams = PARAMS) -> Asked:
 def test_listener_is_told_of_answers_and_of_every_step_where_it_wants_them(engine, streamed):
     expected = engine.generate(PROMPTS, PARAMS)
     told = Told()
-    groups = engine.submit(PROMPTS, [PARAMS] * 2, told, rids=["a", "b"], streamed=streamed)
+    groups = engine.requests.submit(PROMPTS, [PARAMS] * 2, told, rids=["a", "b"], streamed=streamed)
     assert groups == [["a"], ["b"]]
     answers = {completion.id: completion.token_ids for completion in told.wait(2)}
     assert answers == {"a": expected[0].token_ids, "b": expected[1].token_ids}
@@ -88,25 +88,25 @@ def test_one_bad_prompt_or_an_id_twice_and_nothing_is_queued(engine):
     told = Told()
     engine.pause_generation("in_place")
     with pytest.raises(ValueError, match="duplicate request ID detected: a"):
-        engine.submit(PROMPTS, [PARAMS] * 2, told, rids=["a", "a"])
+        engine.requests.submit(PROMPTS, [PARAMS] * 2, told, rids=["a", "a"])
     with pytest.raises(ValueError, match="prompt is empty"):
-        engine.submit([[1], []], [PARAMS] * 2, told)
+        engine.requests.submit([[1], []], [PARAMS] * 2, told)
     with pytest.raises(ValueError, match="2 prompts, but 1 sampling_params"):
-        engine.submit(PROMPTS, [PARAMS], told)
+        engine.requests.submit(PROMPTS, [PARAMS], told)
     assert not engine.has_work and told.chunks == []
-    engine.submit(PROMPTS[:1], [PARAMS], told, rids=["a"])
+    engine.requests.submit(PROMPTS[:1], [PARAMS], told, rids=["a"])
     with pytest.raises(ValueError, match="duplicate request ID detected: a"):
-        engine.submit(PROMPTS[:1], [PARAMS], told, rids=["a"])
+        engine.requests.submit(PROMPTS[:1], [PARAMS], told, rids=["a"])
 
 
 def test_withdrawn_listener_hears_nothing_more_and_others_are_not_touched(engine):
     mine, others = Told(), Told()
     engine.pause_generation("in_place")
-    engine.submit(PROMPTS, [LONG] * 2, mine, rids=["a", "b"])
-    engine.submit(PROMPTS[:1], [PARAMS], others, rids=["c"])
-    assert sorted(engine.withdraw([mine])) == ["a", "b"] and engine.withdraw([mine]) == []
-    engine.submit(PROMPTS[:1], [PARAMS], others, rids=["a"])  # the id is free again, and another's now
-    assert engine.withdraw([mine]) == []
+    engine.requests.submit(PROMPTS, [LONG] * 2, mine, rids=["a", "b"])
+    engine.requests.submit(PROMPTS[:1], [PARAMS], others, rids=["c"])
+    assert sorted(engine.requests.withdraw([mine])) == ["a", "b"] and engine.requests.withdraw([mine]) == []
+    engine.requests.submit(PROMPTS[:1], [PARAMS], others, rids=["a"])  # the id is free again, and another's now
+    assert engine.requests.withdraw([mine]) == []
     engine.continue_generation()
     assert {completion.id for completion in others.wait(2)} == {"a", "c"}
     assert mine.chunks == []
@@ -115,13 +115,13 @@ def test_withdrawn_listener_hears_nothing_more_and_others_are_not_touched(engine
 def test_listener_is_told_when_the_loop_ends(engine):
     told = Told()
     engine.pause_generation("in_place")
-    engine.submit(PROMPTS, [PARAMS] * 2, told)
+    engine.requests.submit(PROMPTS, [PARAMS] * 2, told)
     with torch.no_grad():
         engine.model.module.lm_head.weight.fill_(float("nan"))
     engine.continue_generation()
     assert told.wait(2) == [] and isinstance(told.failure, EngineStopped)
     with pytest.raises(EngineStopped):
-        engine.submit(PROMPTS, [PARAMS] * 2, told)
+        engine.requests.submit(PROMPTS, [PARAMS] * 2, told)
 
 
 def test_subscription_that_is_cancelled_while_it_is_queued_leaves_nothing(engine):

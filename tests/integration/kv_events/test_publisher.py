@@ -646,7 +646,7 @@ def test_a_real_engine_is_mirrored_through_requests_flushes_and_new_weights(make
             lambda: real.evict_descendants(next(node.hash for node in real.cache_tree().nodes if node.num_children)),
             real.flush_cache,
             lambda: real.generate([[6] * 60], params),
-            lambda: real.commit_weights("2", None),
+            lambda: real.weights.commit_weights("2", None),
         ):
             act()
             subscriber.sync()

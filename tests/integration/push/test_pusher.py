@@ -247,7 +247,7 @@ def test_a_delta_on_weights_that_somebody_else_changed_is_refused_and_mended(mak
     pusher = make_pusher("delta over disk")
     pusher.push(model, "1")
     with torch.no_grad():
-        next(iter(services[0].engine.resident_tensors()))[1].add_(1)
+        next(iter(services[0].engine.weights.resident_tensors()))[1].add_(1)
     train(model)
     with pytest.raises(PushFailed, match="e0"):
         pusher.push(model, "2")
@@ -262,7 +262,7 @@ def test_a_wrong_byte_on_the_way_fails_the_push_everywhere(make_pusher, services
         def call(self, verb: str, *, timeout_s: float, **arguments: object) -> dict[str, object]:
             if verb == "verify_weight_update":
                 with torch.no_grad():
-                    dict(self.service.engine.resident_tensors())["model.norm.weight"][0] += 1
+                    dict(self.service.engine.weights.resident_tensors())["model.norm.weight"][0] += 1
             return super().call(verb, timeout_s=timeout_s, **arguments)
 
     targets = [Damaging(services[0], "the damaged one"), LocalTarget(services[1], "the other one")]

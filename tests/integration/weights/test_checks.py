@@ -32,7 +32,7 @@ def service(model) -> RolloutService:
 
 
 def resident(service: RolloutService) -> dict[str, torch.Tensor]:
-    return dict(service.engine.resident_tensors())
+    return dict(service.engine.weights.resident_tensors())
 
 
 def named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -404,7 +404,7 @@ def test_inside_a_session_only_the_tensors_that_differ_are_sent_again(service, n
 
 
 def test_a_tensor_that_was_put_back_does_not_count_in_the_digest(service, model, newer):
-    service.commit_in_place("1", source=service.engine.resident_tensors())  # its roots are known now
+    service.commit_in_place("1", source=service.engine.weights.resident_tensors())  # its roots are known now
     service.begin_weight_update(weight_version="5", coverage="partial")
     with pytest.raises(DigestMismatch):
         service.update_weights_from_named_tensors(only(newer, NORM), verify={NORM: "00" * 32})

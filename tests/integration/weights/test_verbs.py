@@ -350,7 +350,7 @@ def test_a_delta_folder_applies_to_its_base_only(service, model, newer, folder):
     service.continue_generation()
     assert service.model_digest() == digest_of(newer)
     with torch.no_grad():
-        dict(service.engine.resident_tensors())[EMBED].add_(1)
+        dict(service.engine.weights.resident_tensors())[EMBED].add_(1)
     before = service.model_digest()
     with pytest.raises(DigestMismatch, match=EMBED):
         service.update_weights_from_disk(folder / "delta", weight_version="6")
@@ -437,7 +437,7 @@ def test_the_engines_own_weights_are_released_come_back_empty_and_have_to_be_wri
 def test_released_weights_are_really_gone_also_where_a_commit_could_be_reverted(owned, newer):
     owned.update_weights_from_named_tensors(named(newer), weight_version="5")
     owned.continue_generation()
-    [address] = {tensor.data_ptr() for name, tensor in owned.engine.resident_tensors() if name == EMBED}
+    [address] = {tensor.data_ptr() for name, tensor in owned.engine.weights.resident_tensors() if name == EMBED}
     owned.release_memory_occupation(["weights"])
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]

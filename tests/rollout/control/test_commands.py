@@ -435,7 +435,7 @@ def test_commands_of_two_threads_lose_no_reply_and_hang_nobody(make_engine, seco
             elif verb == "state":
                 assert engine.state()["num_running"] <= 4
             else:
-                engine.commit_weights(f"v{replies['commit']}", None)
+                engine.weights.commit_weights(f"v{replies['commit']}", None)
             replies[verb] += 1
             threading.Event().wait(dice.random() * 0.01)
         return replies

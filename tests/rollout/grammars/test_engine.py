@@ -13,6 +13,8 @@ import transformers
 
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.loop.assemble import make_runner
+from lockstep.rollout.loop.parts import MakeRunner
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.request import RequestOptions
 
@@ -41,8 +43,9 @@ def make_engine(bpe_tokenizer):
     torch.manual_seed(3)
     model = transformers.Qwen3ForCausalLM(config).eval()
 
-    def make(**settings) -> Engine:
-        return Engine(model, EngineConfig(**{"kv_cache": "256 blocks", **settings}), tokenizer=bpe_tokenizer)
+    def make(make_runner: MakeRunner = make_runner, **settings) -> Engine:
+        config = EngineConfig(**{"kv_cache": "256 blocks", **settings})
+        return Engine(model, config, tokenizer=bpe_tokenizer, make_runner=make_runner)
 
     return make
 
@@ -178,7 +181,7 @@ def test_a_pause_after_any_step_changes_nothing(make_engine, mode, pause, overla
             engine.continue_generation()
             found |= finish(engine)
             assert {id: record(a) for id, a in found.items()} == {id: record(a) for id, a in wanted.items()}
-    engine._core.ledger.check()
+    engine.parts.ledger.check()
     engine.close()
 
 
@@ -191,13 +194,12 @@ def test_stages_give_the_tokens_of_one_and_preempt_what_is_in_the_air(make_engin
     engine = make_engine()
     wanted = engine.generate(prompts, params)
     engine.close()
-    in_stages(num_stages)
     for pool in ("256 blocks", "12 blocks"):
-        engine = make_engine(kv_cache=pool, admission_ratio=0.0)
+        engine = make_engine(in_stages(num_stages), kv_cache=pool, admission_ratio=0.0)
         found = engine.generate(prompts, params)
         assert (sum(a.num_retractions for a in found) > 0) == (pool == "12 blocks")
         assert [record(a) for a in found] == [record(a) for a in wanted]
-        engine._core.ledger.check()
+        engine.parts.ledger.check()
         engine.close()
 
 
@@ -216,7 +218,7 @@ def test_an_abort_between_two_steps_gives_a_valid_beginning(make_engine, mode):
             assert len(answer.token_ids) == len(answer.logprobs) == len(answer.forced)
             assert engine.tokenizer.decode(list(answer.token_ids)).startswith(answer.text.rstrip("\ufffd")[:5])
             assert answer.text.startswith('{"')
-    engine._core.ledger.check_idle()
+    engine.parts.ledger.check_idle()
     engine.close()
 
 
@@ -229,7 +231,7 @@ def test_a_small_pool_preempts_and_changes_nothing(make_engine, mode):
     wanted, found = roomy.generate(prompts, params), tight.generate(prompts, params)
     assert sum(a.num_retractions for a in found) > 0
     assert [record(a) for a in found] == [record(a) for a in wanted]
-    tight._core.ledger.check()
+    tight.parts.ledger.check()
     roomy.close()
     tight.close()
 

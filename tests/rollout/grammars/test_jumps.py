@@ -139,14 +139,14 @@ def test_a_step_that_fails_after_a_jump_began_undoes_it(bpe_tokenizer):
         engine = Engine(model, EngineConfig(kv_cache="64 blocks"), tokenizer=bpe_tokenizer)
         wanted = engine.generate(["q"], params)[0]
         for failing in range(1, 5):
-            run, calls = engine._core._runner._run, iter(range(1, 1000))
+            run, calls = engine.parts.runner._run, iter(range(1, 1000))
 
             def fail_once(output, batch, run=run, calls=calls, failing=failing):
                 if next(calls) == failing:
                     raise RuntimeError("the device is on fire")
                 return run(output, batch)
 
-            engine._core._runner._run = fail_once
+            engine.parts.runner._run = fail_once
             engine.add("q", params, rid="r")
             found = []
             with engine.model.rollout_phase():
@@ -154,12 +154,12 @@ def test_a_step_that_fails_after_a_jump_began_undoes_it(bpe_tokenizer):
                     try:
                         found += engine.step()
                     except RuntimeError:
-                        request = engine._core.sequences.request("r")
+                        request = engine.parts.sequences.request("r")
                         assert request.sequence.output_ids == request.sequence.settled_output()
-                        assert len(request.logprobs) == request.sequence.num_output_tokens
-            engine._core._runner._run = run
+                        assert len(request.record.logprobs) == request.sequence.num_output_tokens
+            engine.parts.runner._run = run
             assert [(a.token_ids, a.logprobs, a.text) for a in found] == [
                 (wanted.token_ids, wanted.logprobs, wanted.text)
             ]
-        engine._core.ledger.check()
+        engine.parts.ledger.check()
         engine.close()

@@ -30,7 +30,7 @@ def first_stage(engine: Engine, points: Points) -> list[tuple[int, int]]:
     trace, num_forwards = [], [0]
 
     def note() -> None:
-        sequence = engine._core.sequences.sequence("a")
+        sequence = engine.parts.sequences.sequence("a")
         trace.append((sequence.num_tokens_step_processed, sequence.num_tokens_stage_processed))
         points.now[len(trace) - 1].set()
         points.wait(points.noted[len(trace) - 1])
@@ -51,7 +51,7 @@ def first_stage(engine: Engine, points: Points) -> list[tuple[int, int]]:
     engine.step()  # the first chunk has landed
     points.wait(points.begun[1])
     note()  # time 2: the first stage has completed tokens 500-1000, the second 0-500
-    assert engine._core.sequences.request("a").sequence.num_output_tokens == 0
+    assert engine.parts.sequences.request("a").sequence.num_output_tokens == 0
     for event in points.may_run[1:]:
         event.set()
     while engine.has_work:
@@ -61,7 +61,7 @@ def first_stage(engine: Engine, points: Points) -> list[tuple[int, int]]:
 
 def second_stage(engine: Engine, points: Points, until: Callable[..., None]) -> list[tuple[int, int]]:
     """Likewise of the rank that follows. What all stages have done it hears with the controller's next message."""
-    trace, num_forwards, workers = [], [0], engine._core.stage.workers
+    trace, num_forwards, workers = [], [0], engine.parts.runner.stage.workers
 
     def before_forward(*_: object) -> None:
         points.begun[num_forwards[0]].set()

@@ -143,7 +143,7 @@ def test_broken_logits_reach_every_caller_and_the_replica_goes_on(
 
     def call(engine: Engine) -> object:
         before = outcome(engine.generate([[5, 6, 7]], params))
-        norms = [t for name, t in engine.resident_tensors() if name == "model.norm.weight"]
+        norms = [t for name, t in engine.weights.resident_tensors() if name == "model.norm.weight"]
         kept = [t.clone() for t in norms]
         with torch.no_grad():
             for t in norms:
@@ -167,7 +167,8 @@ def test_a_started_controller_serves_threads_verbs_and_a_dismissal(
     expected = alone(model)
 
     def call(engine: Engine) -> object:
-        engine.ranks.handlers["version"] = lambda version: (engine.commit_weights(version, None), engine.epoch)[1]
+        commit = engine.weights.commit_weights
+        engine.ranks.handlers["version"] = lambda version: (commit(version, None), engine.epoch)[1]
         if not engine.is_controller:
             return [engine.follow(), engine.follow()], engine.weight_version
         engine.start()

@@ -195,7 +195,7 @@ def test_a_request_crosses_with_all_that_a_sampler_reads() -> None:
     assert (there.id, there.seed, there.index, there.options) == ("né", -7, 1, request.options)
     assert (there.params.logit_bias, there.params.stop_token_ids) == (params.logit_bias, (4, 5))
     assert (there.params.temperature, there.params.top_k, there.params.min_new_tokens) == (0.3, 5, 2)
-    assert there.prompt_logprobs == [None] and there.params.stop == ()
+    assert there.record.prompt_logprobs == [None] and there.params.stop == ()
 
 
 def test_results_come_back_bit_for_bit() -> None:

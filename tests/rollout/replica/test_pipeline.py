@@ -31,10 +31,10 @@ def make_engine(make_model, in_stages):
     with ExitStack() as phases:
 
         def make(num_stages: int = 1, *, layers: int = 4, context: int = 512, **config: object) -> Engine:
-            in_stages(num_stages)
             model = make_model("qwen3", num_hidden_layers=layers, max_position_embeddings=context)
-            engine = Engine(model.train(), EngineConfig(**{"kv_cache": "64 blocks", "max_num_seqs": 16, **config}))
-            phases.callback(engine._core._runner.close)
+            settings = EngineConfig(**{"kv_cache": "64 blocks", "max_num_seqs": 16, **config})
+            engine = Engine(model.train(), settings, make_runner=in_stages(num_stages))
+            phases.callback(engine.parts.runner.close)
             phases.enter_context(engine.model.rollout_phase())
             return engine
 
@@ -71,7 +71,7 @@ def test_stages_answer_a_mixed_batch_as_one_stage_does(make_engine, num_stages, 
     expected, expected_scores = generate(make_engine(**settings)), generate(make_engine(**settings), scored)
     engine = make_engine(num_stages, sequence_pipelining=sequence_pipelining, **settings)
     assert generate(engine) == expected
-    assert engine._core._runner.most_in_the_air == num_stages
+    assert engine.parts.runner.most_in_the_air == num_stages
     engine.flush_cache()
     assert generate(engine, scored) == expected_scores
 
@@ -91,7 +91,7 @@ def test_a_block_that_changed_hands_in_the_air_is_not_written_by_its_former_owne
     """The last stage is held back until later steps, with the victims' blocks in other hands, wait behind it."""
     expected = generate(make_engine())
     engine = make_engine(num_stages, kv_cache="11 blocks", chunked_prefill_size=16, admission_ratio=0.0)
-    runner, launched = engine._core._runner, threading.Semaphore(0)
+    runner, launched = engine.parts.runner, threading.Semaphore(0)
     launch = runner.launch
 
     def count_launches(output, requests):
@@ -133,20 +133,20 @@ class Air:
         self.steps: list[list[tuple[str, int, int]]] = []  # (id, start, rows)
         self.at_once: list[list[int]] = []  # for each launch the steps in the air, itself included
         self.num_preempted = 0  # while rows of them were in the air
-        launch = engine._core._runner.launch
+        launch = engine.parts.runner.launch
 
         def watch(output, requests):
             self.steps.append([(item.id, item.start, item.num_tokens) for item in output.scheduled])
-            flights = [*(f.output.step for f in engine._core.loop._flights), output.step]
+            flights = [*(f.output.step for f in engine.gate.loop._flights), output.step]
             self.at_once.append(flights)
             self.check(output)
             return launch(output, requests)
 
-        engine._core._runner.launch = watch
+        engine.parts.runner.launch = watch
 
     def check(self, output) -> None:
         """A sequence with a token in the air is in no other step."""
-        for flight in self.engine._core.loop._flights:
+        for flight in self.engine.gate.loop._flights:
             for item in flight.output.scheduled:
                 self.num_preempted += item.id in output.preempted
                 again = [i for i in output.scheduled if (i.id, i.incarnation) == (item.id, item.incarnation)]
@@ -205,12 +205,12 @@ def test_thousand_tokens_pass_two_real_stages_as_in_the_published_example(make_e
         2, layers=2, context=1024, kv_cache="64 blocks", chunked_prefill_size=500,
         max_num_batched_tokens=500,
     )  # fmt: skip
-    runner = engine._core._runner
+    runner = engine.parts.runner
     trace: list[tuple[int, int, int]] = []
     second_may_run = [threading.Event(), threading.Event()]
 
     def counters() -> None:
-        controller, second = engine._core.sequences.sequence("a"), runner.managers[1]
+        controller, second = engine.parts.sequences.sequence("a"), runner.managers[1]
         in_second = second.sequence("a").num_tokens_stage_processed if "a" in second else 0
         trace.append((controller.num_tokens_step_processed, controller.num_tokens_stage_processed, in_second))
 
@@ -234,11 +234,11 @@ def test_thousand_tokens_pass_two_real_stages_as_in_the_published_example(make_e
     engine.step()  # both chunks are launched, and have left the first stage; the first lands
     assert second_began[1].wait(PATIENCE)
     counters()  # time 2: the second stage runs 500-1000
-    request = engine._core.sequences.request("a")
+    request = engine.parts.sequences.request("a")
     assert request.sequence.num_output_tokens == 0 and request.finish_reason is None
     second_may_run[1].set()
-    free = engine._core.managers.free
-    engine._core.managers.free = lambda id: (counters(), free(id))  # time 3: as the answer leaves
+    free = engine.parts.managers.free
+    engine.parts.managers.free = lambda id: (counters(), free(id))  # time 3: as the answer leaves
     engine.step()
     assert trace == [(0, 0, 0), (0, 500, 0), (500, 1000, 500), (1000, 1000, 1000)]
     assert not engine.has_work
@@ -254,7 +254,7 @@ def test_a_step_that_fails_in_a_stage_drops_all_in_the_air_and_the_answers_stay_
 ):
     expected = generate(make_engine())
     engine = make_engine(num_stages, chunked_prefill_size=16)
-    runner, countdown = engine._core._runner, [12]
+    runner, countdown = engine.parts.runner, [12]
 
     def fail_once(at: int, output) -> None:
         if at == stage % num_stages:
@@ -273,7 +273,7 @@ def test_a_step_that_fails_in_a_stage_drops_all_in_the_air_and_the_answers_stay_
             num_failures += 1
             state = engine.state()
             assert (state["num_running"], state["num_held_blocks"]) == (0, 0)
-            assert not engine._core.loop._flights and runner._num_in_the_air == 0
+            assert not engine.gate.loop._flights and runner._num_in_the_air == 0
             engine.check_integrity()
     assert num_failures == 1
     assert [outcome(answers[id]) for id in ids] == expected
@@ -287,9 +287,9 @@ def test_overlap_and_stages_do_not_go_together_and_the_error_says_why(make_engin
 def test_a_caller_hears_of_its_answer_also_where_another_finished_the_step(make_engine):
     engine = make_engine(2, max_num_batched_tokens=64)
     engine.start()
-    with engine._driver.lock:  # both are queued before the first step, which has room for one prompt
+    with engine.driver.lock:  # both are queued before the first step, which has room for one prompt
         calls = [submit(engine.generate, [i] * 64, params(i, 1)) for i in (1, 2)]
-        wait_until(lambda: len(engine._driver._inbox) == 2)
-    engine._quiet()  # as the end of a call of several ranks does; the loop's thread has nothing to run afterwards
+        wait_until(lambda: len(engine.driver.inbox) == 2)
+    engine.driver.drain()  # as the end of a call of several ranks does; the loop's thread has nothing to run afterwards
     assert [len(soon(call)[0].token_ids) for call in calls] == [1, 1]
     engine.stop()

@@ -75,7 +75,7 @@ def test_a_rank_lost_in_generation_is_named_by_all(
         engine = make_engine(model, shape)
 
         def die() -> None:
-            until(lambda: engine._core.stage.num_forwards > 5)
+            until(lambda: engine.parts.runner.stage.num_forwards > 5)
             os.kill(os.getpid(), kind)
 
         if rank == victim:
@@ -125,7 +125,7 @@ def test_a_rank_lost_while_paused_is_named_by_all(
         engine = make_engine(model, shape)
 
         def pause() -> None:
-            until(lambda: engine._core.stage.num_forwards > 5)
+            until(lambda: engine.parts.runner.stage.num_forwards > 5)
             engine.pause_generation("in_place")
             threading.Event().wait(TIMEOUT_S * 2)  # being paused for long is no failure
             assert engine.ranks.watch.failure is None
@@ -155,7 +155,7 @@ def test_a_rank_that_hangs_in_its_forward_is_named_by_the_others(
         engine = make_engine(model, shape)
 
         def hang(*_: object) -> None:
-            if engine._core.stage.num_forwards > 5:
+            if engine.parts.runner.stage.num_forwards > 5:
                 threading.Event().wait()
 
         if rank == victim:
@@ -176,7 +176,7 @@ def test_an_error_of_one_rank_of_a_stage_ends_the_replica_and_is_told(
         engine = make_engine(model, shape)
 
         def fail(*_: object) -> None:
-            if engine._core.stage.num_forwards > 5:
+            if engine.parts.runner.stage.num_forwards > 5:
                 raise ArithmeticError("boom")
 
         if rank == victim:
@@ -200,8 +200,8 @@ def test_an_error_in_a_stage_of_one_rank_reaches_every_caller_and_the_replica_go
         prompts = [[5, 6, 7], [8, 9]] if engine.is_controller else None
 
         def fail(*_: object) -> None:
-            if engine._core.stage.num_forwards == 3:
-                engine._core.stage.num_forwards += 1
+            if engine.parts.runner.stage.num_forwards == 3:
+                engine.parts.runner.stage.num_forwards += 1
                 raise MemoryError("boom")
 
         if rank == victim:
@@ -230,7 +230,7 @@ def test_a_rank_whose_state_differs_from_the_controllers_is_named(
         engine = make_engine(model, shape)
 
         def tamper(*_: object) -> None:
-            stage = engine._core.stage
+            stage = engine.parts.runner.stage
             if stage.num_forwards == 5:
                 id = next(iter(stage.workers._sequences))
                 stage.workers.sequence(id).num_prompt_tokens += 1

@@ -194,7 +194,7 @@ def test_an_engine_that_replays_gives_the_tokens_and_log_probabilities_of_one_th
         engine = Engine(model, EngineConfig(kv_cache="96 blocks", max_num_seqs=8, cuda_graph_batch_sizes=sizes))
         answers.append([(c.token_ids, c.logprobs) for c in engine.generate(prompts, settings)])
     assert answers[0] == answers[1]
-    records = engine._core._runner._graphs._records
+    records = engine.parts.runner._graphs._records
     assert records[5].is_trusted and records[5]._num_plain == PLAIN_STEPS + 1
 
 
@@ -203,13 +203,13 @@ def test_replays_follow_an_update_of_the_weights_in_place(make_model):
     ask = [[1, 2, 3]], SamplingParams(max_new_tokens=30, sampling_seed=1, ignore_eos=True)
     engine = Engine(model, EngineConfig(kv_cache="32 blocks", max_num_seqs=2))
     engine.generate(*ask)
-    [record] = engine._core._runner._graphs._records.values()
+    [record] = engine.parts.runner._graphs._records.values()
     assert record.is_trusted
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data.mul_(1.25)
-    engine.commit_weights("louder", None)
+    engine.weights.commit_weights("louder", None)
     fresh = Engine(model, EngineConfig(kv_cache="32 blocks", max_num_seqs=2, cuda_graph_batch_sizes=()))
     [found], [expected] = engine.generate(*ask), fresh.generate(*ask)
     assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
-    assert [record] == list(engine._core._runner._graphs._records.values())
+    assert [record] == list(engine.parts.runner._graphs._records.values())

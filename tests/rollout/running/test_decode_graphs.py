@@ -43,7 +43,7 @@ def answers(engine: Engine, prompts=PROMPTS, **others: object) -> list[tuple]:
 
 
 def graphs_of(engine: Engine) -> DecodeGraphs:
-    return engine._core._runner._graphs
+    return engine.parts.runner._graphs
 
 
 class Counting:
@@ -100,7 +100,7 @@ def test_padding_five_sequences_to_eight_changes_no_bit(make_model, family, dtyp
     records = count_records(engine)
     assert answers(engine) == expected
     assert records.num_recorded == 1 and graphs_of(engine)._num_steps > 20
-    assert (engine._core._runner.num_begun > 20) == overlap
+    assert (engine.parts.runner.num_begun > 20) == overlap
     engine.close()
 
 
@@ -145,7 +145,7 @@ def test_every_step_runs_in_the_same_memory_and_a_weight_commit_records_nothing_
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.25)
-    engine.commit_weights("louder", None)
+    engine.weights.commit_weights("louder", None)
     assert answers(engine) == answers(make_engine(model))
     assert records.num_recorded == 2 and addresses(graphs) == before
 
@@ -164,15 +164,15 @@ def test_memory_that_was_released_or_moved_is_recorded_anew(make_model, tmp_path
     engine = make_engine(model, 8)
     records = count_records(engine)
     assert answers(engine) == expected
-    engine.release_kv()
+    engine.weights.release_kv()
     assert not graphs_of(engine)._records  # they would keep what they need alive
-    engine.resume_kv()
+    engine.weights.resume_kv()
     assert answers(engine) == expected
     assert records.num_recorded == 2
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.data * 1.25  # by a trainer, between two phases
-    engine.commit_weights("moved", None)
+    engine.weights.commit_weights("moved", None)
     assert answers(engine) == answers(make_engine(model)) != expected
     assert records.num_recorded == 3
     norm = model.model.norm
@@ -188,8 +188,8 @@ def test_weights_that_were_released_are_recorded_anew(make_model, tmp_path):
     engine = make_engine(tmp_path / "model", 8)
     records = count_records(engine)
     assert answers(engine) == expected
-    engine.release_weights()
-    engine.resume_weights()
+    engine.weights.release_weights()
+    engine.weights.resume_weights()
     with torch.no_grad():
         for name, tensor in engine.model.resident_tensors():
             tensor.copy_(model.get_parameter(name))
@@ -280,7 +280,7 @@ def test_replay_reads_weights_that_were_updated_in_place(gpu_model):
     with torch.no_grad():
         for parameter in gpu_model.parameters():
             parameter.mul_(1.25)
-    engine.commit_weights("louder", None)
+    engine.weights.commit_weights("louder", None)
     assert answers(engine) == answers(make_engine(gpu_model))
     assert records.num_recorded == 1
 
@@ -291,7 +291,7 @@ def test_decode_steps_wait_for_nothing_but_their_results_and_allocate_nothing(gp
     engine = make_engine(gpu_model, 8, overlap=True, kv_cache="256 blocks")
     for seed, prompt in enumerate(PROMPTS):
         engine.add(prompt, params(seed, max_new_tokens=200))
-    runner = engine._core._runner
+    runner = engine.parts.runner
     with engine.model.rollout_phase():
         for _ in range(20):
             engine.step()

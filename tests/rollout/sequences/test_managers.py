@@ -166,7 +166,7 @@ def test_late_result_of_a_preempted_sequence_is_dropped():
         before = manager.state_hash()
         assert manager.on_step_completed([got("a", 3, token_id=7)]) == []
         assert manager.state_hash() == before
-    assert controller.request("a").logprobs == []
+    assert controller.request("a").record.logprobs == []
 
 
 def test_late_result_does_not_reach_the_next_incarnation():
@@ -208,7 +208,7 @@ def test_preemption_keeps_tokens_boundary_and_logprobs():
     controller.preempt("a")
     request = controller.request("a")
     assert (request.sequence.token_ids, request.sequence.num_prompt_tokens) == ([1, 2, 3, 7], 3)
-    assert (request.logprobs, request.num_retractions, progress(controller)) == ([-0.5], 1, (0, 0))
+    assert (request.record.logprobs, request.num_retractions, progress(controller)) == ([-0.5], 1, (0, 0))
 
 
 def test_a_schedule_preempts_before_it_runs_so_blocks_can_change_hands():
@@ -325,7 +325,7 @@ def test_spans_say_which_weights_made_which_token():
     controller.weight_version, controller.weight_digest = "v2", None
     controller.on_schedule(step(run("a", 4, 1)))
     controller.on_step_completed([got("a", 1, 9)])
-    spans = [(s.version, s.digest, s.start, s.end) for s in controller.request("a").spans]
+    spans = [(s.version, s.digest, s.start, s.end) for s in controller.request("a").record.spans]
     assert spans == [("v1", "d1", 0, 2), ("v2", None, 2, 3)]
 
 

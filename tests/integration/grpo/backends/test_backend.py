@@ -81,13 +81,13 @@ class Trained:
         self.commit("0")
 
     def commit(self, version: str) -> None:
-        resident = dict(self.engine.resident_tensors())
+        resident = dict(self.engine.weights.resident_tensors())
         for name, tensor in self.backend.named_tensors():
             if self.backend.shares_storage:
                 assert resident[name].data_ptr() == tensor.data_ptr(), name
             else:
                 resident[name].data.copy_(tensor)
-        self.engine.commit_weights(version, None)
+        self.engine.weights.commit_weights(version, None)
 
     def samples(self, step: int) -> list[Sample]:
         """More on rank 0 than on rank 1: a different number of micro-batches."""
@@ -107,7 +107,7 @@ class Trained:
         digest = self.digest()
         return {
             "gap": stats.logprob_gap, "norm": stats.grad_norm, "loss": stats.loss, "kl": stats.kl, "digest": digest,
-            "engine_digest": model_digest(self.engine.resident_tensors()),
+            "engine_digest": model_digest(self.engine.weights.resident_tensors()),
         }  # fmt: skip
 
     def digest(self) -> str:

@@ -1,0 +1,233 @@
+"""Requests of an engine's callers, from their prompts to their completions."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+
+from ..completion import Completion, FinishReason, StreamChunk
+from ..errors import EngineStopped
+from ..grammars.compiler import CompiledGrammar
+from ..loop.between_steps import BetweenSteps
+from ..loop.parts import Parts
+from ..replica.calls import RankCalls
+from ..sampling_params import SamplingParams
+from ..sequences.request import Request, RequestOptions
+from .driver import Driver
+from .inbox import Inbox
+from .intake import Intake, Params, Prompt, Settings, as_prompts, prompt_ids
+from .mailboxes import Listener, Mailboxes
+
+Prompts = Prompt | Sequence[Prompt]
+ManyParams = Params | Sequence[Params]
+
+
+class RequestDesk:
+    """Takes requests in, waits for what comes of them, and lets go of what no caller waits for any more."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        driver: Driver,
+        inbox: Inbox,
+        mailboxes: Mailboxes,
+        between_steps: BetweenSteps,
+        calls: RankCalls,
+    ) -> None:
+        self._parts, self._driver, self._between_steps, self._calls = parts, driver, between_steps, calls
+        self._inbox, self._mailboxes = inbox, mailboxes
+        self._intake = Intake(parts.tokenizer, parts.model.vocab_size, parts.config.seed, parts.grammars)
+
+    # -- without waiting --------------------------------------------------------------------------------------------
+
+    def add(self, prompt: Prompt, params: Params, options: RequestOptions | None, rid: str | None) -> list[str]:
+        """Queue one prompt, whose answers no call waits for; returns the ids of its n sequences."""
+        [settings] = self._intake.settings([params])
+        with self._inbox.lock:
+            requests = self._make(prompt, settings, options, rid)
+            self._inbox.post(requests)
+        self._driver.kick()
+        return [request.id for request in requests]
+
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Sequence[Params],
+        listener: Listener,
+        *,
+        rids: Sequence[str] | None = None,
+        options: Sequence[RequestOptions] | None = None,
+        streamed: bool = True,
+    ) -> list[list[str]]:
+        """Queue prompts, all or none, and return at once: the listener is told what comes of them by whoever runs the
+        steps. Returns the ids of each prompt's n sequences. Without `streamed` it is told of answers only.
+
+        Raises ValueError for a bad prompt or setting, or an id that a live request or another of the prompts has, and
+        EngineStopped where the loop has ended; then nothing is queued.
+        """
+        count = len(prompts)
+        options = options or [RequestOptions()] * count
+        rids = rids or [uuid.uuid4().hex for _ in range(count)]
+        if not len(sampling_params) == len(options) == len(rids) == count:
+            raise ValueError(f"{count} prompts, but {len(sampling_params)} sampling_params, {len(options)} options and "
+                             f"{len(rids)} rids")  # fmt: skip
+        # Tokenising takes long for a long text, as grammars do: not under the lock that a step needs to begin.
+        settings, parts = self._intake.settings(sampling_params), self._parts
+        token_ids = [prompt_ids(prompt, parts.tokenizer, parts.model.vocab_size) for prompt in prompts]
+        with self._inbox.lock:
+            if self._driver.failure is not None:
+                raise EngineStopped("the engine's loop has ended") from self._driver.failure
+            asked = zip(token_ids, settings, options, rids, strict=True)
+            groups = [self._make(its_ids, setting, option, rid) for its_ids, setting, option, rid in asked]
+            requests = [request for group in groups for request in group]
+            ids = [request.id for request in requests]
+            if twice := sorted({id for id in ids if ids.count(id) > 1}):
+                raise ValueError(f"duplicate request ID detected: {', '.join(twice)}")
+            self._mailboxes.connect(ids, listener, streamed=streamed)
+            self._inbox.post(requests)
+        self._driver.kick()
+        return [[request.id for request in group] for group in groups]
+
+    def ask_grammars(self, params: Iterable[SamplingParams]) -> list[Future[CompiledGrammar]]:
+        """Begin to compile the grammars that these ask for, and return at once: the promises of those that are not
+        there yet. `submit` waits for them, so whoever must not wait there waits here. Raises ValueError."""
+        return self._parts.grammars.ask(params)
+
+    def withdraw(self, listeners: Collection[Listener]) -> list[str]:
+        """Abort whatever these listeners still wait for, and tell them nothing more; returns the ids."""
+        with self._driver.lock:
+            self._driver.take_inbox()
+            ids = self._mailboxes.ids_of(listeners)
+            if ids:
+                self._let_go(ids)
+        return ids
+
+    # -- until the answers are there --------------------------------------------------------------------------------
+
+    def generate(self, prompts: Prompts | None, params: ManyParams, options: RequestOptions | None) -> list[Completion]:
+        """Complete every prompt, together with the other ranks of the replica."""
+        if not self._parts.ranks.mesh.is_controller:
+            with self._parts.model.rollout_phase():
+                return self._calls.join()
+        with self._calls.call(self._driver.drain) as end_with:
+            completions = self._generate(prompts, params, options)
+            end_with(completions)
+        return completions
+
+    def _generate(
+        self, prompts: Prompts | None, params: ManyParams, options: RequestOptions | None
+    ) -> list[Completion]:
+        if prompts is None:
+            raise ValueError("prompts may be None on ranks that follow, and this one is the controller")
+        ids = self._add_all(prompts, params, options)
+        try:
+            with self._parts.model.rollout_phase():
+                self._driver.wait_until(lambda: self._mailboxes.all_done(ids))
+            return self._mailboxes.completions(ids)
+        finally:
+            self._let_go(ids)
+
+    async def agenerate(self, prompts: Prompts, params: ManyParams, options: RequestOptions | None) -> list[Completion]:
+        """As `generate`, from a coroutine."""
+        ids = await self._add_all_async(prompts, params, options)
+        try:
+            while not self._mailboxes.all_done(ids):
+                await self._driver.progress(lambda: self._mailboxes.all_done(ids))
+            return self._mailboxes.completions(ids)
+        finally:
+            await asyncio.to_thread(self._let_go, ids)
+
+    def stream(self, prompt: Prompt, params: Params, options: RequestOptions | None) -> Iterator[StreamChunk]:
+        """Complete one prompt, chunk by chunk."""
+        ids = self._add_all([prompt], params, options, streamed=True)
+        try:
+            num_open = len(ids)
+            while num_open:
+                self._driver.wait_until(lambda: self._mailboxes.has_news(ids))
+                for chunk in self._take_news(ids):
+                    num_open -= chunk.completion is not None
+                    yield chunk
+        finally:
+            self._let_go(ids)
+
+    async def astream(
+        self, prompt: Prompt, params: Params, options: RequestOptions | None
+    ) -> AsyncIterator[StreamChunk]:
+        """As `stream`, for `async for`."""
+        ids = await self._add_all_async([prompt], params, options, streamed=True)
+        try:
+            num_open = len(ids)
+            while num_open:
+                if not self._mailboxes.has_news(ids):
+                    await self._driver.progress(lambda: self._mailboxes.has_news(ids))
+                for chunk in self._take_news(ids):
+                    num_open -= chunk.completion is not None
+                    yield chunk
+        finally:
+            await asyncio.to_thread(self._let_go, ids)
+
+    # -- helpers ----------------------------------------------------------------------------------------------------
+
+    def _add_all(
+        self, prompts: Prompts, params: ManyParams, options: RequestOptions | None, *, streamed: bool = False
+    ) -> list[str]:
+        prompts = as_prompts(prompts)
+        params_list = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(params_list) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(params_list)} sampling_params")
+        settings = self._intake.settings(params_list)
+        with self._inbox.lock:
+            requests: list[Request] = []  # one bad prompt, and none is queued
+            for prompt, setting in zip(prompts, settings, strict=True):
+                requests += self._make(prompt, setting, options, None)
+            ids = [request.id for request in requests]
+            self._mailboxes.open(ids, streamed=streamed)
+            self._inbox.post(requests)
+        self._driver.kick()
+        return ids
+
+    async def _add_all_async(
+        self, prompts: Prompts, params: ManyParams, options: RequestOptions | None, *, streamed: bool = False
+    ) -> list[str]:
+        adding = asyncio.ensure_future(asyncio.to_thread(self._add_all, prompts, params, options, streamed=streamed))
+        try:
+            return await asyncio.shield(adding)
+        except asyncio.CancelledError:  # a thread cannot be stopped: let go of what it queues
+            with suppress(ValueError):
+                await asyncio.to_thread(self._let_go, await adding)
+            raise
+
+    def _make(
+        self, prompt: Prompt, settings: Settings, options: RequestOptions | None, rid: str | None
+    ) -> list[Request]:
+        """One prompt's requests. The caller holds the inbox's lock, and posts them under it."""
+        self._parts.ranks.check_controller("requests")
+        params = settings[0]
+        rid = rid or uuid.uuid4().hex
+        ids = [rid] if params.n == 1 else [f"{rid}-{index}" for index in range(params.n)]
+        if taken := [id for id in ids if id in self._inbox or id in self._parts.sequences]:
+            raise ValueError(f"duplicate request ID detected: {', '.join(taken)}")
+        requests = self._intake.requests(prompt, settings, options, ids)
+        for request in requests:
+            request.base_id = rid
+        return requests
+
+    def _let_go(self, ids: Iterable[str]) -> None:
+        """Abort those of these requests that still run: no call waits for them any more."""
+        reason = FinishReason("abort", message="the caller went away")
+        with self._driver.lock:
+            self._driver.take_inbox()
+            for id in [id for id in ids if id in self._parts.sequences]:
+                self._mailboxes.close(id)
+                self._mailboxes.open([id], streamed=False)  # its answer is dropped with the box
+                self._driver.command("abort_request", partial(self._between_steps.abort, id, reason))
+            for id in ids:
+                self._mailboxes.close(id)
+
+    def _take_news(self, ids: Sequence[str]) -> list[StreamChunk]:
+        with self._driver.lock:
+            return self._mailboxes.take(ids)

@@ -1,0 +1,171 @@
+"""Making the parts of an engine, once, in the order in which they need each other."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from ..config import EngineConfig, parse_kv_size
+from ..grammars.catalog import Grammars
+from ..kv.ledger import KVLedger
+from ..kv.tensors import KVCache, KVPlan, plan_kv_pool
+from ..model.hosted_model import HostedModel
+from ..model.tokenizer import find_eos_token_ids, load_tokenizer
+from ..ranks.channel import RankChannel
+from ..ranks.mesh import Mesh
+from ..ranks.opening import open_channel
+from ..replica.controller import ReplicaRunner
+from ..replica.stage import Stage
+from ..reports.reports import Reports
+from ..reports.trace import Trace
+from ..running.decode_graphs import DecodeGraphs, decode_ladder, why_not_recorded
+from ..running.model_runner import ModelRunner
+from ..running.recorders import PlainCalls
+from ..running.runner import Runner
+from ..running.sampler import Sampler
+from ..scheduling.pipelining import Pipelining
+from ..scheduling.scheduler import Scheduler, StepLimits
+from ..sequences.engine_manager import EngineSequenceManager
+from ..sequences.event_log import ManagerPair
+from .parts import MakeRunner, Parts, RunnerParts
+
+logger = logging.getLogger(__name__)
+
+
+def make_runner(parts: RunnerParts) -> Runner:
+    """Make the runner that these parts call for: of one rank, or of a replica of several."""
+    sampler, config = Sampler(parts.eos_token_ids), parts.config
+    if parts.ranks.mesh.num_ranks > 1:
+        trace, metrics = parts.reports.trace, parts.reports.metrics
+        stage = Stage(parts.ranks, parts.model, parts.kv_cache, sampler, config.block_size, trace)
+        return ReplicaRunner(parts.ranks, stage, metrics, config.state_check_steps)
+    # A CPU gains nothing by beginning a decode step before the last one is known, and loses the rows of sequences that
+    # have ended: it does so only where its sizes were asked for.
+    begins_ahead = parts.model.device.type == "cuda" or config.cuda_graph_batch_sizes is not None
+    return ModelRunner(
+        parts.model, parts.kv_cache, sampler, config.block_size, parts.reports.trace, overlap=config.overlap,
+        graphs=_make_graphs(parts), begins_ahead=begins_ahead,
+    )  # fmt: skip
+
+
+def assemble(
+    model: nn.Module | str | Path,
+    config: EngineConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    mesh: Mesh | None,
+    make_runner: MakeRunner = make_runner,
+) -> Parts:
+    """Host the model, plan and allocate its KV, and make all that decides about steps and runs them.
+
+    A collective of the replica's ranks, or of the whole job where `mesh` is None and has to be built. Raises ValueError
+    for settings that do not fit the model or each other, or that the ranks were not given alike.
+    """
+    ranks = open_channel(_mesh(config, mesh), config.rank_timeout_s)
+    options: dict[str, Any] = {"dtype": config.dtype, "device": config.device, "invariant": config.invariant,
+                               "k_blocks": config.k_blocks, "mesh": ranks.mesh}  # fmt: skip
+    if isinstance(model, str | Path):
+        hosted = HostedModel.load(model, **options)
+        tokenizer = tokenizer or load_tokenizer(Path(model))
+    else:
+        hosted = HostedModel.adopt(model, **options)
+    eos_token_ids = find_eos_token_ids(hosted.module, tokenizer)
+    max_model_len = min(config.max_model_len or hosted.max_model_len, hosted.max_model_len)
+    plan = _kv_plan(hosted, config, max_model_len, ranks)
+    kv_cache = KVCache(plan, hosted.kv_shapes, config.block_size, hosted.device)
+    reports = Reports(Trace(config.trace))
+    runner_parts = RunnerParts(config, ranks, hosted, kv_cache, eos_token_ids, max_model_len, reports)
+    runner = make_runner(runner_parts)
+    ledger = KVLedger(plan.num_blocks, config.block_size, config.prefix_cache, pin_budget=config.pin_budget)
+    limits = StepLimits(
+        config.max_num_seqs, config.max_num_batched_tokens,
+        config.chunked_prefill_size or config.max_num_batched_tokens, max_model_len,
+    )  # fmt: skip
+    sequences = EngineSequenceManager(eos_token_ids, max_model_len, runner.num_stages)
+    return Parts(
+        **vars(runner_parts),
+        tokenizer=tokenizer,
+        kv_plan=plan,
+        runner=runner,
+        ledger=ledger,
+        limits=limits,
+        scheduler=_make_scheduler(config, ledger, limits, runner.num_stages),
+        managers=ManagerPair(sequences, runner.workers, runner.on_event),
+        grammars=_make_grammars(config, tokenizer, hosted.vocab_size, eos_token_ids),
+    )
+
+
+def _mesh(config: EngineConfig, mesh: Mesh | None) -> Mesh:
+    """Raises ValueError where a mesh contradicts the configuration."""
+    if mesh is None:
+        if config.tp * config.pp == 1:
+            return Mesh.single()
+        return Mesh.build(config.tp, config.pp, timeout_s=config.rank_timeout_s)
+    if (mesh.tp, mesh.pp) != (config.tp, config.pp):
+        raise ValueError(f"the mesh has tp={mesh.tp} and pp={mesh.pp}, but the configuration tp={config.tp} and "
+                         f"pp={config.pp}")  # fmt: skip
+    return mesh
+
+
+def _kv_plan(model: HostedModel, config: EngineConfig, max_model_len: int, ranks: RankChannel) -> KVPlan:
+    plan = plan_kv_pool(
+        parse_kv_size(config.kv_cache), model.kv_shapes, config.block_size, config.max_num_seqs, max_model_len,
+        model.device,
+    )  # fmt: skip
+    plan = _agreed(plan, config, max_model_len, ranks)
+    logger.info("KV pool: %d blocks of %d tokens, %.1f MiB (%s)", plan.num_blocks, config.block_size,
+                plan.num_bytes / 2**20, plan.reason)  # fmt: skip
+    return plan
+
+
+def _agreed(plan: KVPlan, config: EngineConfig, max_model_len: int, ranks: RankChannel) -> KVPlan:
+    """The same pool on every rank of the replica: as many blocks as the rank with the least memory has room for.
+
+    Raises ValueError naming the settings that ranks were not given alike."""
+    said = ranks.gather_json([plan.num_blocks, {**asdict(config), "max_model_len": max_model_len}])
+    first = said[0][1]
+    differing = sorted({key for _, settings in said for key in settings if settings[key] != first[key]} - {"trace"})
+    if differing:
+        raise ValueError(f"the ranks of a replica need the same configuration: {', '.join(differing)} differ")
+    least = min(num_blocks for num_blocks, _ in said)
+    return plan if least == plan.num_blocks else replace(plan, num_blocks=least, reason="as another rank has room")
+
+
+def _make_scheduler(config: EngineConfig, ledger: KVLedger, limits: StepLimits, num_stages: int) -> Scheduler:
+    return Scheduler(
+        ledger, limits, config.policy, deadline_multiplier=config.deadline_multiplier,
+        min_deadline_s=config.min_deadline_s, admission_ratio=config.admission_ratio,
+        pipelining=Pipelining(num_stages, config.sequence_pipelining),
+    )  # fmt: skip
+
+
+def _make_grammars(
+    config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: frozenset[int]
+) -> Grammars:
+    return Grammars(
+        tokenizer, vocab_size, eos_token_ids, mode=config.jump_forward, any_whitespace=config.grammar_any_whitespace,
+        max_grammars=config.max_grammars, max_rollback=config.jump_forward_max_rollback,
+    )  # fmt: skip
+
+
+def _make_graphs(parts: RunnerParts) -> DecodeGraphs | None:
+    """What replays decode steps, where that is asked for or of use."""
+    model, config = parts.model, parts.config
+    asked = config.cuda_graph_batch_sizes
+    sizes = decode_ladder(asked, config.max_num_seqs, model.device)
+    if not sizes:
+        return None
+    recorder = None
+    if (why := why_not_recorded(model)) is not None:
+        if asked is not None and model.device.type == "cuda":
+            raise ValueError(f"cuda_graph_batch_sizes={list(asked)}, but no decode step can be recorded: {why}")
+        logger.info("decode steps are not recorded: %s", why)
+        if asked is None:
+            return None
+        recorder = PlainCalls()
+    width = -(-parts.max_model_len // config.block_size)
+    return DecodeGraphs(model, parts.kv_cache, sizes, width, recorder)

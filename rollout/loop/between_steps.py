@@ -1,0 +1,175 @@
+"""Everything that may happen between two steps. Nothing is in flight, and the caller holds the engine's lock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from ..completion import FinishReason
+from ..errors import NotIdle
+from ..kv.cache_tree import CacheTree, cache_tree
+from ..kv.pins import PinReport
+from ..kv.prefix import Prefix
+from ..replica.controller import ReplicaRunner
+from ..running.model_runner import ModelRunner
+from ..sequences.request import Request
+from ..sequences.sequence import State
+from .commands import (
+    AbortReport,
+    CommitReport,
+    ContinueReport,
+    EvictReport,
+    FlushReport,
+    HoldReport,
+    PauseMode,
+    PauseReport,
+)
+from .gate import StepGate
+from .parts import Parts
+
+
+class BetweenSteps:
+    """Does what the commands of an engine ask for."""
+
+    def __init__(self, parts: Parts, gate: StepGate) -> None:
+        self._parts, self._gate, self._loop = parts, gate, gate.loop
+        self._scheduler, self._sequences, self._ledger = parts.scheduler, parts.sequences, parts.ledger
+        self._model, self._kv_cache, self._runner = parts.model, parts.kv_cache, parts.runner
+        self._metrics = parts.reports.metrics
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def pause(self, mode: PauseMode) -> PauseReport:
+        """Stop the steps. in_place: everybody keeps their KV; retract: everybody gives it back and waits; abort:
+        everybody is answered with what they have. Any pause may follow any other."""
+        running = self._scheduler.running()
+        num_retracted = num_aborted = 0
+        if mode == "retract":
+            # The newest first: requests that are queued again stand in order of arrival whatever order they come in.
+            for request in reversed(running):
+                self._loop.retract(request)
+            num_retracted = len(running)
+        elif mode == "abort":
+            num_aborted = len(self.abort_all(FinishReason("abort", message="aborted by a pause")))
+        self._gate.pause_mode = mode
+        self._metrics.num_pauses += 1
+        if isinstance(self._runner, ReplicaRunner):
+            self._runner.check_states()
+        return PauseReport(mode, self._scheduler.num_running, self._scheduler.num_waiting, num_retracted, num_aborted)
+
+    def resume(self) -> ContinueReport:
+        """Let steps run again."""
+        was_paused, self._gate.pause_mode = self._gate.pause_mode is not None, None
+        return ContinueReport(was_paused, self._scheduler.num_running, self._scheduler.num_waiting)
+
+    def abort_all(self, reason: FinishReason | None) -> list[str]:
+        """End every live request; returns their ids. reason: None names what the abort found."""
+        requests = self._sequences.requests()
+        for request in requests:
+            self._loop.abort(request, reason or _aborted(request))
+        return [request.id for request in requests]
+
+    def abort(self, rid: str | None, reason: FinishReason | None) -> AbortReport:
+        """End the request of that id, or all samples of the one whose id it is the base of; None: every live one."""
+        if rid is None:
+            return AbortReport(tuple(self.abort_all(reason)), ())
+        found = [r for r in self._sequences.requests() if rid in (r.id, r.base_id)]
+        for request in found:
+            self._loop.abort(request, reason or _aborted(request))
+        return AbortReport(tuple(r.id for r in found), () if found else (rid,))
+
+    # -- the prefix cache -------------------------------------------------------------------------------------------
+
+    def flush(self) -> FlushReport:
+        """Empty the prefix cache and reset what is counted from it, unless sequences hold blocks."""
+        if num_running := self._scheduler.num_running:
+            why = f"{num_running} running, {self._scheduler.num_waiting} waiting: finish, retract or abort them first"
+            return FlushReport(False, 0, why)
+        self._runner.num_forwards = 0
+        self._scheduler.reset_admission()
+        num_blocks, num_unpinned = self._ledger.flush()
+        return FlushReport(True, num_blocks, "", num_unpinned)
+
+    def pin_prefix(self, token_ids: list[int], extra_key: str, owner: str | None, ttl: float | None) -> PinReport:
+        """Pin what is cached of a prompt; the full blocks that are not count as unknown."""
+        num_blocks = len(token_ids) // self._ledger.block_size
+        path = self._ledger.path_of(Prefix(token_ids, self._ledger.block_size, extra_key), num_blocks)
+        report = self._ledger.pins.pin([node.hash for node in path], owner, ttl)
+        return replace(report, num_unknown=num_blocks - len(path))
+
+    def evict_descendants(self, hash: int) -> EvictReport:
+        """Free what is below a block, but for what is held or pinned."""
+        node = self._ledger.cache.get(hash)
+        if node is None:
+            return EvictReport(False, 0, 0, 0)
+        self._ledger.pins.expire()
+        num_evicted = self._ledger.evict_below(node)
+        left = list(self._ledger.cache.below(node))
+        num_held = sum(n.num_holders > 0 for n in left)
+        return EvictReport(True, num_evicted, num_held, len(left) - num_held)
+
+    def cache_tree(self, depth: int | None, under: int | None, prompt: list[int] | None, extra_key: str) -> CacheTree:
+        """The prefix cache as it is now."""
+        size = self._ledger.block_size
+        if prompt is None:
+            return cache_tree(self._ledger, depth, under)
+        return cache_tree(self._ledger, depth, under, Prefix(prompt, size, extra_key), len(prompt) // size)
+
+    # -- weights and KV ---------------------------------------------------------------------------------------------
+
+    def hold(
+        self,
+        refusal: tuple[str, str] | None,
+        before_sampling: Callable[[], None] | None,
+        abort_all: bool,
+        keep_running: bool,
+    ) -> HoldReport:
+        """Run no further step, as `StepGate.hold` says, after aborting all requests if asked to."""
+        reason = FinishReason("abort", message="aborted by a weight update")
+        num_aborted = len(self.abort_all(reason)) if abort_all else 0
+        return replace(self._gate.hold(refusal, before_sampling, keep_running), num_aborted=num_aborted)
+
+    def commit_weights(
+        self, version: str, digest: str | None, lift: Iterable[str], refuse: Mapping[str, str]
+    ) -> CommitReport:
+        """Begin a new weight version and a KV epoch; lift refusals by key, and take up others."""
+        self._sequences.weight_version, self._sequences.weight_digest = version, digest
+        lifted = self._gate.lift(lift)
+        for key, why in refuse.items():
+            self._gate.refuse(key, why)
+        self._metrics.num_weight_commits += 1
+        report = CommitReport(*self._ledger.start_epoch(), lifted)
+        self._scheduler.forget_under_way()
+        return report
+
+    def relabel_weights(self, version: str) -> None:
+        """Name the same weights by another version; starts no epoch."""
+        self._sequences.weight_version = version
+
+    def release_weights(self) -> int:
+        """Give the weights' memory back; returns its bytes. Raises NotIdle while sequences hold blocks."""
+        if num_running := self._scheduler.num_running:
+            raise NotIdle(f"cannot release the weights: {num_running} running: finish, retract or abort them first")
+        return self._model.release_weights()
+
+    def release_kv(self) -> int:
+        """Give the KV pool's memory back; returns its bytes. Raises NotIdle while sequences hold blocks."""
+        report = self.flush()
+        if not report.success:
+            raise NotIdle(f"cannot release the KV pool: {report.error_msg}")
+        num_bytes = self._kv_cache.num_bytes
+        if isinstance(self._runner, ModelRunner):
+            self._runner.release_memory()
+        self._kv_cache.release()
+        return num_bytes
+
+    def resume_kv(self) -> int:
+        """Allocate the KV pool again; returns its bytes."""
+        self._kv_cache.allocate()
+        return self._kv_cache.num_bytes
+
+
+def _aborted(request: Request) -> FinishReason:
+    """Why a request ended that somebody aborted without a word: SGLang's messages."""
+    has_begun = request.sequence.state is not State.WAITING
+    return FinishReason("abort", message="Aborted" if has_begun else "Abort in waiting queue")

@@ -1,0 +1,61 @@
+"""The parts of one engine below its loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from ..config import EngineConfig
+from ..grammars.catalog import Grammars
+from ..kv.ledger import KVLedger
+from ..kv.tensors import KVCache, KVPlan
+from ..model.hosted_model import HostedModel
+from ..ranks.channel import RankChannel
+from ..reports.reports import Reports
+from ..running.runner import Runner
+from ..scheduling.scheduler import Scheduler, StepLimits
+from ..sequences.engine_manager import EngineSequenceManager
+from ..sequences.event_log import ManagerPair
+
+
+@dataclass(frozen=True)
+class RunnerParts:
+    """Everything that a runner is made from: this rank's share of the model and of the KV."""
+
+    config: EngineConfig
+    ranks: RankChannel
+    model: HostedModel
+    kv_cache: KVCache
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    reports: Reports
+
+
+MakeRunner = Callable[[RunnerParts], Runner]
+
+
+@dataclass(frozen=True)
+class Parts(RunnerParts):
+    """Model, KV, runner, scheduler and managers of one engine."""
+
+    tokenizer: PreTrainedTokenizerBase | None
+    kv_plan: KVPlan
+    runner: Runner
+    ledger: KVLedger
+    limits: StepLimits
+    scheduler: Scheduler
+    managers: ManagerPair
+    grammars: Grammars
+
+    @property
+    def sequences(self) -> EngineSequenceManager:
+        """The controller's manager, which knows all live requests."""
+        return self.managers.engine
+
+    def close(self) -> None:
+        """Give threads and files back. Nothing is in flight."""
+        self.runner.close()
+        self.grammars.close()
+        self.reports.trace.close()

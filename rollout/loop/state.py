@@ -1,0 +1,48 @@
+"""The state report of an engine."""
+
+from __future__ import annotations
+
+from .gate import StepGate
+from .parts import Parts
+
+
+def state_report(parts: Parts, gate: StepGate) -> dict[str, object]:
+    """Describe what is where, as plain values. Changes nothing."""
+    scheduler, ledger, model = parts.scheduler, parts.ledger, parts.model
+    usage, grammars = ledger.usage, parts.grammars.cache
+    return {
+        "paused": gate.pause_mode is not None,
+        "pause_mode": gate.pause_mode,
+        "refusal": gate.refusal,
+        "holds_weights": model.holds_weights,
+        "weight_bytes": model.weight_bytes,
+        "num_running": scheduler.num_running,  # RUNNING and PAUSED: they hold blocks
+        "num_waiting": scheduler.num_waiting,
+        "num_waiting_tokens": sum(r.sequence.num_tokens for r in scheduler.waiting()),
+        "running_ids": [r.id for r in scheduler.running()],
+        "waiting_ids": [r.id for r in scheduler.waiting()],
+        "num_blocks": usage.num_blocks,
+        "num_free_blocks": usage.num_free,
+        "num_cached_blocks": usage.num_cached,
+        "num_held_blocks": usage.num_held,
+        "num_pinned_blocks": usage.num_pinned,
+        "num_pins": len(ledger.pins),
+        "num_expired_pins": ledger.pins.num_expired,
+        "num_auto_unpinned": ledger.pins.num_auto_unpinned,
+        "num_evicted_blocks": ledger.cache.num_evicted,
+        "eviction_pressure": ledger.eviction_pressure,
+        "num_looked_up_tokens": ledger.num_looked_up_tokens,
+        "num_hit_tokens": ledger.num_hit_tokens,
+        "kv_bytes": parts.kv_cache.num_bytes,
+        "num_forwards": parts.runner.num_forwards,
+        "admission_ratio": scheduler.admission_ratio,
+        "weight_version": parts.sequences.weight_version,
+        "weight_digest": parts.sequences.weight_digest,
+        "epoch": ledger.epoch,
+        "last_throughput": gate.loop.last_throughput,
+        "num_grammars": len(grammars),
+        "num_grammars_compiled": grammars.num_compiled,
+        "grammar_compile_seconds": grammars.compile_seconds,
+        "numerics": model.numerics.describe(),
+        "metrics": parts.reports.metrics.as_dict(),
+    }

@@ -1,0 +1,108 @@
+"""Log-probabilities and weight versions of a request's tokens, as parallel lists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..completion import ListedLogprobs, TopLogprobs, WeightSpan
+from ..grammars.jump import NO_JUMP, Jump
+from .step import NewToken, SequenceResult
+
+
+class SpanStart(NamedTuple):
+    """From output token `start` on, until the next one: the weights that the tokens were sampled from."""
+
+    version: str
+    digest: str | None
+    start: int
+
+
+@dataclass(eq=False, slots=True)
+class OutputRecord:
+    """Records each output token beside the sequence, which has the token ids; a rollback cuts all lists together."""
+
+    wants_top: bool  # whether alternatives are reported at each position
+    wants_listed: bool  # whether the log-probabilities of named tokens are
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    listed_logprobs: list[ListedLogprobs] = field(default_factory=list)
+    forced: list[bool] = field(default_factory=list)  # with a grammar: whether it, not the model, chose the token
+    masked_probs: list[float] = field(default_factory=list)  # with a grammar: among what it allowed
+    span_starts: list[SpanStart] = field(default_factory=list)  # of the weights' versions over the output
+    prompt_logprobs: list[float | None] = field(default_factory=list)  # these three: never cut
+    prompt_top_logprobs: list[TopLogprobs | None] = field(default_factory=list)
+    prompt_listed_logprobs: list[ListedLogprobs | None] = field(default_factory=list)
+    num_jump_forward_tokens: int = 0  # output tokens that needed no step of their own
+    newest_jump: Jump = NO_JUMP  # of the newest step
+    num_undelivered: int = 0  # tokens of that step, its jump's included, that are not text yet
+    num_kept: int | None = None  # tokens that no rollback has reached since this was last set to None; None: all
+
+    def begin_prompt(self) -> None:
+        """Record that nothing comes before the first prompt token."""
+        self.prompt_logprobs.append(None)
+        if self.wants_top:
+            self.prompt_top_logprobs.append(None)
+        if self.wants_listed:
+            self.prompt_listed_logprobs.append(None)
+
+    def add_prompt(self, result: SequenceResult) -> None:
+        """Record the prompt tokens that a step has scored."""
+        self.prompt_logprobs += result.prompt_logprobs
+        self.prompt_top_logprobs += result.prompt_top_logprobs
+        self.prompt_listed_logprobs += result.prompt_listed_logprobs
+
+    def begin_tokens(self, jump: Jump) -> None:
+        """Prepare for the tokens of a step that come after this jump."""
+        self.newest_jump, self.num_undelivered = jump, 0
+        self.num_jump_forward_tokens -= min(jump.num_rolled_back, len(jump.token_ids))
+        if jump.num_rolled_back:
+            self.roll_back(jump.num_rolled_back)
+
+    def add_sampled(self, result: SequenceResult) -> None:
+        """Record a step's only token; the sequence has it already. As `begin_tokens` and `add`, which jumps need."""
+        assert result.logprob is not None
+        self.newest_jump, self.num_undelivered = NO_JUMP, 1
+        self.logprobs.append(result.logprob)
+        if self.wants_top:
+            self.top_logprobs.append(result.top_logprobs)
+        if self.wants_listed:
+            self.listed_logprobs.append(result.listed_logprobs)
+        if result.masked_prob is not None:
+            self.masked_probs.append(result.masked_prob)
+            self.forced.append(result.was_only_choice)
+
+    def add(self, token: NewToken) -> None:
+        """Record one more output token; the sequence has it already."""
+        self.logprobs.append(token.logprob)
+        if self.wants_top:
+            self.top_logprobs.append(token.top_logprobs)
+        if self.wants_listed:
+            self.listed_logprobs.append(token.listed_logprobs)
+        if token.masked_prob is not None:
+            self.masked_probs.append(token.masked_prob)
+            self.forced.append(token.is_forced)
+        self.num_jump_forward_tokens += token.is_jumped
+        self.num_undelivered += 1
+
+    def tag_token(self, version: str, digest: str | None) -> None:
+        """Record that the newest output token was sampled from this version of the weights."""
+        last = self.span_starts[-1] if self.span_starts else None
+        if last is None or last.version != version or last.digest != digest:
+            self.span_starts.append(SpanStart(version, digest, len(self.logprobs) - 1))
+
+    def roll_back(self, num_tokens: int) -> None:
+        """Forget the last output tokens. The sequence's tokens are changed elsewhere."""
+        num_kept = len(self.logprobs) - num_tokens
+        assert num_kept >= 0, self
+        for values in (self.logprobs, self.top_logprobs, self.listed_logprobs, self.forced, self.masked_probs):
+            del values[num_kept:]
+        while self.span_starts and self.span_starts[-1].start >= num_kept:
+            self.span_starts.pop()
+        self.num_kept = num_kept if self.num_kept is None else min(self.num_kept, num_kept)
+
+    @property
+    def spans(self) -> list[WeightSpan]:
+        """Which version of the weights each output token was sampled from, contiguous."""
+        ends = [*(span.start for span in self.span_starts[1:]), len(self.logprobs)]
+        return [WeightSpan(*span, end) for span, end in zip(self.span_starts, ends, strict=False)]
