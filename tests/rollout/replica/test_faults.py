@@ -136,7 +136,7 @@ def lines_of(folder: Path) -> list[dict[str, object]]:
 @pytest.mark.parametrize(
     "faults",
     [
-        pytest.param(EACH_ONCE, id="each-once"),
+        pytest.param(EACH_ONCE, id="each-once", marks=pytest.mark.timeout(1200)),
         pytest.param(FAULTS, id="all", marks=pytest.mark.exhaustive),
     ],
 )
