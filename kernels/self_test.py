@@ -1,9 +1,8 @@
-"""The start-up self-test: which matrix product and which attention keep a row's bits whatever its neighbours,
-here.
+"""The start-up self-test: it finds a matrix product and an attention that keep a row's bits for any neighbours.
 
-A library's product keeps that promise on some processors, at some thread counts, for some shapes; so it is
-tried on the model's own shapes, and where it fails the next candidate is, down to one row at a time, which
-cannot fail.
+A library's product keeps that promise on some processors, at some thread counts, for some shapes. So candidates are
+tried on the model's own shapes, one after the other, and the first that passes is used; the last one, one row at a
+time, cannot fail.
 """
 
 import logging
@@ -23,27 +22,29 @@ from .machine.gpu import triton_serves
 
 logger = logging.getLogger(__name__)
 
-BATCH_ROWS = 192  # the larger batch whose rows are the truth
+BATCH_ROWS = 192  # size of the batch whose rows are the reference
 ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 17, 33)
-ODD_OFFSET = 37  # of the rows tried a second time, so that they start elsewhere in memory and in the batch
+ODD_OFFSET = 37  # start of the rows of the second try: another place in memory and in the batch
 MAX_SHAPES = 6
 TRITON_METHODS: tuple[LinearMethod, ...] = ("triton", "triton_fixed")
-MAX_WEIGHTS = 1 << 21  # elements of a tried weight: a wider layer is tried with fewer columns
+MAX_WEIGHTS = 1 << 21  # most elements of a tried weight: a wider layer is tried with fewer columns
 
 
 @dataclass(frozen=True)
 class Guarantee:
+    """The operations that passed the self-test."""
+
     linear: LinearMethod  # pass it, with row_multiple, to `invariant_linear`
     row_multiple: int
     attention: AttentionPath  # pass it as `path` to the attention functions
     invariant: bool  # False: no candidate passed, and results may depend on batch mates
-    reason: str  # for a person
+    reason: str  # for people
     seconds: float
-    native_path: str = ""  # the ISA level of the native product, where that was chosen
+    native_path: str = ""  # the ISA level of the native product, if it was chosen
 
     @property
     def choices(self) -> str:
-        """Which operations were chosen: equal where results are."""
+        """Return the chosen operations as text: equal text means equal bits."""
         product = f"{self.linear} ({self.native_path})" if self.native_path else self.linear
         return f"{product}, rows padded to {self.row_multiple}, {self.attention} attention"
 
@@ -57,9 +58,9 @@ class Candidate:
 
 @dataclass(frozen=True, order=True)
 class Cut:
-    """A layer (out_features, in_features) that ranks may share.
+    """A layer (out_features, in_features) that ranks may divide.
 
-    "columns": each computes some of the outputs; "blocks": each sums some of `num_parts` blocks of the inputs.
+    "columns": each rank computes some of the outputs; "blocks": each sums some of `num_parts` blocks of the inputs.
     Any number of ranks that divides `num_parts` may do so.
     """
 
@@ -79,13 +80,13 @@ def self_test(
     candidates: Sequence[Candidate] | None = None,
     cuts: Iterable[Cut] = (),
 ) -> Guarantee:
-    """Finds the first product and attention that are invariant for layers (out_features, in_features) as they
-    run now, and for `cuts` of them: what a rank computes of its part is what one rank computes of the whole.
+    """Find the first product and attention that are invariant for layers (out_features, in_features) on this machine,
+    and for `cuts` of them: a rank's part of a layer has the bits that one rank computes for the whole.
 
-    It takes a fraction of a second: at most MAX_SHAPES distinct shapes (`representative_shapes`) and as many cuts
-    each way, none with more than MAX_WEIGHTS weights. The answer is remembered per (shapes, cuts, dtype, device,
-    threads); `candidates` of the caller's own are tried anew each time. It depends on the number of parts and not on
-    that of ranks, so that ranks, and trainers that hold whole layers, choose alike.
+    Takes a fraction of a second: at most MAX_SHAPES distinct shapes (`representative_shapes`) and as many cuts each
+    way, none with more than MAX_WEIGHTS weights. The answer is remembered per (shapes, cuts, dtype, device, threads);
+    the caller's own `candidates` are tried anew each time. It depends on the number of parts and not on the number of
+    ranks, so that ranks, and trainers that hold whole layers, make the same choice.
     """
     shapes = tuple(sorted(set(linear_shapes)))
     wrong = [shape for shape in shapes if len(shape) != 2 or min(shape) < 1]
@@ -119,11 +120,11 @@ def self_test(
 
 
 def default_candidates(device: torch.device, dtype: torch.dtype) -> list[Candidate]:
-    """From the fastest to the one that cannot fail, in an order that the device, the dtype and the processor's features
-    fix: two processes of one machine choose alike.
+    """List candidates from the fastest to the one that cannot fail.
 
-    On a CPU our product leads where it has vectors: in bfloat16 it is as fast as the library's or up to twice, in
-    float32 about as fast, and its bits depend on no number of threads.
+    The order depends on the device, the dtype and the processor's features alone: two processes of one machine make the
+    same choice. On a CPU with vectors our product is first: in bfloat16 it is as fast as the library's or up to twice
+    as fast, in float32 about as fast, and its bits do not depend on the number of threads.
     """
     found = [Candidate(method, 1, product_of(method)) for method in TRITON_METHODS if triton_serves(device)]
     found += [Candidate("padded", multiple, product_of("padded", multiple)) for multiple in (4, 8, 16)]
@@ -135,7 +136,7 @@ def default_candidates(device: torch.device, dtype: torch.dtype) -> list[Candida
 
 
 def representative_shapes(shapes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """At most MAX_SHAPES of them: both ends in K and in N and the odd ones, N cut down to MAX_WEIGHTS / K.
+    """Choose at most MAX_SHAPES shapes: the extremes in K and in N and the odd ones, with N cut to MAX_WEIGHTS / K.
 
     The cut keeps N modulo 64, on which a library's handling of edges depends.
     """
@@ -154,7 +155,7 @@ def representative_shapes(shapes: Sequence[tuple[int, int]]) -> list[tuple[int, 
 
 
 def representative_cuts(cuts: Sequence[Cut]) -> list[Cut]:
-    """At most MAX_SHAPES each way: both ends and the odd ones, columns cut down to MAX_WEIGHTS / K."""
+    """Choose at most MAX_SHAPES cuts each way: the extremes and the odd ones, with columns cut to MAX_WEIGHTS / K."""
     chosen: list[Cut] = []
     for along in ("columns", "blocks"):
         group = [cut for cut in cuts if cut.along == along]
@@ -176,10 +177,10 @@ def representative_cuts(cuts: Sequence[Cut]) -> list[Cut]:
 def first_cut_difference(
     product: Product, cuts: Iterable[Cut], dtype: torch.dtype, device: torch.device, batch_rows: int = BATCH_ROWS
 ) -> str | None:
-    """Where a rank's part of a layer first differs in bits from the whole, or None.
+    """Describe the first difference in bits between a rank's part of a layer and the whole, or return None.
 
-    Columns: a slice of the weight gives those columns of the whole product. Blocks: a partial product over one block
-    is the same whether the operands are views into the whole layer, views into a rank's part, or stand alone.
+    Columns: a slice of the weight gives the same columns as the whole product. Blocks: a partial product over one block
+    is the same for operands that are views into the whole layer, views into a rank's part, or separate tensors.
     """
     generator = torch.Generator().manual_seed(2)
     for cut in cuts:
@@ -195,7 +196,7 @@ def first_cut_difference(
 
 def _column_difference(product: Product, x: Tensor, weight: Tensor, num_ranks: int, _num_parts: int) -> str | None:
     if weight.shape[0] % num_ranks:
-        return None  # nobody cuts it so
+        return None  # this number of ranks cannot divide it
     whole = product(x, weight, None).chunk(num_ranks, dim=1)
     for rank in {0, 1, num_ranks - 1}:
         if not torch.equal(product(x, weight.chunk(num_ranks)[rank].clone(), None), whole[rank]):
@@ -224,10 +225,10 @@ def first_difference(
     batch_rows: int = BATCH_ROWS,
     row_counts: Sequence[int] = ROW_COUNTS,
 ) -> str | None:
-    """Where the product of a few rows first differs in bits from those rows of a larger batch, or None.
+    """Describe the first difference in bits between a few rows and the same rows in a larger batch, or return None.
 
-    Each count is tried twice: at the batch's start without a bias, and at ODD_OFFSET (where the batch
-    reaches) with one.
+    Each count is tried twice: at the batch's start without a bias, and at ODD_OFFSET (if the batch is long
+    enough) with one.
     """
     generator = torch.Generator().manual_seed(0)
     for out_features, in_features in shapes:
@@ -243,7 +244,7 @@ def first_difference(
     return None
 
 
-def _noise(shape: tuple[int, int], generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _noise(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.rand(shape, generator=generator).sub_(0.5).to(device=device, dtype=dtype)
 
 
@@ -254,14 +255,14 @@ def _first_invariant_product(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Candidate | None, str]:
-    failures = []
+    failures: list[str] = []
     for candidate in candidates:
         name = f"{candidate.method} product"
         if candidate.method == "padded":
             name += f" with rows padded to {candidate.row_multiple}"
         elif candidate.method == "native":
             name += f" ({native_path(dtype)})"
-        # Equal calls, one a row: a short look suffices, a long one would cost seconds.
+        # One equal call per row: a short test suffices, a long one would take seconds.
         rows: dict[str, Any] = {"batch_rows": 6, "row_counts": (1, 3)} if candidate.method == "rows" else {}
         difference = first_difference(candidate.product, shapes, dtype, device, **rows)
         if difference is None and cuts:
@@ -289,21 +290,21 @@ def _first_invariant_attention(
 
 
 def heads_are_independent(path: AttentionPath, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a rank that holds some of the heads, down to one, computes what a rank with all of them does."""
+    """Return whether a rank that holds some of the heads, down to one, computes the same bits as one with all."""
     length, generator = 70, torch.Generator().manual_seed(3)
     query, key, value = (_noise((length, n * 32), generator, dtype, device).view(length, n, 32) for n in (8, 2, 2))
     start = torch.tensor([0, length], dtype=torch.int32, device=device)
     whole = varlen_attention(query, key, value, start, scale=0.5, path=path)
     for heads in (slice(0, 4), slice(4, 6), slice(7, 8)):
         kv = slice(heads.start // 4, heads.start // 4 + 1)
-        part = (t.contiguous() for t in (query[:, heads], key[:, kv], value[:, kv]))
-        if not torch.equal(varlen_attention(*part, start, scale=0.5, path=path), whole[:, heads]):
+        q, k, v = query[:, heads].contiguous(), key[:, kv].contiguous(), value[:, kv].contiguous()
+        if not torch.equal(varlen_attention(q, k, v, start, scale=0.5, path=path), whole[:, heads]):
             return False
     return True
 
 
 def attention_is_invariant(path: AttentionPath, dtype: torch.dtype, device: torch.device) -> bool:
-    """Compares the packed form with the paged one fed in chunks: 210 tokens, two heads a KV head, 48 wide."""
+    """Return whether packed attention and paged attention in chunks agree: 210 tokens, two heads a KV head, 48 wide."""
     length, block_size = 210, 16
     generator = torch.Generator().manual_seed(1)
     query, key, value = (_noise((length, n * 48), generator, dtype, device).view(length, n, 48) for n in (4, 2, 2))
@@ -325,7 +326,8 @@ def attention_is_invariant(path: AttentionPath, dtype: torch.dtype, device: torc
             torch.tensor([0, count], dtype=torch.int32, device=device),
             torch.tensor([end], dtype=torch.int32, device=device),
         )
-        if not torch.equal(paged_attention(query[begin:end], *caches, step, scale=0.5, path=path), whole[begin:end]):
+        out = paged_attention(query[begin:end], caches[0], caches[1], step, scale=0.5, path=path)
+        if not torch.equal(out, whole[begin:end]):
             return False
         begin = end
     assert begin == length

@@ -1,10 +1,10 @@
-// A tile of keys and values multiplied by AMX with all query rows that share a KV head, 16 of them at a time.
+// Multiplies a tile of keys and values by AMX with all query rows that share a KV head, 16 of them at a time.
 //
-// scores^T = keys query^T, keys as they lie in the cache; out = probs values, values interleaved by pairs of positions.
-// Every element is a chain of its own: 32 products along the head, or along the positions, are added to an fp32 sum at
-// a time, so its bits do not depend on the rows and columns beside it. Probabilities are rounded to bfloat16. The sums
-// of TILE positions start from zero and are added to the fp32 output: the tile unit flushes subnormal numbers, and so
-// 32 positions that a row does not see must not touch what was there before.
+// scores^T = keys query^T, keys in place in the cache; out = probs values, values interleaved by pairs of positions.
+// Each element has its own chain: 32 products along the head, or along the positions, are added to an fp32 sum at a
+// time, so its bits do not depend on the rows and columns beside it. Probabilities are rounded to bfloat16. The sums
+// of TILE positions start from zero and are then added to the fp32 output: the tile unit flushes subnormal numbers, so
+// 32 positions that a row does not see would otherwise change the earlier sum.
 #pragma once
 #include "machine/amx.h"
 #include "attention/attention_tiles.h"
@@ -38,9 +38,9 @@ inline void transpose_4_columns(__m512i v[4]) {
 class ByMatrix : public Paired {
  public:
   static constexpr bool MULTIPLIES_ALL_ROWS = true;
-  static constexpr int64_t BLOCK = 16;  // keys of a tile register; query rows at a time
+  static constexpr int64_t BLOCK = 16;  // keys in a tile register, and query rows at a time
 
-  // For items of `rows` query rows to each of `heads` KV heads; close() ends it.
+  // Prepares for items of `rows` query rows for each of `heads` KV heads, until close().
   void open(const Problem& p, int64_t rows, int64_t heads) {
     rows_ = rows;
     columns_ = rows <= 4 ? 4 : BLOCK;  // decoding, a few rows share a KV head: narrow tiles of scores are cheaper
@@ -75,7 +75,7 @@ class ByMatrix : public Paired {
     }
   }
 
-  // Scores of all rows with positions [begin, at.count), as the tile unit leaves them: spread() makes rows of them.
+  // Computes scores of all rows with positions [begin, at.count), in the layout of the tile unit; spread() makes rows.
   void multiply_queries(const Problem& p, const Positions& at, int64_t head, int64_t begin) {
     first_ = begin / BLOCK, last_ = (at.count + BLOCK - 1) / BLOCK;
     const bf16* keys[TILE / BLOCK];
@@ -127,7 +127,7 @@ class ByMatrix : public Paired {
     return load((const float*)scores_.data() + row * TILE + j);
   }
 
-  // Interleaves the values at positions [begin, at.count); before and behind them others are repeated.
+  // Interleaves the values at positions [begin, at.count); before and after them others are repeated.
   void open_values(const Problem& p, const Positions& at, int64_t kv_head, int64_t begin) {
     Paired::open_values(p, at, kv_head);
     for (int64_t j = 0; j < begin; j++) row_[j] = row_[begin];
@@ -158,7 +158,7 @@ class ByMatrix : public Paired {
       }
   }
 
-  // Sums of probs[r, j] * values[j] for all rows.
+  // Computes sums of probs[r, j] * values[j] for all rows.
   void multiply_values(int64_t head) {
     const int64_t out_bytes = value_tiles_ * BLOCK * sizeof(float);
     amx::fence();
@@ -223,7 +223,7 @@ class ByMatrix : public Paired {
     return (float*)(sums_.data() + (head * groups_ + group) * value_tiles_);
   }
 
-  static bool is_spaced(const int64_t* offsets, int64_t spacing) {  // 16 of them
+  static bool is_spaced(const int64_t* offsets, int64_t spacing) {  // of 16 offsets
     const __m512i first = _mm512_set1_epi64(offsets[0]);
     const __m512i low = _mm512_mullox_epi64(_mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7), _mm512_set1_epi64(spacing));
     const __m512i a = _mm512_add_epi64(first, low), b = _mm512_add_epi64(a, _mm512_set1_epi64(8 * spacing));
@@ -231,7 +231,7 @@ class ByMatrix : public Paired {
              _mm512_cmpneq_epi64_mask(b, _mm512_loadu_si512(offsets + 8)));
   }
 
-  const bf16* copy_keys(int64_t block) {  // as 16 rows with zeros behind them
+  const bf16* copy_keys(int64_t block) {  // as 16 rows padded with zeros
     const int64_t width = key_steps_ * amx::STEP;
     bf16* to = keys_[block * key_steps_].values;
     for (int64_t i = 0; i < BLOCK; i++)

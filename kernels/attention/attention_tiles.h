@@ -1,7 +1,7 @@
-// What one attention call is about, and how a tile of its keys and values is multiplied: widened to fp32 in any type,
-// or as pairs of bfloat16 by the processor's own dot product, straight from the cache.
+// The arguments of an attention call, and the products with a tile of its keys and values: either widened to fp32, for
+// any type, or by the processor's own dot product of pairs of bfloat16, straight from the cache.
 //
-// Both have TILE positions from `open` on, and give to any row the same bits whatever other rows are asked for.
+// Both read TILE positions from `open` on, and give a row the same bits for any set of other rows.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -19,11 +19,11 @@ struct Problem {
   const void *query, *key, *value;
   void* out;
   const float* sinks;           // [H] or null
-  const void *new_key, *new_value;  // rows to be written at `slots` first, or null
+  const void *new_key, *new_value;  // rows to write at `slots` first, or null
   const int64_t* slots;             // [N]: block * block_size + offset
   const int32_t* block_tables;  // [S, table_stride] or null: keys are packed like the queries
   const int32_t* query_start;   // [S + 1]
-  const int32_t* context_lens;  // [S] or null: as many keys as rows
+  const int32_t* context_lens;  // [S], or null: each sequence has as many keys as rows
   int64_t num_sequences, table_width, table_stride, num_blocks, block_size;
   int64_t num_heads, num_kv_heads, key_width, value_width;
   int64_t query_row, query_head, key_block, key_token, key_head;  // strides, in elements
@@ -38,7 +38,7 @@ struct Problem {
 
 static inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// Where positions [first, first + count) of sequence s lie; behind them the last one is repeated: finite, and masked.
+// Addresses of positions [first, first + count) of sequence s; after them the last one is repeated: finite, and masked.
 struct Positions {
   int64_t key[TILE], value[TILE], count;  // offsets in elements, of head 0
   void open(const Problem& p, int64_t s, int64_t first, int64_t num) {
@@ -59,7 +59,7 @@ struct Positions {
     }
     for (; j < TILE; j++) key[j] = key[count - 1], value[j] = value[count - 1];
   }
-  // Heads lie apart by a stride that the processor's own prefetcher does not follow.
+  // The stride between heads is one that the processor's own prefetcher does not follow.
   template <typename T>
   void prefetch(const Problem& p, int64_t kv_head) const {
     constexpr int64_t line = 64 / sizeof(T);
@@ -79,13 +79,13 @@ static inline void copy_row(const T* from, int64_t width, int64_t padded, float*
   for (; d < padded; d++) to[d] = 0.0f;
 }
 
-// A tile as fp32 rows. A dot product adds its products in lanes of W along the head, then the lanes in a fixed tree;
-// values are added one position after the other.
+// Reads a tile as fp32 rows. A dot product adds its products in lanes of W along the head, then the lanes in a fixed
+// tree; values are added one position after the other.
 template <typename T>
 class Widened {
  public:
   static constexpr bool MULTIPLIES_ALL_ROWS = false;
-  using Element = float;  // of a query row in the workspace
+  using Element = float;  // type of a query row in the workspace
   static int64_t padded(int64_t width) { return round_up(width, W); }
 
   static void put_query(const T* from, int64_t width, float* to) { copy_row(from, width, padded(width), to); }
@@ -97,7 +97,7 @@ class Widened {
     stage((const T*)p.value + kv_head * p.value_head, at.value, at.count, p.value_width);
   }
 
-  Floats scores(const float* query, int64_t, int64_t j) const {  // with W neighbouring keys
+  Floats scores(const float* query, int64_t, int64_t j) const {  // scores with W neighbouring keys
     const float* keys = tile_.data() + j * width_;
     Floats acc[W];
 #pragma GCC unroll 16
@@ -154,7 +154,7 @@ class Widened {
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 #define ATTENTION_HAS_PAIRS 1
 
-// A tile where it lies. A dot product adds pairs of products in 16 lanes along the head, 32 elements a step, then the
+// Reads a tile in place. A dot product adds pairs of products in 16 lanes along the head, 32 elements a step, then the
 // lanes in a fixed tree; probabilities are rounded to bfloat16, as transformers' attention does, and values are added
 // two positions at a time from an even one on.
 class Paired {
@@ -212,7 +212,8 @@ class Paired {
     if (d < width_) add_columns<R, 1, true>(pairs, out, stride, d, begin, end);
   }
 
-  // Sums lie as the values were interleaved: per 32 elements, those of each 8's first half, then of each second half.
+  // Sums are in the order of the interleaved values: per 32 elements, the first halves of each 8, then the second
+  // halves.
   static Floats output(const float* out, int64_t d) {
     const float* group = out + d / 32 * 32;
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);

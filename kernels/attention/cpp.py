@@ -1,4 +1,4 @@
-"""The door to paged_attention.cpp: attention on a CPU, in float32 and bfloat16."""
+"""ctypes bindings of paged_attention.cpp: attention on a CPU, in float32 and bfloat16."""
 
 import ctypes
 from collections.abc import Callable
@@ -14,7 +14,7 @@ SOURCE = "attention/paged_attention.cpp"
 
 
 class _Problem(ctypes.Structure):
-    """`Problem` in attention_tiles.h, field by field."""
+    """The C++ struct `Problem` of attention_tiles.h, field by field."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "sinks")),
@@ -38,7 +38,7 @@ def _entry_point() -> Callable[..., int]:
     library = native.load(SOURCE)
     if library is None:
         raise ValueError(f"native attention was asked for, but {native.why_unavailable(SOURCE)}")
-    arguments = [ctypes.POINTER(_Problem), ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
+    arguments: list[type] = [ctypes.POINTER(_Problem), ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
     return library.function("lockstep_attention", arguments, ctypes.c_int64)
 
 
@@ -51,7 +51,11 @@ def native_attention(
     sinks: Tensor | None,
     new: NewRows | None = None,
 ) -> Tensor:
-    """new: rows to be written into the caches `key` and `value` first, in the same call."""
+    """Compute attention with the C++ kernel.
+
+    new: rows to write into the caches `key` and `value` first, in the same call. Raises ValueError for a layout that
+    does not fit.
+    """
     problem = _prepared(query, key, value, layout, rule, new)
     num_rows = query.shape[0]
     out = query.new_empty(num_rows, query.shape[1], value.shape[-1])
@@ -64,7 +68,7 @@ def native_attention(
         problem.slots = new.slots.data_ptr()
     bad = native.run(_entry_point(), problem, num_rows, query.dtype is torch.bfloat16, torch.get_num_threads())
     if bad:
-        if bad < -1:
+        if new is not None and bad < -1:
             raise ValueError(f"row {-2 - bad} is to be written at slot {int(new.slots[-2 - bad])}, beyond the cache")
         refuse_layout(bad - 1, layout, num_rows)
     return out
@@ -73,7 +77,7 @@ def native_attention(
 def _prepared(
     query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, rule: ScoreRule, new: NewRows | None
 ) -> _Problem:
-    """The problem without the tensors that change from layer to layer: layers of one kind share it."""
+    """Return the problem without the tensors that change from layer to layer: layers of one kind share it."""
     strides = (query.stride(), key.stride(), value.stride(), new and (new.key.stride(), new.value.stride()))
     kind = (query.shape, key.shape, value.shape, strides, rule, query.dtype)
     known = layout.prepared.get(kind)
@@ -89,7 +93,7 @@ def _prepared(
         block_strides = (key.stride(0), value.stride(0))
     new_strides = (0, 0, 0, 0) if new is None else (*new.key.stride()[:2], *new.value.stride()[:2])
     problem = _Problem(
-        *(None,) * 8,  # set at every call
+        *(None,) * 8,  # set by each call
         *(_address(tables), starts.data_ptr(), _address(contexts)),
         *(starts.shape[0] - 1, *table_sizes),
         *(num_heads, key.shape[-2], width, value_width),

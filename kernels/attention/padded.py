@@ -3,8 +3,8 @@ backward.
 
 Sequences are gathered side by side, padded, and multiplied as batches; a long sequence is cut into runs of
 its rows. A piece never holds more scores than `score_budget`, so memory stays bounded (about six fp32 tensors
-of that size). A row's bits do not depend on the piece it lands in, by the rule measured for CPU matrix
-products: rows padded to a multiple of 16 (4 was seen to do on AMD's, 8 on Intel's with AMX), keys to a
+of that size). A row's bits do not depend on the piece that holds it, by the rule measured for CPU matrix
+products: rows padded to a multiple of 16 (measured: AMD's need 4, Intel's with AMX 8), keys to a
 multiple of 16, values added in blocks of 128 keys from left to right, all in fp32.
 
 Dimension letters: N rows of a step, S sequences, P sequences in a piece, T rows of one, L keys (padded), H
@@ -28,7 +28,7 @@ VALUE_BLOCK = 128
 
 @dataclass(frozen=True)
 class RowPiece:
-    """Rows [first_row, first_row + num_rows) of each of these sequences, as far as they go."""
+    """Rows [first_row, first_row + num_rows) of each of these sequences, as far as it has them."""
 
     sequences: tuple[int, ...]
     first_row: int
@@ -49,14 +49,14 @@ class Gathered:
 
 
 def score_budget(device: torch.device) -> int:
-    """Scores of one piece: a few caches full on a CPU, enough to fill a GPU."""
+    """Return the most scores of one piece: they fill a few caches of a CPU, or a whole GPU."""
     return 1 << 21 if device.type == "cpu" else 1 << 26
 
 
 def plan_pieces(rows: list[int], contexts: list[int], num_heads: int, group: int, budget: int) -> Iterator[RowPiece]:
-    """Packs sequences of like size together and cuts those that alone exceed the budget.
+    """Pack sequences of similar size together and cut sequences that alone exceed the budget.
 
-    Every row falls in exactly one piece.
+    Every row is in exactly one piece.
     """
     order = sorted((s for s, count in enumerate(rows) if count), key=lambda s: (rows[s], contexts[s]))
     batch: list[int] = []
@@ -79,7 +79,7 @@ def plan_pieces(rows: list[int], contexts: list[int], num_heads: int, group: int
 
 
 def padded_rows(num_rows: int, group: int) -> int:
-    """Smallest T >= num_rows with G * T a multiple of ROW_MULTIPLE."""
+    """Return the smallest T >= num_rows with G * T a multiple of ROW_MULTIPLE."""
     step = ROW_MULTIPLE // math.gcd(group, ROW_MULTIPLE)
     return -(-num_rows // step) * step
 
@@ -98,7 +98,7 @@ def gather_piece(
     num_kv_heads: int,
     rule: ScoreRule,
 ) -> Gathered:
-    """A piece as operands; `fetch(sequences [P], positions [P,L])` gives keys [P,L,K,D], values [P,L,K,E]."""
+    """Gather a piece's operands; `fetch(sequences [P], positions [P,L])` gives keys [P,L,K,D], values [P,L,K,E]."""
     num_heads, width = query.shape[1:]
     group = num_heads // num_kv_heads
 
@@ -130,14 +130,14 @@ def gather_piece(
 
 
 def _group_heads(rows: Tensor, num_kv_heads: int, num_rows: int) -> Tensor:
-    """[P,T,H,D] -> [P*K, G*T, D] in fp32."""
+    """Reshape [P,T,H,D] -> [P*K, G*T, D] in fp32."""
     width = rows.shape[-1]
     grouped = rows.float().reshape(rows.shape[0], num_rows, num_kv_heads, -1, width)
     return grouped.permute(0, 2, 3, 1, 4).reshape(rows.shape[0] * num_kv_heads, -1, width)
 
 
 def _ungroup_heads(rows: Tensor, num_sequences: int, num_rows: int) -> Tensor:
-    """[P*K, G*T, E] -> [P,T,H,E]."""
+    """Reshape [P*K, G*T, E] -> [P,T,H,E]."""
     grouped = rows.reshape(num_sequences, -1, num_rows, rows.shape[-1])
     return grouped.transpose(1, 2)
 
@@ -146,7 +146,7 @@ def _ungroup_heads(rows: Tensor, num_sequences: int, num_rows: int) -> Tensor:
 class Softmax:
     probs: Tensor  # [P * K, G * T, L] fp32, exact zeros where not seen
     sink_probs: Tensor | None  # [P, H, T]
-    tanh: Tensor | None  # of score / softcap, as probs; the backward wants it
+    tanh: Tensor | None  # tanh(score / softcap), shape of probs; for the backward
 
 
 def softmax_scores(piece: Gathered, rule: ScoreRule, sinks: Tensor | None) -> Softmax:
@@ -159,8 +159,7 @@ def softmax_scores(piece: Gathered, rule: ScoreRule, sinks: Tensor | None) -> So
     by_head = scores.view(num_pieces, -1, num_rows, num_keys).masked_fill(~piece.seen, -math.inf)
     if sinks is None:
         return Softmax(torch.softmax(by_head, dim=-1).view_as(scores), None, tanh)
-    # The sink stands in the first of sixteen columns, so that a longer row still only grows by -inf at its
-    # end.
+    # The sink is in the first of sixteen columns, so that a longer row still grows only by -inf at its end.
     column = by_head.new_full((num_pieces, by_head.shape[1], num_rows, KEY_MULTIPLE), -math.inf)
     column[..., 0] = sinks.float()[:, None]
     probs = torch.softmax(torch.cat([column, by_head], dim=-1), dim=-1)
@@ -168,7 +167,7 @@ def softmax_scores(piece: Gathered, rule: ScoreRule, sinks: Tensor | None) -> So
 
 
 def attend_piece(piece: Gathered, rule: ScoreRule, sinks: Tensor | None) -> Tensor:
-    """Output rows [P,T,H,E] fp32 of a piece, padding rows included."""
+    """Compute output rows [P,T,H,E] fp32 of a piece, padding rows included."""
     probs = softmax_scores(piece, rule, sinks).probs
     total = None
     for first in range(0, probs.shape[-1], VALUE_BLOCK):
@@ -190,11 +189,11 @@ class PieceGradients:
 def piece_gradients(
     piece: Gathered, grad_out: Tensor, rule: ScoreRule, sinks: Tensor | None, num_kv_heads: int
 ) -> PieceGradients:
-    """Gradients of a piece, given those of all output rows [N,H,E]. Probabilities are recomputed, in fp32."""
+    """Compute gradients of a piece from the gradients of all output rows [N,H,E]; recomputes probabilities in fp32."""
     num_pieces, num_rows = piece.rows.shape
     softmax = softmax_scores(piece, rule, sinks)
     probs = softmax.probs
-    # Rows that only pad a sequence repeat a real one, so their share of every gradient is switched off here.
+    # Padding rows repeat a real row, so their part of every gradient is set to zero here.
     grad = _group_heads(grad_out[piece.rows] * piece.row_is_real[..., None, None], num_kv_heads, num_rows)
     grad_value = torch.bmm(probs.transpose(1, 2), grad)
     grad_scores = torch.bmm(grad, piece.value.transpose(1, 2))
@@ -232,7 +231,7 @@ def padded_attention(
 def _pieces(
     query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, rule: ScoreRule
 ) -> Iterator[tuple[RowPiece, Gathered]]:
-    """Yields (RowPiece, Gathered) until every row of the step was in one."""
+    """Yield (RowPiece, Gathered) until each row of the step was in one."""
     starts = layout.query_start.tolist()
     rows = [end - start for start, end in pairwise(starts)]
     contexts = rows if layout.context_lens is None else layout.context_lens.tolist()
@@ -256,7 +255,7 @@ def _pieces(
 def _check_on_host(
     starts: list[int], rows: list[int], contexts: list[int], query: Tensor, key: Tensor, layout: RowLayout
 ) -> None:
-    """What the native kernel checks by itself."""
+    """Make the checks that the native kernel makes by itself."""
     if starts[0] != 0 or starts[-1] != query.shape[0]:
         refuse_layout(-1, layout, query.shape[0])
     tables = layout.block_tables
@@ -279,7 +278,7 @@ def padded_gradients(
     rule: ScoreRule,
     grad_out: Tensor,
 ) -> list[Tensor | None]:
-    """Gradients of packed attention in query, key, value, sinks: summed in fp32, cast back at the end."""
+    """Compute gradients of packed attention in query, key, value, sinks: summed in fp32, cast back at the end."""
     inputs = [query, key, value] if sinks is None else [query, key, value, sinks]
     grads = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in inputs]
     starts = query_start.tolist()
@@ -296,7 +295,7 @@ def padded_gradients(
 def _add_key_gradients(
     grads: list[Tensor], found: tuple[Tensor, Tensor], gathered: Gathered, starts: list[int]
 ) -> None:
-    if len(starts) == 1:  # perhaps one of several runs of rows of a long sequence: their shares add up
+    if len(starts) == 1:  # a long sequence may be cut into several runs of rows: add their parts
         num_keys = int(gathered.key_is_real.sum())
         for grad, part in zip(grads, found, strict=True):
             grad[starts[0] : starts[0] + num_keys] += part[0, :num_keys]

@@ -1,9 +1,8 @@
 """Attention for the engine (paged KV cache) and for the trainer (packed sequences), with equal bits.
 
-For equal query row, keys and values up to its position, the output has equal bits whatever the batch, the
-chunking, the block size and ids, the thread count, and whichever of the two functions computed it. (The
-native and the PyTorch path each keep that promise; between the two only closeness holds. Inputs are taken to
-be finite.)
+For equal query row, keys and values up to its position, the output has equal bits for any batch, chunking, block
+size, block ids and thread count, and from either of the two functions. (The native, Triton and PyTorch paths each keep
+that promise; results of two paths are only close. Inputs must be finite.)
 
 Dimension letters: N rows of a step, S sequences, H query heads, K KV heads, D key width, E value width.
 """
@@ -36,7 +35,7 @@ AttentionPath = Literal["native", "triton", "torch"]
 
 
 def attention_path(device: torch.device, dtype: torch.dtype) -> AttentionPath:
-    """Which implementation serves tensors of this kind: the one place where that is decided."""
+    """Choose the implementation for tensors on this device and of this dtype. No other code decides this."""
     if dtype in (torch.float32, torch.bfloat16, torch.float16) and triton_serves(device):
         return "triton"
     if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and native.load(SOURCE) is not None:
@@ -57,10 +56,10 @@ def paged_attention(
     path: AttentionPath | None = None,
     new: NewRows | None = None,
 ) -> Tensor:
-    """Causal attention of a step's rows over the blocks of their sequences; not differentiable.
+    """Compute causal attention of a step's rows over the blocks of their sequences; not differentiable.
 
     query [N,H,D], key_cache [num_blocks,block_size,K,D], value_cache [num_blocks,block_size,K,E] -> [N,H,E].
-    Row i of sequence s stands at position context_lens[s] - num_rows(s) + i; its key and value are in the
+    Row i of sequence s is at position context_lens[s] - num_rows(s) + i; its key and value are in the
     cache already, or are in `new` and written there first. It sees positions up to its own, the last
     `window` of them if given. `softcap` bounds scores as Gemma-2 does (cap * tanh(score / cap)); `sinks` [H]
     are logits that join the softmax's denominator only, as in gpt-oss. `path` overrides `attention_path`.
@@ -89,7 +88,7 @@ def _kind(
     sinks: Tensor | None,
     new: NewRows | None,
 ) -> tuple[Any, ...]:
-    """All that `_refuse_unfitting_step` looks at."""
+    """Return the properties that `_refuse_unfitting_step` checks."""
     tensors = [query, key_cache, value_cache]
     if sinks is not None:
         tensors.append(sinks)
@@ -137,7 +136,7 @@ def varlen_attention(
     sinks: Tensor | None = None,
     path: AttentionPath | None = None,
 ) -> Tensor:
-    """Causal attention within each of S sequences packed in rows; differentiable once in all four tensors.
+    """Compute causal attention within each of S sequences packed in rows; differentiable once in all four tensors.
 
     query [N,H,D], key [N,K,D], value [N,K,E], query_start [S+1] int32 -> [N,H,E]; the rest as in
     `paged_attention`, and the same bits. The backward recomputes probabilities in fp32, many sequences at a
@@ -172,7 +171,7 @@ def _mismatches(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> list[str]:
-    """What no path could serve. Runs once a layer and step: nothing is formatted before it is wrong."""
+    """List arguments that no path could serve. Runs once a layer and step: formats nothing unless there is an error."""
     if query.dim() != 3 or key.dim() != key_dims or value.dim() != key_dims:
         return [
             f"query, key and value have {query.dim()}, {key.dim()}, {value.dim()} dimensions, "
@@ -203,7 +202,7 @@ def _mismatches(
 
 
 def _triton_attention(*arguments: Any) -> Tensor:
-    from .triton_kernels import triton_attention  # imports Triton, which need not be installed
+    from .triton_kernels import triton_attention  # imports Triton, which may not be installed
 
     return triton_attention(*arguments)
 
@@ -250,7 +249,7 @@ def reference_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The plain definition, for one sequence: query [T,H,D] at the last T of key [L,K,D] and value [L,K,E].
+    """Compute attention by its definition, for one sequence: query [T,H,D] at the last T of key [L,K,D], value [L,K,E].
 
     Softmax over all visible scores at once, in fp32. Returns [T,H,E].
     """

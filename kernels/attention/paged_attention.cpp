@@ -1,15 +1,15 @@
-// Causal attention over a paged (or packed) KV cache, every output row a function of that row's query and its
-// keys alone.
+// Causal attention over a paged (or packed) KV cache: each output row depends on its query and the keys that it sees
+// alone.
 //
-// The keys of a sequence are walked in tiles of TILE positions aligned at position 0, with an online softmax
-// in fp32 (Milakov & Gimelshein 2018; tiled as in FlashAttention, Dao et al. 2022). What surrounds a row
-// cannot reach its bits:
-//   - a dot product is one chain of sums, whatever other rows share the tile (attention_tiles.h);
-//   - a tile in which a row sees nothing multiplies its state by exp(0) = 1 and adds exact zeros, so whether
-//     it is visited (a longer neighbour in the same query tile needs it) or skipped is the same;
+// The keys of a sequence are read in tiles of TILE positions aligned at position 0, with an online softmax
+// in fp32 (Milakov & Gimelshein 2018; tiled as in FlashAttention, Dao et al. 2022). Other rows cannot change a row's
+// bits:
+//   - a dot product is one chain of sums for any set of rows that share the tile (attention_tiles.h);
+//   - a tile in which a row sees nothing multiplies its state by exp(0) = 1 and adds exact zeros, so reading it
+//     (a longer row of the same query tile needs it) and skipping it give the same bits;
 //   - values are added in the order of their positions.
-// Where decoding sequences begin with the same blocks, as samples of one prompt do, their rows walk the tiles of these
-// together, and each goes on alone from the state it has then: the same sums in the same order, the keys read once.
+// Where decoding sequences begin with the same blocks, as samples of one prompt do, their rows read the tiles of these
+// blocks together, and each row continues alone from its state: the same sums in the same order, the keys read once.
 // Dimension letters: S sequences, H query heads, Hk KV heads, G = H / Hk, D key width, Dv value width.
 #include "attention/attention_amx.h"
 #include "attention/attention_tiles.h"
@@ -18,8 +18,8 @@ using namespace attention;
 
 namespace {
 
-constexpr int QUERY_ROWS = 32;  // rows (positions x heads of one group) that share a tile, about
-constexpr int64_t SERIAL_WORK = 1 << 17;  // multiply-adds below which waking threads costs more than it gives
+constexpr int QUERY_ROWS = 32;  // about as many rows (positions x heads of one group) share a tile
+constexpr int64_t SERIAL_WORK = 1 << 17;  // with fewer multiply-adds, starting threads costs more than it saves
 
 // One thread's workspace.
 template <typename Tile>
@@ -27,7 +27,7 @@ struct Scratch {
   typename Tile::Element* query;
   float *out, *probs, *total, *top;
   Tile tile;
-  Positions at, next;  // tiles: this one, and the one to be brought near meanwhile
+  Positions at, next;  // this tile, and the one to prefetch meanwhile
   std::vector<char> memory;
   void reserve(int64_t rows, int64_t sharing, int64_t key_width, int64_t value_width) {
     const int64_t sizes[] = {rows * Tile::padded(key_width) * (int64_t)sizeof(*query),
@@ -51,7 +51,7 @@ Ints lane_numbers() {
   return v;
 }
 
-// Which positions [begin, end) of the tile at `first` a row at `position` sees; empty when begin >= end.
+// The positions [begin, end) of the tile at `first` that a row at `position` sees; empty when begin >= end.
 struct Seen {
   int64_t begin, end;
   Seen(const Problem& p, int64_t position, int64_t first) {
@@ -61,7 +61,7 @@ struct Seen {
   bool any() const { return begin < end; }
 };
 
-// Scores of one row in the tile, then its softmax state (top, total, out) and probs[TILE] brought up to date.
+// Computes scores of one row in the tile, then updates its softmax state (top, total, out) and probs[TILE].
 template <typename Tile>
 void update_row(const Problem& p, const Tile& tile, const Seen& seen, const typename Tile::Element* query, int64_t row,
                 int64_t value_width, float* probs, float* out, float* total, float* top) {
@@ -86,7 +86,7 @@ void update_row(const Problem& p, const Tile& tile, const Seen& seen, const type
   float before = *top, now = std::max(before, largest(peak));
   *top = now;
   if (now == -INFINITY)
-    now = 0.0f;  // every score overflowed downwards; exp(-inf - 0) is 0, exp(-inf + inf) is NaN
+    now = 0.0f;  // every score is -inf; exp(-inf - 0) is 0, exp(-inf + inf) is NaN
   Floats sum_of_lanes = load(total);
   if (before != now) {
     Floats shrink = exp_nonpositive(splat(before - now));
@@ -108,8 +108,7 @@ template <typename Tile, typename T>
 void write_row(const float* row, float total, int64_t width, T* to) {
   const Floats divisor = splat(total), zero = splat(0.0f);
   int64_t d = 0;
-  // Adding zero turns -0 into +0: the sign of a zero is the one thing an exact-zero addend could have
-  // changed.
+  // Adding zero turns -0 into +0: the sign of a zero is the only thing that adding an exact zero could have changed.
   for (; d + W <= width; d += W) store(to + d, Tile::output(row, d) / divisor + zero);
   if (d < width) {
     T lanes[W];
@@ -118,11 +117,11 @@ void write_row(const float* row, float total, int64_t width, T* to) {
   }
 }
 
-// `count` rows from row `row`, at the positions from `position` on, and the keys of a sequence from `begin`, where a tile
-// begins, to `end`; for the query heads that read KV heads [kv_begin, kv_end).
+// `count` rows from row `row`, at the positions from `position` on; the keys of a sequence from `begin`, where a tile
+// begins, to `end`; the query heads that read KV heads [kv_begin, kv_end).
 struct Item {
   int64_t sequence, row, position, count, begin, end;
-  bool resumes, is_shared;  // goes on from a saved state; leaves one
+  bool resumes, is_shared;  // starts from a saved state; saves one
   int64_t kv_begin = 0, kv_end = 0;
   void open(const Problem& p, int64_t tile, Positions& at) const {
     at.open(p, sequence, tile, std::min<int64_t>(TILE, end - tile));
@@ -164,7 +163,7 @@ class Attending {
   int64_t query_head(int64_t kv_head, int64_t r) const { return kv_head * group_ + r % group_; }
   Seen seen(int64_t r, int64_t t) const { return Seen(p_, item_.position + r / group_, t); }
 
-  // The state of a row that a shared item leaves: top, total, out.
+  // The state of a row that a shared item saves: top, total, out.
   float* saved(int64_t kv_head, int64_t r) const {
     return saved_ + ((item_.row + r / group_) * p_.num_heads + query_head(kv_head, r)) * (2 * W + out_width_);
   }
@@ -198,7 +197,7 @@ class Attending {
     add_values(kv_head, t);
   }
 
-  // Every stage for all heads before the next: what one head waits for, others have the time for.
+  // Runs each stage for all heads before the next stage: the waits of one head overlap the work of others.
   void walk_together(int64_t t) {
     Tile& tile = scratch_.tile;
     const int64_t first = item_.kv_begin, heads = item_.kv_end - first, begin = seen(0, t).begin;
@@ -263,13 +262,13 @@ class Attending {
 
   const Problem& p_;
   const Item& item_;
-  const Item* following_;  // what this thread is likely to do next, or null
+  const Item* following_;  // the item that this thread probably takes next, or null
   Scratch<Tile>& scratch_;
   float* saved_;
   const int64_t group_, sharing_, query_width_, out_width_;
 };
 
-// 0, or 1 + the first sequence whose rows, context or block ids do not fit the tensors.
+// Returns 0, or 1 + the first sequence whose rows, context or block ids do not fit the tensors.
 int64_t first_bad_sequence(const Problem& p, int64_t num_rows) {
   for (int64_t s = 0; s < p.num_sequences; s++) {
     int64_t rows = p.rows(s), context = p.context(s);
@@ -287,7 +286,8 @@ int64_t first_bad_sequence(const Problem& p, int64_t num_rows) {
   return 0;
 }
 
-// The positions, whole tiles of them, at which two decoding sequences have the same blocks, both being longer than that.
+// Returns the number of positions, in whole tiles, at which two decoding sequences have the same blocks; less than the
+// context of either.
 int64_t shared_positions(const Problem& p, int64_t s, int64_t other) {
   const int64_t longest = std::min(p.context(s), p.context(other)) - 1;
   const int32_t *mine = p.block_tables + s * p.table_stride, *theirs = p.block_tables + other * p.table_stride;
@@ -296,8 +296,8 @@ int64_t shared_positions(const Problem& p, int64_t s, int64_t other) {
   return std::min(blocks * p.block_size, longest) / TILE * TILE;
 }
 
-// Runs of decoding sequences that begin alike, up to `largest` of them; fills `shared` with the length of each one's
-// beginning, 0 for those in no run.
+// Finds runs of up to `largest` decoding sequences that begin with the same blocks; sets `shared` to the length of this
+// beginning for each sequence, 0 for sequences in no run.
 std::vector<Item> shared_beginnings(const Problem& p, int64_t largest, std::vector<int64_t>& shared) {
   std::vector<Item> runs;
   shared.assign(p.num_sequences, 0);
@@ -316,7 +316,7 @@ std::vector<Item> shared_beginnings(const Problem& p, int64_t largest, std::vect
   return runs;
 }
 
-// Everything else: positions of one sequence, a tile of query rows at a time.
+// Lists all other work: positions of one sequence, a tile of query rows at a time.
 std::vector<Item> rows_alone(const Problem& p, int64_t positions, const std::vector<int64_t>& shared) {
   std::vector<Item> items;
   for (int64_t s = 0; s < p.num_sequences; s++)
@@ -329,7 +329,7 @@ std::vector<Item> rows_alone(const Problem& p, int64_t positions, const std::vec
   return items;
 }
 
-// As many KV heads to an item as make QUERY_ROWS rows of it: those of a token lie side by side in the cache.
+// Gives an item enough KV heads for QUERY_ROWS rows: the heads of a token are contiguous in the cache.
 std::vector<Item> with_heads(const Problem& p, const std::vector<Item>& rows, int threads) {
   const int64_t group = p.num_heads / p.num_kv_heads, shares = (int64_t)rows.size();
   int64_t widest = p.num_kv_heads;
@@ -363,7 +363,7 @@ template <typename T, typename Tile>
 void attend_all(const Problem& p, int threads) {
   static thread_local std::vector<float> memory;
   const int64_t positions = std::max<int64_t>(1, QUERY_ROWS / (p.num_heads / p.num_kv_heads));
-  // No longer runs than leave every thread some of them.
+  // Runs are short enough that each thread gets some of them.
   const int64_t largest = std::min(positions, p.num_sequences * p.num_kv_heads / (2 * threads));
   std::vector<int64_t> shared;
   const std::vector<Item> beginnings = shared_beginnings(p, largest, shared);
@@ -375,7 +375,7 @@ void attend_all(const Problem& p, int threads) {
   attend<T, Tile>(p, rows_alone(p, positions, shared), threads, memory.data());
 }
 
-// New rows into the cache, before any row is attended to.
+// Writes new rows into the cache before attention reads it.
 template <typename T>
 void append(const Problem& p, int64_t num_rows) {
   for (int64_t i = 0; i < num_rows; i++) {
@@ -399,7 +399,8 @@ int64_t first_bad_slot(const Problem& p, int64_t num_rows) {
 
 }  // namespace
 
-// 0; -1 where the row offsets do not fit, 1 + s where sequence s does not; -2 - i where the slot of row i does not.
+// Returns 0; -1 where the row offsets do not fit, 1 + s where sequence s does not; -2 - i where the slot of row i does
+// not.
 extern "C" int64_t lockstep_attention(const Problem* problem, int64_t num_rows, int64_t is_bf16,
                                       int64_t threads) {
   const Problem& p = *problem;

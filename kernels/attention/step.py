@@ -1,4 +1,4 @@
-"""What an attention call is about: where its rows and keys lie, and how a dot product becomes a score."""
+"""The arguments of an attention call: the layout of its rows and keys, and the rule for its scores."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """How a dot product becomes a score, and who sees whom."""
+    """The rule that turns a dot product into a score, and the range of positions that a row sees."""
 
     scale: float
     window: int | None  # tokens a row sees, itself included
@@ -18,7 +18,7 @@ class ScoreRule:
 
 @dataclass(frozen=True)
 class PagedStep:
-    """Where the rows of one step and their keys lie. Built once a step, used by every layer.
+    """The layout of one step's rows and their keys. Built once a step, used by every layer.
 
     Raises ValueError when the tensors do not fit each other.
     """
@@ -58,7 +58,7 @@ class PagedStep:
 
 @dataclass(frozen=True)
 class NewRows:
-    """KV of a step's rows, to be written into the caches before anything is attended to."""
+    """KV of a step's rows, written into the caches before attention reads them."""
 
     key: Tensor  # [N, K, D]
     value: Tensor  # [N, K, E]
@@ -67,18 +67,18 @@ class NewRows:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """PagedStep, or with two Nones the packed sequences of `varlen_attention`: what the paths take."""
+    """A PagedStep, or the packed sequences of `varlen_attention` (then both tensors are None), for the paths."""
 
     query_start: Tensor
     context_lens: Tensor | None
     block_tables: Tensor | None
-    # What was found out about tensors of some shapes, so that a step's layers ask once: what fits, what a path made.
+    # Results for tensors of one kind, so that a step's layers compute them once: checks, and structures of a path.
     fitting: set[tuple[Any, ...]] = field(default_factory=set, repr=False, compare=False)
     prepared: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 def refuse_layout(sequence: int, layout: RowLayout, num_rows: int) -> None:
-    """Raises ValueError for a sequence that does not fit the step; -1 stands for the row offsets."""
+    """Raise ValueError for a sequence that does not fit the step; -1 stands for the row offsets."""
     starts = layout.query_start.tolist()
     if sequence < 0:
         raise ValueError(f"query_start runs from {starts[0]} to {starts[-1]}, but the query has {num_rows} rows")

@@ -1,11 +1,12 @@
 """Causal attention on a GPU (Triton): the paged cache in splits of fixed length, chunks and decode in the same tiles.
 
-A program holds ROWS (row, query head) pairs of one sequence that share a KV head, be it a chunk of a prompt or the one
-row of a decode step: always the same tile shape. It walks the keys in tiles of KEYS, and every SPLIT keys, counted from
-position 0, it starts anew with an empty sum. Splits are added from left to right, either here (many rows: one program
-walks all splits) or by a second kernel (few rows: programs share the splits, so that one long context fills the GPU).
+A program holds ROWS (row, query head) pairs of one sequence that share a KV head, for a chunk of a prompt and for the
+one row of a decode step: always the same tile shape. It reads the keys in tiles of KEYS, and every SPLIT keys, counted
+from position 0, it starts a new empty sum. Splits are added from left to right, either here (many rows: one program
+reads all splits) or by a second kernel (few rows: programs share the splits, so that one long context fills the GPU).
 Both add with `_fold`, whose products cannot be contracted differently, and adding a split or a tile of which a row sees
-nothing changes no bit. So a row's bits depend on what it sees alone; how the work is shared is a matter of speed.
+nothing changes no bit. So a row's bits depend on the keys that it sees alone; the division of work changes only the
+speed.
 
 Packed sequences are a cache of one block a sequence, whose id is the sequence's first row: the same kernel, the same
 bits. Nothing is read back from the GPU, so a captured graph may hold these calls; therefore the contents of a step's
@@ -28,15 +29,15 @@ from .step import RowLayout, ScoreRule, refuse_layout
 
 SERVED = (torch.float32, torch.bfloat16, torch.float16)
 LOG2E = tl.constexpr(math.log2(math.e))
-FEW_ROWS = 8  # of a sequence, on average: above, a chunk's programs fill the GPU without sharing splits
-MANY_PROGRAMS = 2048  # fill any GPU: no more of them share the splits of a row
-MAX_PARTIAL_BYTES = 1 << 29  # of the sums of splits between the two kernels
+FEW_ROWS = 8  # rows per sequence, on average: with more, programs fill the GPU without sharing splits
+MANY_PROGRAMS = 2048  # enough to fill any GPU: splits are not shared among more
+MAX_PARTIAL_BYTES = 1 << 29  # size of the sums of splits passed between the two kernels
 _ENDLESS = 1 << 30  # size of the one block of a packed sequence
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """What the bits depend on: a function of dtype and widths, the same in decode, prefill and training."""
+    """The tile sizes, on which bits depend: a function of dtype and widths; equal in decode, prefill and training."""
 
     rows: int
     keys: int
@@ -47,24 +48,27 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Who walks which splits; no bit depends on it."""
+    """The division of splits among programs; no bit depends on it."""
 
-    num_programs: int  # that share the splits of a tile of rows
-    num_slots: int  # partial sums per (row, head): one, or one a split
+    num_programs: int  # programs that share the splits of a tile of rows
+    num_slots: int  # partial sums per (row, head): one, or one per split
 
 
 def tiling_of(dtype: torch.dtype, width: int) -> Tiling:
-    """width: the larger of D and E."""
+    """Choose the tiling. width: the larger of D and E."""
     if dtype == torch.float32:  # no tensor cores
         return Tiling(rows=16, keys=32, split=256)
-    # 16 rows are the fewest that tensor cores take: decode is bound by reading, and has no more than G of a sequence. A
-    # third stage lets block ids be read ahead of the keys they lead to.
+    # 16 rows are the fewest that tensor cores take: decode is limited by memory, and has at most G rows of a sequence.
+    # A third stage lets block ids be read before the keys that they point to.
     return Tiling(rows=16, keys=64 if width <= 128 else 32, split=256, num_stages=3)
 
 
 def share_splits(num_rows: int, num_sequences: int, num_tiles: int, num_splits: int, row_bytes: int) -> Sharing:
-    """num_tiles: programs without sharing; num_splits: of the longest context that may come; row_bytes: of one slot of
-    all rows and heads. Depends on shapes alone."""
+    """Choose the sharing of splits from shapes alone.
+
+    num_tiles: programs without sharing; num_splits: of the longest possible context; row_bytes: size of one slot of all
+    rows and heads.
+    """
     num_programs = min(num_splits, MANY_PROGRAMS // max(1, num_tiles))
     is_decode = num_rows <= FEW_ROWS * num_sequences
     if num_programs < 2 or not is_decode or num_splits * row_bytes > MAX_PARTIAL_BYTES:
@@ -83,7 +87,8 @@ def triton_attention(
     tiling: Tiling | None = None,
     sharing: Sharing | None = None,
 ) -> Tensor:
-    """query [N,H,D], key and value as in `paged_attention`, or [N,K,D] and [N,K,E] packed -> [N,H,E].
+    """Compute attention of query [N,H,D]; key and value as in `paged_attention`, or [N,K,D] and [N,K,E] packed ->
+    [N,H,E].
 
     `tiling` changes bits, `sharing` does not; both are for tests and measurements. Raises ValueError for a device or
     dtype that is not served, and for a layout on a CPU that does not fit.
@@ -103,7 +108,7 @@ def triton_attention(
     units = math.gcd(width, 16), math.gcd(value_width, 16)
     blocks = _blocks_of(key, value, layout, units)
     query, key, value, tables = _aligned(query, units[0]), blocks.key, blocks.value, blocks.tables
-    # Tiles begin anew with each sequence; this many there are at most.
+    # Each sequence begins a new tile; this is the largest possible number.
     num_tiles = num_rows * (num_heads // num_kv_heads) // tiling.rows + num_sequences
     value_pad = max(16, triton.next_power_of_2(value_width))
     if sharing is None:
@@ -135,7 +140,7 @@ def triton_attention(
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Keys and values as blocks with a table, whether they are a cache or packed rows."""
+    """Keys and values as blocks with a table, of a cache or of packed rows."""
 
     key: Tensor  # [blocks,tokens,K,D]
     value: Tensor  # [blocks,tokens,K,E]
@@ -146,9 +151,9 @@ class _Blocks:
 
 
 def _blocks_of(key: Tensor, value: Tensor, layout: RowLayout, units: tuple[int, int]) -> _Blocks:
-    """Packed rows become one endless block a sequence. units: as `_is_aligned` takes them, of keys and of values.
+    """Describe the keys and values as blocks; packed rows become one endless block per sequence.
 
-    Raises ValueError for a cache that is not aligned.
+    units: the arguments of `_is_aligned` for keys and values. Raises ValueError for a cache that is not aligned.
     """
     if layout.block_tables is None or layout.context_lens is None:
         key, value = (_one_block_each(_aligned(t, unit)) for t, unit in zip((key, value), units, strict=True))
@@ -174,7 +179,7 @@ def _check_on_host(query: Tensor, key: Tensor, layout: RowLayout) -> None:
 
 
 def _is_aligned(tensor: Tensor, unit: int) -> bool:
-    """Whether vectors of 16 bytes may be read, as the compiled kernel is told for these widths."""
+    """Return whether vectors of 16 bytes may be read, as the compiled kernel assumes for these widths."""
     strides_fit = all(stride % unit == 0 for stride in tensor.stride()[:-1])
     return tensor.stride(-1) == 1 and strides_fit and tensor.data_ptr() % 16 == 0
 
@@ -184,12 +189,12 @@ def _aligned(tensor: Tensor, unit: int) -> Tensor:
 
 
 def _one_block_each(rows: Tensor) -> Tensor:
-    """[N,K,D] as a cache whose blocks begin at any row: a block is as long as its strides, not its shape, say."""
+    """View [N,K,D] as a cache whose blocks may begin at any row: strides, not the shape, give a block's length."""
     return rows.as_strided((rows.shape[0], 1, *rows.shape[1:]), (rows.stride(0), *rows.stride()))
 
 
 def _refuse_unaligned(cache: Tensor, unit: int) -> None:
-    if not _is_aligned(cache, unit):  # a copy of a cache per step is no option
+    if not _is_aligned(cache, unit):  # copying a cache at every step would be too slow
         raise ValueError(
             f"Triton attention reads a cache with strides of multiples of {unit} from an address of multiples of 16, "
             f"not strides {list(cache.stride())} from {cache.data_ptr() % 16} beyond"
@@ -197,11 +202,11 @@ def _refuse_unaligned(cache: Tensor, unit: int) -> None:
 
 
 def _strides(tensor: Tensor, unit: int) -> tuple[int, ...]:
-    """In units, which the kernel multiplies by: so the compiler knows what divides an address."""
+    """Return strides in units; the kernel multiplies by the unit, so the compiler knows a divisor of each address."""
     return tuple(stride // unit for stride in tensor.stride()[:-1])
 
 
-# Sizes and strides are no part of what is compiled: chunks, decode and training share one binary and all its choices.
+# Not specialised to sizes and strides: chunks, decode and training share one binary and all its choices.
 _SIZES = ["num_sequences", "num_heads", "group", "num_slots", "window", "table_stride", "block_size"]
 _STRIDES = [
     *("query_row", "query_head", "key_block", "key_token", "key_head", "value_block", "value_token", "value_head")
@@ -211,12 +216,12 @@ _TABLES = ["block_tables", "query_start", "context_lens"]
 
 @triton.jit
 def _fold(top, total, acc, next_top, next_total, next_acc):
-    """The sum of a row's softmax so far and its next part: top [R] scores in log2, total [R], acc [R,E].
+    """Combine a row's softmax state with its next part: top [R] scores in log2, total [R], acc [R,E].
 
-    Explicit fma: a compiler that may contract products has no choice left, so two kernels give the same bits.
+    Explicit fma leaves the compiler no choice of which products to contract, so two kernels give the same bits.
     """
     new_top = tl.maximum(top, next_top)
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing seen yet: exp2(-inf) is the 0 that is wanted
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing seen yet: exp2(-inf - 0) is 0
     old, new = tl.exp2(top - base), tl.exp2(next_top - base)
     total = tl.fma(total, old, next_total * new)
     acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), next_acc * new[:, None])
@@ -225,7 +230,7 @@ def _fold(top, total, acc, next_top, next_total, next_acc):
 
 @triton.jit
 def _sequence_of(tile, query_start, num_sequences, group, ROWS: tl.constexpr):
-    """The sequence that tile belongs to: those of sequence s begin at query_start[s] * group // ROWS + s."""
+    """Find the sequence of a tile: the tiles of sequence s begin at query_start[s] * group // ROWS + s."""
     low = tile * 0
     high = num_sequences
     while high - low > 1:
@@ -246,9 +251,9 @@ def _attend_kernel(
     D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr,
     D_UNIT: tl.constexpr, E_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, KV head, p): splits p, p + P, ... of what its ROWS pairs (row, query head) of one sequence see.
+    """Compute the splits p, p + P, ... of one tile of ROWS pairs (row, query head): program (tile, KV head, p).
 
-    Writes sums [N,H,slots,E_PAD] and scales [N,H,slots,2] (top, total): a slot per split, or all of them in one.
+    Writes sums [N,H,slots,E_PAD] and scales [N,H,slots,2] (top, total): a slot per split, or one for all of them.
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     s = _sequence_of(tile, query_start, num_sequences, group, ROWS)
@@ -258,7 +263,7 @@ def _attend_kernel(
     if first_pair >= num_pairs:
         return
     context = tl.load(context_lens + s)
-    before = context - num_pairs // group  # keys that were there before this step's rows
+    before = context - num_pairs // group  # keys before this step's rows
     pair = first_pair + tl.arange(0, ROWS)
     is_real = pair < num_pairs
     position = before + pair // group
@@ -302,7 +307,8 @@ def _attend_kernel(
             values_at = block * value_block + (other % block_size).to(tl.int64) * value_token + kv_head * value_head
             v_mask = is_there[:, None] & (e < E)[None, :]
             v = tl.load(value + values_at[:, None] * E_UNIT + e[None, :], mask=v_mask, other=0.0)
-            # A sum of its own, added by fma: nothing seen adds an exact 0, whatever tensor cores do to a sum in them.
+            # A separate sum, added by fma: unseen keys add an exact 0, even if tensor cores would change a sum they add
+            # to.
             part = dot_added(tl.zeros((ROWS, E_PAD), tl.float32), rounded(prob, v.dtype), v)
             total = tl.fma(total, old, tl.sum(prob, 1))
             acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), part)
@@ -326,7 +332,7 @@ def _merge_kernel(
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
     E: tl.constexpr, E_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Adds the splits of each row from left to right, then its sink, and divides: out [N,H,E]."""
+    """Add the splits of each row from left to right, then its sink, and divide: out [N,H,E]."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     s = _sequence_of(tile, query_start, num_sequences, group, ROWS)
     start = tl.load(query_start + s)

@@ -1,9 +1,9 @@
-"""Activations whose every element depends on itself alone.
+"""Activations in which each element of the result depends on one element of the input alone.
 
-PyTorch's own fp32 silu, sigmoid and gelu compute a tensor's last few elements (those that do not fill a
-vector, in each thread) by another routine than the rest; exp, tanh, erf and the four operations were measured
-not to. In half precisions silu and sigmoid did not differ either and are PyTorch's own, but both gelus did;
-they are computed in fp32 and rounded.
+In fp32, PyTorch's own silu, sigmoid and gelu compute the last few elements of a tensor (those that do not fill a
+vector, in each thread) with another routine than the rest; measurements found no such difference in exp, tanh, erf and
+the basic operations. In half precisions silu and sigmoid showed no difference either, so PyTorch's own are used there;
+both gelus did, so they are computed in fp32 and rounded.
 """
 
 import math
@@ -20,22 +20,22 @@ CUBIC = 0.044715  # of the tanh approximation of gelu (Hendrycks & Gimpel 2016)
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)), any shape, differentiable once."""
+    """Compute 1 / (1 + exp(-x)), any shape, differentiable once."""
     return _apply(_sigmoid, _sigmoid_slope, x) if _by_hand(x) else torch.sigmoid(x)
 
 
 def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x), any shape, differentiable once."""
+    """Compute x * sigmoid(x), any shape, differentiable once."""
     return _apply(_silu, _silu_slope, x) if _by_hand(x) else F.silu(x)
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x * Phi(x), Phi the normal distribution function, any shape, differentiable once."""
+    """Compute x * Phi(x), Phi the normal distribution function, any shape, differentiable once."""
     return _apply(_gelu, _gelu_slope, x)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """gelu with Phi approximated by tanh (F.gelu with approximate="tanh"), any shape, differentiable once."""
+    """Compute gelu with Phi approximated by tanh (F.gelu, approximate="tanh"), any shape, differentiable once."""
     return _apply(_gelu_tanh, _gelu_tanh_slope, x)
 
 
@@ -44,7 +44,7 @@ def _by_hand(x: Tensor) -> bool:
 
 
 class _Elementwise(torch.autograd.Function):
-    """A function and its slope, in fp32 or wider; derived by hand because autograd meets inf / inf."""
+    """A function and its slope, in fp32 or wider. The slope is written by hand: autograd's formula gives inf / inf."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> Tensor:
@@ -102,7 +102,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 def _gelu_tanh_slope(x: Tensor) -> Tensor:
-    near = x.clamp(-30, 30)  # beyond, tanh is 1 to the last bit and its slope 0, but x squared may overflow
+    near = x.clamp(-30, 30)  # beyond: tanh is exactly 1, its slope 0, and x squared may overflow
     t = torch.tanh(SQRT_2_OVER_PI * (near + CUBIC * near * near * near))
     inner = SQRT_2_OVER_PI * (1 + 3 * CUBIC * near * near)
     return 0.5 * (1 + t) + 0.5 * near * (1 - t * t) * inner

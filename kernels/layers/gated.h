@@ -1,4 +1,4 @@
-// silu(gate) * up, every element a function of its two inputs alone. silu is rounded to the inputs' type before the
+// silu(gate) * up: each element depends on its two inputs alone. silu is rounded to the type of the inputs before the
 // product, as two operations would round it.
 #pragma once
 #include "machine/simd.h"
@@ -7,7 +7,7 @@ namespace gated {
 
 using namespace simd;
 
-// T: of the inputs, whose values these are.
+// T: the type of the inputs; gate and up hold values of that type, in fp32 lanes.
 template <typename T>
 static inline Floats product(Floats gate, Floats up) {
   Floats small = exp_nonpositive(gate < splat(0.0f) ? gate : -gate);  // exp(-|gate|): never overflows

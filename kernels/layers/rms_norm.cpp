@@ -1,5 +1,5 @@
-// Root-mean-square norm, every row a function of itself and the weight alone: the squares of a row are added in W
-// lanes from left to right, then the lanes in a fixed tree.
+// Root-mean-square norm: each row of the result depends on its own row of x and the weight alone. The squares of a row
+// are added in W lanes from left to right, then the lanes in a fixed tree.
 #include <cmath>
 
 #include "machine/simd.h"
@@ -9,7 +9,7 @@ using namespace simd;
 namespace {
 
 struct Norm {
-  const void *left, *right;  // [rows, width]: what x is the sum of, or null
+  const void *left, *right;  // [rows, width]: x is their sum; or null
   void* x;                   // [rows, width]
   const void* weight;        // [width]
   void* y;                   // [rows, width]
@@ -19,13 +19,13 @@ struct Norm {
 };
 
 template <typename T>
-Floats load_some(const T* p, int64_t count) {  // the first `count` < W lanes, zeros behind them
+Floats load_some(const T* p, int64_t count) {  // the first `count` < W lanes, zeros after them
   T lanes[W] = {};
   memcpy(lanes, p, count * sizeof(T));
   return load(lanes);
 }
 
-// In two operations: the sum is rounded before anything is made of it.
+// In two operations: the sum is rounded before the norm reads it.
 template <typename T>
 void add(const T* left, const T* right, int64_t width, T* to) {
   int64_t d = 0;

@@ -1,7 +1,7 @@
-"""Root-mean-square norm over the last dimension, with rows that do not depend on their neighbours.
+"""Root-mean-square norm over the last dimension; each row of the result depends on its own row of the input alone.
 
-A row's squares are added in fp32, and its rounding to the input's dtype stands where the module that hosts the weight
-has it: before the weight as in Llama, or after it as in Gemma (which also adds 1 to the weight) and gpt-oss.
+The squares of a row are added in fp32. The row is rounded to the input's dtype at the place where the module that holds
+the weight does so: before the weight as in Llama, or after it as in Gemma (which adds 1 to the weight) and gpt-oss.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ..machine import native
 from ..machine.gpu import triton_serves
 
 SOURCE = "layers/rms_norm.cpp"
-PARALLEL_ELEMENTS = 1 << 13  # below, waking threads costs more than it gives
+PARALLEL_ELEMENTS = 1 << 13  # with fewer elements, starting threads costs more than it saves
 
 
 @dataclass(frozen=True)
 class NormRule:
-    """weight_offset is added to the weight. round_first: to the dtype of the input before the weight is applied."""
+    """Options of a norm. weight_offset: added to the weight. round_first: round to x's dtype before weighting."""
 
     eps: float
     weight_offset: float = 0.0
@@ -33,14 +33,14 @@ class NormRule:
 
 
 def rms_norm(x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
-    """x [...,D] / rms(x) * weight [D], in x's dtype, which the weight shares; differentiable once in both."""
+    """Compute x [...,D] / rms(x) * weight [D]; x, weight and result share a dtype; differentiable once in both."""
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _RMSNorm.apply(x, weight, rule)
     return _forward(x, weight, rule)
 
 
 def reference_rms_norm(x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
-    """The plain definition, as transformers writes it."""
+    """Compute the norm by the plain definition, as transformers writes it."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + rule.eps)
     if rule.round_first:
@@ -104,16 +104,21 @@ class _RMSNorm(torch.autograd.Function):
 def with_sum(
     call: Callable[..., None], arguments: tuple[Any, ...], left: Tensor, right: Tensor, total: Tensor
 ) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
-    """For a recorded call of the native norm, before which left + right was written to `total`: the call that does
-    both, with the same bits, in one pass. None where it is no such call, or `total` is not what it reads.
+    """Merge a recorded call of the native norm with the sum left + right -> `total` that was computed before it.
+
+    Returns the function and arguments that compute both in one pass, with the same bits; None where `call` is not the
+    native norm or does not read `total`.
     """
-    if call is not _native() or total.data_ptr() != arguments[0] or total.numel() != arguments[3] * arguments[4]:
+    both = _native("lockstep_add_rms_norm", 5)
+    if both is None or call is not _native():
+        return None
+    if total.data_ptr() != arguments[0] or total.numel() != arguments[3] * arguments[4]:
         return None
     dtype = torch.bfloat16 if arguments[8] else torch.float32
     for tensor in (left, right, total):
         if tensor.dtype is not dtype or tensor.shape != total.shape or not (tensor.is_cpu and tensor.is_contiguous()):
             return None
-    return _native("lockstep_add_rms_norm", 5), (left.data_ptr(), right.data_ptr(), *arguments)
+    return both, (left.data_ptr(), right.data_ptr(), *arguments)
 
 
 @cache

@@ -21,7 +21,7 @@ static inline float rounded(float x, bf16) {
   return scalar(y);
 }
 
-// One head of one token: the elements [0, half) with `other` the negative of those at half, and the reverse.
+// Rotates one head of one token. For the first half, `other` is the negative of the second; for the second, the first.
 template <typename T>
 void rotate(const T* x, const T* cos, const T* sin, int64_t half, T* y) {
   for (int side = 0; side < 2; side++) {

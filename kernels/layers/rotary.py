@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys in one call, in every bit what transformers' formula gives.
+"""Rotary position embedding of queries and keys in one call, with exactly the bits of transformers' formula.
 
 Letters: B batch, T tokens, H query heads, K KV heads, D head size.
 """
@@ -17,19 +17,21 @@ from torch.autograd.function import once_differentiable
 from ..machine import native
 
 SOURCE = "layers/rotary.cpp"
-PARALLEL_ELEMENTS = 1 << 13  # below, waking threads costs more than it gives
+PARALLEL_ELEMENTS = 1 << 13  # with fewer elements, starting threads costs more than it saves
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """query [B,H,T,D], key [B,K,T,D], cos and sin [B,T,D] or [1,T,D] -> both rotated; differentiable once in query and
-    key. The results lie in memory as [B,T,heads,D]."""
+    """Rotate query [B,H,T,D] and key [B,K,T,D] by cos and sin [B,T,D] or [1,T,D].
+
+    Differentiable once in query and key. The results lie in memory as [B,T,heads,D].
+    """
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
         return _Rotary.apply(query, key, cos, sin)
     return _forward(query, key, cos, sin)
 
 
 def reference_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The formula of transformers' `apply_rotary_pos_emb`."""
+    """Compute the formula of transformers' `apply_rotary_pos_emb`."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return query * cos + _rotate_half(query) * sin, key * cos + _rotate_half(key) * sin
 
@@ -44,7 +46,7 @@ def _forward(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
     if function is None or not query.is_cpu or dtype not in (torch.bfloat16, torch.float32):
         return reference_rotary(query, key, cos, sin)
     if not (key.dtype is dtype and cos.dtype is dtype and sin.dtype is dtype and cos.shape == sin.shape):
-        return reference_rotary(query, key, cos, sin)  # whose type promotion is the definition
+        return reference_rotary(query, key, cos, sin)  # its type promotion is the definition
     query, key, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, cos, sin))
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()

@@ -1,4 +1,4 @@
-"""silu(gate) * up in one pass: every element depends on its two inputs alone."""
+"""silu(gate) * up in one pass: each element depends on its two inputs alone."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..machine import native
 from .activation import silu
 
 SOURCE = "layers/swiglu.cpp"
-PARALLEL_ELEMENTS = 1 << 15  # below, waking threads costs more than it gives
+PARALLEL_ELEMENTS = 1 << 15  # with fewer elements, starting threads costs more than it saves
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up of one shape and dtype, silu rounded to that dtype in between; differentiable once in both."""
+    """Compute silu(gate) * up, of one shape and dtype; silu is rounded to that dtype; differentiable once in both."""
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
         return _SwiGLU.apply(gate, up)
     return _forward(gate, up)

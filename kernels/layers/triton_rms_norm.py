@@ -1,5 +1,5 @@
 """The root-mean-square norm on a GPU (Triton): one program a row, whose squares are added in an order that depends on
-the width alone. See `rms_norm.py` for the definition.
+the width alone. `rms_norm.py` has the definition.
 
 Letters: M rows, D width.
 """
@@ -16,20 +16,20 @@ from torch import Tensor
 from ..machine.triton_numbers import INTERPRETED, rounded
 
 MAX_WIDTH = 1 << 16  # of a row that one program holds
-ROWS_EACH = 64  # that one program of the backward pass adds to a partial gradient of the weight
+ROWS_EACH = 64  # rows that one program of the backward pass adds to a partial gradient of the weight
 
-# No part of what is compiled, as alignments are not: they would lay out a row's lanes otherwise, and so add its squares
-# in another order, for rows that start elsewhere in memory.
+# Not specialised by the compiler, and neither are alignments: rows that start elsewhere in memory would get another
+# layout of lanes, and their squares another order of addition.
 _SIZES = ["num_rows", "width", "x_row", "grad_row"]
 
 
 def serves(x: Tensor) -> bool:
-    """Whether these kernels read such rows, on the device they are made for."""
+    """Return whether these kernels serve rows of this dtype and width."""
     return x.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64) and x.shape[-1] <= MAX_WIDTH
 
 
 def forward(x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_first: bool) -> Tensor:
-    """x [...,D] / rms(x) * weight [D], in x's dtype; round_first: to it, before the weight is applied."""
+    """Compute x [...,D] / rms(x) * weight [D], in x's dtype; round_first: round to it before the weight is applied."""
     rows, out = _rows(x), torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.numel():
         width = x.shape[-1]
@@ -43,7 +43,7 @@ def forward(x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_f
 
 
 def backward(x: Tensor, weight: Tensor, eps: float, weight_offset: float, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """grad [...,D] of the output -> gradients of x and of weight, in their dtypes, computed wide throughout."""
+    """Compute the gradients of x and weight, in their dtypes, from grad [...,D] of the output; computed wide inside."""
     rows, grads = _rows(x), _rows(grad)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     width = x.shape[-1]
@@ -73,7 +73,7 @@ def _shape(width: int) -> dict[str, int]:
 
 @triton.jit
 def _scale(x, width, eps):
-    """1 / rms of the row x, zero beyond the width."""
+    """Compute 1 / rms of the row x; x is zero beyond the width."""
     mean = tl.sum(x * x, 0) / width + eps
     return 1.0 / (tl.sqrt(mean) if x.dtype == tl.float64 else tl.sqrt_rn(mean))
 
@@ -104,7 +104,7 @@ def _backward_kernel(
     x_ptr, weight_ptr, grad_ptr, grad_x_ptr, partials_ptr, num_rows, width, x_row, grad_row, eps, weight_offset,
     ROWS: tl.constexpr, IS_DOUBLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of ROWS rows the gradient of x, and their part of the weight's."""
+    """Compute the gradient of x for ROWS rows, and the part of the weight's gradient that these rows give."""
     wide: tl.constexpr = tl.float64 if IS_DOUBLE else tl.float32
     part = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)

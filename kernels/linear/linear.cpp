@@ -1,5 +1,5 @@
-// y = x @ weight^T + bias, every output element a function of its row of x and its row of weight alone, on the
-// best path that this build and processor have. A path has bits of its own; a process keeps to one.
+// y = x @ weight^T + bias, on the best path that this build and processor have: each element of y depends on its row of
+// x and its row of weight alone. Paths differ in their bits; a process always uses the same one.
 #include "layers/gated.h"
 #include "linear/linear_amx.h"
 #include "linear/linear_call.h"
@@ -13,7 +13,7 @@ static bool uses_tiles() {
 #endif
 }
 
-// The ISA level that products use, a name that native.py knows.
+// Returns the ISA level that products use, by its name in native.py.
 extern "C" const char* lockstep_linear_path(int64_t is_bf16) {
   if (is_bf16 && uses_tiles()) return "amx";
 #if defined(__AVX512BF16__)
@@ -39,7 +39,7 @@ static void multiply_lanes(const Call& call, int threads) {
   call.up ? multiply_gated<Dot, T>(call, threads) : lanes::multiply<Dot, T>(call, threads);
 }
 
-// is_gated: the two parts are a gate and what it is multiplied with, into the first one's y.
+// is_gated: the two parts are a gate and its factor `up`; their product goes into the first one's y.
 extern "C" void lockstep_linear(const void* x, int64_t M, int64_t K, int64_t x_stride, const Part* parts,
                                 int64_t num_parts, int64_t is_gated, int64_t is_bf16, int64_t threads) {
   const Call call{x, M, K, x_stride, parts, is_gated ? 1 : num_parts, is_gated ? parts + 1 : nullptr};

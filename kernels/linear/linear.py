@@ -1,6 +1,6 @@
 """Linear layers whose rows do not depend on their neighbours: several ways to compute x @ weight^T + bias.
 
-Which of them keeps that promise on this processor is for `invariant.self_test` to find out.
+`self_test` finds out which of them keeps that promise on this processor.
 
 Dimension letters: M rows, N out_features, K in_features.
 """
@@ -33,18 +33,18 @@ def invariant_linear(
     row_multiple: int = ROW_MULTIPLE,
     num_blocks: int = 1,
 ) -> Tensor:
-    """x [...,K] @ weight [N,K]^T + bias [N] -> [...,N], differentiable once in all three.
+    """Compute x [...,K] @ weight [N,K]^T + bias [N] -> [...,N], differentiable once in all three.
 
     With `num_blocks` > 1 the sum over K is that of a row-parallel layer: see `blocked_product`.
 
     - "triton": our Triton product in tiles of two shapes, and "triton_fixed" in tiles of one, invariant by construction
-      (CUDA, float16 to float64; see `triton_linear.py`);
-    - "padded": the library's product over rows padded to `row_multiple`; no copy when there are that many
-      already;
+      (CUDA, float16 to float64; see `triton_kernels.py`);
+    - "padded": the library's product over rows padded to a multiple of `row_multiple`; copies only where it pads;
     - "native": our C++ product, invariant by construction (CPU, float32 and bfloat16, fp32 sums);
-    - "rows": the library's product over one row at a time, invariant by construction anywhere, and slow;
-    - "library": the library's product as it is; promises nothing. Backward passes are the library's products.
-      Raises ValueError naming every argument that does not fit.
+    - "rows": the library's product over one row at a time, invariant by construction on any device, and slow;
+    - "library": the library's product unchanged; not necessarily invariant.
+
+    Backward passes are the library's products. Raises ValueError naming every argument that does not fit.
     """
     if method == "library" and num_blocks == 1:
         return F.linear(x, weight, bias)
@@ -52,7 +52,7 @@ def invariant_linear(
         raise ValueError(f"method is {method!r}, not one of {', '.join([*PRODUCTS, 'library'])}")
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     if method == "native" and num_blocks == 1 and not needs_grad:
-        return native_products(x, ((weight, bias),))[0]  # a decode step has no time for the rest
+        return native_products(x, ((weight, bias),))[0]  # skips the checks below, which cost a decode step too much
     _check(x, weight, bias)
     product = product_of(method, row_multiple)
     if num_blocks > 1:
@@ -66,7 +66,7 @@ def invariant_linear(
 
 
 def product_of(method: LinearMethod, row_multiple: int = ROW_MULTIPLE) -> Product:
-    """The forward of a method, as the self-test wants it."""
+    """Return the forward product of a method, for the self-test."""
     if method == "library":
         return F.linear
     if method == "padded":
@@ -75,10 +75,10 @@ def product_of(method: LinearMethod, row_multiple: int = ROW_MULTIPLE) -> Produc
 
 
 def blocked_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, product: Product, num_blocks: int) -> Tensor:
-    """The product as the sum of `num_blocks` partial products over equal blocks of K, added left to right.
+    """Compute the product as the sum of `num_blocks` partial products over equal blocks of K, added left to right.
 
-    However K is divided among ranks, as long as each holds whole blocks, the same numbers are added in the
-    same order: the bits are those of every other division. K must be a multiple of `num_blocks`.
+    Ranks that each hold whole blocks add the same numbers in the same order, so every division of K among ranks gives
+    the same bits. K must be a multiple of `num_blocks`.
     """
     if num_blocks == 1:
         return product(x, weight, bias)
@@ -86,15 +86,17 @@ def blocked_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, product: 
 
 
 def block_partials(x: Tensor, weight: Tensor, product: Product, num_blocks: int) -> Tensor:
-    """x [M,K], weight [N,K] -> the partial products [num_blocks,M,N], each rounded to x's dtype."""
+    """Compute the partial products [num_blocks,M,N] of x [M,K] and weight [N,K], each rounded to x's dtype."""
     width = x.shape[1] // num_blocks
     blocks = [slice(start, start + width) for start in range(0, width * num_blocks, width)]
     return torch.stack([product(x[:, block], weight[:, block], None) for block in blocks])
 
 
 def add_blocks(partials: Tensor, bias: Tensor | None) -> Tensor:
-    """partials [B,...,N], bias [N] -> their sum [...,N]: added in fp32 from the first to the last, then the bias, then
-    rounded once to the partials' dtype."""
+    """Add partials [B,...,N] and bias [N] -> [...,N].
+
+    Partials are added in fp32 from the first to the last, then the bias; the sum is rounded once to their dtype.
+    """
     wide = torch.promote_types(partials.dtype, torch.float32)
     total = partials[0].to(wide)
     for partial_product in partials[1:]:
@@ -112,7 +114,7 @@ def padded_product(x: Tensor, weight: Tensor, bias: Tensor | None, row_multiple:
 def row_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = x.new_empty(x.shape[0], weight.shape[0])
     for i in range(x.shape[0]):
-        # A copy: a row in the middle of a tensor may be aligned otherwise than its twin elsewhere.
+        # A copy: the alignment of a row must not depend on its place in a tensor.
         out[i] = F.linear(x[i : i + 1].clone(), weight, bias)[0]
     return out
 
@@ -128,12 +130,12 @@ def native_products(
     *,
     gated: bool = False,
 ) -> list[Tensor]:
-    """x [...,K] times each weight [N,K]^T, plus its bias [N] -> [...,N] each: the bits of as many `native_product`
-    calls at the cost of one, for layers that read the same x. Without autograd.
+    """Compute x [...,K] times each weight [N,K]^T, plus its bias [N] -> [...,N] each. Without autograd.
 
-    gated: of two layers of one shape, a gate and an up, only silu(gate) * up [...,N] is made and returned, with the
+    The bits are those of one `native_product` call for each layer; one call for all is faster.
+    gated: of two layers of one shape, a gate and an up, only silu(gate) * up [...,N] is computed and returned, with the
     bits of `swiglu`. entry: `entry_point` of a library other than the one of this process. Raises ValueError where
-    there is no such product (another device or dtype, or no compiler), and for what does not fit.
+    there is no such product (another device or dtype, or no compiler), and for arguments that do not fit.
     """
     dtype, lead, width = x.dtype, x.shape[:-1], x.shape[-1]
     if not (dtype is torch.bfloat16 or dtype is torch.float32) or not x.is_cpu:
@@ -146,7 +148,7 @@ def native_products(
             x = x.contiguous()
     outs: list[Tensor] = []
     table: list[int] = []
-    kept = []  # copies, alive until the call is over
+    kept = []  # copies that the call reads
     for weight, bias in layers:
         if weight.dtype is not dtype or weight.shape[-1] != width or weight.dim() != 2 or not weight.is_cpu:
             _check(x, weight, bias)
@@ -174,12 +176,12 @@ def native_products(
 
 
 def native_path(dtype: torch.dtype) -> str:
-    """The ISA level, of `native.ISA_LEVELS`, whose instructions compute the native product of this dtype."""
+    """Return the ISA level, one of `native.ISA_LEVELS`, that the native product of this dtype uses."""
     return path_of(_library(), dtype)
 
 
 def triton_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    from . import triton_kernels as triton_linear  # Triton is imported only where it is used
+    from . import triton_kernels as triton_linear  # imports Triton, which may not be installed
 
     return triton_linear.product(x, weight, bias)
 
@@ -202,14 +204,14 @@ _entry_points: list[Callable[..., None]] = []
 
 
 def entry_point(library: native.NativeLibrary) -> Callable[..., None]:
-    """The product of a library built from SOURCE, as `native_products` calls it."""
+    """Return the product of a library built from SOURCE, as `native_products` calls it."""
     arguments: list[Any] = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p, *[ctypes.c_int64] * 4]
     return library.function("lockstep_linear", arguments, None)
 
 
 def path_of(library: native.NativeLibrary, dtype: torch.dtype) -> str:
     function = library.function("lockstep_linear_path", [ctypes.c_int64], ctypes.c_char_p)
-    return function(dtype is torch.bfloat16).decode()  # type: ignore[attr-defined]
+    return function(dtype is torch.bfloat16).decode()
 
 
 def _entry_point() -> Callable[..., None]:
@@ -238,7 +240,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """Any forward product, with the library's products behind it."""
+    """Any forward product, with the library's products as its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:

@@ -1,9 +1,9 @@
 // The bf16 product by AMX tiles. One element of y is one chain: the tile unit adds 32 products along K at a time
-// to an fp32 sum, left to right, then the bias is added. Every element of a tile has a chain of its own, so its
-// bits do not depend on what else is in the tile. Subnormal sums are flushed to zero, as the instruction does.
+// to an fp32 sum, left to right, then the bias is added. Each element of a tile has its own chain, so its bits do not
+// depend on other elements of the tile. Subnormal sums are flushed to zero, as the instruction does.
 //
-// y^T = weight x^T: a tile of weights is read from memory as it lies (16 rows, 32 values each), only x is
-// rearranged, once a call, and the tile of results [16 columns, 16 rows] is transposed as it is stored.
+// y^T = weight x^T: a tile of weights is read from memory in place (16 rows, 32 values each), only x is
+// rearranged, once a call, and the tile of results [16 columns, 16 rows] is transposed when it is stored.
 #pragma once
 #include "machine/amx.h"
 #if defined(LOCKSTEP_AMX)
@@ -16,9 +16,9 @@
 
 namespace amx {
 
-constexpr int64_t X_BYTES = 1 << 20;   // of x, rearranged, that stay in the second cache while the weights go by
-constexpr int64_t SERIAL_TILES = 64;   // of x, rearranged by one thread before the others are called
-constexpr int64_t PAIR = 2 * TILE;     // rows or columns that are computed together at most: 2 x 2 tiles of sums
+constexpr int64_t X_BYTES = 1 << 20;   // bytes of rearranged x that stay in the L2 cache while all weights are read
+constexpr int64_t SERIAL_TILES = 64;   // up to this many tiles of x are rearranged by one thread
+constexpr int64_t PAIR = 2 * TILE;     // the most rows or columns computed together: 2 x 2 tiles of sums
 
 // Tile registers: 0..3 sums (weights 0 and 1 by x 0, then by x 1), 4 and 5 weights, 6 and 7 x.
 inline void configure(int64_t first_rows, int64_t second_rows) {
@@ -34,7 +34,7 @@ inline void configure(int64_t first_rows, int64_t second_rows) {
   _tile_loadconfig(&config);
 }
 
-// The weights of what is computed together: twice up to 16 columns, of one part or of a gate and what it multiplies.
+// Weights of columns that are computed together: twice up to 16 columns, of one part or of a gate and its `up`.
 struct Columns {
   struct Half {
     const bf16 *weight, *bias;
@@ -59,17 +59,17 @@ struct Columns {
   }
 };
 
-// Fetches the weights that come next, line by line in the order of memory, while others are computed with: a few lines
-// between any two tile instructions. A processor waits for so many lines at once, and stops at the first one above.
+// Prefetches the next weights during the current products, line by line in the order of memory: a few lines between any
+// two tile instructions. A processor has a limited number of outstanding lines and stalls at the first one above it.
 class Prefetch {
  public:
   Prefetch() = default;
-  // blocks: how often these columns are gone through, once for every few rows.
+  // blocks: how many times these columns are read, once for each block of rows.
   Prefetch(const Columns& next, int64_t K, int64_t blocks)
       : second_(next.halves[1]), row_bytes_(K * 2), blocks_((int)blocks) {
     begin(next.halves[0]);
   }
-  // To be fetched after each of the instructions of a step along K.
+  // Lines to prefetch after each of the instructions of a step along K.
   int share(int lines, int instructions) const { return (lines - 1) / (instructions * blocks_) + 1; }
   void lines(int count) {
     if (left_ < count) {
@@ -83,10 +83,10 @@ class Prefetch {
  private:
   void begin(const Columns::Half& half) {
     at_ = (const char*)half.weight, gap_ = half.stride * 2 - row_bytes_, rows_ = half.count, row_lines_ = row_bytes_;
-    if (!gap_ && rows_) row_lines_ *= rows_, rows_ = 1;  // one stretch
+    if (!gap_ && rows_) row_lines_ *= rows_, rows_ = 1;  // contiguous rows
     left_ = row_lines_ = rows_ ? (row_lines_ + 63) / 64 : 0;
   }
-  void last_lines() {  // of a row
+  void last_lines() {  // the last lines of a row
     for (; left_ > 0; left_--, at_ += 64) _mm_prefetch(at_, _MM_HINT_T1);
     if (--rows_) {
       at_ += gap_, left_ = row_lines_;
@@ -102,7 +102,7 @@ class Prefetch {
   int blocks_ = 1;
 };
 
-// Sums of NT tiles of columns by MT tiles of rows, [MT * NT][16 columns][16 rows].
+// Computes sums of NT tiles of columns by MT tiles of rows, [MT * NT][16 columns][16 rows].
 template <int NT, int MT>
 void multiply_tiles(const Columns& columns, const Tile* x, int64_t x_tiles, int64_t K, Prefetch& next,
                     float* sums) {
@@ -150,7 +150,7 @@ void multiply_tiles(const Columns& columns, const Tile* x, int64_t x_tiles, int6
 
 inline simd::Floats widened(__m256i row) { return (simd::Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(row), 16); }
 
-// A tile of sums as rows of up to 16 columns, with the bias, in bfloat16.
+// Stores a tile of sums as rows of up to 16 columns, with the bias, in bfloat16.
 inline void round_rows(const float* sums, const Columns::Half& half, __m256i rows[16]) {
   const __mmask16 mask = (__mmask16)first_lanes(half.count);
   __m512 bias = _mm512_setzero_ps();
@@ -162,7 +162,7 @@ inline void round_rows(const float* sums, const Columns::Half& half, __m256i row
   for (int r = 0; r < 16; r++) rows[r] = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps((__m512)v[r], bias));
 }
 
-// Rows [row, row + rows) of y, whose x is given as tiles, by the columns of a part from column n on.
+// Computes rows [row, row + rows) of y, whose x is given as tiles, for the columns of a part from column n on.
 inline void multiply_columns(const Part& part, const Columns& columns, bool is_gated, int64_t n, const Tile* x,
                              int64_t row, int64_t rows, int64_t K, Prefetch next) {
   alignas(64) static thread_local float sums[4 * 256];
@@ -192,7 +192,7 @@ inline void multiply_columns(const Part& part, const Columns& columns, bool is_g
   }
 }
 
-// The columns [first, last) of a part, and of `up` if the part is its gate.
+// Computes the columns [first, last) of a part, and of `up` if the part is its gate.
 inline void multiply_part(const Part& part, const Part* up, int64_t first, int64_t last, const Tile* x, int64_t row,
                           int64_t rows, int64_t K) {
   Tile tail[2];
@@ -206,7 +206,7 @@ inline void multiply_part(const Part& part, const Part* up, int64_t first, int64
       configure(counts[0], counts[1]);
     }
     if (K % STEP) columns.copy_tail(K, tail);
-    asm volatile("" ::"r"(tail) : "memory");  // the tile instructions read it unseen by the compiler
+    asm volatile("" ::"r"(tail) : "memory");  // the compiler does not know that tile instructions read it
     Prefetch next;
     if (n + width < last) next = Prefetch(Columns(part, up, n + width, last, tail), K, (rows - 1) / PAIR + 1);
     multiply_columns(part, columns, up != nullptr, n, x, row, rows, K, next);
@@ -224,7 +224,7 @@ inline void multiply(const Call& call, int threads) {
     row += tile * TILE;
     arrange((const bf16*)call.x + row * call.x_stride, call.x_stride, call.M - row, call.K, x + tile * x_tiles);
   };
-  // A few rows are sooner arranged than threads have met.
+  // For a few rows, arranging them takes less time than a barrier of the threads.
   const bool is_small = block_rows >= call.M && tiles_of(call.M) * x_tiles <= SERIAL_TILES;
   for (int64_t tile = 0; is_small && tile < tiles_of(call.M); tile++) arrange_rows(0, tile);
 #pragma omp parallel num_threads(threads) if (threads > 1 && is_worth_threads(call))

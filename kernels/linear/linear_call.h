@@ -1,4 +1,4 @@
-// What a product is asked for, and how its columns are shared among threads. Dimension letters: M rows of x,
+// The arguments of a product, and the division of its columns among threads. Dimension letters: M rows of x,
 // N rows of a weight (columns of y), K summed over.
 #pragma once
 #include <algorithm>
@@ -6,7 +6,7 @@
 
 #include "machine/simd.h"
 
-struct Part {  // one weight and what it gives
+struct Part {  // one weight and its results
   const void* weight;  // [N, K], rows weight_stride elements apart
   const void* bias;    // [N] or null
   void* y;             // [M, N] contiguous
@@ -18,11 +18,11 @@ struct Call {  // y = x @ weight^T + bias for every part
   int64_t M, K, x_stride;
   const Part* parts;
   int64_t num_parts;
-  const Part* up = nullptr;  // then there is one part, the gate, and its y is silu(gate) * up, each rounded before
+  const Part* up = nullptr;  // if set: the one part is the gate, and its y is silu(gate) * up, each rounded before
 };
 
-constexpr int64_t TILE = 16;  // columns that no two threads share
-constexpr int64_t SERIAL_WEIGHTS = 1 << 15, SERIAL_WORK = 1 << 19;  // below, waking threads costs more than it gives
+constexpr int64_t TILE = 16;  // columns that one thread computes
+constexpr int64_t SERIAL_WEIGHTS = 1 << 15, SERIAL_WORK = 1 << 19;  // below, one thread
 
 static inline int64_t tiles_of(int64_t count) { return (count + TILE - 1) / TILE; }
 
@@ -33,8 +33,8 @@ static inline bool is_worth_threads(const Call& call) {
   return columns * call.K > SERIAL_WEIGHTS && columns * call.K * call.M > SERIAL_WORK;
 }
 
-// Calls visit(part, first, last) for the columns [first, last) of each part that thread `index` of `count` has.
-// A thread's columns lie together, so that it reads one stretch of memory from its start to its end.
+// Calls visit(part, first, last) for the columns [first, last) of each part that thread `index` of `count` computes.
+// A thread's columns are contiguous, so that it reads one range of memory from its start to its end.
 template <typename Visit>
 static inline void visit_columns(const Call& call, int64_t index, int64_t count, Visit visit) {
   int64_t total = 0, seen = 0;

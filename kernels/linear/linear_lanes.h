@@ -1,6 +1,6 @@
 // The product by vector instructions. One element of y is one chain: the lanes of a register are partial sums
-// along K, each fused left to right, then the lanes are added in a fixed tree, then the bias. How many rows and
-// columns share registers, and which thread has which columns, is outside that chain.
+// along K, each fused left to right, then the lanes are added in a fixed tree, then the bias. The chain does not
+// depend on the rows and columns that share registers, nor on the division of columns among threads.
 #pragma once
 #include <omp.h>
 
@@ -12,7 +12,7 @@ namespace lanes {
 
 using namespace simd;
 
-constexpr int64_t X_BYTES = 1 << 19;  // of x that stay in the second cache while the weights go by
+constexpr int64_t X_BYTES = 1 << 19;  // bytes of x that stay in the L2 cache while all weights are read
 
 // Products of fp32 values; weights in bf16 are widened as they are loaded.
 template <typename T>
@@ -40,8 +40,8 @@ struct Pairs {
 };
 #endif
 
-// A block of R x C elements, R * C == W, so that one tree adds all their lanes. Rows and columns beyond the
-// matrix are given as repeats of real ones and not written.
+// Computes a block of R x C elements, R * C == W, so that one tree adds all their lanes. Rows and columns beyond the
+// matrix are repeats of real ones and are not written.
 template <typename Dot, int R, int C>
 Floats block(const typename Dot::X* const* x, const typename Dot::Weight* const* weight, int64_t K) {
   static_assert(R * C == W, "one vector of results");
@@ -66,7 +66,8 @@ Floats block(const typename Dot::X* const* x, const typename Dot::Weight* const*
   return sums(acc);
 }
 
-// A block of y: rows [row, last_row), of which R at most, and `count` <= C columns whose weights start at `weight`.
+// Computes a block of y: rows [row, last_row), at most R of them, and `count` <= C columns whose weights start at
+// `weight`.
 template <typename Dot, typename T, int R, int C>
 void multiply_block(const typename Dot::X* x, int64_t x_stride, const typename Dot::Weight* weight, int64_t stride,
                     int64_t K, int64_t rows, int64_t count, const T* bias, T* y, int64_t y_stride) {
@@ -83,8 +84,8 @@ void multiply_block(const typename Dot::X* x, int64_t x_stride, const typename D
     for (int64_t c = 0; c < std::min<int64_t>(C, count); c++) y[r * y_stride + c] = found[r * C + c];
 }
 
-// Rows [0, rows) of x by `count` columns. Columns outside, so that their few weights stay in the nearest cache
-// while all rows go by.
+// Computes rows [0, rows) of x by `count` columns. Columns are the outer loop, so that their few weights stay in the L1
+// cache while all rows are read.
 template <typename Dot, typename T>
 void multiply_columns(const typename Dot::X* x, int64_t x_stride, int64_t rows, const typename Dot::Weight* weight,
                       int64_t stride, int64_t K, int64_t count, const T* bias, T* y, int64_t y_stride) {
@@ -110,7 +111,7 @@ void widen(const T* from, int64_t count, float* to) {
   for (; i < count; i++) to[i] = scalar(from[i]);
 }
 
-// The columns [first, last) of a part, block by block of rows.
+// Computes the columns [first, last) of a part, block by block of rows.
 template <typename Dot, typename T>
 void multiply_part(const Call& call, const Part& part, const typename Dot::X* x, int64_t x_stride, int64_t first,
                    int64_t last) {
@@ -127,7 +128,7 @@ void multiply_part(const Call& call, const Part& part, const typename Dot::X* x,
       const auto* weight = (const typename Dot::Weight*)part.weight + n * stride;
       const T* bias = part.bias ? (const T*)part.bias + n : nullptr;
       T* y = (T*)part.y + row * part.N + n;
-      if (is_narrow && rows > 4) {  // many rows will read these weights: widen them once
+      if (is_narrow && rows > 4) {  // many rows read these weights: widen them once
         for (int64_t c = 0; c < count; c++) widen(weight + c * stride, call.K, wide + c * call.K);
         multiply_columns<Widened<float>, T>((const float*)x + row * x_stride, x_stride, rows, wide, call.K, call.K,
                                             count, bias, y, part.N);
@@ -138,7 +139,7 @@ void multiply_part(const Call& call, const Part& part, const typename Dot::X* x,
   }
 }
 
-// T: of x, weight, bias and y. Dot: how their products are added.
+// T: the type of x, weight, bias and y. Dot: the way to add their products.
 template <typename Dot, typename T>
 void multiply(const Call& call, int threads) {
   using X = typename Dot::X;

@@ -1,11 +1,10 @@
-"""x @ weight^T + bias on a GPU, one element's sum always over the same tiles of K in the same order (Triton).
+"""x @ weight^T + bias on a GPU (Triton); the sum of an element always adds the same tiles of K in the same order.
 
-Rows beyond M are masked, K is never split, nothing is tuned at run time and M is no part of what is compiled: a row's
+Rows beyond M are masked, K is never split, nothing is tuned at run time and kernels are not specialised to M: a row's
 bits depend on neither M nor its place. `product` takes one of two tile shapes by M. Both multiply with the same
-instruction family (wgmma on Hopper: 64 rows, 16 of K) over the same steps of K, hence alike; the invariance self-test
-looks whether this device agrees, and `fixed_product` has one shape only. float32 is multiplied as float32 (no TF32);
-sums are float32, of float64 float64.
-
+instruction family (wgmma on Hopper: 64 rows, 16 of K) over the same steps of K, so their bits should agree; the
+invariance self-test checks this on the device, and `fixed_product` has one shape only. float32 is multiplied as float32
+(no TF32); sums are float32, of float64 float64.
 Dimension letters: M rows, N out_features, K in_features.
 """
 
@@ -20,8 +19,8 @@ from torch import Tensor
 
 from ..machine.triton_numbers import INTERPRETED, dot_added, rounded
 
-MANY_ROWS = 128  # from here on the work is arithmetic, below it is the reading of weights
-GROUP = 8  # row tiles that pass over the same weights together, while those are in the L2 cache
+MANY_ROWS = 128  # from this on arithmetic takes most of the time, below it reading the weights does
+GROUP = 8  # row tiles that read the same weights together, while the L2 cache holds them
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,12 @@ SERVED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [M,K] @ weight [N,K]^T + bias [N] -> [M,N], in tiles that suit M. Any strides."""
+    """Compute x [M,K] @ weight [N,K]^T + bias [N] -> [M,N], in tiles chosen by M. Any strides."""
     return _product(x, weight, bias, _tile(x.dtype, x.shape[0] >= MANY_ROWS))
 
 
 def fixed_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same in tiles of one shape: slower where there are many rows."""
+    """Compute the same in tiles of one shape: slower where there are many rows."""
     return _product(x, weight, bias, _tile(x.dtype, has_many_rows=False))
 
 
@@ -80,13 +79,13 @@ def _linear_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_DOUBLE: tl.constexpr,
 ):  # fmt: skip
-    """One program, one tile [BLOCK_M, BLOCK_N] of the output."""
+    """Compute one tile [BLOCK_M, BLOCK_N] of the output, one program a tile."""
     tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, BLOCK_N)
     program = tl.program_id(0)
     first_m = program // (GROUP_M * tiles_n) * GROUP_M
     group_m = tl.minimum(tiles_m - first_m, GROUP_M)
     within = program % (GROUP_M * tiles_n)
-    # int64: an element of a large [M, N] lies beyond what int32 counts
+    # int64: offsets into a large [M, N] exceed int32
     rows = ((first_m + within % group_m) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = (within // group_m * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     has_row, has_column = rows < num_rows, columns < num_columns

@@ -1,4 +1,4 @@
-// What our kernels share of AMX: bf16 products by tiles of 16 rows of 64 bytes.
+// Helpers that our AMX kernels share: bf16 products by tiles of 16 rows of 64 bytes.
 #pragma once
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && \
     defined(__AVX512VL__) && defined(__linux__)
@@ -18,17 +18,17 @@ struct alignas(64) Tile {
   bf16 values[16 * STEP];
 };
 
-// Linux lets a process use tiles once it has asked to.
+// Asks Linux for the use of tiles: a process may use them only after that.
 inline bool is_permitted() {
   constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
   static const bool answer = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
   return answer;
 }
 
-// Tile instructions read and write memory unseen by the compiler.
+// Compiler barrier: tile instructions read and write memory that the compiler does not know of.
 inline void fence() { asm volatile("" ::: "memory"); }
 
-// In place: word j of vector i becomes word i of vector j.
+// Transposes in place: word j of vector i becomes word i of vector j.
 inline void transpose(__m512i v[16]) {
   __m512i t[16];
 #pragma GCC unroll 8
@@ -61,7 +61,7 @@ inline void transpose(__m512i v[16]) {
 
 inline __mmask32 first_lanes(int64_t count) { return count >= 32 ? ~0u : (1u << count) - 1; }
 
-// Up to 16 rows of x as tiles: row p of tile s holds values 32 s + 2 p and the next of each row; zeros beyond.
+// Writes up to 16 rows of x as tiles: row p of tile s has values 32 s + 2 p and the next of each row; zeros at the end.
 inline void arrange(const bf16* x, int64_t stride, int64_t rows, int64_t K, Tile* to) {
   for (int64_t k = 0; k < K; k += STEP, to++) {
     const __mmask32 mask = first_lanes(K - k);

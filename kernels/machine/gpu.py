@@ -1,8 +1,8 @@
-"""Whether the Triton kernels serve a device. Nothing here imports Triton before it is known to be wanted.
+"""The decision whether the Triton kernels serve a device. Triton is imported only where its kernels are used.
 
-The rule, for people: Triton serves a CUDA (or ROCm) device where it is installed, finds a C compiler for its launchers
-and is not switched off by `LOCKSTEP_TRITON=0`; everything else runs the PyTorch paths. Triton decides whether kernels
-are interpreted (`TRITON_INTERPRET=1`, for tests without a GPU) as they are imported.
+Triton serves a CUDA (or ROCm) device where it is installed, finds a C compiler for its launchers and is not switched
+off by `LOCKSTEP_TRITON=0`; all other devices use the PyTorch paths. Triton decides at the import of the kernels whether
+they are interpreted (`TRITON_INTERPRET=1`, for tests without a GPU).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 
 
 def triton_serves(device: torch.device) -> bool:
-    """Whether operations on this device choose the Triton kernels. The answer holds for the life of the process."""
+    """Return whether operations on this device use the Triton kernels. The answer is fixed for the whole process."""
     return why_not_triton(device.type) is None
 
 
 @cache
 def why_not_triton(device_type: str) -> str | None:
-    """None where the Triton kernels serve devices of this type, else the reason in words."""
+    """Return the reason why Triton does not serve devices of this type, or None where it does."""
     if device_type != "cuda":
         return f"Triton kernels serve CUDA devices, not {device_type}"
     if os.environ.get("LOCKSTEP_TRITON") == "0":

@@ -1,6 +1,7 @@
-"""Memory in pages of 2 MiB where Linux gives them: a step reads all weights and KV once, and with pages of 4 KiB it
-spends up to a sixth of the time in looking up where they lie. What the memory holds, and
-where it is, stays as it is, so a trainer's own tensors may be given.
+"""Tensors in memory pages of 2 MiB, on Linux.
+
+A step reads all weights and KV once; with pages of 4 KiB, looking up their addresses takes up to a sixth of the time.
+Values and addresses do not change, so a trainer's own tensors may be passed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 from torch import Tensor
@@ -19,22 +20,22 @@ logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # linux/mman.h
-# A kernel without huge pages or older than 6.1, memory that is a file's, and no free stretch of memory.
+# A kernel without huge pages or older than 6.1, memory that maps a file, and no free stretch of memory.
 _REFUSALS = {errno.EINVAL, errno.ENOMEM, errno.EAGAIN, errno.EBUSY}
 
 
 def use_huge_pages(tensors: Iterable[Tensor], *, now: bool) -> int:
-    """Ask for huge pages under these tensors; returns the bytes of the stretches for which Linux agreed.
+    """Ask Linux for huge pages under these tensors, and return the bytes of the stretches for which it agreed.
 
-    now: move what lies there already, about 1 GB a second; otherwise pages are huge as they are first touched. Those of
-    devices, and any below Linux, are passed over; `LOCKSTEP_HUGE_PAGES=0` switches it off. Raises OSError for what
-    Linux refuses for another reason than that it has none to give.
+    now: move the present contents too (about 1 GB a second); otherwise a page is huge from its first use on. Tensors
+    that are not on a CPU are skipped, and so are all tensors on other systems; `LOCKSTEP_HUGE_PAGES=0` switches it off.
+    Raises OSError where Linux refuses for another reason than a lack of huge pages.
     """
     if sys.platform != "linux" or os.environ.get("LOCKSTEP_HUGE_PAGES") == "0":
         return 0
     num_bytes = 0
     for start, stop in stretches((t.data_ptr(), t.nbytes) for t in tensors if t.device.type == "cpu"):
-        agreed = _advise(start, stop, _MADV_HUGEPAGE)  # not where there are holes in the stretch, but beside them
+        agreed = _advise(start, stop, _MADV_HUGEPAGE)  # fails at holes, after advising the rest
         if now:
             agreed = _advise(start, stop, _MADV_COLLAPSE)
         num_bytes += (stop - start) * agreed
@@ -43,8 +44,11 @@ def use_huge_pages(tensors: Iterable[Tensor], *, now: bool) -> int:
 
 
 def stretches(memory: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(address, bytes) of tensors -> the whole huge pages [start, stop) that they touch, merged where they meet; only
-    stretches that the tensors fill by half at least, so that small ones move nothing else."""
+    """Find the stretches [start, stop) of whole huge pages that tensors, given as (address, bytes), lie in.
+
+    Stretches that meet are merged. A stretch is left out where tensors fill less than half of it, so that small tensors
+    move no memory of others.
+    """
     found: list[tuple[int, int, int]] = []  # start, stop, bytes of tensors in it
     for address, num_bytes in sorted(memory):
         start = address // PAGE_BYTES * PAGE_BYTES
@@ -67,7 +71,7 @@ def _advise(start: int, stop: int, advice: int) -> bool:
 
 
 @cache
-def _madvise() -> ctypes._CFuncPtr:
+def _madvise() -> Callable[..., int]:
     function = ctypes.CDLL(None, use_errno=True).madvise
     function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
     return function

@@ -1,9 +1,9 @@
-"""Our C++ kernels, compiled on first use and loaded with ctypes (which releases the GIL during a call).
+"""C++ kernels, compiled at first use and loaded with ctypes (which releases the GIL during a call).
 
-A library is kept in `$LOCKSTEP_CACHE_DIR`, or `$XDG_CACHE_HOME/lockstep`, or `~/.cache/lockstep`, under a
-name that is a digest of everything that shaped it: sources, flags, compiler and processor.
-`LOCKSTEP_NATIVE=0` switches native code off. `LOCKSTEP_MAX_ISA`, one of `ISA_LEVELS`, keeps every kernel from
-instructions above that level, for tests and to have one machine compute as a lesser one would.
+A library is stored in `$LOCKSTEP_CACHE_DIR`, or `$XDG_CACHE_HOME/lockstep`, or `~/.cache/lockstep`, under a name that
+is a digest of its sources, flags, compiler and processor.
+`LOCKSTEP_NATIVE=0` switches native code off. `LOCKSTEP_MAX_ISA`, one of `ISA_LEVELS`, forbids all kernels the
+instructions above that level: for tests, and to make one machine compute as a less capable one would.
 """
 
 import ctypes
@@ -26,29 +26,31 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-KERNELS = Path(__file__).parent.parent  # where sources lie, and what headers are named from
-INCLUDE_FLAG = f"-I{KERNELS}"  # not among FLAGS, so that checkouts share what they compiled
+KERNELS = Path(__file__).parent.parent  # the root of sources and of the paths in #include
+INCLUDE_FLAG = f"-I{KERNELS}"  # not in FLAGS, so that checkouts share compiled libraries
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fopenmp")
 
 
-# From the least to the most; what takes each level's own instructions away again. "plain" is the compiler's baseline.
+# From the least to the most capable; _WITHOUT: flag that forbids the next level. "plain" is the compiler's baseline.
 ISA_LEVELS = ("plain", "avx2", "avx512", "avx512_bf16", "amx")
 _WITHOUT = {"avx2": "-mno-avx512f", "avx512": "-mno-avx512bf16", "avx512_bf16": "-mno-amx-bf16"}
 
 
 class NativeUnavailable(Exception):
-    """Why there is no native library: switched off, no compiler, or what the compiler said."""
+    """No native library: native code is switched off, there is no compiler, or compiling failed."""
 
 
 @dataclass(frozen=True)
 class NativeLibrary:
+    """A compiled and loaded library."""
+
     path: Path
     compile_seconds: float  # 0.0 when it came from the cache
     handle: ctypes.CDLL
 
-    def function(self, name: str, argument_types: Sequence[type], result_type: type | None) -> ctypes._CFuncPtr:
-        """The exported C function `name`, typed."""
+    def function(self, name: str, argument_types: Sequence[type], result_type: type | None) -> Callable[..., Any]:
+        """Return the exported C function `name` with its argument and result types set."""
         function = getattr(self.handle, name)
         function.argtypes, function.restype = argument_types, result_type
         return function
@@ -59,10 +61,9 @@ _loaded: dict[str, NativeLibrary | NativeUnavailable] = {}
 
 
 def load(source_name: str) -> NativeLibrary | None:
-    """The library built from `source_name`, as "linear/linear.cpp", or None (`why_unavailable` then tells why).
+    """Return the library built from `source_name`, e.g. "linear/linear.cpp", or None (see `why_unavailable`).
 
-    The first call in a process may compile (seconds); the answer, either way, holds for the life of the
-    process.
+    The first call in a process may compile (seconds). Its answer, library or None, is fixed for the whole process.
     """
     found = _look_up(source_name)
     return found if isinstance(found, NativeLibrary) else None
@@ -71,13 +72,13 @@ def load(source_name: str) -> NativeLibrary | None:
 def function(
     source_name: str, name: str, argument_types: Sequence[type], result_type: type | None = None
 ) -> Callable[..., Any] | None:
-    """The exported function `name` of the library built from `source_name`, typed; None where there is no library."""
+    """Return the typed function `name` of the library built from `source_name`, or None where there is no library."""
     library = load(source_name)
     return None if library is None else library.function(name, argument_types, result_type)
 
 
 def why_unavailable(source_name: str) -> str | None:
-    """None when the library is there, else the reason in words."""
+    """Return the reason why there is no library, or None where there is one."""
     found = _look_up(source_name)
     return str(found) if isinstance(found, NativeUnavailable) else None
 
@@ -98,8 +99,11 @@ def _look_up(source_name: str) -> NativeLibrary | NativeUnavailable:
 
 
 def run(function: Callable[..., Any], *arguments: Any, kept: object = None) -> Any:
-    """Call a library's function, as every kernel's door does. kept: what the arguments point into, if nothing else
-    holds it. Whoever records this thread's calls (`recorded_by`) hears of it first."""
+    """Call a function of a library; all kernels make their calls here.
+
+    kept: the objects that the arguments point into, if nothing else holds them. The listener of this thread
+    (`recorded_by`), if any, receives the call before it is made.
+    """
     if _listening.to is not None:
         _listening.to(function, arguments, kept)
     return function(*arguments)
@@ -107,7 +111,7 @@ def run(function: Callable[..., Any], *arguments: Any, kept: object = None) -> A
 
 @contextmanager
 def recorded_by(listener: Callable[[Callable[..., Any], tuple[Any, ...], object], None]) -> Iterator[None]:
-    """The listener is told of every `run` of this thread: function, arguments and what is kept."""
+    """Pass each `run` of this thread to the listener: the function, its arguments and `kept`."""
     before, _listening.to = _listening.to, listener
     try:
         yield
@@ -123,9 +127,9 @@ _listening = _Listening()
 
 
 def build(source: Path, environ: Mapping[str, str], more_flags: Sequence[str] = ()) -> NativeLibrary:
-    """Compiles `source` unless the cache has it, and loads it. Many processes may do so at once.
+    """Compile `source` unless the cache has its library, and load it. Several processes may do so at once.
 
-    more_flags: behind FLAGS, so that they prevail. Raises NativeUnavailable, naming the cause.
+    more_flags: put after FLAGS, so that they override them. Raises NativeUnavailable with the cause.
     """
     if environ.get("LOCKSTEP_NATIVE") == "0":
         raise NativeUnavailable("switched off by LOCKSTEP_NATIVE=0")
@@ -146,20 +150,20 @@ def build(source: Path, environ: Mapping[str, str], more_flags: Sequence[str] = 
 
 
 def compile_flags(environ: Mapping[str, str]) -> list[str]:
-    """FLAGS, less the instructions that `LOCKSTEP_MAX_ISA` forbids. Raises ValueError for an unknown level."""
+    """Return FLAGS less the instructions that `LOCKSTEP_MAX_ISA` forbids. Raises ValueError for an unknown level."""
     level = environ.get("LOCKSTEP_MAX_ISA") or ISA_LEVELS[-1]
     if level not in ISA_LEVELS:
         raise ValueError(f"LOCKSTEP_MAX_ISA is {level!r}, not one of {', '.join(ISA_LEVELS)}")
     if level == "plain":
         return [flag for flag in FLAGS if flag != "-march=native"]
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return list(FLAGS)  # it has none of the instructions that the levels are named for
+        return list(FLAGS)  # the levels name instructions of x86 only
     above = ISA_LEVELS[ISA_LEVELS.index(level) : -1]
     return [*FLAGS, *(_WITHOUT[name] for name in above)]
 
 
 def find_compiler(environ: Mapping[str, str]) -> str:
-    """$CXX, else g++, else clang++, as a path. Raises NativeUnavailable when there is none."""
+    """Return the path of $CXX, else g++, else clang++. Raises NativeUnavailable when there is none."""
     names = [environ["CXX"]] if environ.get("CXX") else ["g++", "clang++"]
     for name in names:
         path = shutil.which(name, path=environ.get("PATH"))
@@ -176,10 +180,10 @@ def _cache_dir(environ: Mapping[str, str]) -> Path:
 
 
 def _openmp_link_flags(is_clang: bool) -> list[str]:
-    """Links the very libgomp that torch has loaded: two runtimes would keep two thread pools on the cores."""
+    """Return flags to link the libgomp that torch has loaded: two runtimes would keep two thread pools on the cores."""
     torch_root = Path(torch.__file__).parent
     bundled = sorted([*torch_root.glob("lib/libgomp*.so*"), *torch_root.with_name("torch.libs").glob("libgomp*.so*")])
-    if bundled and not is_clang:  # clang's -fopenmp emits calls that only its own runtime answers
+    if bundled and not is_clang:  # code from clang's -fopenmp needs clang's own runtime
         return [str(bundled[0])]
     return ["-fopenmp"]
 
@@ -191,7 +195,7 @@ def _digest(source: Path, compiler_version: str, flags: list[str]) -> str:
 
 
 def _processor() -> str:
-    """What -march=native looks at: a shared cache must never serve another machine's instructions."""
+    """Describe the processor as -march=native sees it: a shared cache must not serve another machine's instructions."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return f"{platform.machine()} {platform.processor()} {platform.node()}"

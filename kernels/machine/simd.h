@@ -1,6 +1,6 @@
-// The vector vocabulary of our CPU kernels: one register of W floats, and only operations whose every lane is
-// computed alike. Build with -ffp-contract=off: a product and a sum are fused where `fused` says so and
-// nowhere else, so a value's bits never depend on which copy of an inlined loop the compiler put it in.
+// Vectors of our CPU kernels: one register of W floats, and only operations that compute all lanes in the same way.
+// Build with -ffp-contract=off: a product and a sum are fused only where `fused` is called, so a value's bits never
+// depend on the copy of an inlined loop that the compiler chose for it.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -50,7 +50,7 @@ static inline Floats fused(Floats a, Floats b, Floats c) {  // a * b + c
   for (int i = 0; i < W; i++) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return r;
 #else
-  return a * b + c;  // two roundings, in every place alike
+  return a * b + c;  // two roundings, everywhere
 #endif
 }
 
@@ -90,7 +90,7 @@ static inline Floats to_bf16(Floats v) {  // the value that `store` would write,
   Ints is_nan = v != v;
   return (Floats)((rounded & ~(Words)is_nan) | ((Words)is_nan & 0x7fc00000u));
 }
-// As a value of the type of the second argument, still in fp32 lanes.
+// Rounds to the type of the second argument; the result stays in fp32 lanes.
 static inline Floats rounded(Floats v, float) { return v; }
 static inline Floats rounded(Floats v, bf16) { return to_bf16(v); }
 static inline void store_scalar(float* p, float x) { *p = x; }
@@ -101,7 +101,7 @@ static inline void store_scalar(bf16* p, float x) {
 }
 
 static inline Floats select(Ints mask, Floats yes, Floats no) { return mask ? yes : no; }
-static inline uint32_t bits(Ints mask) {  // lane i's truth in bit i
+static inline uint32_t bits(Ints mask) {  // bit i: whether lane i is true
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
 #elif defined(__AVX2__) && defined(__FMA__)

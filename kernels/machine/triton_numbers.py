@@ -1,17 +1,17 @@
-"""What Triton's interpreter gets wrong about bfloat16, put right; on a GPU these are the plain operations."""
+"""Operations that Triton's interpreter gets wrong for bfloat16, corrected; on a GPU they are the plain operations."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Decided as kernels are decorated: this module's constant and their mode agree.
+# Read when kernels are decorated, so this constant and the mode of the kernels agree.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """float32 x as the nearest value of dtype, ties to even. The interpreter's own cast to bfloat16 truncates."""
+    """Round float32 x to the nearest value of dtype, ties to even. The interpreter's own cast to bfloat16 truncates."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -22,7 +22,7 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def dot_added(total, a, b):
-    """total + a [M, K] @ b [K, N], summed in total's dtype. The interpreter's products of bfloat16 are garbage."""
+    """Add a [M, K] @ b [K, N] to total, in total's dtype. The interpreter's products of bfloat16 values are wrong."""
     if INTERPRETED:
         return tl.dot(a.to(total.dtype), b.to(total.dtype), total, input_precision="ieee", out_dtype=total.dtype)
     else:

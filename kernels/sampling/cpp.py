@@ -1,4 +1,4 @@
-"""The door to sampling.cpp: log-probabilities and draws on a CPU, of logits in float32 and bfloat16."""
+"""ctypes bindings of sampling.cpp: log-probabilities and draws on a CPU, from logits in float32 and bfloat16."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SOURCE = "sampling/sampling.cpp"
 
 
 class _Rows(ctypes.Structure):
-    """`Rows` in sampling.cpp, field by field."""
+    """The C++ struct `Rows` of sampling.cpp, field by field."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("logits", "temperatures")),
@@ -23,7 +23,7 @@ class _Rows(ctypes.Structure):
 
 
 class _Draws(ctypes.Structure):
-    """`Draws` in sampling.cpp, field by field."""
+    """The C++ struct `Draws` of sampling.cpp, field by field."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("seeds", "positions", "top_k", "top_p", "min_p")),
@@ -34,13 +34,13 @@ class _Draws(ctypes.Structure):
 
 
 def serves(logits: Tensor) -> bool:
-    """Whether this path is the one for such logits."""
+    """Return whether this path serves these logits."""
     on_cpu = logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16)
     return on_cpu and native.load(SOURCE) is not None
 
 
 def scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """logits [R, V], temperatures float32 [R] or [1] -> float32 [R, V]."""
+    """Compute log-probabilities of logits [R, V] at temperatures float32 [R] or [1] -> float32 [R, V]."""
     out = torch.empty(logits.shape, dtype=torch.float32)
     with_rows = _rows(logits := _dense(logits), temperatures := temperatures.contiguous())
     native.run(_function("lockstep_logprobs", 1), with_rows, out.data_ptr())
@@ -48,7 +48,7 @@ def scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
 
 
 def selected(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    """token_ids int64 [R], each below V -> float32 [R], and what `selected_gradient` needs to know again."""
+    """Compute log-probabilities of token_ids int64 [R], each below V -> float32 [R], and stats for the gradient."""
     out, stats = torch.empty(len(logits)), torch.empty(len(logits), 2)
     with_rows = _rows(logits := _dense(logits), temperatures := temperatures.contiguous())
     token_ids = token_ids.contiguous()
@@ -57,7 +57,7 @@ def selected(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> tuple[T
 
 
 def selected_gradient(logits: Tensor, token_ids: Tensor, temperatures: Tensor, stats: Tensor, grad: Tensor) -> Tensor:
-    """grad [R], of `selected` -> the gradient of logits [R, V], in their dtype."""
+    """Compute the gradient of logits [R, V], in their dtype, from grad [R] of `selected` and its stats."""
     out = torch.empty(logits.shape, dtype=logits.dtype)
     with_rows = _rows(logits := _dense(logits), temperatures := temperatures.contiguous())
     token_ids, grad = token_ids.contiguous(), grad.float().contiguous()
@@ -74,7 +74,7 @@ def draw(
     reshaped: tuple[Tensor, Tensor] | None,
     allowed: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens int64 [R], their log-probabilities and chances float32 [R]; see `sampling.draw_tokens`.
+    """Draw tokens: int64 [R], their log-probabilities and chances float32 [R]; see `sampling.draw_tokens`.
 
     noise_keys: seeds and positions, int64 [R]; filters: top_k int64, top_p float64, min_p float32 [R].
     """
@@ -85,7 +85,7 @@ def draw(
     allowed_row, masks = _places(allowed, nowhere)
     if rows is not None:
         rows = rows.float().contiguous()
-    if masks is not None:  # padded to whole words of 16 tokens; what a mask does not reach is not allowed
+    if masks is not None:  # padded to whole words of 16 tokens; tokens after a mask's end are not allowed
         missing = -(-vocab_size // 16) * 2 - masks.shape[1]
         masks = torch.nn.functional.pad(masks, (0, missing)).contiguous()
     token_ids, logprobs, chances = nowhere.new_empty(num_rows), torch.empty(num_rows), torch.empty(num_rows)
@@ -101,7 +101,7 @@ def draw(
 
 
 def _places(subset: tuple[Tensor, Tensor] | None, nowhere: Tensor) -> tuple[Tensor, Tensor | None]:
-    """For each row which of the subset's replaces it, -1: none; and the subset's values."""
+    """Return the index of each row's replacement in the subset (-1: none), and the subset's values."""
     if subset is None:
         return nowhere, None
     rows, values = subset
@@ -109,7 +109,7 @@ def _places(subset: tuple[Tensor, Tensor] | None, nowhere: Tensor) -> tuple[Tens
 
 
 def _dense(logits: Tensor) -> Tensor:
-    """The same with each row in one piece; rows may lie anywhere."""
+    """Return the logits with each row contiguous; the stride between rows may be any."""
     return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
 
 
@@ -124,10 +124,10 @@ _functions: dict[str, Callable[..., None]] = {}
 
 
 def _function(name: str, num_pointers: int) -> Callable[..., None]:
-    """The exported function that takes rows and so many pointers."""
+    """Return the exported function that takes rows and this number of pointers."""
     if name not in _functions:
         library = native.load(SOURCE)
         assert library is not None, native.why_unavailable(SOURCE)
-        arguments = [ctypes.POINTER(_Rows), *[ctypes.c_void_p] * num_pointers]
+        arguments: list[type] = [ctypes.POINTER(_Rows), *[ctypes.c_void_p] * num_pointers]
         _functions[name] = library.function(name, arguments, None)
     return _functions[name]

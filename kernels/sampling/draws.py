@@ -18,28 +18,28 @@ _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64: the golden-ratio i
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
-KEEP_ALL = 2**62  # as a top_k: more than any vocabulary has
+KEEP_ALL = 2**62  # a top_k above the size of any vocabulary
 
 
 @dataclass(frozen=True)
 class RowSettings:
-    """How each of R rows is drawn from; tensors of the logits' device."""
+    """Settings of the draws of R rows; tensors on the device of the logits."""
 
     temperatures: Tensor  # float32, positive
     seeds: Tensor  # int64, of the noise
-    top_k: Tensor  # int64, at least 1; 1 takes the most likely token, the first of equals, whatever the noise
+    top_k: Tensor  # int64, at least 1; 1 takes the most likely token (the first of equal ones) for any noise
     top_p: Tensor  # float64, in (0, 1]
     min_p: Tensor  # float32, in [0, 1]
-    filtered: Tensor  # int64: the rows where one of the last three leaves tokens out
+    filtered: Tensor  # int64: the rows where top_k, top_p or min_p excludes tokens
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """R tokens."""
+    """R drawn tokens."""
 
     token_ids: Tensor  # int64
-    logprobs: Tensor  # float32: `scaled_logprobs` of the model's logits, bit for bit; NaN where those are broken
-    chances: Tensor  # float32: probability in what was drawn from, before the filters
+    logprobs: Tensor  # float32: `scaled_logprobs` of the model's logits, bit for bit; NaN where the logits are broken
+    chances: Tensor  # float32: probability in the distribution drawn from, before the filters
 
 
 def draw_tokens(
@@ -49,21 +49,23 @@ def draw_tokens(
     reshaped: tuple[Tensor, Tensor] | None = None,
     allowed: tuple[Tensor, Tensor] | None = None,
 ) -> Drawn:
-    """One token per row of logits [R, V], by inverse transform of `uniform_noise(seeds, positions)`; positions int64.
+    """Draw one token per row of logits [R, V] by inverse transform of `uniform_noise(seeds, positions)`.
 
-    A filter keeps a prefix of the tokens ranked by logit / temperature, equal ones by id: the first top_k; those with
-    no more than top_p of the probability before them; those with at least min_p of the first one's probability. Each
-    is judged on the unfiltered probabilities, and only tokens that all keep are drawn.
+    positions: int64. A filter keeps a prefix of the tokens ranked by logit / temperature, equal ones by id: top_k keeps
+    the first k; top_p the tokens with no more than top_p of the probability before them; min_p the tokens with at least
+    min_p times the first one's probability. Each uses the unfiltered probabilities, and only tokens that all filters
+    keep are drawn.
 
-    reshaped: rows int64 [C] and float32 [C, V], the logits to draw from there. allowed: rows int64 [M] and uint8
-    [M, B], the tokens that may be drawn there, one bit each, the lowest first; what is beyond the last is not allowed.
-    A row's token is a function of its own logits, settings and position. A row with NaN or +inf gets some token.
+    reshaped: rows int64 [C] and float32 [C, V], the logits to draw from in these rows. allowed: rows int64 [M] and
+    uint8 [M, B], the tokens that may be drawn in these rows, one bit each, the lowest first; tokens after the last bit
+    are not allowed. A row's token depends on its own logits, settings and position alone. A row with NaN or +inf gets
+    some token.
     """
     if native_sampling.serves(logits):
         keys, filters = (settings.seeds, positions), (settings.top_k, settings.top_p, settings.min_p)
         return Drawn(*native_sampling.draw(logits, settings.temperatures, keys, filters, reshaped, allowed))
     if triton_serves(logits.device):
-        from . import triton_draws as triton_sampling  # Triton is imported only where it is used
+        from . import triton_draws as triton_sampling  # imports Triton, which may not be installed
 
         keys, filters = (settings.seeds, positions), (settings.top_k, settings.top_p, settings.min_p)
         return Drawn(*triton_sampling.draw(logits, settings.temperatures, keys, filters, reshaped, allowed))
@@ -78,7 +80,7 @@ def _draw(
     allowed: tuple[Tensor, Tensor] | None,
 ) -> Drawn:
     logprobs = scaled_logprobs(logits, settings.temperatures)
-    wanted = logprobs  # the log of what is drawn from
+    wanted = logprobs  # the log of the distribution to draw from
     if reshaped is not None or allowed is not None:
         wanted = logprobs.clone()
     if reshaped is not None:
@@ -100,7 +102,7 @@ def _draw(
 
 
 def _filtered(probabilities: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The same [R, V] with zeros for the tokens that are not kept; limits [R]."""
+    """Return the probabilities [R, V] with zeros for the tokens that are not kept; limits [R]."""
     k, p, m = (limit.unsqueeze(-1) for limit in (top_k, top_p, min_p))
     ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
     mass_before = ranked.double().cumsum(-1) - ranked
@@ -111,14 +113,14 @@ def _filtered(probabilities: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 
 
 def _unpacked(masks: Tensor, vocab_size: int) -> Tensor:
-    """uint8 [M, B] of bits, the lowest first -> bool [M, V]; False beyond them."""
+    """Unpack uint8 [M, B] of bits, the lowest first -> bool [M, V]; False after the last bit."""
     bits = (masks.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=masks.device)) & 1
     bits = bits.flatten(1)[:, :vocab_size].bool()
     return torch.nn.functional.pad(bits, (0, vocab_size - bits.shape[1]))
 
 
 def derive_seed(*parts: int) -> int:
-    """One int64 seed from several numbers: equal parts give equal seeds, any other parts an unrelated one."""
+    """Derive one int64 seed from several numbers: equal parts give equal seeds, any other parts an unrelated one."""
     state = 0
     for part in parts:
         z = (state + part + _GAMMA) % 2**64
@@ -129,7 +131,7 @@ def derive_seed(*parts: int) -> int:
 
 
 def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
-    """float64 [R] in [0, 1): a pure function of (seed, position), both int64 [R].
+    """Compute noise float64 [R] in [0, 1): a pure function of (seed, position), both int64 [R].
 
     The stream of a seed is SplitMix64 (Steele, Lea, Flood 2014) started at the mixed seed and read at `position`.
     """
@@ -139,11 +141,11 @@ def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def sample_from(probabilities: Tensor, noise: Tensor) -> Tensor:
-    """int64 [R]: the token at which the running sum of the row passes noise * total (inverse transform sampling).
+    """Choose the token int64 [R] at which a row's running sum passes noise * total (inverse transform sampling).
 
     probabilities [R, V], not negative, each row with a positive sum, not necessarily 1; noise float64 [R] in [0, 1).
-    Zero-probability tokens are never chosen. A row that holds NaN gets some token: whoever reports its log-probability,
-    NaN too, refuses it.
+    Zero-probability tokens are never chosen. A row that holds NaN gets some token; its log-probability is NaN too, and
+    the code that reports it refuses it.
     """
     running = probabilities.double().cumsum(-1)
     threshold = noise.unsqueeze(-1) * running[:, -1:]
@@ -151,7 +153,7 @@ def sample_from(probabilities: Tensor, noise: Tensor) -> Tensor:
 
 
 def _mix(z: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64, whose products wrap around as the unsigned ones do."""
+    """Apply SplitMix64's finaliser to int64, whose products wrap around as unsigned ones do."""
     z = (z ^ _shift_right(z, 30)) * _MIX_1
     z = (z ^ _shift_right(z, 27)) * _MIX_2
     return z ^ _shift_right(z, 31)

@@ -15,14 +15,14 @@ from torch.autograd.function import once_differentiable
 from ..machine.gpu import triton_serves
 from . import cpp as native_sampling
 
-_MAX_WIDENED = 1 << 20  # logits that the PyTorch path holds in float32 at a time
+_MAX_WIDENED = 1 << 20  # logits that the PyTorch path widens to float32 at a time
 
 
 def scaled_logprobs(logits: Tensor, temperature: Tensor | float) -> Tensor:
-    """log_softmax(logits / temperature) over the full vocabulary, in float32.
+    """Compute log_softmax(logits / temperature) over the full vocabulary, in float32.
 
     logits [R, V]; temperature a number, or float32 [R], positive. Each row depends on itself alone. Differentiable in
-    the logits: the trainer calls these very functions on its own, which makes its log-probabilities the engine's.
+    the logits: the trainer calls these same functions on its logits, so both compute the same log-probabilities.
     """
     temperatures = _per_row(temperature, logits)
     if logits.requires_grad and torch.is_grad_enabled():
@@ -31,11 +31,11 @@ def scaled_logprobs(logits: Tensor, temperature: Tensor | float) -> Tensor:
 
 
 def selected_logprobs(logits: Tensor, token_ids: Tensor, temperature: Tensor | float = 1.0) -> Tensor:
-    """Log-probability float32 [R] of one token per row: logits [R, V], token_ids int64 [R].
+    """Compute the log-probability float32 [R] of one token per row: logits [R, V], token_ids int64 [R].
 
-    The bits are those of `scaled_logprobs` at these tokens, and no more than a few rows of them are ever in memory.
-    Differentiable in the logits; the gradient is computed from the logits again, and is of their dtype. Raises
-    ValueError for tokens beyond the vocabulary.
+    The bits are those of `scaled_logprobs` at these tokens, and no more than a few of its rows are in memory at a time.
+    Differentiable in the logits; the gradient is computed from the logits again, and has their dtype. Raises ValueError
+    for tokens beyond the vocabulary.
     """
     num_rows, vocab_size = logits.shape
     if token_ids.shape != (num_rows,):
@@ -51,7 +51,7 @@ def selected_logprobs(logits: Tensor, token_ids: Tensor, temperature: Tensor | f
 
 
 def _per_row(temperature: Tensor | float, logits: Tensor) -> Tensor:
-    """float32 [R] or [1]. A tensor, since dividing by a number multiplies by its inverse on a GPU."""
+    """Return the temperature as float32 [R] or [1]: dividing by a number would multiply by its inverse on a GPU."""
     if isinstance(temperature, Tensor):
         return temperature.to(logits.device, torch.float32)
     return torch.full((1,), temperature, device=logits.device)
@@ -61,14 +61,14 @@ def _scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
     if native_sampling.serves(logits):
         return native_sampling.scaled(logits, temperatures)
     if triton_serves(logits.device):
-        from . import triton_logprobs  # Triton is imported only where it is used
+        from . import triton_logprobs  # imports Triton, which may not be installed
 
         return triton_logprobs.scaled(logits, temperatures)
     return torch.log_softmax(logits.float() / temperatures.unsqueeze(-1), dim=-1)
 
 
 def _selected(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor | None]:
-    """And what the native gradient wants to know again."""
+    """Compute the log-probabilities, and the statistics that the native gradient reads."""
     if native_sampling.serves(logits):
         return native_sampling.selected(logits, token_ids, temperatures)
     if triton_serves(logits.device):
@@ -85,7 +85,7 @@ def _selected(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> tuple[
 def _selected_gradient(
     logits: Tensor, token_ids: Tensor, temperatures: Tensor, stats: Tensor | None, grad: Tensor
 ) -> Tensor:
-    """(onehot - softmax) * grad / temperature, [R, V] in the logits' dtype."""
+    """Compute (onehot - softmax) * grad / temperature, [R, V] in the logits' dtype."""
     if stats is not None and logits.device.type != "cpu":
         from . import triton_logprobs
 
@@ -102,7 +102,7 @@ def _selected_gradient(
 
 
 def _blocks(logits: Tensor, temperatures: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Rows, a few at a time, with their temperatures."""
+    """Yield a few rows at a time with their temperatures."""
     count = max(1, _MAX_WIDENED // max(logits.shape[1], 1))
     for start in range(0, len(logits), count):
         rows = slice(start, start + count)
@@ -135,4 +135,5 @@ class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _selected_gradient(*ctx.saved_tensors, grad), None, None
+        logits, token_ids, temperatures, stats = ctx.saved_tensors
+        return _selected_gradient(logits, token_ids, temperatures, stats, grad), None, None

@@ -1,6 +1,6 @@
-// Log-probabilities of rows of logits, their gradient, and one token drawn from each row. What a row gets is a
-// function of that row and its settings alone: sixteen lanes and blocks of BLOCK tokens on every processor, added
-// in one order, and threads share rows, never a row.
+// Log-probabilities of rows of logits, their gradient, and one token drawn from each row. The results of a row depend
+// on that row and its settings alone: all processors add in sixteen lanes and blocks of BLOCK tokens, in one order, and
+// a row is never divided among threads.
 //
 // Of a row with logits x and temperature t: z = (x - largest x) * (1 / t), e = exp(z), and the log-probability is
 // z - log(sum of e). Letters: R rows, V vocabulary.
@@ -15,11 +15,11 @@ using namespace simd;
 namespace {
 
 constexpr int LANES = 16, PARTS = LANES / W;
-constexpr int64_t BLOCK = 256;        // tokens whose e are added in fp32; blocks are added in double
-constexpr int64_t SPAN = 1024;        // tokens of LANES groups, of which each largest logit is kept
-constexpr int64_t SERIAL = 1 << 15;   // logits below which waking threads costs more than it gives
+constexpr int64_t BLOCK = 256;        // tokens whose e are added in fp32; sums of blocks are added in double
+constexpr int64_t SPAN = 1024;        // tokens of LANES groups; the largest logit of each group is kept
+constexpr int64_t SERIAL = 1 << 15;   // with fewer logits, starting threads costs more than it saves
 constexpr float LOWEST = -88.0f;      // z below which e is zero
-constexpr int MAX_HALVINGS = 24;      // of the interval where a cut lies; then its candidates are sorted, however many
+constexpr int MAX_HALVINGS = 24;      // of the interval with the cut; after that all its candidates are sorted
 
 struct Lanes {
   Floats part[PARTS];
@@ -34,7 +34,7 @@ inline Lanes lanes(Function function) {
 }
 
 template <typename T>
-inline Lanes read(const T* x, int64_t start, int64_t end) {  // -inf behind the end
+inline Lanes read(const T* x, int64_t start, int64_t end) {  // -inf after the end
   if (start + LANES <= end) return lanes([&](int u) { return load(x + start + u * W); });
   float padded[LANES];
   for (int i = 0; i < LANES; i++) padded[i] = start + i < end ? scalar(x[start + i]) : -INFINITY;
@@ -73,7 +73,7 @@ template <typename T>
 struct Row {
   const T* x;
   int64_t V;
-  float inverse;  // of the temperature
+  float inverse;  // 1 / temperature
   const uint16_t* allowed;
   float largest = 0, log_sum = 0;
 
@@ -113,7 +113,7 @@ struct Row {
     largest = found;
   }
 
-  // The sum of e, `log_sum` too; NaN where a logit is NaN or +inf, or all are -inf. Where `kept` is given, e [V]
+  // Sums e and computes `log_sum`; NaN where a logit is NaN or +inf, or all are -inf. Where `kept` is given, e [V]
   // rounded up to LANES goes there, and to `running` the sum up to the end of each block.
   double sum(float* kept, double* running) {
     double total = 0;
@@ -138,7 +138,7 @@ struct Row {
   }
 };
 
-// -- what is kept of a row --------------------------------------------------------------------------------------
+// -- which tokens of a row are kept -----------------------------------------------------------------------------
 
 struct Limits {
   int64_t top_k;  // at least 1; 1 takes the first of the most likely tokens
@@ -152,7 +152,7 @@ struct Scratch {
   std::vector<std::pair<float, int64_t>> ranked;
 };
 
-struct Above {  // of the tokens whose z is beyond some value
+struct Above {  // count and mass of the tokens whose z is above some value
   int64_t count;
   double mass;
 };
@@ -176,14 +176,14 @@ Above above(const Row<T>& row, const float* kept, float value) {
   return found;
 }
 
-// The last of the ranking that is kept: z beyond `value`, and of those equal to it the ones up to index `last`.
+// The end of the kept ranking: tokens with z > `value`, and those with z == `value` up to index `last`.
 struct Cut {
   float value;
   int64_t last;
 };
 
-// A z that every token has passed which top-k and top-p keep: below it more than 1 - top_p of the mass cannot lie,
-// and top_k groups have a larger logit.
+// Returns a z below that of every token kept by top-k and top-p: tokens below it hold at most 1 - top_p of the mass, or
+// top_k groups have a larger logit.
 template <typename T>
 float lower_bound_of_cut(const Row<T>& row, const Limits& limits, double total, std::vector<float>& groups) {
   float low = LOWEST;
@@ -197,9 +197,9 @@ float lower_bound_of_cut(const Row<T>& row, const Limits& limits, double total, 
   return low;
 }
 
-// Tokens are ranked by z, equal ones by index, and kept while fewer than top_k stand before them, with no more than
-// top_p of the mass. The interval (low, high] of z where the last of them lies is halved until few are in it; those
-// are sorted.
+// Tokens are ranked by z, equal ones by index, and kept while fewer than top_k tokens with no more than top_p of the
+// mass rank before them. The interval (low, high] of z that holds the last kept token is halved until it has few
+// tokens; these are sorted.
 template <typename T>
 Cut find_cut(const Row<T>& row, const Limits& limits, double total, Scratch& s) {
   double limit = limits.top_p < 1.0 ? limits.top_p * total : INFINITY;
@@ -241,7 +241,7 @@ Cut find_cut(const Row<T>& row, const Limits& limits, double total, Scratch& s) 
   return cut;
 }
 
-// Takes what is not kept out of s.kept, and what it held out of s.running. Returns the sum of what is left.
+// Removes the tokens that are not kept from s.kept, and their e from s.running. Returns the sum of the rest.
 template <typename T>
 double filter(const Row<T>& row, const Limits& limits, double total, Scratch& s) {
   bool cuts = limits.top_k < row.V || limits.top_p < 1.0;
@@ -251,7 +251,7 @@ double filter(const Row<T>& row, const Limits& limits, double total, Scratch& s)
     Lanes added = zeros();
     for (int64_t i = start, end = std::min(start + BLOCK, row.V); i < end; i += LANES) {
       Lanes z = row.scaled(i);
-      int32_t ties = (int32_t)std::clamp<int64_t>(cut.last - i + 1, 0, LANES);  // lanes of i that may equal the cut
+      int32_t ties = (int32_t)std::clamp<int64_t>(cut.last - i + 1, 0, LANES);  // lanes of i that are kept if they tie
       for (int u = 0; u < PARTS; u++) {
         Floats e = load(s.kept.data() + i + u * W);
         Ints is_kept = (z.part[u] > splat(cut.value)) |
@@ -267,7 +267,7 @@ double filter(const Row<T>& row, const Limits& limits, double total, Scratch& s)
   return total;
 }
 
-// The token at which the running sum passes noise * total; one without probability is never it.
+// Returns the token at which the running sum passes noise * total; never one without probability.
 int64_t token_at(double noise, double total, int64_t V, const Scratch& s) {
   double threshold = noise * total;
   auto end = s.running.begin() + (V + BLOCK - 1) / BLOCK;
@@ -314,9 +314,9 @@ struct Draws {
   const double* top_p;
   const float* min_p;
   const float* reshaped;        // [*, V]: rows to draw from in place of the model's
-  const int64_t* reshaped_row;  // [R]: which of them; -1: the model's own
+  const int64_t* reshaped_row;  // [R]: row of `reshaped`; -1: the model's own logits
   const uint16_t* allowed;      // [*, allowed_width]
-  const int64_t* allowed_row;   // [R]; -1: all tokens
+  const int64_t* allowed_row;   // [R]: row of `allowed`; -1: all tokens
   int64_t allowed_width;
   int64_t* token_ids;  // [R]
   float *logprobs, *chances;
@@ -329,7 +329,7 @@ void for_each(const Rows& rows, Function function) {
   for (int64_t r = 0; r < rows.R; r++) function(r);
 }
 
-// A token of the row, which is normalised by the way, and its probability before the filters.
+// Draws a token of the row and its probability before the filters; also computes the row's sums.
 template <typename T>
 void draw(Row<T>& row, const Limits& limits, double noise, int64_t* token, float* chance) {
   static thread_local Scratch s;

@@ -1,7 +1,7 @@
 """Draws of tokens from rows of logits on a GPU: one program a row, over tiles of fixed size (Triton).
 
-Probabilities are counted in units of 2^-60 as integers, whose sums do not depend on the order in which they are made;
-so a row's token depends on that row alone, and running sums never decrease. What a filter keeps is found by bisection
+Probabilities are counted as integers in units of 2^-60, whose sums do not depend on the order of addition; so a row's
+token depends on that row alone, and running sums never decrease. The tokens that a filter keeps are found by bisection
 over the order of float32 logits: no row is sorted.
 
 Letters: R rows, V vocabulary.
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .triton_logprobs import BLOCK_V, NUM_WARPS, SIZES, dense, row_statistics, scaled_tile, selected
 
-_UNITS = tl.constexpr(2.0**60)  # in a probability of 1; some 2^61 fit in an int64 beside rounding
-_FAR = tl.constexpr(60.0)  # below the largest scaled logit by so much, a probability is less than a unit
+_UNITS = tl.constexpr(2.0**60)  # units in a probability of 1; an int64 holds about 2^61 and their rounding errors
+_FAR = tl.constexpr(60.0)  # a scaled logit this far below the largest has less than one unit
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)  # SplitMix64, as in sampling.uniform_noise
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
@@ -31,10 +31,10 @@ def draw(
     reshaped: tuple[Tensor, Tensor] | None,
     allowed: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens int64 [R], their log-probabilities and chances float32 [R]; see `sampling.draw_tokens`.
+    """Draw tokens: int64 [R], their log-probabilities and chances float32 [R]; see `sampling.draw_tokens`.
 
-    noise_keys: seeds and positions, int64 [R]; filters: top_k int64, top_p float64, min_p float32 [R]. Waits for
-    nothing on the device.
+    noise_keys: seeds and positions, int64 [R]; filters: top_k int64, top_p float64, min_p float32 [R]. Does not wait
+    for the device.
     """
     wanted = logits = dense(logits)
     if reshaped is not None or allowed is not None:
@@ -55,7 +55,7 @@ def draw(
 
 
 def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
-    """The noise that `draw` uses, float64 [R]; bit for bit that of `sampling.uniform_noise`."""
+    """Compute the noise that `draw` uses, float64 [R]; bit for bit that of `sampling.uniform_noise`."""
     out = torch.empty(len(seeds), dtype=torch.float64, device=seeds.device)
     if len(seeds):
         with torch.cuda.device_of(seeds):
@@ -64,7 +64,7 @@ def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def _wanted(logits: Tensor, reshaped: tuple[Tensor, Tensor] | None, allowed: tuple[Tensor, Tensor] | None) -> Tensor:
-    """A copy in float32 with what is to be drawn from."""
+    """Copy the logits to draw from, in float32."""
     wanted = logits.to(torch.float32, copy=True)
     if reshaped is not None:
         wanted.index_copy_(0, reshaped[0], reshaped[1])
@@ -90,7 +90,7 @@ def _draw_kernel(
     if top_k == 1:
         token = _first_of_rank(row, vocab_size, temperature, _rank(maximum), top_k, BLOCK)
     else:
-        lowest, last_tie = top_k * 0 - (1 << 40), vocab_size  # below every rank: all are kept
+        lowest, last_tie = top_k * 0 - (1 << 40), vocab_size  # below all ranks: all tokens are kept
         if (top_k < vocab_size) | (top_p < 1.0):
             mass_limit = tl.where(top_p < 1.0, (top_p * _UNITS).to(tl.int64), 1 << 62)
             lowest, quota = _cut(row, vocab_size, temperature, maximum, log_sum, top_k, mass_limit, BLOCK)
@@ -106,21 +106,21 @@ def _draw_kernel(
 
 @triton.jit
 def _units(x, maximum, log_sum):
-    """The probability of scaled logits x, in units; 0 where it is NaN."""
+    """Return the probability of scaled logits x, in units; 0 where it is NaN."""
     probability = tl.exp(x - maximum - log_sum)
     return (tl.where(probability > 0, probability, 0.0) * _UNITS).to(tl.int64)
 
 
 @triton.jit
 def _rank(x):
-    """float32 as an int64 of the same order; both zeros are one."""
+    """Map float32 to an int64 of the same order; both zeros have one rank."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
 
 @triton.jit
 def _above(row, vocab_size, temperature, maximum, log_sum, rank, BLOCK: tl.constexpr):
-    """Of the tokens that rank above `rank`: how many there are, and their units together."""
+    """Count the tokens that rank above `rank`, and sum their units."""
     count = tl.zeros((BLOCK,), tl.int64)
     mass = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, vocab_size, BLOCK):
@@ -133,9 +133,9 @@ def _above(row, vocab_size, temperature, maximum, log_sum, rank, BLOCK: tl.const
 
 @triton.jit
 def _cut(row, vocab_size, temperature, maximum, log_sum, top_k, mass_limit, BLOCK: tl.constexpr):
-    """The lowest rank that is kept, and how many tokens of that rank are: the first ones.
+    """Find the lowest rank that is kept, and the number of tokens kept of that rank: the first ones.
 
-    A rank is kept when fewer than top_k tokens, of no more than mass_limit units together, stand above it.
+    A rank is kept when fewer than top_k tokens, of no more than mass_limit units together, rank above it.
     """
     low, high = _rank(maximum - _FAR), _rank(maximum)
     while low < high:
@@ -152,7 +152,7 @@ def _cut(row, vocab_size, temperature, maximum, log_sum, top_k, mass_limit, BLOC
 
 @triton.jit
 def _first_of_rank(row, vocab_size, temperature, rank, nth, BLOCK: tl.constexpr):
-    """The nth token, from 1, of this rank; V where there are fewer."""
+    """Find the nth token, from 1, of this rank; V where there are fewer."""
     found = vocab_size
     seen = nth * 0
     start = vocab_size * 0
@@ -179,13 +179,13 @@ def _kept_units(row, v, vocab_size, temperature, maximum, log_sum, lowest, last_
 def _walk(
     row, vocab_size, temperature, maximum, log_sum, lowest, last_tie, least, noise, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The first kept token at which the running sum passes noise * total."""
+    """Find the first kept token at which the running sum passes noise * total."""
     lanes = tl.arange(0, BLOCK)
     units = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, vocab_size, BLOCK):
         units += _kept_units(row, start + lanes, vocab_size, temperature, maximum, log_sum, lowest, last_tie, least)
     total = tl.sum(units, 0)
-    # Rounding may bring the product to the total itself, which no running sum passes.
+    # Rounding may bring the product up to the total, which no running sum passes.
     threshold = tl.minimum((noise * total.to(tl.float64)).to(tl.int64), total - 1)
     at = vocab_size * 0
     passed = threshold * 0
@@ -208,7 +208,7 @@ def _noise_kernel(seeds_ptr, positions_ptr, out_ptr):
 
 @triton.jit
 def _noise(seed, position):
-    """float64 in [0, 1) of int64 seed and position: 52 bits, so that the noise stays below 1 after rounding."""
+    """Compute float64 in [0, 1) of int64 seed and position: 52 bits, so that the noise is below 1 after rounding."""
     start = _mix(seed.to(tl.uint64) + _GAMMA)
     bits = _mix(start + (position.to(tl.uint64) + 1) * _GAMMA)
     return (bits >> 12).to(tl.int64).to(tl.float64) * 2.220446049250313e-16  # 2^-52

@@ -1,8 +1,8 @@
 """Log-probabilities of rows of logits on a GPU, without a float32 copy of them (Triton).
 
-One program looks at one row, in tiles of fixed size from the first token to the last: each lane keeps its own running
-maximum and sum, and the lanes meet once, at the end. So a row's bits depend on that row alone. What is reported of a
-row follows from its `statistics` by one division and two subtractions, whichever tokens are asked for.
+One program reads one row, in tiles of fixed size from the first token to the last: each lane keeps its own running
+maximum and sum, and the lanes are combined once, at the end. So a row's bits depend on that row alone. A reported value
+follows from the row's `statistics` by one division and two subtractions, for any set of tokens.
 
 Letters: R rows, V vocabulary, C columns asked for.
 """
@@ -18,26 +18,26 @@ from ..machine.triton_numbers import INTERPRETED, rounded
 
 BLOCK_V = 4096
 NUM_WARPS = 8
-# No part of what is compiled, nor is the place of the logits in memory: it would lay out a tile's lanes otherwise, and
-# so add them in another order, for rows that start elsewhere.
+# Not specialised by the compiler, and neither are alignments: logits that start elsewhere in memory would get another
+# layout of lanes, and so another order of addition.
 SIZES = ["vocab_size", "logits_row", "temperature_step"]
 
 
 def scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """logits [R, V], temperatures float32 [R] or [1] -> float32 [R, V]."""
+    """Compute log-probabilities of logits [R, V] at temperatures float32 [R] or [1] -> float32 [R, V]."""
     logits = dense(logits)
     return _logprobs(logits, temperatures, statistics(logits, temperatures), None)
 
 
 def selected(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    """token_ids int64 [R] -> float32 [R], NaN for tokens beyond V; and what `selected_gradient` needs to know again."""
+    """Compute log-probabilities of token_ids int64 [R] -> float32 [R], NaN for tokens beyond V; and the statistics."""
     logits = dense(logits)
     stats = statistics(logits, temperatures)
     return _logprobs(logits, temperatures, stats, token_ids.unsqueeze(-1)).squeeze(-1), stats
 
 
 def statistics(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """float32 [R, 2]: of logits [R, V] / temperature the maximum and the log of the sum of exp(what is less it)."""
+    """Compute the maximum m of logits / temperature, and log(sum(exp(x - m))) of these x: float32 [R, 2]."""
     stats = torch.empty(len(logits), 2, dtype=torch.float32, device=logits.device)
     if len(logits):
         rows = (logits, temperatures, logits.shape[1], logits.stride(0), _step(temperatures))
@@ -47,7 +47,7 @@ def statistics(logits: Tensor, temperatures: Tensor) -> Tensor:
 
 
 def selected_gradient(logits: Tensor, token_ids: Tensor, temperatures: Tensor, stats: Tensor, grad: Tensor) -> Tensor:
-    """grad [R], of `selected` -> the gradient of logits [R, V], in their dtype."""
+    """Compute the gradient of logits [R, V], in their dtype, from grad [R] of `selected` and the statistics."""
     logits = dense(logits)
     num_rows, vocab_size = logits.shape
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
@@ -62,7 +62,7 @@ def selected_gradient(logits: Tensor, token_ids: Tensor, temperatures: Tensor, s
 
 
 def dense(logits: Tensor) -> Tensor:
-    """logits [R, V] whose rows are contiguous. Raises ValueError where there is no such path."""
+    """Return logits [R, V] with contiguous rows. Raises ValueError where Triton does not serve them."""
     if not logits.is_floating_point() or not (logits.is_cuda or INTERPRETED.value):
         raise ValueError(f"Triton reads floating-point logits on a GPU, not {logits.dtype} on {logits.device}")
     return logits if logits.stride(1) == 1 else logits.contiguous()
@@ -73,7 +73,7 @@ def _step(temperatures: Tensor) -> int:
 
 
 def _logprobs(logits: Tensor, temperatures: Tensor, stats: Tensor, columns: Tensor | None) -> Tensor:
-    """columns int64 [R, C], or None: all -> float32 [R, C]."""
+    """Compute float32 [R, C] at columns int64 [R, C], or at all columns where it is None."""
     num_rows, vocab_size = logits.shape
     width = vocab_size if columns is None else columns.shape[1]
     out = torch.empty(num_rows, width, dtype=torch.float32, device=logits.device)
@@ -90,13 +90,13 @@ def _logprobs(logits: Tensor, temperatures: Tensor, stats: Tensor, columns: Tens
 
 @triton.jit
 def scaled_tile(row, v, vocab_size, temperature):
-    """The logits of tokens v of a row, divided by the temperature; -inf beyond V."""
+    """Load the logits of tokens v of a row, divided by the temperature; -inf beyond V."""
     return tl.div_rn(tl.load(row + v, mask=v < vocab_size, other=-float("inf")).to(tl.float32), temperature)
 
 
 @triton.jit
 def row_statistics(row, vocab_size, temperature, BLOCK: tl.constexpr):
-    """The maximum of a row's scaled logits, and the log of the sum of the exponentials of what is less it."""
+    """Compute the maximum m of a row's scaled logits x, and log(sum(exp(x - m)))."""
     largest = tl.full((BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocab_size, BLOCK):
@@ -142,7 +142,7 @@ def _gradient_kernel(
     logits_ptr, temperatures_ptr, vocab_size, logits_row, temperature_step, stats_ptr, ids_ptr, grad_ptr, out_ptr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(onehot - softmax) * grad / temperature of one tile of a row."""
+    """Compute (onehot - softmax) * grad / temperature for one tile of a row."""
     r = tl.program_id(0).to(tl.int64)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     temperature = tl.load(temperatures_ptr + r * temperature_step)

@@ -2,7 +2,7 @@
 //
 // The SHA instructions of x86 wait on their own results for half of the time; a second, independent message fills the
 // gaps. The order of instructions inside one message is that of Intel's "Intel SHA Extensions" white paper (2013).
-// Without these instructions the library exports `sha256_tiles_supported() == 0` and nothing else of use.
+// Without these instructions the library exports `sha256_tiles_supported() == 0` and no other usable function.
 
 #include <cstdint>
 #include <cstring>
@@ -28,7 +28,7 @@ constexpr int64_t BLOCK = 64;  // bytes that SHA-256 takes at once
 struct Message {
     std::vector<uint8_t> bytes;  // padded to whole blocks
     int64_t num_blocks = 0;
-    __m128i abef, cdgh;  // the eight state words, as the instructions want them
+    __m128i abef, cdgh;  // the eight state words, in the order that the instructions take
 
     void start(int64_t size) {
         num_blocks = (size + 9 + BLOCK - 1) / BLOCK;

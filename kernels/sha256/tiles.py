@@ -3,16 +3,16 @@
 Letters used in shapes: a block has k bands of r rows by m cells of c columns, [k, r, m, c]; a cell is [r, c]. A cell is
 cut into strips of whole rows, or, where a strip is one row, that row into pieces: these are the tiles.
 
-The native path hashes two tiles at a time on each thread and reads a cell where it lies, so it is faster than hashlib
-over the same bytes; hashlib pays a copy of the block and a switch of threads per tile. What lies on a GPU that Triton
-serves is hashed there, all tiles at once, and only digests are copied.
+The native path hashes two tiles at a time on each thread and reads a cell in place, so it is faster than hashlib
+over the same bytes; hashlib pays a copy of the block and a switch of threads per tile. Blocks on a GPU that Triton
+serves are hashed there, all tiles at once, and only digests are copied.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -26,11 +26,11 @@ SOURCE = "sha256/sha256_tiles.cpp"
 
 
 def tile_hashes(block: Tensor, strip_rows: int, piece_cols: int) -> bytes:
-    """The digests of all tiles of a block, 32 bytes each, in the order band, cell, strip, piece.
+    """Compute the digests of all tiles of a block, 32 bytes each, in the order band, cell, strip, piece.
 
-    block: [k, r, m, c] of any dtype, device and strides; it is not changed, and copied once where its columns are not
-    contiguous, or it is neither on the CPU nor on a GPU that Triton serves. Either strip_rows is 1 or piece_cols is c.
-    Releases the GIL while it hashes.
+    block: [k, r, m, c] of any dtype, device and strides. It is not changed; it is copied once where its columns are not
+    contiguous, or where it is neither on the CPU nor on a GPU that Triton serves. Either strip_rows is 1 or piece_cols
+    is c. Releases the GIL while it hashes.
     """
     if triton_serves(block.device):
         return _triton_hashes([(block, strip_rows, piece_cols)])[0]
@@ -55,7 +55,7 @@ def tile_hashes(block: Tensor, strip_rows: int, piece_cols: int) -> bytes:
 
 
 def tile_hashes_of_all(blocks: Sequence[tuple[Tensor, int, int]]) -> list[bytes]:
-    """`tile_hashes` of each (block, strip_rows, piece_cols): a GPU hashes its blocks together, and is fast only so."""
+    """Compute `tile_hashes` of each (block, strip_rows, piece_cols); a GPU is fast only with many blocks at once."""
     hashes = [b""] * len(blocks)
     for device in {block.device for block, _, _ in blocks}:
         indices = [i for i, (block, _, _) in enumerate(blocks) if block.device == device]
@@ -67,13 +67,13 @@ def tile_hashes_of_all(blocks: Sequence[tuple[Tensor, int, int]]) -> list[bytes]
 
 
 def _triton_hashes(blocks: Sequence[tuple[Tensor, int, int]]) -> list[bytes]:
-    from .triton_kernels import triton_tile_hashes  # imports Triton, which need not be installed
+    from .triton_kernels import triton_tile_hashes  # imports Triton, which may not be installed
 
     return triton_tile_hashes(blocks)
 
 
 def tile_hashes_reference(block: Tensor, strip_rows: int, piece_cols: int) -> bytes:
-    """`tile_hashes` by hashlib: one copy of the block, cell after cell, and one call per tile."""
+    """Compute `tile_hashes` with hashlib: one copy of the block, cell after cell, and one call per tile."""
     _, rows, _, cols = block.shape
     cells = block.detach().permute(0, 2, 1, 3).contiguous().cpu().resolve_conj().resolve_neg()
     raw = memoryview(cells.reshape(-1).view(torch.uint8).numpy())
@@ -92,12 +92,12 @@ def tile_hashes_reference(block: Tensor, strip_rows: int, piece_cols: int) -> by
 
 
 def is_native() -> bool:
-    """Whether tiles are hashed by our own code: there is a C++ compiler, and the processor has SHA instructions."""
+    """Return whether our C++ code hashes tiles: there is a C++ compiler, and the processor has SHA instructions."""
     return _native() is not None
 
 
 @cache
-def _native() -> ctypes._CFuncPtr | None:
+def _native() -> Callable[..., None] | None:
     library = native.load(SOURCE)
     if library is None or not library.function("sha256_tiles_supported", [], ctypes.c_int)():
         return None

@@ -1,10 +1,10 @@
 """SHA-256 (FIPS 180-4) of the tiles of many blocks on a GPU (Triton): one launch for all, one lane for a tile.
 
-A lane takes its tile 64 bytes after 64 bytes, so a GPU is fast only where it has many tiles at once; a model of some
-billions of weights has some 100,000. Hence blocks of any number of tensors are hashed together: a table describes them,
-and every program looks its block up. The sectors that a lane does not use up at once wait in the L1 cache.
+A lane hashes its tile 64 bytes after 64 bytes, so a GPU is fast only where it has many tiles at once; a model of some
+billions of weights has about 100,000. Hence blocks of many tensors are hashed together: a table describes them, and
+each program looks up its block. Sectors that a lane has not yet used up wait in the L1 cache.
 
-Blocks are those of `sha256_tiles`, [k, r, m, c]: bands, rows, cells and columns. A tile is a strip of rows of a cell,
+Blocks are those of `tiles.py`, [k, r, m, c]: bands, rows, cells and columns. A tile is a strip of rows of a cell,
 or a piece of one row.
 """
 
@@ -20,10 +20,10 @@ from ..machine.triton_numbers import INTERPRETED
 
 LANES = 128  # tiles of a program, one a thread
 DIGEST_WORDS = 8
-UNITS = (64, 4, 1)  # bytes that surely lie side by side in a tile, the first of these that fits a block
-MAX_TILE_BYTES = 1 << 28  # bits of a tile are counted in 32 bits
-_NUM_FIELDS = tl.constexpr(14)  # of a row of the table
-_NUM_CONSTANTS = tl.constexpr(64)  # that stand before its rows
+UNITS = (64, 4, 1)  # bytes contiguous in every tile; a block uses the first of these that fits it
+MAX_TILE_BYTES = 1 << 28  # the number of bits of a tile must fit in 32 bits
+_NUM_FIELDS = tl.constexpr(14)  # in a row of the table
+_NUM_CONSTANTS = tl.constexpr(64)  # before the rows of the table
 _ROUND_CONSTANTS = (
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
     0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
@@ -37,7 +37,7 @@ _ROUND_CONSTANTS = (
 
 
 def triton_tile_hashes(blocks: Sequence[tuple[Tensor, int, int]]) -> list[bytes]:
-    """`sha256_tiles.tile_hashes` of each (block, strip_rows, piece_cols), all on one GPU; waits for it at the end.
+    """Compute `tiles.tile_hashes` of each (block, strip_rows, piece_cols), all on one GPU; waits for it at the end.
 
     Blocks are not changed, and copied on their GPU only where their columns are not contiguous. Raises ValueError for a
     device that is not served.
@@ -45,7 +45,7 @@ def triton_tile_hashes(blocks: Sequence[tuple[Tensor, int, int]]) -> list[bytes]
     wrong = sorted({str(block.device) for block, _, _ in blocks if not (block.is_cuda or INTERPRETED.value)})
     if wrong:
         raise ValueError(f"Triton hashes tensors on a GPU, not on {', '.join(wrong)}")
-    readable = [(_readable(block), *cut) for block, *cut in blocks]
+    readable = [(_readable(block), strip_rows, piece_cols) for block, strip_rows, piece_cols in blocks]
     launched = []
     for unit in UNITS:
         indices = [i for i, fields in enumerate(readable) if fields[0].numel() and _unit(*fields) == unit]
@@ -65,10 +65,10 @@ def _readable(block: Tensor) -> Tensor:
 
 
 def _unit(block: Tensor, strip_rows: int, piece_cols: int) -> int:
-    """Of UNITS: 64 where rows of tiles are whole blocks of SHA-256, 4 where they are whole words."""
+    """Choose from UNITS: 64 where rows of tiles are whole blocks of SHA-256, 4 where they are whole words, else 1."""
     size, cols = block.element_size(), block.shape[3]
     addresses = [block.data_ptr(), *(stride * size for stride in block.stride()[:3])]
-    # The last piece of a row is what the others left of it; a last strip has fewer rows, of the same length.
+    # The last piece of a row may be shorter, so the row counts too; a last strip has fewer rows of the same length.
     lengths = [min(piece_cols, cols) * size, cols * size]
     if any(number % 4 for number in [*addresses, *lengths]):
         return 1
@@ -76,8 +76,10 @@ def _unit(block: Tensor, strip_rows: int, piece_cols: int) -> int:
 
 
 def _launch(blocks: list[tuple[Tensor, int, int]], unit: int) -> tuple[Tensor, list[int]]:
-    """Digests [tiles, 8] int32 in the order of their bytes, not waited for; and the first tile of each block, and the
-    end."""
+    """Launch the kernel without waiting for it.
+
+    Returns digests [tiles, 8] int32 in the order of their bytes, and the first tile of each block followed by the end.
+    """
     device = blocks[0][0].device
     fields, num_tiles = [], []
     for block, strip_rows, piece_cols in blocks:
@@ -109,13 +111,13 @@ def _rotated(x, n: tl.constexpr):
 
 @triton.jit
 def _swapped(x):
-    """The four bytes of uint32 x in the other order."""
+    """Reverse the four bytes of uint32 x."""
     return (x >> 24) | ((x >> 8) & 0xFF00) | ((x << 8) & 0xFF0000) | (x << 24)
 
 
 @triton.jit
 def _round(a, b, c, d, e, f, g, h, word):
-    """One round: the state after it is (second, a, b, c, first, e, f, g) of what is returned."""
+    """Run one round; the state after it is (second, a, b, c, first, e, f, g), of which it returns first and second."""
     one = h + (_rotated(e, 6) ^ _rotated(e, 11) ^ _rotated(e, 25)) + (g ^ (e & (f ^ g))) + word
     two = (_rotated(a, 2) ^ _rotated(a, 13) ^ _rotated(a, 22)) + ((a & b) | (c & (a | b)))
     return d + one, one + two
@@ -129,9 +131,9 @@ def _next_word(w0, w1, w9, w14):
 
 @triton.jit
 def _word(data, base, row_stride, width, size, num_blocks, start, offset: tl.constexpr, UNIT: tl.constexpr):
-    """The padded message's word at byte start + offset, big-endian: data, then 0x80, zeros, and the number of bits.
+    """Load the padded message's word at byte start + offset, big-endian: data, then 0x80, zeros, the number of bits.
 
-    start is that of a block of SHA-256; data + base is where the tile begins.
+    start: first byte of a block of SHA-256; data + base: the address where the tile begins.
     """
     position = start + offset
     if UNIT == 1:
@@ -142,7 +144,7 @@ def _word(data, base, row_stride, width, size, num_blocks, start, offset: tl.con
             byte = tl.load(data + base + row * row_stride + at % width, mask=at < size, other=0).to(tl.uint32)
             word = (word << 8) | tl.where(at == size, 0x80, byte)
     else:
-        row = (start if UNIT == 64 else position) // width  # the same for a whole block where it lies in one row
+        row = (start if UNIT == 64 else position) // width  # one row for a whole block of UNIT 64
         from_ = data + base + row * row_stride + (position - row * width)
         raw = tl.load(from_.to(tl.pointer_type(tl.uint32), bitcast=True), mask=position < size, other=0)
         word = tl.where(position == size, tl.full((1,), 0x80000000, tl.uint32), _swapped(raw))
@@ -151,7 +153,7 @@ def _word(data, base, row_stride, width, size, num_blocks, start, offset: tl.con
 
 @triton.jit
 def _hash_kernel(table, owners, digests, TILES: tl.constexpr, UNIT: tl.constexpr):
-    """TILES tiles of one block of the table, with the fields that `_launch` writes; sizes and strides in bytes."""
+    """Hash TILES tiles of one block of the table, with the fields that `_launch` writes; sizes and strides in bytes."""
     program = tl.program_id(0)
     entry = table + _NUM_CONSTANTS + tl.load(owners + program) * _NUM_FIELDS
     data = tl.load(entry).to(tl.pointer_type(tl.uint8))
@@ -194,7 +196,7 @@ def _hash_kernel(table, owners, digests, TILES: tl.constexpr, UNIT: tl.constexpr
         w14 = _word(data, base, row_stride, width, size, num_blocks, start, 56, UNIT)
         w15 = _word(data, base, row_stride, width, size, num_blocks, start, 60, UNIT)
         a, b, c, d, e, f, g, h = s0, s1, s2, s3, s4, s5, s6, s7
-        for first in range(0, 64, 16):  # not unrolled: that compiles many times longer
+        for first in range(0, 64, 16):  # not unrolled: unrolled it compiles many times longer
             if first > 0:
                 w0, w1 = _next_word(w0, w1, w9, w14), _next_word(w1, w2, w10, w15)
                 w2, w3 = _next_word(w2, w3, w11, w0), _next_word(w3, w4, w12, w1)
@@ -221,7 +223,7 @@ def _hash_kernel(table, owners, digests, TILES: tl.constexpr, UNIT: tl.constexpr
             g, c = _round(d, e, f, g, h, a, b, c, w13 + tl.load(table + first + 13).to(tl.uint32))
             f, b = _round(c, d, e, f, g, h, a, b, w14 + tl.load(table + first + 14).to(tl.uint32))
             e, a = _round(b, c, d, e, f, g, h, a, w15 + tl.load(table + first + 15).to(tl.uint32))
-        goes_on = block < num_blocks  # shorter tiles than others of the program are done
+        goes_on = block < num_blocks  # False for tiles that are shorter than others of the program
         s0, s1 = tl.where(goes_on, s0 + a, s0), tl.where(goes_on, s1 + b, s1)
         s2, s3 = tl.where(goes_on, s2 + c, s2), tl.where(goes_on, s3 + d, s3)
         s4, s5 = tl.where(goes_on, s4 + e, s4), tl.where(goes_on, s5 + f, s5)

@@ -1,4 +1,4 @@
-"""The self-test finds what does not keep its bits, and says what to use instead."""
+"""Tests of the self-test: it finds products that do not keep a row's bits, and names one to use instead."""
 
 import time
 
@@ -24,7 +24,7 @@ SHAPES = [(96, 64), (160, 64), (64, 96), (77, 50)]
 
 
 def product_that_knows_its_batch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Off by about an ulp, and only where a batch has an odd number of rows above 4."""
+    """Compute a product that is off by about an ulp where a batch has an odd number of rows above 4."""
     out = row_product(x, weight, bias)
     return out * (1 + 2e-7) if x.shape[0] % 2 and x.shape[0] > 4 else out
 
@@ -114,12 +114,12 @@ def test_shapes_that_are_none_are_named() -> None:
 
 
 def product_that_knows_the_width(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Invariant in its rows, but off by about an ulp in layers of few columns."""
+    """Compute a product that is invariant in its rows, but off by about an ulp in layers of few columns."""
     return row_product(x, weight, bias) * (1 + 2e-7 * (weight.shape[0] < 64))
 
 
 def product_that_knows_its_strides(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Invariant in its rows, but off by about an ulp where the weight is a view into a wider one."""
+    """Compute a product that is invariant in its rows, but off by about an ulp for a view into a wider weight."""
     return row_product(x, weight, bias) * (1 + 2e-7 * (weight.stride(0) > weight.shape[1]))
 
 

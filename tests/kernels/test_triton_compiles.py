@@ -1,6 +1,6 @@
-"""The Triton kernels as compiled for a Hopper GPU, of which none is needed: what no interpreter shows.
+"""Tests of the Triton kernels as compiled for a Hopper GPU (none is needed): properties that no interpreter shows.
 
-Whether a row's bits can depend on its company is seen in the number of binaries: one for all batches and places.
+A row's bits cannot depend on its batch if one binary serves all batches and places, so the tests count binaries.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import triton
 import lockstep
 from lockstep.tests.support.gpu_compilation import LAUNCHES
 
-MAX_STACK = 64  # bytes of a thread, to which registers are spilled
+MAX_STACK = 64  # bytes per thread for spilled registers
 BYTEWISE = "digests, single bytes"  # compiles as long as all others together
-# Those that add up: of other kernels each element depends on one of a row and what these found.
+# Kernels that sum. In all others an element depends on one element of a row and on results of these.
 SUMMING = {
     "attention.triton_kernels": {"_attend_kernel", "_merge_kernel"},
     "linear.triton_kernels": {"_linear_kernel"},
@@ -69,7 +69,7 @@ def compile_for_hopper(folder: Path, launches: list[str]) -> list[Binary]:
 
 @pytest.fixture(scope="module")
 def binaries(tmp_path_factory: pytest.TempPathFactory) -> list[Binary]:
-    """Of all launches but the one that takes long."""
+    """Compile all launches except BYTEWISE."""
     return compile_for_hopper(tmp_path_factory.mktemp("binaries"), [name for name in LAUNCHES if name != BYTEWISE])
 
 

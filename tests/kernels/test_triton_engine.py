@@ -1,4 +1,4 @@
-"""The invariance table on the kernels of a GPU, all of them at once, in Triton's interpreter where there is no GPU."""
+"""A test of the engine on all Triton kernels at once, in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-# A process of its own: which kernels serve a device holds for the life of one.
+# Runs in its own process: the choice of kernels for a device is fixed for a whole process.
 ON_TRITON = """
 import collections, json, sys
 import torch

@@ -1,5 +1,5 @@
-"""Triton's log-probabilities, draws and RMS norm, interpreted where there is no GPU: right values, gradients, and equal
-bits for a row whatever its neighbours."""
+"""Tests of Triton's log-probabilities, draws and RMS norm, interpreted without a GPU: values, gradients, and bits of a
+row that do not depend on its neighbours."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ SETTINGS = [(EVERY, 1.0, 0.0), (5, 1.0, 0.0), (EVERY, 0.7, 0.0), (EVERY, 1.0, 0.
 
 def check_draws(vocab_size: int, rounds: int) -> None:
     logits = noise(len(SETTINGS) * rounds, vocab_size)
-    logits[:, 5] = logits[:, 7]  # equal ones, of which a filter may keep the first
+    logits[:, 5] = logits[:, 7]  # two equal logits: a filter may keep the first alone
     (ids, logprobs, chances), keys, filters = draw(logits, slice(None), *zip(*SETTINGS * rounds, strict=True))
     expected = sampling.scaled_logprobs(logits, temperatures(len(logits)))
     probabilities = expected.exp()
@@ -117,7 +117,7 @@ def test_rows_with_other_logits_or_a_grammar_are_drawn_from_those_and_reported_b
 ) -> None:
     logits, count = noise(5, 21, dtype=dtype), 5
     before = logits.clone()
-    # Row 3 has both. Masks are longer than the vocabulary, or shorter: what is beyond the last is not allowed.
+    # Row 3 has both. Masks are longer or shorter than the vocabulary: tokens after a mask's end are not allowed.
     reshaped = torch.tensor([1, 3], device=DEVICE), noise(2, 21, seed=4)
     masks = torch.tensor([[0xF0, 0x0F, 0xFF], [0x01, 0x00, 0x00], [0x5A, 0xA5, 0x1F]], dtype=torch.uint8, device=DEVICE)
     filters = (
@@ -163,11 +163,11 @@ def test_gradients_of_norms_are_the_references_in_double(rule: NormRule) -> None
 
 
 VOCAB_SIZE = 151_936
-COMPANIES = [slice(0, 1), slice(17, 18), slice(3, 40)]  # of which a row of 64 may be one
+COMPANIES = [slice(0, 1), slice(17, 18), slice(3, 40)]  # batches taken from 64 rows
 
 
 def at_an_odd_address(rows: torch.Tensor) -> torch.Tensor:
-    """The same values in rows of an odd stride."""
+    """Copy the values into rows of an odd stride."""
     return torch.cat([rows[:, :1], rows], dim=-1)[:, 1:]
 
 
@@ -216,7 +216,7 @@ def test_compiled_logprobs_are_those_of_the_reference(dtype: torch.dtype) -> Non
 
 
 def real_settings() -> tuple[torch.Tensor, sampling.RowSettings, torch.Tensor]:
-    """Logits [66, V], every filter in turn, and positions."""
+    """Build logits [66, V], settings with each filter in turn, and positions."""
     count = len(SETTINGS) * 11
     top_k, top_p, min_p = (torch.tensor(limit, device=DEVICE) for limit in zip(*SETTINGS * 11, strict=True))
     numbers = torch.arange(count, device=DEVICE)

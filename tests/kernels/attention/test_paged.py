@@ -1,5 +1,5 @@
-"""Paged and packed attention: bits that depend on nothing but a row and what it sees; values and gradients by
-definition.
+"""Tests of paged and packed attention: bits depend on a row and the keys that it sees alone; values and gradients agree
+with the definition.
 
 Dimension letters: H query heads, K KV heads, D key width, E value width.
 """
@@ -50,7 +50,7 @@ def num_threads(count: int) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Unless a test says otherwise: on a busy machine threads spend a test waiting for each other."""
+    """Run tests with one thread unless they set another count: on a busy machine threads wait for each other."""
     with num_threads(1):
         yield
 
@@ -93,7 +93,7 @@ class Cache:
             self.key[slot], self.value[slot] = key[start : start + length], value[start : start + length]
 
     def step(self, work: list[tuple[int, int, int]]) -> PagedStep:
-        """Rows [begin, end) of each of these sequences."""
+        """Build a step with rows [begin, end) of each of these sequences."""
         width = max(len(table) for table in self.tables)
         tables = [self.tables[s] + [0] * (width - len(self.tables[s])) for s, _, _ in work]
         contexts = [end for _, _, end in work]
@@ -104,7 +104,7 @@ class Cache:
         )
 
     def attend(self, query: Tensor, chunk: int, num_mates: int, **keywords: Any) -> Tensor:
-        """Every row once, `chunk` rows of `num_mates` sequences at a time; rows as in `query`."""
+        """Attend to every row once, `chunk` rows of `num_mates` sequences at a time; rows as in `query`."""
         starts = starts_of(self.lengths).tolist()
         out = torch.full((*query.shape[:2], self.value.shape[-1]), torch.nan, dtype=query.dtype)
         chunks = [
@@ -131,7 +131,7 @@ HEADS_AND_WIDTHS = [
     ((2, 2), (32, 32)), ((4, 2), (64, 64)), ((6, 2), (80, 48)), ((4, 1), (96, 96)), ((4, 2), (128, 128)),
     ((2, 1), (36, 20)),
 ]  # fmt: skip
-# Natively every shape under the two extreme kinds, every kind under one shape; the slow path less often.
+# Native path: all shapes with the two extreme kinds, all kinds with one shape; fewer cases of the slow path.
 CASES = [("native", kind, *shape) for shape in HEADS_AND_WIDTHS for kind in ("plain", "all")]
 CASES += [(path, kind, *HEADS_AND_WIDTHS[2]) for kind in ("window", "softcap", "sinks") for path in PATHS]
 CASES += [("torch", "plain", *shape) for shape in HEADS_AND_WIDTHS[1:4]]
@@ -243,7 +243,7 @@ def test_decoding_sequences_that_begin_with_the_same_blocks_have_the_bits_they_h
     generator = torch.Generator().manual_seed(block_size)
     ids = iter(torch.randperm(400, generator=generator).tolist())
     key, value = (torch.randn(400, block_size, heads[1], w, generator=generator).to(dtype) for w in widths)
-    # Positions that a group shares, and the context of each of its sequences; also of one that shares all it has.
+    # Positions that a group shares, and the contexts of its sequences; one sequence shares its whole context.
     groups = [(240, [241, 250, 420, 300, 263, 240, 500]), (96, [400, 97]), (48, [60, 70]), (0, [1, 333])]
     groups += [(480, [481, 512, 65, 64, 63])]
     sequences = []

@@ -1,4 +1,4 @@
-"""The Triton attention, interpreted where there is no GPU: values by definition, bits of what a row sees alone."""
+"""Tests of Triton attention, interpreted without a GPU: values; bits depend on the keys that a row sees alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass
 class Packed:
-    """Sequences in rows, and the same in shuffled blocks of a cache whose other slots hold garbage."""
+    """Sequences packed in rows; also written into shuffled blocks of a cache whose other slots hold garbage."""
 
     lengths: list[int]
     query: Tensor
@@ -79,7 +79,7 @@ class Packed:
         return *caches, tables
 
     def attend_paged(self, work: list[tuple[int, int, int]], block_size: int, **others: Any) -> tuple[Tensor, Tensor]:
-        """The indices of rows [begin, end) of each of these sequences, and their outputs."""
+        """Attend to rows [begin, end) of each of these sequences; return their indices and outputs."""
         key, value, tables = self.cache(block_size)
         width = max(map(len, tables)) + 3
         table = int32([tables[s] + [10**6] * (width - len(tables[s])) for s, _, _ in work])

@@ -1,4 +1,4 @@
-"""Activations: an element's bits depend on it alone; values and slopes agree with PyTorch and stay finite."""
+"""Tests of activations: bits of an element depend on it alone; values and slopes agree with PyTorch, stay finite."""
 
 from collections.abc import Callable
 

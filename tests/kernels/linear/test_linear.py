@@ -1,4 +1,4 @@
-"""Linear layers: equal bits whatever the neighbours, right values, right gradients."""
+"""Tests of linear layers: a row's bits do not depend on its neighbours; values and gradients are right."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ from lockstep.kernels.self_test import Cut, first_cut_difference, first_differen
 HAS_NATIVE = native.load(SOURCE) is not None
 METHODS: list[LinearMethod] = ["padded", "rows", "library", *(["native"] if HAS_NATIVE else [])]
 needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="no compiler here")
-# Every ISA level of bfloat16 products that this processor and compiler have.
+# All ISA levels that this processor and compiler have for bfloat16 products.
 LEVELS = (
     native.ISA_LEVELS[: native.ISA_LEVELS.index(native_path(torch.bfloat16)) + 1] if HAS_NATIVE else native.ISA_LEVELS
 )
@@ -100,7 +100,7 @@ def test_native_product_reads_strided_operands() -> None:
 @needs_native
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_isa_level_gives_a_row_the_same_bits_in_every_batch(level: str) -> None:
-    """Sizes with a rest in every direction: of rows, of columns, of K, of a pair of values."""
+    """Check sizes that leave a remainder in each direction: rows, columns, K, pairs of values."""
     product = product_at(level)
     assert path_of(library_at(level), torch.bfloat16) == level
     for dtype, tolerance in ((torch.bfloat16, 4e-3), (torch.float32, 2e-6)):
@@ -143,7 +143,7 @@ def test_every_isa_level_gives_a_rank_the_bits_of_the_whole_layer(level: str) ->
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_is_not_finite_stays_in_its_row_and_column(level: str, dtype: torch.dtype) -> None:
     product, nan = product_at(level), float("nan")
-    # Views into larger tensors full of NaN: what lies beyond an operand must not be read into it.
+    # Views into larger tensors full of NaN: memory around an operand must not reach the result.
     x, weight = torch.full((9, 80), nan).to(dtype), torch.full((21, 80), nan).to(dtype)
     x[1:8, :37], weight[1:20, :37] = random(7, 37, dtype=dtype), random(19, 37, dtype=dtype, seed=1)
     x, weight = x[1:8, :37], weight[1:20, :37]
@@ -230,7 +230,7 @@ def test_the_native_product_names_what_does_not_fit() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_compilers_optimisation_changes_no_bit(level: str) -> None:
-    """What the engine's build and another build of the same kernel compute is the same."""
+    """Compare the engine's build with another build of the same kernel."""
     for dtype in (torch.bfloat16, torch.float32):
         for rows, out_features, in_features in ((1, 70, 300), (3, 51, 97), (70, 130, 768)):
             x, weight = random(rows, in_features, dtype=dtype), random(out_features, in_features, dtype=dtype, seed=1)
@@ -258,7 +258,7 @@ def test_every_isa_level_keeps_its_bits_for_a_models_shapes(level: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS[:-1])
 def test_kernels_and_guarantees_hold_below_the_processors_level(level: str) -> None:
-    """The tests of every kernel that LOCKSTEP_MAX_ISA rules, in a process under it."""
+    """Run the tests of all kernels that LOCKSTEP_MAX_ISA affects, in a process with that setting."""
     names = ("linear/test_linear.py", "test_self_test.py", "attention/test_paged.py")
     files = [str(Path(__file__).parents[1] / name) for name in names]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The Triton product, interpreted where there is no GPU: right values, and equal bits whatever the neighbours."""
+"""Tests of the Triton product, interpreted without a GPU: values, and bits that do not depend on other rows."""
 
 from __future__ import annotations
 

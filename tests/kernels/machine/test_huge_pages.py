@@ -1,4 +1,4 @@
-"""Memory in huge pages: what lies there stays, small tensors are left alone, and Linux may refuse."""
+"""Tests of huge pages: values and addresses stay, small tensors are left alone, and Linux may refuse."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_stretches_are_whole_pages_merged_where_they_meet_and_mostly_the_tensors
     page = PAGE_BYTES
     assert stretches([]) == []
     assert stretches([(10 * page + 16, page)]) == [(10 * page, 12 * page)]
-    assert stretches([(10 * page, 100)]) == []  # it would move what is not ours
+    assert stretches([(10 * page, 100)]) == []  # it would move memory of others
     assert stretches([(12 * page, 2 * page), (10 * page, 2 * page)]) == [(10 * page, 14 * page)]
     assert stretches([(10 * page, page), (13 * page, page)]) == [(10 * page, 11 * page), (13 * page, 14 * page)]
     halves = [(10 * page + start, page // 4) for start in range(0, 4 * page, page // 2)]

@@ -1,4 +1,4 @@
-"""Building native kernels: when it works, when it does not and why, and when many do it at once."""
+"""Tests of builds of native kernels: success, failure with its reason, and several builds at once."""
 
 import ctypes
 import logging

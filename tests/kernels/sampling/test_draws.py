@@ -1,4 +1,4 @@
-"""The counter-based noise against SplitMix64 in plain integers, and inverse transform sampling."""
+"""Tests of log-probabilities, draws, and the counter-based noise (against SplitMix64 in plain integers)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def naive_noise(seed: int, position: int) -> float:
 
 
 def test_the_plain_integer_splitmix64_gives_the_published_vectors():
-    """Output of the reference C program for seed 1234567 (Vigna, prng.di.unimi.it; also Rosetta Code)."""
+    """Compare with the reference C program's output for seed 1234567 (Vigna, prng.di.unimi.it; also Rosetta Code)."""
     published = [
         6457827717110365317,
         3203168211198807973,
@@ -122,7 +122,7 @@ def test_largest_noise_stays_inside_the_vocabulary_for_any_total():
 
 # -- log-probabilities and draws: each of the two paths against plain arithmetic, and against itself ------------------
 
-# A path is chosen by the logits' dtype: float32 and bfloat16 are the C++ kernel's, float64 is PyTorch's.
+# The logits' dtype chooses the path: C++ for float32 and bfloat16, PyTorch for float64.
 PATHS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 SIZES = [1, 2, 15, 17, 255, 1025, 16385]
 
@@ -133,7 +133,7 @@ def some_logits(num_rows: int, vocab_size: int, dtype: torch.dtype, seed: int = 
 
 
 def settings_of(num_rows: int, **settings: object) -> RowSettings:
-    """One value for all rows, or one each."""
+    """Build settings from one value for all rows, or one value each."""
 
     def column(name: str, default: float, dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(settings.get(name, default), dtype=dtype).expand(num_rows).contiguous()
@@ -149,7 +149,7 @@ def settings_of(num_rows: int, **settings: object) -> RowSettings:
 
 
 def taken(settings: RowSettings, rows: slice) -> RowSettings:
-    """The settings of these rows."""
+    """Select the settings of these rows."""
     columns = [c[rows] for c in (settings.temperatures, settings.seeds, settings.top_k, settings.top_p, settings.min_p)]
     return RowSettings(*columns, filtered=torch.arange(len(columns[0])))
 
@@ -214,7 +214,7 @@ def test_a_rows_results_do_not_depend_on_batch_threads_or_place_in_memory(dtype)
 
 
 def brute_force(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, float]:
-    """Of one row what is kept of the probabilities, and how close top-p or min-p came to deciding otherwise."""
+    """Filter one row's probabilities; also return how close top-p or min-p came to another decision."""
     p = torch.softmax(logits.double() / temperature, -1).tolist()
     kept, before, closest = [0.0] * len(p), 0.0, 1.0
     order = sorted(range(len(p)), key=lambda i: (-p[i], i))

@@ -1,4 +1,4 @@
-"""Tiles hashed by the Triton kernel, interpreted where there is no GPU, have hashlib's digests, leaf by leaf."""
+"""Tests of the Triton hash kernel, interpreted without a GPU: each tile has hashlib's digest."""
 
 from __future__ import annotations
 
