@@ -1,7 +1,7 @@
 """The attention that a hosted module calls: paged in a rollout step, packed or padded in the trainer's forward.
 
-Registered with transformers' AttentionInterface, once per path of the kernel. Both forms end in the same kernel, which
-is why the trainer's log-probabilities are the engine's. Letters: N rows, B batch, T tokens, H query heads, K KV heads,
+Registered with transformers' AttentionInterface, once per path of the kernel. Both forms call the same kernel, so the
+trainer's log-probabilities equal the engine's. Letters: N rows, B batch, T tokens, H query heads, K KV heads,
 D head size.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ ATTENTION_NAMES: dict[AttentionPath, str] = {
 }
 STEP_KEYWORD = "lockstep_step"  # carries a StepContext through the module's forward down to its attention
 
-# What transformers' modules pass on to every attention without changing its result.
+# Keywords that transformers' modules pass to every attention and that do not change its result.
 _HARMLESS = frozenset(
     {
         "position_ids",
@@ -40,14 +41,14 @@ _HARMLESS = frozenset(
         "num_items_in_batch",
     }
 )
-# A 4-D attention mask is handed on untouched by transformers' mask functions: this one says "the attention knows".
+# transformers' mask functions pass a 4-D attention mask on unchanged. This one means that the attention needs no mask.
 NO_MASK = torch.zeros(1, 1, 1, 1)
 _PACKED = torch.zeros(1, 1, 1, 0)  # mask of a packed row: needs cu_seq_lens_q
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """KV of one layer, per token."""
+    """The shape of one layer's KV for one token."""
 
     num_kv_heads: int
     key_dim: int
@@ -57,7 +58,7 @@ class KVShape:
 
 @dataclass
 class StepContext:
-    """One forward of the rollout: where its rows stand and where their KV goes."""
+    """The context of one rollout forward: the places of its rows and of their KV."""
 
     slots: Tensor  # int64 [N]: block * block_size + offset of each row
     paged: PagedStep
@@ -68,9 +69,17 @@ class StepContext:
 
 @dataclass
 class LayerProbe:
-    """Stands in for a StepContext in the start-up forward: records the KV shape of each layer."""
+    """A recorder of each layer's KV shape. It replaces the StepContext in the start-up forward."""
 
     layers: dict[int, KVShape] = field(default_factory=dict)
+
+
+class _KernelOptions(TypedDict):
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+    path: AttentionPath
 
 
 def hosted_attention(
@@ -89,10 +98,10 @@ def hosted_attention(
     path: AttentionPath,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' AttentionInterface calls it.
+    """Compute attention with the signature of transformers' AttentionInterface.
 
-    query [B, H, T, D], key and value [B, K, T, D], after rotary; returns ([B, T, H, D], None). Raises ValueError naming
-    every keyword that it does not know, rather than ignoring it.
+    query [B, H, T, D], key and value [B, K, T, D], after rotary; returns ([B, T, H, D], None). Raises ValueError that
+    names every unknown keyword; none is ignored.
     """
     step = others.pop(STEP_KEYWORD, None)
     unknown = sorted(name for name, value in others.items() if value is not None and name not in _HARMLESS)
@@ -109,7 +118,7 @@ def hosted_attention(
             "its own KV, so call the module with use_cache=False and not through generate()"
         )
     rows = [t.transpose(1, 2).reshape(batch * num_rows, t.shape[1], t.shape[3]) for t in (query, key, value)]
-    options = {
+    options: _KernelOptions = {
         "scale": head_dim**-0.5 if scaling is None else scaling,
         "window": sliding_window,
         "softcap": softcap,
@@ -117,19 +126,19 @@ def hosted_attention(
         "path": path,
     }
     if isinstance(step, StepContext):
-        layer = module.layer_idx - step.first_layer
+        layer = cast(int, module.layer_idx) - step.first_layer
         new = NewRows(rows[1], rows[2], step.slots)
         out = paged_attention(rows[0], step.key_caches[layer], step.value_caches[layer], step.paged, new=new, **options)
     else:
         if isinstance(step, LayerProbe):
-            step.layers[module.layer_idx] = KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
+            step.layers[cast(int, module.layer_idx)] = KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
         query_start = _query_start(attention_mask, cu_seq_lens_q, batch, num_rows, query.device)
-        out = varlen_attention(*rows, query_start, **options)
+        out = varlen_attention(rows[0], rows[1], rows[2], query_start, **options)
     return out.view(batch, num_rows, num_heads, value.shape[3]), None
 
 
 def _query_start(mask: Tensor | None, packed: Tensor | None, batch: int, num_rows: int, device: torch.device) -> Tensor:
-    """Row offsets [S + 1] of the sequences of a training forward: as packed by the caller, or one per batch row."""
+    """Return row offsets [S + 1] of the sequences of a forward: the caller's packing, or one sequence a batch row."""
     if packed is not None:
         if batch != 1:
             raise ValueError(f"packed sequences (cu_seq_lens_q) stand in one row, not in a batch of {batch}")
@@ -144,8 +153,11 @@ def _query_start(mask: Tensor | None, packed: Tensor | None, batch: int, num_row
 def hosted_mask(
     *, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **_: object
 ) -> Tensor | None:
-    """What stands in for a mask: nothing, since the attention is causal per sequence and rows after a sequence's end
-    change no other. attention_mask [B, T], true where a token is. Raises ValueError for padding on the left."""
+    """Check the attention mask and return None in its place, or a marker of packed rows.
+
+    The attention is causal per sequence, and rows after a sequence's end change no other row, so it needs no mask.
+    attention_mask [B, T], true where a token is. Raises ValueError for padding on the left.
+    """
     if attention_mask is not None and bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
         raise ValueError("attention_mask has padding before tokens: pad on the right")
     return None if allow_is_causal_skip else _PACKED

@@ -1,10 +1,13 @@
-"""Mixture-of-experts layers whose rows do not depend on their neighbours.
+"""Mixture-of-experts layers in which a row does not depend on the other rows.
 
-Registered with transformers' ExpertsInterface under the name `lockstep`. Each expert runs the rows routed to it through
-the same row-invariant product as every other linear layer, and a row's experts are added in the order of its routing.
+Registered with transformers' ExpertsInterface under the name `lockstep`. Each expert runs its rows through the same
+row-invariant product as every other linear layer, and a row's experts are added in the order of its routing.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +21,10 @@ REDUCTION = "lockstep_reduction"  # attribute of an experts module: the RowReduc
 
 
 def hosted_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Experts as transformers' ExpertsInterface calls them: hidden_states [N, D], top_k_index and top_k_weights
-    [N, E]; returns [N, D]. Differentiable.
+    """Compute the experts with the signature of transformers' ExpertsInterface. Differentiable.
 
-    Products go through F.linear, which the numerics in force turn into the invariant one. Raises ValueError naming what
-    it does not support.
+    hidden_states [N, D], top_k_index and top_k_weights [N, E]; returns [N, D]. Products call F.linear, which the
+    installed numerics replace with the invariant product. Raises ValueError that names each unsupported feature.
     """
     unsupported = [name for name in ("has_post_expert_norm", "_is_expert_parallel") if getattr(module, name, False)]
     if not module.has_gate:
@@ -39,19 +41,22 @@ def hosted_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor
 def _partial_sums(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, reduction: RowReduction | None
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Per K-block of the down projections, each row's experts weighted and added in the order of its routing [N, D],
-    so that ranks need to exchange one sum a row and block, not one a route; and the biases' sum, or None.
+    """Return a sum [N, D] for each K-block of the down projections, and the sum of the biases or None.
 
-    Without a reduction: one block, the biases in it.
+    A sum adds each row's weighted experts in the order of its routing, so ranks exchange one sum a row and block, not
+    one a route. Without a reduction: one block, biases included.
     """
     num_rows, num_routes = top_k_index.shape
     num_blocks = reduction.num_blocks if reduction else 1
     flat_index = top_k_index.reshape(-1)
-    places, outputs, biases = [], [[] for _ in range(num_blocks)], []
+    apply_gate = cast(Callable[[Tensor], Tensor], module._apply_gate)
+    places: list[Tensor] = []
+    outputs: list[list[Tensor]] = [[] for _ in range(num_blocks)]
+    biases: list[Tensor] = []
     for expert in torch.unique(flat_index).tolist():
         mine = torch.nonzero(flat_index == expert).squeeze(1)
         rows = hidden_states[mine // num_routes]
-        gated = module._apply_gate(_expert_linear(module, "gate_up_proj", expert, rows))
+        gated = apply_gate(_expert_linear(module, "gate_up_proj", expert, rows))
         places.append(mine)
         if reduction is None:
             outputs[0].append(_expert_linear(module, "down_proj", expert, gated))
@@ -61,16 +66,16 @@ def _partial_sums(
             part = slice(block * width, (block + 1) * width)
             output.append(F.linear(gated[:, part], _expert_weight(module, "down_proj", expert)[:, part]))
         if module.has_bias:
-            biases.append(module.down_proj_bias[expert].expand(len(mine), -1))
+            biases.append(cast(Tensor, module.down_proj_bias)[expert].expand(len(mine), -1))
     order = torch.argsort(torch.cat(places))
-    # A block's sum is rounded once, where it is sent: routes are added in fp32, or wider.
+    # A block's sum is rounded once, before it is sent: routes are added in fp32, or wider.
     weights = top_k_weights if reduction is None else top_k_weights.to(torch.promote_types(gated.dtype, torch.float32))
     weights = weights.unsqueeze(-1)
 
     def routed_sum(parts: list[Tensor]) -> Tensor:
         routed = torch.cat(parts)[order].view(num_rows, num_routes, -1) * weights
         total = routed[:, 0]
-        for route in range(1, num_routes):  # left to right: the same order whatever stands beside the row
+        for route in range(1, num_routes):  # left to right: the order does not depend on other rows
             total = total + routed[:, route]
         return total
 

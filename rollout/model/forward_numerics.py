@@ -1,4 +1,4 @@
-"""A module's attention, experts and operations, put in place together and taken away together."""
+"""A module's attention, experts and operations, installed and removed together."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from .numerics import Numerics
 
 
 class ForwardNumerics:
-    """What a module runs with while `installed()`: a stage of the rollout, or the trainer's whole module, alike."""
+    """The numerics of one module while `installed()`: of a rollout stage or of the trainer's whole module."""
 
     def __init__(self, module: PreTrainedModel, invariant: bool, division: Division) -> None:
         self.module = module
         self.numerics = Numerics(module, invariant, division)
-        # Ranks that share experts need the sums of their parts, which only our implementation makes.
+        # Ranks that share experts need the sums of their parts, and only our implementation computes them.
         self._own_experts = invariant or division.mesh.tp > 1
         self._lock = threading.RLock()
         self._num_users = 0
-        self._exit = ExitStack()  # how to leave: the last one out does
+        self._exit = ExitStack()  # restores the module when the last user leaves
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Re-entrant, also from several threads: as the last one leaves, attention and experts implementation and every
-        forward are what they were."""
+        """Install the numerics for the time of the context. Re-entrant, also from several threads.
+
+        When the last user leaves, the attention and experts implementation and every forward are restored.
+        """
         with self._lock:
             if self._num_users == 0:
                 with ExitStack() as entered:
@@ -56,6 +58,6 @@ class ForwardNumerics:
             self.module.set_experts_implementation(EXPERTS)
 
     def _restore(self, attention: str | None, experts: str | None) -> None:
-        # The attributes that transformers' setters write; the setters refuse some values that a module may start with.
+        # transformers' setters write these attributes, but refuse some values that a module may start with.
         self.module.config._attn_implementation_internal = attention
         self.module.config._experts_implementation_internal = experts

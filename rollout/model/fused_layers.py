@@ -1,16 +1,17 @@
 """Parts of a hosted module that one of our kernels can compute in one pass: norms, gated MLPs, rotary embedding.
 
-A part is recognised by what its own code computes, not by its name: the code runs on a trial input, and only where its
-bits are those of a kernel's definition does the kernel take its place. What is not recognised keeps its own code.
+A part is recognised by its results, not by its name: its code runs on a trial input, and the kernel replaces it only if
+the bits equal those of the kernel's definition. A part that is not recognised keeps its own code.
 """
 
 from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cache
 from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,20 +25,20 @@ from ...kernels.linear.linear import native_products
 
 Forward = Callable[..., object]
 
-_ROTARY = "apply_rotary_pos_emb"  # what transformers' attention modules call, by this global name of their file
+_ROTARY = "apply_rotary_pos_emb"  # the global name by which transformers' attention modules call it
 _SILU = (nn.SiLU, activations.SiLUActivation)
 _NORM_RULES = ((0.0, True), (0.0, False), (1.0, False))  # weight_offset, round_first: Llama, gpt-oss, Gemma
 _DTYPES = (torch.float32, torch.bfloat16)
-# What code that is not of the tried form raises on the trial's stand-ins: it is then simply not recognised.
+# Errors that code of another form raises on the trial's stand-ins. It then counts as not recognised.
 _UNLIKE = (AttributeError, TypeError, ValueError, RuntimeError, IndexError)
 
 
 def fused_forward(module: nn.Module, is_native: Callable[[nn.Module], bool] = lambda _: False) -> Forward | None:
-    """What may stand in for the module's forward, or None. It reads the module's parameters at every call, and calls
-    its children.
+    """Return a replacement for the module's forward, or None. It reads the module's parameters and calls its children
+    at every call.
 
-    is_native: whether a child is a linear layer that computes the native product and nothing else. Where no gradient is
-    asked for and nobody has hooks on such children, they may be computed in its place.
+    is_native: whether a child is a linear layer that computes the native product and nothing else. Without gradients
+    and hooks, the replacement may compute such children itself.
     """
     if "forward" in vars(module):
         return None
@@ -51,7 +52,7 @@ def _norm_forward(module: nn.Module) -> Forward | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(eps, float):
         return None
-    rule = _norm_rule(type(module), eps)
+    rule = _norm_rule(cast(Hashable, type(module)), eps)
     if rule is None:
         return None
     own = module.forward
@@ -67,7 +68,7 @@ def _norm_forward(module: nn.Module) -> Forward | None:
 
 @cache
 def _norm_rule(kind: type[nn.Module], eps: float) -> NormRule | None:
-    """The rule that gives the bits of `kind`'s forward, tried on few and tiny numbers, so that eps shows."""
+    """Return the rule that gives the bits of `kind`'s forward on a trial input. It has tiny numbers, so eps matters."""
     if _parameters_of(kind.forward) != 2:
         return None
     generator = torch.Generator().manual_seed(0)
@@ -77,7 +78,8 @@ def _norm_rule(kind: type[nn.Module], eps: float) -> NormRule | None:
         nn.Module.__init__(stand_in)
         weight = torch.randn(48, generator=generator).to(dtype)
         stand_in.weight = nn.Parameter(weight, requires_grad=False)
-        stand_in.variance_epsilon = stand_in.eps = eps
+        for name in ("variance_epsilon", "eps"):
+            setattr(stand_in, name, eps)
         x = torch.randn(3, 5, 48, generator=generator) * torch.tensor([1e-3, 1.0, 30.0])[:, None, None]
         x = x.to(dtype)
         try:
@@ -85,7 +87,7 @@ def _norm_rule(kind: type[nn.Module], eps: float) -> NormRule | None:
         except _UNLIKE:
             return None
         rules = [rule for rule in rules if _same(found, reference_rms_norm(x, weight, rule))]
-    # In float32 the place of the rounding does not show; in bfloat16 exactly one is left.
+    # In float32 the place of the rounding changes nothing; in bfloat16 exactly one rule is left.
     return rules[0] if len(rules) == 1 else None
 
 
@@ -93,36 +95,37 @@ def _gated_mlp_forward(module: nn.Module, is_native: Callable[[nn.Module], bool]
     children = dict(module.named_children())
     if set(children) != {"gate_proj", "up_proj", "down_proj", "act_fn"} or list(module.parameters(recurse=False)):
         return None
-    if type(children["act_fn"]) not in _SILU or not _is_gated_mlp(type(module)):
+    if type(children["act_fn"]) not in _SILU or not _is_gated_mlp(cast(Hashable, type(module))):
         return None
+    mlp: Any = module  # its children are looked up at every call
 
     def forward(hidden_states: Tensor) -> Tensor:
-        layers = module.gate_proj, module.up_proj
+        layers = mlp.gate_proj, mlp.up_proj
         if all(map(is_native, layers)) and not has_hooks(layers) and not needs_grad(hidden_states, layers):
             (hidden,) = native_products(hidden_states, [(layer.weight, layer.bias) for layer in layers], gated=True)
         else:
             hidden = swiglu(*(layer(hidden_states) for layer in layers))
-        return module.down_proj(hidden)
+        return mlp.down_proj(hidden)
 
     return forward
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether Python that is not the modules' own wants to see their calls."""
+    """Return whether forward hooks are registered on any of the modules, or globally."""
     if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
         return True
     return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
 def needs_grad(x: Tensor, layers: Iterable[nn.Module]) -> bool:
-    """Whether what the layers make of x is to be differentiated."""
+    """Return whether autograd needs the layers' results on x."""
     needed = x.requires_grad or any(p.requires_grad for layer in layers for p in layer.parameters())
     return needed and torch.is_grad_enabled()
 
 
 @cache
 def _is_gated_mlp(kind: type[nn.Module]) -> bool:
-    """Whether its forward is down(act(gate(x)) * up(x)) and looks at nothing but these four children."""
+    """Return whether its forward is down(act(gate(x)) * up(x)) and reads only these four children."""
     if _parameters_of(kind.forward) != 2:
         return False
     generator = torch.Generator().manual_seed(0)
@@ -139,7 +142,7 @@ def _is_gated_mlp(kind: type[nn.Module]) -> bool:
 
 
 def _attention_forward(module: nn.Module) -> Forward | None:
-    """The module's own code, in which the name of the rotary function means our kernel."""
+    """Return the module's own forward with our kernel under the name of the rotary function, or None."""
     code = type(module).forward
     if not isinstance(code, types.FunctionType) or _ROTARY not in code.__code__.co_names:
         return None

@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM, borrowed from the trainer or loaded from a folder, as the engine runs it."""
+"""The Hugging Face causal LM that the engine runs, borrowed from the trainer or loaded from a folder."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 
 class HostedModel:
-    """The module, or this rank's part of it, its numerics, and the phase it is in.
+    """The module or this rank's part of it, its numerics and its phase.
 
-    A module adopted from a trainer is the engine's only inside `rollout_phase()`. One loaded here always is, and so is
-    the part of a rank that shares the model with others.
+    A module adopted from a trainer belongs to the engine only inside `rollout_phase()`. A module loaded here always
+    belongs to the engine, and so does a rank's part of a model that several ranks share.
     """
 
     def __init__(self, part: Part, *, owned: bool, invariant: bool, trained: PreTrainedModel | None = None) -> None:
-        """trained: the trainer's module where `part` is a copy of parts of it."""
+        """Take over `part`. trained: the trainer's module if `part` is a copy of parts of it."""
         self.module = part.module
         self._tensors = HostedTensors(self.module)
         self.owned = owned
@@ -59,8 +59,10 @@ class HostedModel:
         cls, path: str | Path, *, dtype: str | None, device: str | None, invariant: bool, k_blocks: int = 1,
         mesh: Mesh | None = None,
     ) -> HostedModel:  # fmt: skip
-        """Load a folder in Hugging Face format, or this rank's part of it. Raises ValueError naming what is missing,
-        or cannot be divided."""
+        """Load a folder in Hugging Face format, or this rank's part of it.
+
+        Raises ValueError that names a missing file, or the tensors that cannot be divided.
+        """
         if not (Path(path) / "config.json").is_file():
             raise ValueError(f"model folder {str(path)!r} holds no config.json")
         config = AutoConfig.from_pretrained(path)
@@ -70,7 +72,8 @@ class HostedModel:
             part = load_part(path, config, kept, torch.device(device), mesh, k_blocks)
         else:
             module = AutoModelForCausalLM.from_pretrained(path, dtype=kept)
-            part = _whole(module.to(device).eval().requires_grad_(False), k_blocks)
+            moved = module.to(device)  # type: ignore[arg-type]  # transformers' decorator hides that it is a method
+            part = _whole(moved.eval().requires_grad_(False), k_blocks)
         return cls(part, owned=True, invariant=invariant)
 
     @classmethod
@@ -78,9 +81,9 @@ class HostedModel:
         cls, module: nn.Module, *, dtype: str | None, device: str | None, invariant: bool, k_blocks: int = 1,
         mesh: Mesh | None = None,
     ) -> HostedModel:  # fmt: skip
-        """Borrow the trainer's module: its storage is the engine's. Ranks that share the model copy their part instead.
+        """Borrow the trainer's module and its storage. Ranks that share the model copy their part instead.
 
-        Raises ValueError for a wish it contradicts, and for what cannot be divided.
+        Raises ValueError if `dtype` or `device` differs from the module's, and for tensors that cannot be divided.
         """
         if not isinstance(module, PreTrainedModel):
             raise ValueError(f"can host a transformers PreTrainedModel or a folder, not {type(module).__name__}")
@@ -102,17 +105,17 @@ class HostedModel:
 
     @property
     def k_blocks(self) -> int:
-        """Blocks that the inputs of row-parallel layers are summed in: the trainer's number must be the same."""
+        """Number of blocks in which row-parallel layers sum their inputs. The trainer's must be the same."""
         return self.division.k_blocks
 
     @property
     def trained_module(self) -> PreTrainedModel:
-        """What `training_numerics` serves: the adopted module, whole, whatever this rank has of it itself."""
+        """The whole adopted module, on which `training_numerics` acts, even if this rank runs a part of it only."""
         return self._trained.module
 
     @property
     def shards(self) -> Mapping[str, Shard]:
-        """Which part of which tensor this rank has, for every parameter and buffer of its stage."""
+        """This rank's part of every parameter and buffer of its stage, by name."""
         return self.division.shards
 
     @property
@@ -139,7 +142,7 @@ class HostedModel:
 
     @property
     def max_model_len(self) -> int:
-        """The longest context the module was made for, in tokens."""
+        """The longest context that the module supports, in tokens."""
         return self.config.max_position_embeddings
 
     @property
@@ -147,7 +150,7 @@ class HostedModel:
         return self.owned or self._phase.is_open
 
     def resident_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters by Hugging Face name, tied ones once, under the first of their names: what this rank has of them.
+        """Yield this rank's parameters by Hugging Face name, tied ones once under the first of their names.
 
         Raises MemoryReleased while they are released.
         """
@@ -156,27 +159,27 @@ class HostedModel:
         yield from self._tensors.parameters()
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors beside the parameters, rotary tables for one: derived, so an update may leave them out."""
+        """Yield the buffers, for example rotary tables. They are derived, so an update may leave them out."""
         yield from self._tensors.buffers()
 
     def tied_names(self) -> dict[str, str]:
-        """Further names of tied parameters of the whole model, each with the name that `resident_tensors` gives it."""
+        """Return the further names of the whole model's tied parameters, each with its name in `resident_tensors`."""
         if self.mesh.num_ranks > 1:
             return dict(self.division.tied_names)
         return self._tensors.tied_names()
 
     @property
     def holds_weights(self) -> bool:
-        """False between `release_weights` and `resume_weights`."""
+        """Whether the weights are in memory: false between `release_weights` and `resume_weights`."""
         return not self._released_shapes
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the parameters now, tied ones once."""
+        """Bytes of the parameters now, tied ones once."""
         return sum(parameter.nbytes for _, parameter in self._tensors.parameters())
 
     def release_weights(self) -> int:
-        """Give the parameters' memory back, values and all; returns its bytes. A trainer's are not ours to free: 0."""
+        """Free the parameters' memory and lose their values; returns its bytes. Leaves a trainer's module alone: 0."""
         if not self.owned or self._released_shapes:
             return 0
         before = self.weight_bytes
@@ -186,7 +189,7 @@ class HostedModel:
         return before - self.weight_bytes
 
     def resume_weights(self) -> int:
-        """Allocate what was released; what it holds is undefined until it is written. Returns the bytes allocated."""
+        """Allocate the released parameters. Their values are undefined until written. Returns the bytes allocated."""
         before = self.weight_bytes
         for parameter, shape in zip(self.module.parameters(), self._released_shapes, strict=False):
             parameter.data = parameter.data.new_empty(shape)
@@ -195,34 +198,34 @@ class HostedModel:
 
     @contextmanager
     def training_numerics(self) -> Iterator[None]:
-        """The trainer's forward and backward run in here: same operations as the rollout, attention included.
+        """Install the rollout's operations, attention included, for the trainer's forward and backward.
 
-        Re-entrant, also from several threads: as the last one leaves, attention and experts implementation and every
-        forward are what they were.
+        Re-entrant, also from several threads: when the last user leaves, the attention and experts implementation and
+        every forward are restored.
         """
         with self._trained.installed():
             yield
 
     def rollout_phase(self, *, admits: bool = True) -> AbstractContextManager[None]:
-        """The module is the engine's in here: numerics, eval flags, no autograd. Re-entrant, also from several threads:
-        the last one to leave waits for those of `borrowed`, calls `before_phase_ends`, waits for it, and restores
-        everything.
+        """Give the module to the engine for the time of the context: numerics, eval flags, no autograd.
 
+        Re-entrant, also from several threads: the last user to leave waits for the users of `borrowed`, calls
+        `before_phase_ends`, waits for it, and restores everything.
         admits: False for a phase whose holder has the engine's lock, which a borrower would need.
         """
         return self._phase.entered(admits=admits)
 
     def borrowed(self, what: str, timeout_s: float) -> AbstractContextManager[float]:
-        """Have the module for something beside the steps, weights to be written for one: waits for a rollout phase,
-        which then does not end before this does. Yields the seconds left. Re-entrant; changes nothing by itself.
+        """Wait for a rollout phase and keep it open, for work beside the steps (e.g. writing weights).
 
-        Raises DeadlineExceeded where the trainer kept it for `timeout_s`. The engine's own module is there at once.
+        Yields the seconds left. Re-entrant; changes nothing by itself. Raises DeadlineExceeded if the trainer kept the
+        module for `timeout_s`. The engine's own module is available at once.
         """
         return self._phase.borrowed(what, timeout_s)
 
     @property
     def before_phase_ends(self) -> Callable[[], None]:
-        """The function to call, and to wait for, before the module goes back to the trainer."""
+        """The function that runs to its end before the module goes back to the trainer."""
         return self._phase.before_end
 
     @before_phase_ends.setter
@@ -237,10 +240,10 @@ class HostedModel:
         step: StepContext,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """Run this rank's stage. token_ids, positions: int64 [N]; later stages get the hidden states [N, D] of the one
-        before, and no ids. Returns hidden states [N, D], on the last stage logits [len(logit_rows), vocab].
+        """Run this rank's stage and write the rows' KV. Ranks of one stage run it together and return the same.
 
-        Writes the rows' KV. Ranks of one stage run it together, and return the same. Raises PhaseError outside the
+        token_ids, positions: int64 [N]; a later stage gets no ids, but the hidden states [N, D] of the stage before.
+        Returns hidden states [N, D], on the last stage logits [len(logit_rows), vocab]. Raises PhaseError outside the
         rollout phase.
         """
         if not self._phase.is_set_up:
@@ -254,9 +257,11 @@ class HostedModel:
         common = {"position_ids": positions.unsqueeze(0), "attention_mask": NO_MASK, "use_cache": False}
         common[STEP_KEYWORD] = step
         if self._stage_input is None:
+            assert token_ids is not None
             common["input_ids"] = token_ids.unsqueeze(0)
         else:
-            # The stand-in gives it to the first layer again: some modules scale what they take for embeddings.
+            # Some modules scale their embeddings, so the stage input passes the unscaled tensor to the first layer.
+            assert hidden is not None
             common["inputs_embeds"] = self._stage_input.received = hidden.unsqueeze(0)
         try:
             if self.mesh.is_last_stage:
@@ -267,7 +272,10 @@ class HostedModel:
                 self._stage_input.received = None
 
     def _probe(self) -> list[KVShape]:
-        """Run a few tokens through: every layer must come to the hosted attention, with keywords it knows."""
+        """Run a few tokens to learn the KV shapes of the layers.
+
+        Raises ValueError if a layer does not call the hosted attention or uses an unknown keyword.
+        """
         probe = LayerProbe()
         positions = torch.arange(4, device=self.device)
         hidden = None

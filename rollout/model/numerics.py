@@ -1,8 +1,8 @@
-"""Puts the invariant operations under a module's forward, and takes them away again (docs/architecture.md, "Numerics").
+"""Install and remove the invariant operations of a module's forward (docs/architecture.md, "Numerics").
 
-Linear layers and activations get a forward of their own while the numerics are in force; modules that call functions on
-weights they own (routers, experts) run under a mode that redirects those functions. The trainer's forward and the
-rollout's run the same operations, so their numbers are the same bits.
+Linear layers and activations get a forward of their own while the numerics are installed; modules that call functions
+on weights they own (routers, experts) run under a mode that redirects those functions. The trainer's forward and the
+rollout's run the same operations, so their numbers have the same bits.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ _ACTIVATIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {
     activations.GELUTanh: gelu_tanh,
     activations.GELUActivation: gelu,
 }
-_OWN_ROWS = (nn.Embedding,)  # owns a matrix, but only looks rows up
+_OWN_ROWS = (nn.Embedding,)  # have a matrix, but only look rows up
 
 
 def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
@@ -41,18 +42,24 @@ def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 class ReplacedFunctions(TorchFunctionMode):
-    """While active, functions of the table are replaced by what stands beside them."""
+    """A mode that replaces functions by their entries in a table while it is active."""
 
     def __init__(self, table: Mapping[Callable[..., object], Callable[..., object]]) -> None:
         super().__init__()
         self._table = table
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         return self._table.get(func, func)(*args, **(kwargs or {}))
 
 
 def invariant_functions(linear: Callable[..., Tensor]) -> ReplacedFunctions:
-    """The functions that are not row-invariant, replaced by those that are."""
+    """Return a mode that replaces functions that are not row-invariant by invariant ones."""
     return ReplacedFunctions(
         {
             F.linear: linear,
@@ -66,9 +73,9 @@ def invariant_functions(linear: Callable[..., Tensor]) -> ReplacedFunctions:
 
 
 class Numerics:
-    """The operations a module runs with, as the self-test of this processor chose them and its division wants them.
+    """The operations of one module, chosen by this processor's self-test and by the module's division.
 
-    `with numerics.installed():` is re-entrant; on leaving the outermost, every forward is what it was.
+    `with numerics.installed():` is re-entrant; when the outermost ends, every forward is restored.
     """
 
     def __init__(self, module: nn.Module, invariant: bool, division: Division) -> None:
@@ -84,7 +91,7 @@ class Numerics:
             self._plan_invariant(module, self.guarantee)
 
     def describe(self) -> str:
-        """One line for people: what holds, and with which operations."""
+        """Return one line for people: the guarantee and its operations."""
         return self.guarantee.reason if self.guarantee else "invariant mode is off: numbers may depend on the batch"
 
     @contextmanager
@@ -107,7 +114,7 @@ class Numerics:
                     delattr(module, name)
 
     def _plan_shared(self, root: nn.Module, division: Division) -> None:
-        """What layers do that ranks share, or that are summed in K-blocks as if they did."""
+        """Plan the forwards of layers that several ranks share, or that sum K-blocks as if ranks shared them."""
         mesh, in_order = division.mesh, self.guarantee is not None
         num_blocks = division.k_blocks // mesh.tp if in_order else 1
         reduction = RowReduction(in_order, num_blocks, mesh.tp, mesh.tp_group)
@@ -128,6 +135,7 @@ class Numerics:
                 forward = _gathering_forward(_linear_forward(module, linear), division)
                 self._patches.append((module, "forward", forward))
             elif role == "embedding" and division.holds_part(f"{name}.weight"):
+                assert mesh.tp_group is not None
                 first = division.shards[f"{name}.weight"].ranges[0][0]
                 functions = ReplacedFunctions({F.embedding: VocabularyLookup(first, mesh.tp_group)})
                 self._patches.append((module, "forward", _under(functions, module)))
@@ -177,7 +185,10 @@ def _linear_forward(module: nn.Linear, linear: Callable[..., Tensor]) -> Callabl
 def _row_forward(
     module: nn.Linear, product: Product, reduction: RowReduction, part: int | None
 ) -> Callable[[Tensor], Tensor]:
-    """part: of the inputs, which every rank has; None where a rank has its own part only."""
+    """Return a forward that sums partial products over ranks.
+
+    part: this rank's part of the inputs if every rank has them whole; None if a rank has its own part only.
+    """
 
     def forward(x: Tensor) -> Tensor:
         mine = x if part is None else x.chunk(reduction.tp, dim=-1)[part]

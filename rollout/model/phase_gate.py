@@ -1,4 +1,4 @@
-"""Who besides the trainer may come into its rollout phases: the end of a phase waits for those who are in it."""
+"""A gate that lets guests into a trainer's rollout phases. The end of a phase waits for its guests."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from ..errors import DeadlineExceeded
 
 
 class PhaseGate:
-    """Hosts open a phase and close it; guests come in while it is open, or wait for the next. Thread-safe.
+    """A gate with hosts and guests. Hosts open and close a phase; guests enter an open one or wait for the next.
 
-    A host that closes last lets nobody else in and waits for the guests that are. Nobody polls.
+    The last host to close admits no more guests and waits for those inside. Thread-safe; no thread polls.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._num_hosts = 0
         self._num_guests = 0
-        self._mine = threading.local()  # .is_guest: of this thread
+        self._mine = threading.local()  # .is_guest: whether this thread is one
 
     def open(self) -> None:
-        """A host begins a phase, or joins one."""
+        """Begin a phase as a host, or join an open one."""
         with self._changed:
             self._num_hosts += 1
             self._changed.notify_all()
 
     def close(self) -> None:
-        """A host leaves. The last one returns when every guest has left, but for the one that calls this itself."""
+        """Leave the phase as a host. The last host waits until every guest but the calling thread has left."""
         with self._changed:
             self._num_hosts -= 1
             self._changed.wait_for(lambda: self._num_hosts > 0 or self._num_guests <= self._is_guest)
 
     @contextmanager
     def guest(self, what: str, timeout_s: float) -> Iterator[float]:
-        """Be in a phase; yields the seconds that are left of `timeout_s`. Re-entrant.
+        """Wait for a phase and stay in it as a guest; yields the seconds left of `timeout_s`. Re-entrant.
 
-        Raises DeadlineExceeded where none was open in that time: then nothing has happened, and nothing will.
+        Raises DeadlineExceeded if no phase opened in that time. Nothing has changed then.
         """
         deadline = time.monotonic() + timeout_s
         if self._is_guest:
@@ -53,7 +53,7 @@ class PhaseGate:
             self._num_guests += 1
         self._mine.is_guest = True
         try:
-            # A phase that came in the last moment leaves as good as no time, but never none.
+            # A phase that opened at the last moment leaves hardly any time, but more than zero.
             yield max(deadline - time.monotonic(), 1e-3)
         finally:
             self._mine.is_guest = False

@@ -1,4 +1,4 @@
-"""Make a trainer's module the engine's for a while: numerics, eval flags, no autograd, and all of it undone after."""
+"""Lend a trainer's module to the engine for a while: numerics, eval flags, no autograd; all restored afterwards."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .phase_gate import PhaseGate
 
 
 class RolloutPhase:
-    """Enters and leaves the rollout phase of one module. Thread-safe; a phase may be entered while it is open.
+    """The rollout phase of one module. Thread-safe; a phase may be entered while it is open.
 
-    While the phase is open others may borrow the module through a `PhaseGate`; its end waits for them.
+    While the phase is open, other threads may borrow the module through a `PhaseGate`; its end waits for them.
     """
 
     def __init__(self, hosted: ForwardNumerics, *, owned: bool) -> None:
-        """owned: the module is the engine's own, so its phase never has to be waited for."""
+        """Start outside the phase. owned: the module is the engine's own, so no caller waits for its phase."""
         self.before_end: Callable[[], None] = lambda: None
         self._hosted, self._owned = hosted, owned
         self._lock = threading.RLock()
         self._num_users = 0
-        self._exit: ExitStack | None = None  # how to leave the phase: the last user does; None outside it
+        self._exit: ExitStack | None = None  # restores the module when the last user leaves; None outside the phase
         self._gate = PhaseGate()
 
     @property
@@ -39,9 +39,9 @@ class RolloutPhase:
 
     @contextmanager
     def entered(self, *, admits: bool) -> Iterator[None]:
-        """Be in the phase. The last user to leave waits for the borrowers, calls `before_end`, and restores the module.
+        """Enter the phase. The last user to leave waits for the borrowers, calls `before_end`, and restores the module.
 
-        admits: False where borrowers must not come in, for this user holds the engine's lock, which they would need.
+        admits: False if borrowers must wait, because this user holds the engine's lock, which they would need.
         """
         with self._lock:
             if self._exit is None:
@@ -66,7 +66,7 @@ class RolloutPhase:
     def borrowed(self, what: str, timeout_s: float) -> Iterator[float]:
         """Wait for a phase and keep it open. Yields the seconds left. Re-entrant.
 
-        Raises DeadlineExceeded where none began for `timeout_s`. The engine's own module is there at once.
+        Raises DeadlineExceeded if none began for `timeout_s`. The engine's own module is available at once.
         """
         if self._owned:
             yield timeout_s
@@ -85,7 +85,7 @@ class RolloutPhase:
 
     def _end(self) -> None:
         try:
-            # Without our lock: it waits for a step that may be running, and that step may look at the phase.
+            # Without our lock: it waits for a step that may be running, and that step may read the phase.
             self.before_end()
         finally:
             with self._lock:

@@ -1,7 +1,7 @@
 """Linear layers that read the same tensor one after another, computed in one call of the native product.
 
-Siblings are looked for by transformers' names and shared only once a forward has shown that the module gives all of
-them the very same tensor, unchanged, in their order. The bits are those of separate calls (`native_products`).
+Siblings are found by transformers' names and share a call only after one forward in which the module gave all of them
+the same tensor object, unchanged, in their order. The bits are those of separate calls (`native_products`).
 """
 
 from __future__ import annotations
@@ -18,27 +18,31 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def siblings_of(parent: nn.Module) -> Iterator[list[nn.Linear]]:
-    """Children that may read one tensor: plain linear layers of equal width, under names of SIBLINGS."""
+    """Yield children that may read one tensor: plain linear layers of equal width, under names of SIBLINGS."""
     children = dict(parent.named_children())
     for names in SIBLINGS:
-        layers = [children.get(name) for name in names]
-        if all(type(layer) is nn.Linear for layer in layers) and len({layer.in_features for layer in layers}) == 1:
+        found = [children.get(name) for name in names]
+        layers = [layer for layer in found if isinstance(layer, nn.Linear) and type(layer) is nn.Linear]
+        if len(layers) == len(names) and len({layer.in_features for layer in layers}) == 1:
             yield layers
 
 
 class SharedInput:
-    """The forwards of such siblings. One forward without gradients is watched; from then on the first layer's call
-    computes all, and the others find their results as long as they are asked with the same tensor."""
+    """The forwards of siblings. One forward without gradients is watched; from then on the first layer's call computes
+    all layers, and the other layers return their stored results as long as they get the same tensor."""
 
     def __init__(self, layers: Sequence[nn.Linear], alone: Callable[..., Tensor]) -> None:
-        """alone: x [...,K], weight [N,K], bias [N] or None -> [...,N], the product of one layer."""
+        """Watch the first forward of `layers`.
+
+        alone: x [...,K], weight [N,K], bias [N] or None -> [...,N], the product of one layer.
+        """
         self._layers = layers
         self._alone = alone
         self._is_shared: bool | None = None  # None until a forward was watched to its last layer
-        self._x: Tensor | None = None  # what the first layer was given, until the last is served
-        self._seen: Tensor | None = None  # its values then, while a forward is watched
-        self._num_seen = 0  # layers of that forward
-        self._outs: list[Tensor] = []  # of the layers to come, the next one last
+        self._x: Tensor | None = None  # the first layer's input, until the last layer has run
+        self._seen: Tensor | None = None  # a copy of that input, while a forward is watched
+        self._num_seen = 0  # number of that forward's layers so far
+        self._outs: list[Tensor] = []  # results of the layers to come, the next one last
 
     def forward_of(self, index: int) -> Callable[[Tensor], Tensor]:
         return lambda x: self._forward(index, x)
@@ -65,7 +69,8 @@ class SharedInput:
         if index == 0:
             self._x, self._seen, self._num_seen = x, x.clone(), 1
             return
-        if x is not self._x or index != self._num_seen or not torch.equal(x, self._seen):
+        seen = self._seen
+        if x is not self._x or seen is None or index != self._num_seen or not torch.equal(x, seen):
             self._is_shared = False
         elif index == len(self._layers) - 1:
             self._is_shared = True

@@ -16,7 +16,7 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invariant: bool) -> None:
-    """Raise ValueError naming everything about the module that the engine cannot serve. config: of its decoder."""
+    """Raise ValueError that names every unsupported feature of the module. config: its decoder's."""
     wrong = []
     if next(module.parameters()).dtype not in DTYPES.values():
         wrong.append(f"dtype {next(module.parameters()).dtype}")
@@ -28,7 +28,7 @@ def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invari
         wrong.append("attention that does not go through transformers' attention interface")
     if getattr(config, "num_attention_heads", None) is None:
         wrong.append("layers without attention heads")
-    # Other kinds are told to a module by its mask or its own code, and would go unseen.
+    # A module implements other kinds in its mask or its own code, which the hosted attention does not see.
     kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     wrong += [f"layers of type {kind}" for kind in sorted(kinds)]
     if getattr(config, "is_encoder_decoder", False):
@@ -38,7 +38,7 @@ def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invari
 
 
 def refuse_different_choices(guarantee: Guarantee | None, mesh: Mesh) -> None:
-    """Raise ValueError on all ranks of a replica where their self-tests chose different operations. A collective."""
+    """Raise ValueError on all ranks of a replica if their self-tests chose different operations. A collective."""
     if mesh.replica_group is None or guarantee is None:
         return
     own = torch.tensor(list(guarantee.choices.ljust(80).encode()), dtype=torch.uint8)

@@ -1,5 +1,7 @@
-"""A module's parameters and buffers by their Hugging Face names, found without walking its tree each time: an update
-asks for them several times, and a tree has more modules than tensors."""
+"""A module's parameters and buffers by their Hugging Face names, found without a walk of its tree each time.
+
+An update lists them several times, and a tree has more modules than tensors.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ from torch import Tensor, nn
 
 
 class HostedTensors:
-    """The tensors of a module whose tree stays as it is; the tensors in it may be replaced."""
+    """The tensors of a module whose tree does not change; the tensors in it may be replaced."""
 
     def __init__(self, module: nn.Module) -> None:
         named = module.named_modules(remove_duplicate=False)
         self._owners = [(prefix, owner) for prefix, owner in named if _has_tensors(owner)]
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Tied ones once, under the first of their names."""
+        """Yield the parameters, tied ones once under the first of their names."""
         seen: set[int] = set()
         for name, parameter in self._all_parameters():
             if id(parameter) not in seen:
@@ -24,7 +26,7 @@ class HostedTensors:
                 yield name, parameter
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Shared ones once, under the first of their names."""
+        """Yield the buffers, shared ones once under the first of their names."""
         seen: set[int] = set()
         for prefix, owner in self._owners:
             for name, buffer in owner.named_buffers(prefix, recurse=False):
@@ -33,7 +35,7 @@ class HostedTensors:
                     yield name, buffer
 
     def tied_names(self) -> dict[str, str]:
-        """Further names of tied parameters, each with the name that `parameters` gives it."""
+        """Return the further names of tied parameters, each with its name in `parameters`."""
         first: dict[int, str] = {}
         pairs = self._all_parameters()
         return {name: known for name, p in pairs if (known := first.setdefault(id(p), name)) != name}
@@ -44,5 +46,5 @@ class HostedTensors:
 
 
 def _has_tensors(owner: nn.Module) -> bool:
-    """Of its own."""
+    """Return whether the module has tensors of its own, not only in its children."""
     return any(True for tensors in (owner.parameters(False), owner.buffers(False)) for _ in tensors)

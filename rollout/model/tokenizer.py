@@ -9,13 +9,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The folder's tokenizer, or None where it has none."""
+    """Load the folder's tokenizer; None if it has none."""
     has_one = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     return AutoTokenizer.from_pretrained(folder) if has_one else None
 
 
 def find_eos_token_ids(module: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Every id that ends a sequence, by the module's generation config and the tokenizer."""
+    """Return every id that ends a sequence, from the module's generation config and the tokenizer."""
     configured = getattr(module.generation_config, "eos_token_id", None)
     ids = set(configured if isinstance(configured, list) else [configured])
     if tokenizer is not None:

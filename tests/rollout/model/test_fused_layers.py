@@ -1,4 +1,4 @@
-"""Norms, gated MLPs and rotary embedding in one pass: right, row by row the same bits, and only where recognised."""
+"""Tests of norms, gated MLPs and rotary embedding in one pass: correct, invariant by row, used only if recognised."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_what_a_kernel_computes_is_recognised_in_every_family(make_model, family
 
 
 class AlmostNorm(nn.Module):
-    """Differs from an RMS norm in where eps stands."""
+    """An RMS norm with eps in another place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class AlmostNorm(nn.Module):
 
 
 class AlmostMLP(nn.Module):
-    """Has the names of a gated MLP, and the gate on the other side."""
+    """A module with the names of a gated MLP, but with the gate on the other side."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a hosted module may be, and what its forward is under the engine's numerics."""
+"""Tests of the modules that can be hosted and of their forward under the engine's numerics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def logits_of(hosted: HostedModel, ids: list[list[int]], **kwargs: object) -> to
 
 
 class BiasedAttention(Qwen3Attention):
-    """Asks its attention for something that we do not know."""
+    """A module that passes an unknown keyword to its attention."""
 
     def forward(self, *args: object, **kwargs: object):
         return super().forward(*args, position_bias=torch.zeros(1), **kwargs)

@@ -1,4 +1,4 @@
-"""Who comes into a trainer's rollout phases, who waits, and whose leaving a phase's end waits for."""
+"""Tests of the gate to a trainer's rollout phases: admission, waiting, and the end of a phase."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from lockstep.rollout.errors import DeadlineExceeded
 from lockstep.rollout.model.phase_gate import PhaseGate
 
-PATIENCE_S = 60.0  # nothing here comes near
-MOMENT_S = 0.05  # in which what must not happen would have happened
+PATIENCE_S = 60.0  # far longer than any test here takes
+MOMENT_S = 0.05  # long enough for a wrong event to show
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def threads():
 
 
 class Visit:
-    """A guest in a thread of its own, until it is told to go."""
+    """A guest in a thread of its own, until `end`."""
 
     def __init__(self, gate: PhaseGate, threads: ThreadPoolExecutor) -> None:
         self.is_in, self._go = threading.Event(), threading.Event()
@@ -106,7 +106,7 @@ def test_a_guest_for_whom_no_phase_comes_is_told_what_it_waited_for():
 
 
 def _nested(gate: PhaseGate) -> list[bool]:
-    """A guest that is one already, and one that is host and guest."""
+    """Enter as a guest in a guest, then open and close a phase as a host inside both."""
     found = []
     with gate.guest("outer", PATIENCE_S) as outer, gate.guest("inner", 5.0) as inner:
         found += [outer <= PATIENCE_S, inner == 5.0]

@@ -1,4 +1,4 @@
-"""Layers that read one tensor in one call: only where a module was seen to give it to all, and in their own bits."""
+"""Tests of layers that read one tensor in one call: only after a watched forward, and with the same bits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def changed_between(module: Projections, x: Tensor) -> Tensor:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[int]:
-    """How many layers each call of the native product had, those of one layer alone left out."""
+    """Record the number of layers of each call of the native product; calls with one layer are left out."""
     counts: list[int] = []
 
     def counted(x: Tensor, layers: list[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
