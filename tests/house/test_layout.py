@@ -85,13 +85,11 @@ PLACES = {
     "integration.router.worker_paths": "http.edge router.fleet router.router",
     "integration.bench.parts": "push.local_target push.remote_engine service",
     "integration.grpo.engines": (
-        "grpo.backends grpo.config push.adapters push.local_target push.pusher push.remote_engine ranks "
-        "service"
+        "grpo.backends grpo.config push.adapters push.local_target push.pusher push.remote_engine ranks service"
     ),
     "integration.http.observe": "http.admin http.edge service version",
     "integration.router.router": (
-        "http.edge router.calls router.changes router.config router.counters router.fleet router.metrics "
-        "router.proxy"
+        "http.edge router.calls router.changes router.config router.counters router.fleet router.metrics router.proxy"
     ),
     "integration.http.admin": "http.edge plain_values push.local_target service weights",
     "integration.push.remote_engine": "plain_values push.local_target service",
