@@ -1,17 +1,17 @@
-"""KV events over ZeroMQ, for routers and other listeners: what the prefix cache holds, batch by batch.
+"""KV events over ZeroMQ: the changes of the prefix cache, batch by batch, for routers and other subscribers.
 
-The first batch is AllBlocksCleared and what was cached when the publisher was attached, so that the stream is complete
-by itself. This is the encoding of SGLang since its events are maps (its `disaggregation/kv_events.py`, pull request
-37482); the frames are vLLM's too. Beyond it:
+The first batch is AllBlocksCleared and the blocks cached when the publisher was attached, so that the stream is
+complete by itself. The encoding is SGLang's since its events are maps (its `disaggregation/kv_events.py`, pull request
+37482); the frames are vLLM's too. Additions:
 
-- Who subscribes to "", as routers do, gets the KV topic and not the pins.
-- Who subscribes to "hello/<anything>" is answered there once: [topic, newest seq of the KV topic, msgpack of
-  {"stream"}]. Everything published before has then been sent to that subscriber, or was dropped at its high-water
-  mark, and its earlier subscriptions hold. The stream is a name that each publisher draws at random.
-- The replay socket (ROUTER) is asked with ["", first seq wanted] as in SGLang, and answers with one
-  ["", seq, payload] for each batch that it still has, then ["", -1, ""]. Asked with ["", first seq, topic] it puts
-  msgpack of {"stream", "oldest", "newest"} in that last payload: the numbers that it had, null when it had none. A
-  first batch above the number that was wanted means that those between are gone.
+- A subscription to "", which routers use, gets the KV topic and not the pins.
+- A subscription to "hello/<anything>" gets one answer on that topic: [topic, newest seq of the KV topic, msgpack of
+  {"stream"}]. Every batch published before the answer has been sent to that subscriber, or was dropped at its
+  high-water mark, and its earlier subscriptions are active. The stream is a name that each publisher draws at random.
+- The replay socket (ROUTER) takes requests ["", first seq wanted] as in SGLang, and answers with one
+  ["", seq, payload] for each batch that it still keeps, then ["", -1, ""]. For a request ["", first seq, topic] the
+  last payload is msgpack of {"stream", "oldest", "newest"}: the numbers of the kept batches, null without any. If the
+  first batch sent is above the wanted number, the batches between are gone.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_HWM = 100_000
 
-_CLOSE_S = 5.0  # how long closing waits for the thread
-_LINGER_MS = 1000  # how long what was sent may still take to leave
+_CLOSE_S = 5.0  # `close` waits this long for the thread
+_LINGER_MS = 1000  # sent messages may take this long to leave after closing
 
 
 class CacheState(Protocol):
-    """The cache at one moment, as `Engine.cache_tree()` tells it."""
+    """The cache at one moment, as `Engine.cache_tree()` returns it."""
 
     @property
     def event_seq(self) -> int: ...
@@ -60,7 +60,7 @@ class CacheState(Protocol):
 
 
 class EventSource(Protocol):
-    """An engine, as far as it is listened to."""
+    """The part of an engine that the publisher uses."""
 
     @property
     def kv_events(self) -> KVEventLog: ...
@@ -72,21 +72,21 @@ class EventSource(Protocol):
 
 @dataclass(frozen=True)
 class _Start:
-    """What was cached when the publisher was attached: it stands for every KV batch up to its own number."""
+    """The blocks cached when the publisher was attached; it replaces all KV batches up to its own number."""
 
     batch: EventBatch
 
 
 class KVEventPublisher:
-    """Publishes one engine's KV and pin events; a thread of its own has the sockets, so the engine never waits.
+    """A publisher of one engine's KV and pin events; its own thread has the sockets, so the engine never waits.
 
     Example:
         with KVEventPublisher("tcp://127.0.0.1:5557", replay_endpoint="tcp://127.0.0.1:5558") as publisher:
             publisher.attach(engine)
             ...
 
-    Who listens more slowly than events come loses those beyond the high-water mark, sees it by the numbers, and can ask
-    for a replay or for `cache_tree`.
+    A subscriber that reads more slowly than events come loses those above the high-water mark; it notices the missing
+    numbers and can ask for a replay or for `cache_tree`.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class KVEventPublisher:
         """Bind the sockets; nothing is published before `attach`. A port of `*` is any free one.
 
         hwm: messages that wait for one subscriber before more are dropped; num_replayable: batches of each topic that
-        are kept for replay; dp_rank: stands in every batch; allow_remote: other machines may listen: whoever reaches
-        the port reads every token id. Raises ValueError naming every bad setting, zmq.ZMQError where an address cannot
-        be bound.
+        are kept for replay; dp_rank: sent in every batch; allow_remote: let other machines subscribe (anyone who can
+        reach the port can read every token id). Raises ValueError naming every bad setting, zmq.ZMQError where an
+        address cannot be bound.
         """
         endpoints = [endpoint] if replay_endpoint is None else [endpoint, replay_endpoint]
         _check_settings(endpoints, topic, hwm, num_replayable, allow_remote)
@@ -119,9 +119,9 @@ class KVEventPublisher:
         }
         self._queue: SimpleQueue[EventBatch | _Start | None] = SimpleQueue()  # None: stop
         self._is_stopping = False
-        self._held: list[EventBatch] | None = []  # came before the _Start; None: it is there
+        self._held: list[EventBatch] | None = []  # batches received before the _Start; None after it
         self._log: KVEventLog | None = None
-        self._lock = threading.Lock()  # of _log
+        self._lock = threading.Lock()  # for _log
 
         self._context = zmq.Context()
         self._waker, self._wakened = socket.socketpair()  # the thread polls it beside the sockets
@@ -138,7 +138,7 @@ class KVEventPublisher:
     def _open_sockets(
         self, endpoint: str, replay_endpoint: str | None, hwm: int, num_replayable: int
     ) -> tuple[zmq.Socket, zmq.Socket | None]:
-        pub = self._context.socket(zmq.XPUB)  # a PUB that is told who subscribes
+        pub = self._context.socket(zmq.XPUB)  # a PUB that receives the subscriptions
         pub.setsockopt(zmq.XPUB_MANUAL, 1)
         pub.setsockopt(zmq.SNDHWM, hwm)
         pub.bind(endpoint)
@@ -147,13 +147,13 @@ class KVEventPublisher:
         if replay_endpoint is None:
             return pub, None
         replay = self._context.socket(zmq.ROUTER)
-        replay.setsockopt(zmq.SNDHWM, num_replayable + 1)  # a whole replay to one client, and no more: it never blocks
+        replay.setsockopt(zmq.SNDHWM, num_replayable + 1)  # room for one whole replay per client: sending never blocks
         replay.bind(replay_endpoint)
         self.replay_endpoint = replay.getsockopt_string(zmq.LAST_ENDPOINT)
         return pub, replay
 
     def attach(self, engine: EventSource) -> None:
-        """Publish this engine's events from now on, after what its cache holds now. One engine for each publisher.
+        """Publish this engine's events from now on, after its present cache. One engine for each publisher.
 
         Raises ValueError for a second one, or when the publisher is closed.
         """
@@ -163,14 +163,14 @@ class KVEventPublisher:
             self._log = engine.kv_events
             self._log.attach(self._take)
         try:
-            state = engine.cache_tree()  # after the sink is there: no batch is neither in the tree nor taken
+            state = engine.cache_tree()  # after attaching the sink: each batch is in the tree or taken
         except BaseException:
             self._detach()
             raise
         self._put(_Start(_state_batch(state)))
 
     def close(self) -> None:
-        """Send what was taken, end the thread and free the ports; the engine goes on unheard. May be called again."""
+        """Send the taken batches, end the thread and free the ports; the engine continues. May be called again."""
         self._detach()
         self._put(None)
         self._thread.join(_CLOSE_S)
@@ -190,7 +190,7 @@ class KVEventPublisher:
 
     def _put(self, item: EventBatch | _Start | None) -> None:
         self._queue.put(item)
-        with suppress(OSError):  # full: the thread is about to look anyway; closed: it has ended
+        with suppress(OSError):  # full: the thread wakes anyway; closed: it has ended
             self._waker.send(b"\0")
 
     def _detach(self) -> None:
@@ -215,10 +215,10 @@ class KVEventPublisher:
                     return
                 poller.poll()
                 with suppress(BlockingIOError):
-                    self._wakened.recv(4096)  # before the queue is looked at: what comes later wakes anew
+                    self._wakened.recv(4096)  # before reading the queue: later items wake it again
         except Exception:
             logger.exception("the KV event publisher has ended")
-            self._detach()  # or its queue would grow for ever
+            self._detach()  # else the queue would grow without end
         finally:
             self._free()
 
@@ -228,7 +228,7 @@ class KVEventPublisher:
         self._wakened.close()
 
     def _publish_taken(self) -> None:
-        """Publish what the engine has handed on."""
+        """Publish the batches that the engine has put into the queue."""
         with suppress(Empty):
             while True:
                 item = self._queue.get_nowait()
@@ -242,7 +242,7 @@ class KVEventPublisher:
                     self._publish(item)
 
     def _start(self, state: EventBatch) -> None:
-        """Publish the state in the place of all KV batches that it covers, then go on."""
+        """Publish the state in place of all KV batches that it covers, then the later ones."""
         held, self._held = self._held or [], None
         self._publish(state)
         for batch in held:
@@ -258,7 +258,7 @@ class KVEventPublisher:
     def _answer_subscriptions(self) -> None:
         while self._pub.poll(0):
             request = self._pub.recv()
-            self._publish_taken()  # after the question came: the answer covers what was handed on before it was asked
+            self._publish_taken()  # after the request came: the answer covers all batches taken before it
             if request[:1] not in (b"\0", b"\1"):
                 continue  # not a subscription
             topic = request[1:] or self._kv_topic
@@ -291,7 +291,7 @@ class KVEventPublisher:
 
 
 def _state_batch(state: CacheState) -> EventBatch:
-    """The batch after which a mirror equals `state`, whatever it was before."""
+    """Build the batch that makes any mirror equal to `state`."""
     batches: list[EventBatch] = []
     assert state.event_seq >= 0, "a log that is attached to has a number to give"
     log = KVEventLog()  # merges blocks that continue each other
@@ -320,7 +320,7 @@ def _check_settings(endpoints: list[str], topic: str, hwm: int, num_replayable: 
 
 
 def _is_local(endpoint: str) -> bool:
-    """Whether only this machine can reach what is bound there."""
+    """Return whether only this machine can reach the endpoint."""
     scheme, _, address = endpoint.partition("://")
     if scheme != "tcp":
         return scheme in ("ipc", "inproc")

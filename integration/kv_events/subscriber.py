@@ -1,7 +1,7 @@
-"""A mirror of an engine's prefix cache in another process, kept from its KV events alone.
+"""A mirror of an engine's prefix cache in another process, built from its KV events alone.
 
-`CacheMirror` is the state and its rules; `KVEventSubscriber` feeds it from a publisher's sockets and makes up for what
-was lost: by a replay, by a new snapshot, or by saying that it cannot.
+`CacheMirror` is the state and its rules; `KVEventSubscriber` feeds it from a publisher's sockets. It recovers lost
+batches by a replay or a new snapshot, and raises CannotFollow where it cannot.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from .wire import END_SEQ, HELLO, KV_TOPIC, decode_batch, decode_seq, encode_seq
 
 Snapshot = Mapping[str, Any]  # the JSON form of `Engine.cache_tree()`
 
-_HELLO_RETRY_S = 0.5  # an answer may be dropped where too many messages wait; after this long it is asked for again
-_MAX_AT_ONCE = 1000  # messages that are received before they are applied
+_HELLO_RETRY_S = 0.5  # answers may be dropped where too many messages wait; asks again after this time
+_MAX_AT_ONCE = 1000  # received messages, after which batches are applied
 
 
 class EventGap(LockstepError):
-    """Batches are missing before the one that was to be applied; the mirror is as it was."""
+    """Batches before the given one are missing; the mirror has not changed."""
 
 
 class MirrorBroken(LockstepError):
-    """A batch does not fit what the mirror holds: it is not the cache's any more, and must be built anew."""
+    """A batch contradicts the mirror: it differs from the cache and must be built anew."""
 
 
 class CannotFollow(LockstepError):
-    """What is missing can be had neither from the replay socket nor from a snapshot, or the publisher is silent."""
+    """Neither the replay socket nor a snapshot has the missing batches, or the publisher does not answer."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,15 @@ class MirroredBlock:
 
 
 class CacheMirror:
-    """Which blocks are cached, by hash, after the batches up to `seq`."""
+    """The cached blocks, by hash, after the batches up to `seq`."""
 
     def __init__(self, blocks: Mapping[int, MirroredBlock] | None = None, seq: int = -1) -> None:
         self.blocks: dict[int, MirroredBlock] = dict(blocks or {})
-        self.seq = seq  # the last KV batch that is in it; -1: none
+        self.seq = seq  # the last applied KV batch; -1: none
 
     @classmethod
     def from_snapshot(cls, tree: Snapshot) -> CacheMirror:
-        """The mirror as of a whole `cache_tree`. Raises ValueError for a part of one (`depth`, `under`)."""
+        """Build the mirror from a whole `cache_tree`. Raises ValueError for a part of one (`depth`, `under`)."""
         nodes = {node["hash"]: node for node in tree["nodes"]}
         num_children = dict.fromkeys(nodes, 0)
         for node in nodes.values():
@@ -76,10 +76,10 @@ class CacheMirror:
         return cls(blocks, tree["event_seq"])
 
     def apply(self, batch: EventBatch) -> None:
-        """Bring the mirror to after this batch, which must be the next one.
+        """Apply the next batch.
 
-        A batch that clears the cache may come after a gap, for what was before it does not matter. Raises EventGap
-        otherwise, and MirrorBroken where an event contradicts the mirror, which is then of no more use.
+        A batch that clears the cache may come after a gap, because the state before it does not matter. Raises EventGap
+        for any other gap, and MirrorBroken where an event contradicts the mirror, which is then unusable.
         """
         events = batch.events
         cleared = max((i for i, event in enumerate(events) if isinstance(event, AllBlocksCleared)), default=None)
@@ -115,15 +115,15 @@ class CacheMirror:
 
 @dataclass(frozen=True)
 class _Replay:
-    """What the replay socket answered."""
+    """The answer of the replay socket."""
 
     batches: list[EventBatch]
     stream: str  # the publisher's name for itself
-    oldest: int | None  # the number of the first batch that it keeps; None: it keeps none
+    oldest: int | None  # the number of the first kept batch; None: none is kept
 
 
 class KVEventSubscriber:
-    """Follows one `KVEventPublisher`, whenever it joins and whatever is dropped on the way. For one thread at a time.
+    """A follower of one `KVEventPublisher`: it may join at any time and lose messages. For one thread at a time.
 
     Example:
         with KVEventSubscriber("tcp://127.0.0.1:5557", snapshot=lambda: requests.get(...).json()) as subscriber:
@@ -131,8 +131,8 @@ class KVEventSubscriber:
                 subscriber.poll(1.0)
                 route(subscriber.mirror.blocks)
 
-    It starts from a snapshot where it can have one, else from a replay of everything; and after a gap it asks for a
-    replay first, for that is less.
+    It starts from a snapshot if `snapshot` is given, else from a replay of everything; after a gap it asks for a
+    replay first, because it is shorter.
     """
 
     def __init__(
@@ -148,24 +148,24 @@ class KVEventSubscriber:
         """Connect, and build the mirror up to now.
 
         snapshot: reads the engine's whole `cache_tree`, as its JSON form, when called; hwm: messages that wait here
-        before more are dropped; timeout_s: how long the publisher may take for each answer. Raises ValueError when it
-        is given neither a replay endpoint nor a snapshot, CannotFollow when they do not suffice or nobody answers.
+        before more are dropped; timeout_s: how long the publisher may take for each answer. Raises ValueError without
+        both a replay endpoint and a snapshot, CannotFollow when they do not suffice or the publisher does not answer.
         """
         if replay_endpoint is None and snapshot is None:
             raise ValueError("a subscriber needs a replay_endpoint or a snapshot: it cannot start without either")
         self.mirror = CacheMirror()
-        self.num_gaps = 0  # times batches were missing
+        self.num_gaps = 0  # how many times batches were missing
         self.num_replays = 0
         self.num_snapshots = 0
         self._topic, self._replay_endpoint = topic.encode(), replay_endpoint
         self._snapshot, self._timeout_s = snapshot, timeout_s
         self._stream = ""  # the publisher's name for itself; empty: not known yet
-        self._last_received = -1  # the number of the last batch that was sent here; the next has a greater one
+        self._last_received = -1  # number of the last received batch; the next one's is greater
         self._arrived: deque[EventBatch] = deque()  # received, not yet applied
         self._context = zmq.Context()
         self._sub = self._context.socket(zmq.SUB)
         try:
-            self._sub.setsockopt(zmq.RCVHWM, hwm)  # not of what is sent: subscriptions are never dropped
+            self._sub.setsockopt(zmq.RCVHWM, hwm)  # not for sending: subscriptions are never dropped
             self._sub.subscribe(self._topic)
             self._sub.connect(endpoint)
             self.sync()
@@ -174,7 +174,7 @@ class KVEventSubscriber:
             raise
 
     def poll(self, timeout_s: float = 0.0) -> int:
-        """Apply what has arrived, waiting up to `timeout_s` for something; returns how many batches were applied.
+        """Apply the received batches, waiting up to `timeout_s` for one; returns how many were applied.
 
         Raises CannotFollow as the constructor does, and ValueError for a message that cannot be read.
         """
@@ -183,8 +183,8 @@ class KVEventSubscriber:
         return self._apply_arrived()
 
     def sync(self) -> None:
-        """Apply everything that the publisher had published when this was called, dropped at the end or not."""
-        stream, newest = self._say_hello()  # from here on each newer batch is in a snapshot, or on its way, or both
+        """Apply every batch published before this call, including dropped ones."""
+        stream, newest = self._say_hello()  # each newer batch is in later snapshots, or will be received, or both
         if stream != self._stream:
             self._start_over(stream)
             self._build(newest)
@@ -214,18 +214,18 @@ class KVEventSubscriber:
         if topic != self._topic:
             return  # a late answer to a hello
         batch = decode_batch("kv", decode_seq(seq_frame), payload)
-        if batch.seq <= self._last_received:  # only another publisher counts back
+        if batch.seq <= self._last_received:  # a smaller number means another publisher
             self._start_over("")
         self._last_received = batch.seq
         self._arrived.append(batch)
 
     def _start_over(self, stream: str) -> None:
-        """All that is known here was of another publisher."""
+        """Forget the received batches: they are another publisher's."""
         self._stream, self.mirror = stream, CacheMirror()
         self._arrived.clear()
 
     def _say_hello(self) -> tuple[str, int]:
-        """Ask the publisher for its name and its newest number, over the same connection as the events."""
+        """Ask the publisher for its name and newest number, over the connection of the events."""
         deadline = time.monotonic() + self._timeout_s
         topic = b""
         ask_again_at = 0.0
@@ -268,18 +268,18 @@ class KVEventSubscriber:
         except EventGap:
             self.num_gaps += 1
             self._fill_gap(batch.seq)
-        except MirrorBroken:  # the numbers hid a loss
+        except MirrorBroken:  # batches were lost although the numbers are complete
             self.num_gaps += 1
             self._build(batch.seq)
 
     def _fill_gap(self, up_to: int) -> None:
-        """Bring the mirror at least to after batch `up_to`, whatever is missing in between."""
+        """Update the mirror at least to batch `up_to`, from a replay or a snapshot."""
         if self._replay_endpoint is not None and not self._catch_up() and self.mirror.seq >= up_to:
             return
         self._build(up_to)
 
     def _build(self, up_to: int) -> None:
-        """A new mirror, at least of after batch `up_to`."""
+        """Build a new mirror, at least up to batch `up_to`."""
         self.mirror = CacheMirror()
         if self._snapshot is not None:
             self.num_snapshots += 1
@@ -290,10 +290,10 @@ class KVEventSubscriber:
             raise CannotFollow(f"batch {up_to} is out, but what could be had ends at {self.mirror.seq}")
 
     def _catch_up(self) -> str:
-        """Apply all newer batches that the publisher still has; says what is in the way, or nothing."""
+        """Apply all newer batches that the publisher still keeps; returns the reason where it cannot, else ""."""
         replay = self._ask_replay(self.mirror.seq + 1)
         if replay.stream != self._stream and self._stream and self.mirror.seq >= 0:
-            return "another publisher has taken the address"  # its numbers have nothing to do with this mirror's
+            return "another publisher has taken the address"  # its numbers do not continue this mirror's
         self._stream = replay.stream
         starts = [index for index, batch in enumerate(replay.batches) if AllBlocksCleared() in batch.events]
         try:
@@ -308,10 +308,11 @@ class KVEventSubscriber:
     def _ask_replay(self, start: int) -> _Replay:
         self.num_replays += 1
         deadline = time.monotonic() + self._timeout_s
-        batches = []
-        with self._context.socket(zmq.DEALER) as dealer:  # a fresh one: no late answers to an earlier question
-            dealer.set_hwm(0)  # a replay is as long as it is
+        batches: list[EventBatch] = []
+        with self._context.socket(zmq.DEALER) as dealer:  # a new socket: no late answers to an earlier request
+            dealer.set_hwm(0)  # no limit: a replay may have any length
             dealer.setsockopt(zmq.LINGER, 0)
+            assert self._replay_endpoint is not None
             dealer.connect(self._replay_endpoint)
             dealer.send_multipart([b"", encode_seq(start), self._topic])
             while (left := deadline - time.monotonic()) > 0:

@@ -1,13 +1,13 @@
-"""The encoding of KV events, which publisher and subscriber share.
+"""The encoding of KV events for publisher and subscriber.
 
 A message on the PUB socket has three frames:
 
-    topic      "kv-events", or as configured; pins go out on "pins", with numbers of their own
+    topic      "kv-events", or as configured; pins are sent on "pins", with numbers of their own
     seq        8 bytes, big-endian
     payload    msgpack: [timestamp, events, dp_rank], each event a map with its "type"
 
     {"type": "BlockStored", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
-     "cache_salt", "session_id", "lora_name"}; what there is none of is null
+     "cache_salt", "session_id", "lora_name"}; a missing value is null
     {"type": "BlockRemoved", "block_hashes", "medium"}
     {"type": "AllBlocksCleared"}
     {"type": "PinEvent", "kind", "block_hashes", "owner", "reason"}, on "pins" only
@@ -15,37 +15,40 @@ A message on the PUB socket has three frames:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import msgpack
 
 from ...rollout.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvent, PinEvent, Topic
 
 KV_TOPIC = "kv-events"
 PINS_TOPIC = "pins"
-HELLO = b"hello/"  # what a topic begins with whose subscription is answered
-END_SEQ = -1  # of the last message of a replay
+HELLO = b"hello/"  # a subscription to a topic with this prefix gets an answer
+END_SEQ = -1  # the seq of the last message of a replay
 
-_MEDIUM = "GPU"  # where the engine computes, whatever device that is; there are no other tiers
+_MEDIUM = "GPU"  # the device of the engine, also where it is a CPU; there are no other tiers
 
 
 def encode_seq(seq: int) -> bytes:
-    """8 bytes, big-endian; -1 is all ones."""
+    """Encode a number as 8 bytes, big-endian; -1 is all ones."""
     return seq.to_bytes(8, "big", signed=True)
 
 
 def decode_seq(frame: bytes) -> int:
-    """Inverse of `encode_seq`. Raises ValueError for another length."""
+    """Decode 8 bytes of `encode_seq`. Raises ValueError for another length."""
     if len(frame) != 8:
         raise ValueError(f"a sequence number has 8 bytes, not {len(frame)}")
     return int.from_bytes(frame, "big", signed=True)
 
 
 def encode_batch(batch: EventBatch, dp_rank: int = 0) -> bytes:
-    """The payload frame of a batch."""
+    """Encode the payload frame of a batch."""
     return msgpack.packb([batch.timestamp, [_as_map(event) for event in batch.events], dp_rank])
 
 
 def decode_batch(topic: Topic, seq: int, payload: bytes) -> EventBatch:
-    """Inverse of `encode_batch`. Raises ValueError for what is no payload of ours."""
+    """Decode a payload of `encode_batch`. Raises ValueError for any other bytes."""
     try:
         timestamp, maps, _ = msgpack.unpackb(payload)
         return EventBatch(topic, seq, timestamp, tuple(_FROM_MAP[event["type"]](event) for event in maps))
@@ -80,7 +83,7 @@ def _as_map(event: KVEvent | PinEvent) -> dict[str, object]:
     }
 
 
-_FROM_MAP = {
+_FROM_MAP: dict[str, Callable[[dict[str, Any]], KVEvent | PinEvent]] = {
     "BlockStored": lambda m: BlockStored(
         tuple(m["block_hashes"]), m["parent_block_hash"], tuple(m["token_ids"]), m["block_size"],
         m.get("cache_salt") or "",

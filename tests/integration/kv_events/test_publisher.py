@@ -1,4 +1,4 @@
-"""What a listener in another process knows of the prefix cache is what the cache is, whatever the wire did."""
+"""Tests of KV events: a mirror in another process equals the cache, in spite of lost and late messages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ANY_PORT = "tcp://127.0.0.1:*"
 
 
 class LedgerEngine:
-    """A KV ledger that is used at random, under a lock, as an engine's steps and commands use it."""
+    """A KV ledger with random operations, under a lock, as an engine's steps and commands use it."""
 
     def __init__(self, seed: int = 0, num_blocks: int = 150) -> None:
         self.ledger = KVLedger(num_blocks, SIZE, prefix_cache=True)
@@ -76,7 +76,7 @@ class LedgerEngine:
         operation()
 
     def _admit(self) -> None:
-        tokens = [self._random.choice((1, 2)) for _ in range(self._random.randrange(1, 12))]  # often shared
+        tokens = [self._random.choice((1, 2)) for _ in range(self._random.randrange(1, 12))]  # often shares a prefix
         tokens = [t for t in tokens for _ in range(SIZE)] + [7] * self._random.randrange(1, SIZE)
         options = RequestOptions(extra_key=self._random.choice(("", "", "salt")))
         request = Request(Sequence("r", tokens), SamplingParams(), options, 0, 0, 0.0, 0, None)
@@ -139,9 +139,9 @@ def publisher() -> Iterator[KVEventPublisher]:
 
 
 def follow(settings: dict) -> None:
-    """The other process: mirror until told up to which batch, and print the mirror.
+    """Mirror the cache in another process up to a batch that standard input names, and print the mirror.
 
-    It asks for snapshots, and is told the end, in lines of JSON.
+    It asks for snapshots and receives them, and the end, as lines of JSON.
     """
     told: queue.SimpleQueue[dict] = queue.SimpleQueue()
     threading.Thread(target=lambda: [told.put(json.loads(line)) for line in sys.stdin], daemon=True).start()
@@ -179,7 +179,7 @@ def say(message: dict) -> None:
 
 
 class Follower:
-    """That process, from this side."""
+    """The process that runs `follow`, seen from the test."""
 
     def __init__(
         self, engine: LedgerEngine, endpoint: str, replay: str | None, *, snapshot: bool, is_sleepy: bool = False,
@@ -225,7 +225,7 @@ class Follower:
 
 
 class LossyLine:
-    """Stands between a publisher and its subscribers and loses every k-th batch."""
+    """A proxy between a publisher and its subscribers that drops every k-th batch."""
 
     def __init__(self, endpoint: str, k: int) -> None:
         self._context = zmq.Context()
@@ -317,7 +317,7 @@ def test_lost_messages_are_made_up_for(engine, publisher, way):
 
 def test_what_a_high_water_mark_drops_is_made_up_for(engine):
     with (
-        tempfile.TemporaryDirectory() as folder,  # a pipe there holds little, unlike TCP
+        tempfile.TemporaryDirectory() as folder,  # ipc has small buffers, unlike TCP
         KVEventPublisher(f"ipc://{folder}/kv", replay_endpoint=f"ipc://{folder}/replay", hwm=1) as publisher,
     ):
         publisher.attach(engine)
@@ -335,7 +335,7 @@ def test_what_a_high_water_mark_drops_is_made_up_for(engine):
 
 
 class Foreigner:
-    """A listener that knows ZeroMQ, msgpack and the description, and none of our code."""
+    """A subscriber written with ZeroMQ, msgpack and the description alone, without our code."""
 
     def __init__(self, publisher: KVEventPublisher, *topics: bytes, hwm: int = 1000) -> None:
         self._context = zmq.Context()
@@ -344,7 +344,7 @@ class Foreigner:
         self._sub.connect(publisher.endpoint)
         for topic in (*topics, b"hello/there"):
             self._sub.subscribe(topic)
-        assert self.next()[0] == b"hello/there"  # the subscriptions hold
+        assert self.next()[0] == b"hello/there"  # the subscriptions are active
         self._replay = self._context.socket(zmq.DEALER)
         self._replay.connect(publisher.replay_endpoint)
 
@@ -397,12 +397,12 @@ def test_a_foreign_decoder_reads_the_events_as_described(engine, publisher, list
     emit(engine, BlockRemoved((5,)))
     emit(engine, AllBlocksCleared())
     messages = [foreigner.next() for _ in range(4)]
-    assert [(topic, seq) for topic, seq, _ in messages] == [(b"kv-events", seq) for seq in range(4)]  # and no pins
+    assert [(topic, seq) for topic, seq, _ in messages] == [(b"kv-events", seq) for seq in range(4)]  # no pins
     for _, _, (timestamp, _, dp_rank) in messages:
         assert before - 60 < timestamp < time.time() + 60 and dp_rank == 0
     nothing = {"lora_id": None, "session_id": None, "lora_name": None}
     assert [events for _, _, (_, events, _) in messages] == [
-        [{"type": "AllBlocksCleared"}],  # what was cached when it was attached
+        [{"type": "AllBlocksCleared"}],  # the blocks cached at `attach`
         [
             {
                 "type": "BlockStored", "block_hashes": [-(2**63), 2**63 - 1], "parent_block_hash": None,
@@ -542,7 +542,7 @@ def test_a_replay_of_another_publisher_never_fills_a_gap(engine, publisher):
     publisher.attach(engine)
     with KVEventPublisher(ANY_PORT, replay_endpoint=ANY_PORT) as stranger:
         stranger.attach(other)
-        for hash in range(200):  # more than the other will have
+        for hash in range(200):  # more batches than the other publisher will have
             emit(other, BlockStored((hash,), None, (1,), 1))
         with (
             LossyLine(publisher.endpoint, k=1) as line,
@@ -632,7 +632,7 @@ def test_a_listener_notices_by_the_events_alone_that_another_publisher_has_the_p
 
 
 def test_a_real_engine_is_mirrored_through_requests_flushes_and_new_weights(make_model, publisher):
-    from lockstep.rollout.config import EngineConfig  # here, for the other process needs no torch
+    from lockstep.rollout.config import EngineConfig  # imported here: the other process needs no torch
     from lockstep.rollout.engine import Engine
 
     real = Engine(make_model("llama"), EngineConfig(kv_cache="16 blocks", max_num_seqs=4))
@@ -693,7 +693,7 @@ def test_the_last_batches_leave_before_it_closes(engine, publisher, listen):
     numbers: list[int] = []
     reader = threading.Thread(target=lambda: numbers.extend(foreigner.next()[1] for _ in range(501)), daemon=True)
     for _ in range(500):
-        emit(engine, BlockStored((1,), None, (2**31 - 1,) * 5000, 5000))  # 12 MB: much waits in the publisher
+        emit(engine, BlockStored((1,), None, (2**31 - 1,) * 5000, 5000))  # 12 MB: most of it waits in the publisher
     reader.start()
     publisher.close()
     reader.join(DEADLINE_S)
@@ -714,7 +714,7 @@ def test_the_engine_never_waits_for_listeners(engine):
             deaf.setsockopt(zmq.RCVHWM, 1)
             deaf.subscribe(b"hello/there")
             deaf.connect(publisher.endpoint)
-            assert deaf.poll(DEADLINE_S * 1000)  # it is connected, and now reads no more
+            assert deaf.poll(DEADLINE_S * 1000)  # connected; from now on it does not read
             deaf.subscribe(b"kv-events")
             events = BlockStored((1,), None, tuple(range(1000)), 1000), BlockRemoved((1,))
             runner = threading.Thread(target=lambda: [emit(engine, *events) for _ in range(5000)], daemon=True)
@@ -789,7 +789,7 @@ def test_mirror_starts_anew_where_the_cache_was_cleared_whatever_it_missed():
     [
         BlockRemoved((5,)),
         BlockStored((5,), 6, (1,), 1),  # parent unknown
-        BlockStored(STORED.block_hashes[:1], None, (1,), 1),  # there already
+        BlockStored(STORED.block_hashes[:1], None, (1,), 1),  # cached already
         BlockStored((5,), None, (1, 2), 1),  # more tokens than blocks
     ],
 )
@@ -847,10 +847,10 @@ def test_log_merges_what_continues_and_nothing_else():
     log, got = KVEventLog(), []
     log.attach(got.append)
     events = [
-        BlockStored((1,), None, (1, 2), 2), BlockStored((2,), 1, (3, 4), 2),  # one
-        BlockStored((3,), 2, (5, 6), 2, "salt"),  # of another salt
-        BlockStored((4,), 2, (5, 6), 2, "salt"),  # beside it
-        BlockRemoved((4,)), BlockRemoved((3, 2)),  # one
+        BlockStored((1,), None, (1, 2), 2), BlockStored((2,), 1, (3, 4), 2),  # merged into one
+        BlockStored((3,), 2, (5, 6), 2, "salt"),  # another salt
+        BlockStored((4,), 2, (5, 6), 2, "salt"),  # a sibling of it
+        BlockRemoved((4,)), BlockRemoved((3, 2)),  # merged into one
         AllBlocksCleared(), BlockRemoved((9,)),
     ]  # fmt: skip
     for event in events:
