@@ -63,13 +63,13 @@ class CacheMirror:
         for node in nodes.values():
             if node["parent"] in num_children:
                 num_children[node["parent"]] += 1
-        torn = [
+        incomplete = [
             hash
             for hash, node in nodes.items()
             if node["num_children"] != num_children[hash] or not (node["parent"] is None or node["parent"] in nodes)
         ]
-        if torn:
-            raise ValueError(f"not a whole cache tree: parents or children of {torn[:5]} are missing")
+        if incomplete:
+            raise ValueError(f"not a whole cache tree: parents or children of {incomplete[:5]} are missing")
         blocks = {
             hash: MirroredBlock(node["parent"], tuple(node["token_ids"]), node["salt"]) for hash, node in nodes.items()
         }
