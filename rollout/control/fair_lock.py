@@ -44,10 +44,10 @@ class FairLock:
     # purpose; the stubs of the library leave them out.
 
     def _is_owned(self) -> bool:
-        return self._inner._is_owned()  # type: ignore[attr-defined,no-any-return]
+        return self._inner._is_owned()  # type: ignore[attr-defined]
 
     def _release_save(self) -> object:
-        return self._inner._release_save()  # type: ignore[attr-defined,no-any-return]
+        return self._inner._release_save()  # type: ignore[attr-defined]
 
     def _acquire_restore(self, state: object) -> None:
         with self._turnstile:
