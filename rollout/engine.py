@@ -1,4 +1,4 @@
-"""The engine: requests in, completions out, commands between the steps, from any thread."""
+"""The engine: it turns requests into completions and runs commands between steps, for any thread."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ T = TypeVar("T")
 
 
 class Engine:
-    """Generates with a hosted causal LM: a transformers module the caller trains, or a folder it loads.
+    """Generate with a hosted causal LM: a transformers module that the caller trains, or a folder of weights.
 
     Example:
         engine = Engine("path/to/model", EngineConfig(kv_cache="512MiB"))
         [completion] = engine.generate(["2 + 2 ="], SamplingParams(max_new_tokens=8))
 
-    A module that is handed over keeps its storage, and belongs to the engine only while a call generates or inside
-    `engine.model.rollout_phase()`. Every method may be called from any thread. Whoever waits for an answer runs the
-    steps, unless `start()` has put a thread there for it.
+    A caller's module keeps its storage. It belongs to the engine only during a call that generates, or inside
+    `engine.model.rollout_phase()`. Every method may be called from any thread. A caller that waits for an answer runs
+    the steps itself, unless `start()` has begun a thread that runs them.
 
-    Commands run between two steps, with nothing in flight, and their effect holds when they return. `op_id` names one
-    so that a repeated one runs once (OpIdTaken where it stands for another); `timeout_s` is how long it may wait to
-    begin (DeadlineExceeded). A service around the engine also uses `requests`, `driver` and `weights`; `parts`, `gate`
-    and `mailboxes` are the engine's own.
+    Commands run between two steps, with no step in flight, and their effect holds when they return. A command repeated
+    under its `op_id` runs once (OpIdTaken for an id that names another call); `timeout_s` limits its wait to begin
+    (DeadlineExceeded). A service around the engine also uses `requests`, `driver` and `weights`; `parts`, `gate` and
+    `mailboxes` are internal.
     """
 
     def __init__(
@@ -64,10 +64,12 @@ class Engine:
         mesh: Mesh | None = None,
         make_runner: MakeRunner = make_runner,
     ) -> None:
-        """mesh: the ranks that share the model, this one's view; None: as `config.tp` and `config.pp` say, which is a
-        collective of the whole torch.distributed job where they make more than one rank. Every rank of a replica makes
-        its engine, with the same configuration; one engine at a time may use a mesh. make_runner: what makes the runner
-        of its steps, for those who bring their own."""
+        """Host the model and allocate its KV. Every rank of a replica does so, with the same configuration.
+
+        mesh: this rank's view of the ranks that share the model; one engine at a time may use it. None: built from
+        `config.tp` and `config.pp`; for more than one rank this is a collective of the whole torch.distributed job.
+        make_runner: makes the runner of the engine's steps. Raises ValueError for settings that do not fit.
+        """
         self.config = config = config or EngineConfig()
         inbox, self.mailboxes = Inbox(), Mailboxes()
         self.parts = parts = assemble(model, config, tokenizer, mesh, make_runner)
@@ -92,7 +94,7 @@ class Engine:
         rid: str | None = None,
         options: RequestOptions | None = None,
     ) -> list[str]:
-        """Queue one prompt, text or token ids; returns the ids of its n sequences, to be found in `step()`'s answers.
+        """Queue one prompt, text or token ids; returns the ids of its n sequences. `step()` returns their completions.
 
         Raises ValueError for a bad prompt or setting, or an id that a live request has; then nothing is queued.
         """
@@ -101,35 +103,32 @@ class Engine:
     def generate(
         self, prompts: Prompts | None, sampling_params: ManyParams = None, *, options: RequestOptions | None = None
     ) -> list[Completion]:
-        """Complete every prompt; answers in the order of the prompts, a prompt's n samples side by side.
+        """Complete every prompt; returns the answers in the order of the prompts, a prompt's n samples side by side.
 
         prompts: one text, one list of token ids, or a list of either; sampling_params: one for all, or one each.
-
         All ranks of a replica call this together, unless the others are in `follow`: the controller's prompts count,
-        and everybody gets the same completions, or the controller's error. Raises RankFailure on every rank where one
-        dies or hangs.
+        and every rank gets the same completions, or the controller's error. Raises RankFailure on all ranks if one of
+        them ends or hangs.
         """
         return self.requests.generate(prompts, sampling_params, options)
 
     async def agenerate(
         self, prompts: Prompts, sampling_params: ManyParams = None, *, options: RequestOptions | None = None
     ) -> list[Completion]:
-        """As `generate`, from a coroutine; calls that run at the same time share their steps."""
+        """Complete every prompt as `generate` does, in a coroutine. Calls that run at the same time share steps."""
         return await self.requests.agenerate(prompts, sampling_params, options)
 
     def stream(
         self, prompt: Prompt, sampling_params: Params = None, *, options: RequestOptions | None = None
     ) -> Iterator[StreamChunk]:
-        """Complete one prompt, chunk by chunk as steps run; each sequence's last chunk carries its completion.
-
-        A caller that stops iterating aborts what is left.
-        """
+        """Complete one prompt, chunk by chunk as steps run; each sequence's last chunk carries its completion. The
+        request is aborted when the caller stops iterating."""
         return self.requests.stream(prompt, sampling_params, options)
 
     def astream(
         self, prompt: Prompt, sampling_params: Params = None, *, options: RequestOptions | None = None
     ) -> AsyncIterator[StreamChunk]:
-        """As `stream`, for `async for`."""
+        """Complete one prompt as `stream` does, for `async for`."""
         return self.requests.astream(prompt, sampling_params, options)
 
     # -- replicas of several ranks ----------------------------------------------------------------------------------
@@ -140,13 +139,13 @@ class Engine:
         return self.ranks.mesh.is_controller
 
     def follow(self) -> End:
-        """At a rank that is not the controller: do what the controller says, until it closes the engine ("closed") or
-        calls `dismiss` ("call over"). Raises RankFailure where a rank dies or hangs; idle for hours is no failure."""
+        """Follow the controller, on any other rank, until it closes the engine ("closed") or calls `dismiss` ("call
+        over"). Raises RankFailure if a rank ends or hangs; being idle for hours is no failure."""
         with self.model.rollout_phase():
             return self._calls.follow()
 
     def dismiss(self) -> None:
-        """At the controller: end `follow` on the ranks that are in it, after the step under way."""
+        """End `follow` on the other ranks after the current step. Called on the controller."""
         self.ranks.check_controller("dismiss")
         self.driver.drain()
         self._calls.dismiss()
@@ -155,40 +154,36 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold KV blocks."""
+        """The number of sequences that hold KV blocks."""
         return self.parts.scheduler.num_running
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to run."""
+        """Whether requests wait or run, or a step's output is not delivered yet."""
         return self.driver.has_work
 
     def step(self) -> list[Completion]:
-        """Run one step; returns the sequences that ended since the last one, but for those that another call waits for.
-
-        Runs nothing while paused, or when there is nothing to run; it still returns what an abort has ended.
-        """
+        """Run one step, if not paused; returns the new completions (aborted ones too) that no other call waits for."""
         self.driver.settle()
         with self.driver.lock:
             self.driver.run_step()
             return self.mailboxes.take_unclaimed()
 
     def start(self) -> None:
-        """Let a thread of the engine's own drive the loop; callers then only wait. Does nothing when started.
-
-        It sleeps while there is nothing to run, while paused, and outside the rollout phase of a trainer's module."""
+        """Start a thread that runs the steps, so that callers only wait. Does nothing if it is started already. It
+        sleeps while no request is live, while paused, and outside the rollout phase of a trainer's module."""
         self.driver.start()
 
     def stop(self) -> None:
-        """End that thread after the step it is in; live requests stay, and go on with the next who drives."""
+        """End that thread after its current step. Live requests stay, and continue when steps run again."""
         self.driver.stop()
 
     def wake(self) -> None:
-        """Tell a started engine that its module's rollout phase has begun."""
+        """Wake the thread of a started engine after its module's rollout phase has begun."""
         self.driver.kick()
 
     def close(self) -> None:
-        """Abort what is live and give the KV, the threads and the module back."""
+        """Abort all requests; end the threads, free the KV and give the module back."""
         self.stop()
         if self.is_controller:
             self.abort_request(abort_all=True, message="the engine was closed")
@@ -199,7 +194,7 @@ class Engine:
         self.parts.close()
 
     def between_steps(self, name: str, run: Callable[[], T], timeout_s: float | None = None) -> T:
-        """Run something in this thread between two steps, with nothing in flight; returns what it returns."""
+        """Call `run` in this thread between two steps, with no step in flight; returns its result."""
         return self.driver.command(name, run, None, timeout_s)
 
     # -- control ----------------------------------------------------------------------------------------------------
@@ -210,16 +205,16 @@ class Engine:
 
     @property
     def pause_mode(self) -> PauseMode | None:
-        """The mode of the pause that holds now; None: not paused."""
+        """The mode of the current pause; None: not paused."""
         return self.gate.pause_mode
 
     def pause_generation(
         self, mode: PauseMode = "retract", *, op_id: str | None = None, timeout_s: float | None = None
     ) -> PauseReport:
-        """Run no more steps until `continue_generation`; it holds when the call returns.
+        """Pause the steps until `continue_generation`. The pause holds when the call returns.
 
-        in_place: sequences keep their KV; retract: they give it back, keep tokens and log-probabilities and are
-        computed again; abort: all are answered with what they have. Requests that come while paused wait. Raises
+        in_place: sequences keep their KV; retract: they give it back, keep tokens and log-probabilities, and their KV
+        is computed again later; abort: all end with their tokens so far. Requests added during a pause wait. Raises
         ValueError for another mode, DeadlineExceeded when `timeout_s` passed before it began.
         """
         check_pause(mode)
@@ -227,7 +222,7 @@ class Engine:
         return self.driver.control("pause_generation", lambda: pause(mode), op_id, timeout_s, mode=mode)
 
     def continue_generation(self, *, op_id: str | None = None, timeout_s: float | None = None) -> ContinueReport:
-        """End a pause; says so if there was none."""
+        """End a pause; the report says whether there was one."""
         return self.driver.control("continue_generation", self._between_steps.resume, op_id, timeout_s)
 
     def abort_request(
@@ -240,10 +235,8 @@ class Engine:
         op_id: str | None = None,
         timeout_s: float | None = None,
     ) -> AbortReport:
-        """End a live request, or all, with what they have so far; `rid` is exact, or the base of n samples.
-
-        An id that is not live is reported, not an error. Raises ValueError when neither is named.
-        """
+        """Abort a live request or all of them; they keep their tokens so far. `rid` is exact, or the base of n samples;
+        an id that is not live is reported, not an error. Raises ValueError without `rid` and `abort_all`."""
         if rid is None and not abort_all:
             raise ValueError("abort_request needs a rid, or abort_all")
         reason = finished_reason or (FinishReason("abort", message=message) if message else None)
@@ -253,7 +246,7 @@ class Engine:
         )  # fmt: skip
 
     def flush_cache(self, *, op_id: str | None = None, timeout_s: float | None = None) -> FlushReport:
-        """Empty the prefix cache, and drop every pin, unless sequences hold blocks; however many wait."""
+        """Empty the prefix cache and drop every pin, unless sequences hold blocks. Waiting requests do not matter."""
         return self.driver.control("flush_cache", self._between_steps.flush, op_id, timeout_s)
 
     # -- the prefix cache -------------------------------------------------------------------------------------------
@@ -267,12 +260,11 @@ class Engine:
         op_id: str | None = None,
         timeout_s: float | None = None,
     ) -> PinReport:
-        """Keep cached blocks, and those before them, from eviction until they are unpinned as often as pinned.
+        """Protect cached blocks and their parents from eviction until they are unpinned as often as pinned.
 
-        ttl: seconds after which these pins lift themselves. Pins end with a flush or a weight commit, or where a
-        request could not run for them; never with a request. Hashes that no cached block has count 0; blocks over the
-        budget (`EngineConfig.pin_budget`) are refused and counted. Raises ValueError for what is no 64-bit hash, or a
-        bad ttl.
+        ttl: seconds after which these pins end. A flush or a weight commit ends pins, as does a request that could not
+        run otherwise; the end of a request does not. Unknown hashes count 0. Blocks over the budget
+        (`EngineConfig.pin_budget`) are refused and counted. Raises ValueError for a bad hash (not 64 bits) or ttl.
         """
         hashes = tuple(hashes)
         return self.driver.control(
@@ -288,7 +280,7 @@ class Engine:
         op_id: str | None = None,
         timeout_s: float | None = None,
     ) -> UnpinReport:
-        """Lift one pin of this owner on each block; those it has none on count 0."""
+        """Remove one pin of this owner from each block; a block without one counts 0."""
         hashes = tuple(hashes)
         return self.driver.control(
             "unpin_blocks", lambda: self.parts.ledger.pins.unpin(hashes, owner), op_id, timeout_s,
@@ -305,10 +297,8 @@ class Engine:
         op_id: str | None = None,
         timeout_s: float | None = None,
     ) -> PinReport:
-        """Pin the cached blocks of a prompt, text or token ids, from its start as far as they are there.
-
-        The report has their hashes, for `unpin_blocks`; full blocks of the prompt that are not cached are its unknowns.
-        """
+        """Pin the cached blocks at the start of a prompt, text or token ids. The report has their hashes, for
+        `unpin_blocks`, and counts full blocks of the prompt that are not cached as unknown."""
         ids = prompt_ids(prompt, self.tokenizer, self.model.vocab_size)
         return self.driver.control(
             "pin_prefix", lambda: self._between_steps.pin_prefix(ids, extra_key, owner, ttl), op_id, timeout_s,
@@ -329,18 +319,16 @@ class Engine:
         extra_key: str = "",
         timeout_s: float | None = None,
     ) -> CacheTree:
-        """The prefix cache as it is between two steps: all of it, or what is below a block, `depth` levels at most.
-
-        With a prompt, text or token ids, it also says which of its blocks is the first that is not cached. Raises
-        ValueError for an unknown block or a depth below 1.
-        """
+        """Return the prefix cache between two steps: all of it or the blocks under one, at most `depth` levels. With a
+        prompt (text or token ids) it also names the prompt's first block that is not cached. Raises ValueError for an
+        unknown block or a depth below 1."""
         ids = None if prompt is None else prompt_ids(prompt, self.tokenizer, self.model.vocab_size)
         look = self._between_steps.cache_tree
         return self.driver.control("cache_tree", lambda: look(depth, under, ids, extra_key), None, timeout_s)
 
     @property
     def kv_events(self) -> KVEventLog:
-        """What happens in the prefix cache; attach a sink to hear it. Off until one is."""
+        """The events of the prefix cache; recorded only while a sink is attached."""
         return self.parts.ledger.events
 
     # -- reports ----------------------------------------------------------------------------------------------------
@@ -355,22 +343,22 @@ class Engine:
 
     @property
     def epoch(self) -> int:
-        """How many times weights were committed; KV of an earlier epoch never matches a prefix again."""
+        """The number of weight commits. KV of an earlier epoch never matches a prefix again."""
         return self.parts.ledger.epoch
 
     @property
     def refusal(self) -> str | None:
-        """Why no step may run though generation is not paused; None: it may."""
+        """The reason why steps are refused although generation is not paused; None: they are not."""
         return self.gate.refusal
 
     @property
     def is_started(self) -> bool:
-        """Whether a thread of the engine's own drives the loop."""
+        """Whether the engine's own thread runs the steps."""
         return self.driver.is_started
 
     @property
     def failure(self) -> Exception | None:
-        """What ended the loop that `start` had begun; None: nothing did."""
+        """The error that ended the thread of `start`; None: no error."""
         return self.driver.failure
 
     @property
@@ -379,7 +367,7 @@ class Engine:
 
     @property
     def kv_bytes(self) -> int:
-        """Memory of the KV pool now; 0 while it is released."""
+        """The size of the KV pool; 0 while it is released."""
         return self.parts.kv_cache.num_bytes
 
     @property
@@ -387,17 +375,15 @@ class Engine:
         return self.parts.reports.metrics
 
     def state(self) -> dict[str, object]:
-        """What is where, as plain values. Changes nothing."""
+        """Return counts and modes of the engine's parts as plain values. Changes nothing."""
         return self.driver.look(lambda: state_report(self.parts, self.gate))
 
     def live_sequences(self, num_newest: int = 16, limit: int | None = None) -> list[SequenceView]:
-        """Who runs, then who waits, each in order, `limit` of each at most. Changes nothing.
-
-        num_newest: how many tokens of its end each shows. Raises ValueError for a negative number.
-        """
+        """Return the running sequences, then the waiting ones, in order, at most `limit` of each. Changes nothing.
+        num_newest: the number of last tokens in each view. Raises ValueError for a negative number."""
         scheduler = self.parts.scheduler
         return self.driver.look(lambda: views(scheduler.running(), scheduler.waiting(), num_newest, limit))
 
     def check_integrity(self) -> None:
-        """Sum up the block ledger block by block. Raises LedgerError naming what is wrong."""
+        """Check every block of the block ledger. Raises LedgerError naming each fault."""
         self.driver.look(self.parts.ledger.check)

@@ -1,1 +1,1 @@
-"""From any thread to the loop, and back: requests, commands, locks, answers."""
+"""The connection between callers on any thread and the loop: requests, commands, locks, answers."""

@@ -1,7 +1,7 @@
-"""Who runs the steps, and when commands get their turn: one lock, one inbox, at most one thread.
+"""The driver of an engine's steps and commands: one lock, one inbox, at most one thread.
 
-The lock is held for each step and let go in between; a command runs under it with nothing in flight. Whoever waits for
-an answer runs the steps, unless `start()` has put a thread there for it.
+The lock is held during each step and released in between; a command runs under it with no step in flight. A call that
+waits for an answer runs the steps itself, unless `start()` has begun a thread that runs them.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ T = TypeVar("T")
 
 
 class Driver:
-    """Runs steps and commands of one engine, from any thread."""
+    """Run steps and commands of one engine, from any thread."""
 
     def __init__(self, parts: Parts, gate: StepGate, inbox: Inbox, answers: Answers) -> None:
         self.lock = FairLock()
         self.once_per_id = OncePerId()
         self._wake = threading.Condition(self.lock)  # type: ignore[arg-type]
-        self._kick = threading.Event()  # something has changed that the loop's thread may wait for
+        self._kick = threading.Event()  # set by every change that the loop's thread may wait for
         self._model, self._ranks, self._reports = parts.model, parts.ranks, parts.reports
         self._kv_events = parts.ledger.events
         self.inbox = inbox
         self._gate, self._loop, self._answers = gate, gate.loop, answers
         self._stepper = ThreadPoolExecutor(1, "lockstep-step")  # runs the steps that coroutines wait for
-        self._turn: Future[None] | None = None  # the latest of them
+        self._turn: Future[None] | None = None  # the latest of these steps
         self._turn_lock = threading.Lock()
-        self._thread: threading.Thread | None = None  # drives the loop, once started
-        self._failure: Exception | None = None  # what ended the thread
+        self._thread: threading.Thread | None = None  # runs the steps, once started
+        self._failure: Exception | None = None  # the error that ended the thread
         self._step_began: float | None = None  # of time.monotonic(); None while no step runs
         self._model.before_phase_ends = self.drain
         self._ranks.on_loss.append(self._on_loss)
@@ -54,54 +54,58 @@ class Driver:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to run."""
+        """Whether requests wait or run, or a step's output is not delivered yet."""
         return bool(self.inbox) or self._loop.has_work
 
     def kick(self) -> None:
-        """Something has changed that the loop's thread may be waiting for."""
+        """Wake the loop's thread, which may wait for a change that the caller has made."""
         self._kick.set()
 
     def look(self, read: Callable[[], T]) -> T:
-        """Read something while no step runs, with the posted requests queued. Steps may be in flight."""
+        """Call `read` under the lock, with the posted requests queued. Steps may be in flight."""
         with self.lock:
             self.take_inbox()
             return read()
 
     def take_inbox(self) -> None:
-        """Queue what was posted. The caller holds the lock."""
+        """Queue the posted requests. The caller holds the lock."""
         self.inbox.hand_over(self._loop.queue)
 
-    # -- signs of life, without waiting ------------------------------------------------------------------------------
+    # -- health, without waiting -------------------------------------------------------------------------------------
 
     @property
     def is_started(self) -> bool:
-        """Whether a thread drives the loop."""
+        """Whether a thread runs the steps."""
         return self._thread is not None
 
     @property
     def failure(self) -> Exception | None:
-        """What ended the thread that drove the loop; None: nothing did."""
+        """The error that ended the loop's thread; None: no error."""
         return self._failure
 
     @property
     def heartbeat(self) -> float:
-        """When the loop was last seen to live, by time.monotonic(): at the beginning of the step that runs, or else
-        now. A loop that is idle, paused, or waits for its phase is alive."""
+        """The begin of the running step, of time.monotonic(); without one the time now.
+
+        A loop that is idle, paused, or waits for its phase is healthy.
+        """
         began = self._step_began
         return time.monotonic() if began is None else began
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Let what has to come before the next step happen, if there is to be one, in the rollout phase that the step
-        will be in. The caller does not hold the lock: it may wait for others who need it. Raises SamplingRefused where
-        it cannot happen yet."""
+        """Call `before_sampling` (it commits a pending weight update, say) if a step is about to run.
+
+        Opens the rollout phase. The caller does not hold the lock: the call may wait for threads that need it. Raises
+        SamplingRefused where it cannot succeed yet.
+        """
         if (call := self._unsettled()) is not None:
             with self._model.rollout_phase():
                 call()
 
     def _settle_in_phase(self) -> None:
-        """`settle`, but in a phase of the trainer's: where it has the module, the next phase is soon enough."""
+        """Do as `settle`, but skip it while the trainer has the module: the next phase is soon enough."""
         if (call := self._unsettled()) is not None:
             with suppress(DeadlineExceeded), self._model.borrowed("what comes before the next step", 0):
                 call()
@@ -110,7 +114,7 @@ class Driver:
         return self._gate.before_sampling if self._gate.pause_mode is None and self.has_work else None
 
     def run_step(self) -> None:
-        """Run one step in this thread. Runs nothing while paused, or when there is nothing to run."""
+        """Run one step in this thread. Runs nothing while paused, or without requests."""
         with self._wake, self._model.rollout_phase(admits=False):
             self.take_inbox()
             try:
@@ -119,7 +123,7 @@ class Driver:
                 self._wake.notify_all()
 
     def start(self) -> None:
-        """Let a thread drive the loop. Does nothing when started."""
+        """Start a thread that runs the steps. Does nothing if it is started already."""
         with self.lock:
             if self._thread is None:
                 self._failure = None
@@ -127,7 +131,7 @@ class Driver:
                 self._thread.start()
 
     def stop(self) -> None:
-        """End that thread after the step it is in."""
+        """End that thread after its current step."""
         with self._wake:
             thread, self._thread = self._thread, None
             self._kick.set()
@@ -139,7 +143,7 @@ class Driver:
         self._stepper.shutdown()
 
     def _on_loss(self) -> None:
-        """A rank of the replica is lost: whoever waits looks again. From any thread."""
+        """Wake all waiting threads after the loss of a rank, so that they notice it. Called from any thread."""
         with self._wake:
             self._kick.set()
             self._wake.notify_all()
@@ -148,10 +152,10 @@ class Driver:
         me = threading.current_thread()
         try:
             while self._thread is me:
-                self._kick.clear()  # before the look: what changes after it is seen the next time
+                self._kick.clear()  # before the check: a later change is noticed in the next round
                 try:
                     self._settle_in_phase()
-                except SamplingRefused as refused:  # the next that changes it kicks
+                except SamplingRefused as refused:  # the call that lifts the refusal kicks
                     logger.warning("requests wait: %s", refused)
                 with self._wake:
                     self._ranks.check()
@@ -184,7 +188,7 @@ class Driver:
             self._step_began = None
 
     def drain(self) -> None:
-        """Finish what is in the air, whoever's it is, and tell those who wait for it."""
+        """Finish all launched steps and wake the callers that wait for their results."""
         with self._wake:
             self._loop.drain()
             self._wake.notify_all()
@@ -192,14 +196,14 @@ class Driver:
     # -- waiting ----------------------------------------------------------------------------------------------------
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Return when `is_done()`; drives the loop meanwhile where no thread does."""
+        """Return when `is_done()`. Runs steps meanwhile if no thread does."""
         self._kick.set()  # the rollout phase may have begun with this call
         self._settle_unless_driven()
         while not self._wait_a_step(is_done):
             self._settle_unless_driven()
 
     def _wait_a_step(self, is_done: Callable[[], bool]) -> bool:
-        """Run one step, or wait until something happens where somebody else runs them; returns `is_done()` before."""
+        """Return True if `is_done()`; else run one step, or wait for a change where another thread runs them."""
         with self._wake:
             if is_done():
                 return True
@@ -207,7 +211,7 @@ class Driver:
             if self._failure is not None:
                 raise EngineStopped("the engine's loop has ended") from self._failure
             if self._thread is None and self._gate.pause_mode is None:
-                if self._gate.before_sampling is None:  # or settle comes first
+                if self._gate.before_sampling is None:  # else settle comes first
                     self.run_step()
             else:
                 if self._thread is None:
@@ -216,9 +220,9 @@ class Driver:
             return False
 
     async def progress(self, is_done: Callable[[], bool]) -> None:
-        """From a coroutine: let a step happen.
+        """Wait in a coroutine for one step.
 
-        Coroutines that want one at the same time get the same one, or each would wait for as many as there are others.
+        Coroutines that ask at the same time share a step; otherwise each would wait for the steps of all others.
         """
         if self._thread is not None:
             await asyncio.to_thread(self.wait_until, is_done)
@@ -247,10 +251,10 @@ class Driver:
         timeout_s: float | None = None,
         **arguments: object,
     ) -> T:
-        """Run something between two steps, with nothing in flight; the same op_id, with these arguments, runs once.
+        """Call `run` between two steps, with no step in flight. A call repeated under its op_id runs once.
 
         Raises ValueError for a timeout that is not positive, DeadlineExceeded when `timeout_s` passed before it began,
-        OpIdTaken where the op_id stands for another call, and whatever `run` raises.
+        OpIdTaken for an op_id that names another call, and the errors of `run`.
         """
         if timeout_s is not None and not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, not {timeout_s}")
@@ -277,13 +281,16 @@ class Driver:
         timeout_s: float | None = None,
         **arguments: object,
     ) -> T:
-        """Give a command that is the controller's to give. Raises ValueError, naming it, at a rank that follows."""
+        """Run a command of the controller. Raises ValueError, naming the command, on a rank that follows."""
         self._ranks.check_controller(name)
         return self.command(name, run, op_id, timeout_s, **arguments)
 
     def at_step(self, num_steps: int | None, call: Callable[[], None] = lambda: None) -> None:
-        """Have `call` made between two steps, by whoever runs them, as soon as so many have run since the engine was
-        made (`metrics.num_steps`). Only the last one that was asked for is; None: none. It must not raise."""
+        """Set the callback that runs between two steps once `metrics.num_steps` (since the engine was made) is reached.
+
+        It replaces an earlier callback and must not raise. num_steps: None for no callback. The thread that runs the
+        steps calls it.
+        """
 
         def set_alarm() -> None:
             self.inbox.alarm.set(num_steps, call)
@@ -292,12 +299,12 @@ class Driver:
         self.command("at_step", set_alarm)
 
     def start_trace(self, path: str | Path) -> bool:
-        """Write what happens to a file, as Chrome-trace events; False where a trace is being written already."""
+        """Start to write Chrome-trace events to a file; returns False if a trace is being written already."""
         return self.command("start_trace", lambda: self._reports.trace.start(path))
 
     def stop_trace(self) -> None:
-        """End the trace; its file is whole then."""
-        self.command("stop_trace", lambda: None)  # whose span is the last
+        """End the trace; its file is then complete."""
+        self.command("stop_trace", lambda: None)  # the span of this command is the last
         self._reports.trace.close()
 
     def _run_command(self, command: Command) -> None:

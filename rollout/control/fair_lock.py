@@ -1,7 +1,7 @@
-"""A re-entrant lock that goes to whoever has waited longest.
+"""A re-entrant lock that waiting threads get in the order in which they asked.
 
-The loop takes the engine's lock for each step and lets go in between; with an ordinary lock it would take it again
-before anybody who waits has woken up, and commands would wait for the end of the load.
+The loop takes the engine's lock for each step and releases it in between. With an ordinary lock it would take it again
+before a waiting thread has woken up, and commands would wait until no request is left.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import time
 
 
 class FairLock:
-    """Re-entrant; whoever asks while it is held gets it before its holder gets it again. Works with Condition."""
+    """A re-entrant lock: a thread that asks for it gets it before its holder gets it again. Works with Condition."""
 
     def __init__(self) -> None:
-        self._turnstile = threading.Lock()  # held by the one that is next; the others queue behind it
+        self._turnstile = threading.Lock()  # held by the next thread; the others queue for it
         self._inner = threading.RLock()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """As threading.RLock.acquire."""
+        """Acquire the lock; arguments and result as for threading.RLock.acquire."""
         if self._is_owned():
             return self._inner.acquire()
         began = time.monotonic()
@@ -40,14 +40,15 @@ class FairLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    # What threading.Condition asks of a lock that is held more than once.
+    # threading.Condition calls these methods of a lock that may be held more than once. RLock has them for the same
+    # purpose; the stubs of the library leave them out.
 
     def _is_owned(self) -> bool:
-        return self._inner._is_owned()
+        return self._inner._is_owned()  # type: ignore[attr-defined]
 
     def _release_save(self) -> object:
-        return self._inner._release_save()
+        return self._inner._release_save()  # type: ignore[attr-defined]
 
     def _acquire_restore(self, state: object) -> None:
         with self._turnstile:
-            self._inner._acquire_restore(state)
+            self._inner._acquire_restore(state)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""From what a caller passes to requests: prompts, settings, seeds, checked before anything is queued."""
+"""The making of requests from a caller's prompts and settings, with every check before one is queued."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ..sequences.sequence import Sequence as TokenSequence
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Mapping[str, object] | None
-Settings = tuple[SamplingParams, CompiledGrammar | None]  # how to sample, and the grammar that this asks for
+Settings = tuple[SamplingParams, CompiledGrammar | None]  # parameters and the grammar that they ask for
 
 
 class Intake:
-    """Makes requests; counts them, so that each has a place in the order of arrival and a seed of its own."""
+    """Make requests and number them: the number is the order of arrival and gives each request its own seed."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, seed: int, grammars: Grammars
@@ -34,15 +34,17 @@ class Intake:
         self._num_made = 0
 
     def settings(self, params: Iterable[Params]) -> list[Settings]:
-        """Parameters with their grammars, which are waited for: not under a lock. Raises ValueError naming every fault
-        of the first wrong parameters, or of all grammars."""
+        """Return checked parameters with their compiled grammars. Waits for the grammars: do not hold a lock.
+
+        Raises ValueError naming every fault of the first wrong parameters, or of all grammars.
+        """
         checked = [as_params(one) for one in params]
         return list(zip(checked, self._grammars.compiled(checked), strict=True))
 
     def requests(
         self, prompt: Prompt, settings: Settings, options: RequestOptions | None, ids: Sequence[str]
     ) -> list[Request]:
-        """One request per id: the prompt's samples. Raises ValueError for a bad prompt or setting."""
+        """Make one request per id, the samples of the prompt. Raises ValueError for a bad prompt or setting."""
         (params, grammar), options = settings, options or RequestOptions()
         its_ids = prompt_ids(prompt, self._tokenizer, self._vocab_size)
         if self._tokenizer is None and params.needs_text:
@@ -75,8 +77,10 @@ class Intake:
 
 
 def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:
-    """The token ids of a prompt. Raises ValueError for an empty one, ids outside the vocabulary, or text without a
-    tokenizer."""
+    """Return the token ids of a prompt.
+
+    Raises ValueError for an empty prompt, ids outside the vocabulary, or text without a tokenizer.
+    """
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer, and this engine has none: pass token ids")
@@ -93,14 +97,14 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_
 
 
 def as_params(params: Params) -> SamplingParams:
-    """Sampling parameters from whatever a caller passed. Raises ValueError naming every fault."""
+    """Return a caller's parameters, a mapping or None too, as SamplingParams. Raises ValueError naming every fault."""
     if params is None:
         return SamplingParams()
     return params if isinstance(params, SamplingParams) else SamplingParams.from_dict(params)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or a list of them, as a list."""
+    """Return one prompt or several as a list."""
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What steps produced for the calls that wait for it."""
+"""The mailboxes of waiting calls: chunks and completions that steps have produced."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from ..sequences.request import Request
 
 
 class Listener(Protocol):
-    """Who is told instead of waiting. Called by whoever runs the steps, who holds the engine's lock: it returns at
-    once and raises nothing."""
+    """A receiver of chunks, for callers that do not wait.
+
+    The thread that runs the steps calls it under the engine's lock, so a method returns at once and raises nothing.
+    """
 
     def on_chunk(self, chunk: StreamChunk) -> None:
-        """What a step added to one of its sequences; the last chunk of a sequence carries its completion."""
+        """Take the new tokens of one sequence; the last chunk of a sequence carries its completion."""
 
     def on_failure(self, error: EngineStopped) -> None:
-        """The loop has ended: nothing more comes."""
+        """Take the error that ended the loop. It is the last call."""
 
 
 @dataclass(eq=False, slots=True)
 class Streamed:
-    """Counts the output of a request that its call was told of."""
+    """Count the output of a request that its call has received."""
 
     num_tokens: int = 0
     num_chars: int = 0
     num_taken_back: int = 0  # tokens that were replaced since the newest chunk
 
     def follow(self, record: OutputRecord) -> None:
-        """Take off the tokens that a rollback has reached since the last call."""
+        """Subtract the tokens that a rollback has replaced since the last call."""
         if record.num_kept is not None:
             num_replaced = max(self.num_tokens - record.num_kept, 0)
             self.num_tokens -= num_replaced
@@ -42,18 +44,18 @@ class Streamed:
 
 @dataclass(eq=False, slots=True)
 class _Mailbox:
-    wants_chunks: bool  # every one, not only the answer
-    listener: Listener | None = None  # told instead of `chunks`
+    wants_chunks: bool  # every chunk, not only the answer
+    listener: Listener | None = None  # receives the chunks instead of `chunks`
     chunks: list[StreamChunk] = field(default_factory=list)
     streamed: Streamed = field(default_factory=Streamed)
 
 
 class Mailboxes:
-    """One per request that some call waits for. The engine posts, under its lock; the call takes, or is told."""
+    """One mailbox per request that a call waits for. The engine posts under its lock; the call or a listener takes."""
 
     def __init__(self) -> None:
         self._boxes: dict[str, _Mailbox] = {}
-        self._unclaimed: list[Completion] = []  # answers that no mailbox was there for
+        self._unclaimed: list[Completion] = []  # answers of requests without a mailbox
 
     def __len__(self) -> int:
         return len(self._boxes)
@@ -61,32 +63,32 @@ class Mailboxes:
     # -- for the calls ----------------------------------------------------------------------------------------------
 
     def open(self, ids: Iterable[str], *, streamed: bool) -> None:
-        """Keep what comes of these requests until `close`."""
+        """Keep the output of these requests until `close`."""
         for id in ids:
             self._boxes[id] = _Mailbox(streamed)
 
     def connect(self, ids: Iterable[str], listener: Listener, *, streamed: bool) -> None:
-        """Tell the listener what would be put into boxes, until each of the sequences has ended."""
+        """Send the output of these requests to the listener until each of them has ended."""
         for id in ids:
             self._boxes[id] = _Mailbox(streamed, listener)
 
     def close(self, id: str) -> None:
-        """Keep nothing more for this request. Does nothing where there is no box."""
+        """Remove the mailbox of this request, if there is one."""
         self._boxes.pop(id, None)
 
     def ids_of(self, listeners: Container[Listener]) -> list[str]:
-        """The sequences that these listeners still wait for."""
+        """Return the ids of the sequences that these listeners still wait for."""
         return [id for id, box in self._boxes.items() if box.listener is not None and box.listener in listeners]
 
     def take(self, ids: Sequence[str]) -> list[StreamChunk]:
-        """Empty the boxes."""
+        """Return the chunks in these mailboxes and empty them."""
         chunks = [chunk for id in ids for chunk in self._boxes[id].chunks]
         for id in ids:
             self._boxes[id].chunks.clear()
         return chunks
 
     def take_unclaimed(self) -> list[Completion]:
-        """Return the answers that no call waited for, once."""
+        """Return and clear the answers that no call waited for."""
         answers, self._unclaimed = self._unclaimed, []
         return answers
 
@@ -98,13 +100,13 @@ class Mailboxes:
         return all(chunks and chunks[-1].completion is not None for chunks in boxes)
 
     def completions(self, ids: Sequence[str]) -> list[Completion]:
-        """The answers, once all are done."""
+        """Return the answers. Call it when all are done."""
         return [self._boxes[id].chunks[-1].completion for id in ids]  # type: ignore[misc]
 
     # -- for the loop (its `Answers`) -------------------------------------------------------------------------------
 
     def on_token(self, request: Request) -> None:
-        """Post a request's new tokens where its call wants every chunk."""
+        """Post a request's new tokens if its call wants every chunk."""
         box = self._boxes.get(request.id)
         if box is not None and box.wants_chunks:
             self._post(box, request, None)
@@ -118,11 +120,11 @@ class Mailboxes:
             self._unclaimed.append(completion)
 
     def on_failure(self, error: EngineStopped) -> None:
-        """Tell every listener that the loop has ended."""
-        told = {id: box.listener for id, box in self._boxes.items() if box.listener is not None}
-        for listener in set(told.values()):
+        """Send every listener the error that ended the loop, and remove the listeners' mailboxes."""
+        listeners = {id: box.listener for id, box in self._boxes.items() if box.listener is not None}
+        for listener in set(listeners.values()):
             listener.on_failure(error)
-        for id in told:
+        for id in listeners:
             self.close(id)
 
     def _post(self, box: _Mailbox, request: Request, completion: Completion | None) -> None:

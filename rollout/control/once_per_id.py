@@ -1,4 +1,4 @@
-"""One id, one call: a call that is sent again under its id gets the first one's answer instead of a second run."""
+"""One id, one call: a call that is repeated under its id gets the first call's answer instead of a second run."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class _Call:
 
 
 class OncePerId:
-    """Remembers the answers of the newest calls that had an id (`op_id`). Thread-safe.
+    """Remember the answers of the newest calls with an id (`op_id`). Thread-safe.
 
-    An engine has one, which HTTP uses too: an id stands for one call, whichever way it came.
+    An engine has one, which HTTP uses too: an id names one call, over HTTP and in Python together.
     """
 
     def __init__(self) -> None:
@@ -33,10 +33,10 @@ class OncePerId:
         self._calls: OrderedDict[str, _Call] = OrderedDict()
 
     def claim(self, op_id: str | None, name: str, arguments: object = None) -> tuple[Future[Any], bool]:
-        """Return the answer of the call that has this id, and whether the caller is the one that has to run it.
+        """Return the answer of the call with this id, and whether the caller has to run it.
 
         arguments: plain values that tell this call from others of its name. Without an id every call is new. Raises
-        ValueError for an empty id, and OpIdTaken, naming the other call, for an id that stands for another one.
+        ValueError for an empty id, and OpIdTaken, naming the other call, for an id that names another call.
         """
         if op_id is None:
             return Future(), True

@@ -1,4 +1,4 @@
-"""Requests of an engine's callers, from their prompts to their completions."""
+"""The way of callers' requests, from prompts to completions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ManyParams = Params | Sequence[Params]
 
 
 class RequestDesk:
-    """Takes requests in, waits for what comes of them, and lets go of what no caller waits for any more."""
+    """Queue requests, wait for their completions, and abort requests that no caller waits for any more."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class RequestDesk:
     # -- without waiting --------------------------------------------------------------------------------------------
 
     def add(self, prompt: Prompt, params: Params, options: RequestOptions | None, rid: str | None) -> list[str]:
-        """Queue one prompt, whose answers no call waits for; returns the ids of its n sequences."""
+        """Queue one prompt without waiting for its answers; returns the ids of its n sequences."""
         [settings] = self._intake.settings([params])
         with self._inbox.lock:
             requests = self._make(prompt, settings, options, rid)
@@ -63,11 +63,11 @@ class RequestDesk:
         options: Sequence[RequestOptions] | None = None,
         streamed: bool = True,
     ) -> list[list[str]]:
-        """Queue prompts, all or none, and return at once: the listener is told what comes of them by whoever runs the
-        steps. Returns the ids of each prompt's n sequences. Without `streamed` it is told of answers only.
+        """Queue prompts, all or none, and return the ids of each prompt's n sequences at once.
 
+        The thread that runs the steps calls the listener with the chunks, or without `streamed` with the answers only.
         Raises ValueError for a bad prompt or setting, or an id that a live request or another of the prompts has, and
-        EngineStopped where the loop has ended; then nothing is queued.
+        EngineStopped if the loop has ended; then nothing is queued.
         """
         count = len(prompts)
         options = options or [RequestOptions()] * count
@@ -75,7 +75,7 @@ class RequestDesk:
         if not len(sampling_params) == len(options) == len(rids) == count:
             raise ValueError(f"{count} prompts, but {len(sampling_params)} sampling_params, {len(options)} options and "
                              f"{len(rids)} rids")  # fmt: skip
-        # Tokenising takes long for a long text, as grammars do: not under the lock that a step needs to begin.
+        # Long texts and grammars take long: they are not prepared under the lock that a step needs to begin.
         settings, parts = self._intake.settings(sampling_params), self._parts
         token_ids = [prompt_ids(prompt, parts.tokenizer, parts.model.vocab_size) for prompt in prompts]
         with self._inbox.lock:
@@ -93,12 +93,14 @@ class RequestDesk:
         return [[request.id for request in group] for group in groups]
 
     def ask_grammars(self, params: Iterable[SamplingParams]) -> list[Future[CompiledGrammar]]:
-        """Begin to compile the grammars that these ask for, and return at once: the promises of those that are not
-        there yet. `submit` waits for them, so whoever must not wait there waits here. Raises ValueError."""
+        """Start to compile the grammars of these parameters; returns the unfinished ones at once.
+
+        `submit` waits for them: a caller that must not block there awaits these futures first. Raises ValueError.
+        """
         return self._parts.grammars.ask(params)
 
     def withdraw(self, listeners: Collection[Listener]) -> list[str]:
-        """Abort whatever these listeners still wait for, and tell them nothing more; returns the ids."""
+        """Abort the requests that these listeners wait for, and call them no more; returns the ids."""
         with self._driver.lock:
             self._driver.take_inbox()
             ids = self._mailboxes.ids_of(listeners)
@@ -132,7 +134,7 @@ class RequestDesk:
             self._let_go(ids)
 
     async def agenerate(self, prompts: Prompts, params: ManyParams, options: RequestOptions | None) -> list[Completion]:
-        """As `generate`, from a coroutine."""
+        """Complete every prompt as `generate` does, in a coroutine."""
         ids = await self._add_all_async(prompts, params, options)
         try:
             while not self._mailboxes.all_done(ids):
@@ -157,7 +159,7 @@ class RequestDesk:
     async def astream(
         self, prompt: Prompt, params: Params, options: RequestOptions | None
     ) -> AsyncIterator[StreamChunk]:
-        """As `stream`, for `async for`."""
+        """Complete one prompt as `stream` does, for `async for`."""
         ids = await self._add_all_async([prompt], params, options, streamed=True)
         try:
             num_open = len(ids)
@@ -181,7 +183,7 @@ class RequestDesk:
             raise ValueError(f"{len(prompts)} prompts, but {len(params_list)} sampling_params")
         settings = self._intake.settings(params_list)
         with self._inbox.lock:
-            requests: list[Request] = []  # one bad prompt, and none is queued
+            requests: list[Request] = []  # a bad prompt raises before any is queued
             for prompt, setting in zip(prompts, settings, strict=True):
                 requests += self._make(prompt, setting, options, None)
             ids = [request.id for request in requests]
@@ -196,7 +198,7 @@ class RequestDesk:
         adding = asyncio.ensure_future(asyncio.to_thread(self._add_all, prompts, params, options, streamed=streamed))
         try:
             return await asyncio.shield(adding)
-        except asyncio.CancelledError:  # a thread cannot be stopped: let go of what it queues
+        except asyncio.CancelledError:  # a thread cannot be stopped: its requests are aborted
             with suppress(ValueError):
                 await asyncio.to_thread(self._let_go, await adding)
             raise
@@ -204,7 +206,7 @@ class RequestDesk:
     def _make(
         self, prompt: Prompt, settings: Settings, options: RequestOptions | None, rid: str | None
     ) -> list[Request]:
-        """One prompt's requests. The caller holds the inbox's lock, and posts them under it."""
+        """Make the requests of one prompt. The caller holds the inbox's lock and posts them under it."""
         self._parts.ranks.check_controller("requests")
         params = settings[0]
         rid = rid or uuid.uuid4().hex
@@ -217,7 +219,7 @@ class RequestDesk:
         return requests
 
     def _let_go(self, ids: Iterable[str]) -> None:
-        """Abort those of these requests that still run: no call waits for them any more."""
+        """Abort the requests that still run, and remove all mailboxes: no call waits for them any more."""
         reason = FinishReason("abort", message="the caller went away")
         with self._driver.lock:
             self._driver.take_inbox()

@@ -1,4 +1,4 @@
-"""The verbs of an engine that only the service around it calls: weights and their versions, and memory."""
+"""Weights, versions and memory of an engine, for the service around it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .driver import Driver
 
 
 class EngineWeights:
-    """Weights and KV memory of one engine, between its steps.
+    """Weights and KV memory of one engine, changed between its steps.
 
-    Every method may be called from any thread and on every rank of a replica; what it says holds when it returns.
+    Every method may be called from any thread and on every rank of a replica; its effect holds when it returns.
     """
 
     def __init__(self, parts: Parts, driver: Driver, gate: StepGate, between_steps: BetweenSteps) -> None:
@@ -24,7 +24,7 @@ class EngineWeights:
         self._driver, self._gate, self._between_steps = driver, gate, between_steps
 
     def resident_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights by Hugging Face name, tied ones once."""
+        """Yield the weights by Hugging Face name, tied ones once."""
         return self._model.resident_tensors()
 
     # -- versions ---------------------------------------------------------------------------------------------------
@@ -37,10 +37,10 @@ class EngineWeights:
         lift: Iterable[str] = ("torn",),
         refuse: Mapping[str, str] | None = None,
     ) -> CommitReport:
-        """From here on tokens are sampled from weights of this version; starts a KV epoch.
+        """Commit written weights as a new version and start a KV epoch. New tokens are sampled from this version.
 
         version and digest are opaque here. Cached blocks and pins are dropped; refusals under the keys of `lift` end,
-        and those of `refuse` (why by key) begin. Running sequences go on, on their KV.
+        and those of `refuse` (reason by key) begin. Running sequences go on with their KV.
         """
         keys, added = tuple(lift), dict(refuse or {})
         return self._driver.command(
@@ -48,11 +48,11 @@ class EngineWeights:
         )
 
     def relabel_weights(self, version: str) -> None:
-        """Tokens from here on bear this version; the weights, and their KV, are the same."""
+        """Give the same weights another version, which new tokens bear. KV stays valid."""
         self._driver.command("relabel_weights", lambda: self._between_steps.relabel_weights(version))
 
     def set_weight_digest(self, digest: str) -> None:
-        """The digest of the version that is committed, computed later. Starts no epoch."""
+        """Set the digest of the committed version, which was computed after the commit. Starts no epoch."""
         with self._driver.lock:
             self._sequences.weight_digest = digest
 
@@ -67,11 +67,12 @@ class EngineWeights:
         keep_running: bool = False,
         timeout_s: float | None = None,
     ) -> HoldReport:
-        """Run no step while weights are written: with a `refusal` (key, why) until a commit lifts it or
-        `allow_sampling` does, else until `before_sampling` was called, by whoever wants the next step.
+        """Stop the steps while weights are written.
 
-        Raises NotIdle, naming the remedies, while requests are running or queued, unless they are aborted, or paused
-        by retract, or paused in_place with `keep_running`: then they go on with the new weights.
+        With a `refusal` (key, reason) they stop until a commit or `allow_sampling` lifts it, otherwise until the next
+        step is wanted and `before_sampling` was called. Raises NotIdle, naming the remedies, while requests are running
+        or queued, unless they are aborted, or paused by retract, or paused in_place with `keep_running`: then they go
+        on with the new weights.
         """
         return self._driver.command(
             "hold_for_update",
@@ -81,7 +82,7 @@ class EngineWeights:
         )
 
     def refuse_sampling(self, why: str, key: str = "torn") -> None:
-        """Run no step until a weight commit lifts `key`, or `allow_sampling` does. `why` is what a step raises."""
+        """Refuse steps until a weight commit or `allow_sampling` lifts `key`. `why` is the text of a step's error."""
         self._driver.command("refuse_sampling", lambda: self._gate.refuse(key, why))
 
     def allow_sampling(self, key: str) -> None:
@@ -90,8 +91,10 @@ class EngineWeights:
 
     @property
     def before_sampling(self) -> Callable[[], None] | None:
-        """What has to be called before the next step, by whoever wants it, without the engine's lock; no step runs
-        before this is None again. Where it raises SamplingRefused requests wait."""
+        """The callback to run before the next step, without the engine's lock; no step runs until it is None again.
+
+        The thread that wants the step calls it. Requests wait if it raises SamplingRefused.
+        """
         return self._gate.before_sampling
 
     @before_sampling.setter
@@ -102,18 +105,18 @@ class EngineWeights:
     # -- memory -----------------------------------------------------------------------------------------------------
 
     def release_weights(self) -> int:
-        """Give the weights' memory back where the engine owns it; returns the bytes. Raises NotIdle while sequences
-        hold blocks."""
+        """Free the weights' memory if the engine owns it; returns the bytes. Raises NotIdle while sequences hold
+        blocks."""
         return self._driver.command("release_weights", self._between_steps.release_weights)
 
     def resume_weights(self) -> int:
-        """Allocate the weights again, with undefined values; returns the bytes. Does nothing when they are there."""
+        """Allocate the weights again, with undefined values; returns the bytes. Does nothing if they are allocated."""
         return self._driver.command("resume_weights", self._model.resume_weights)
 
     def release_kv(self) -> int:
-        """Give the KV pool's memory back; returns its bytes. Raises NotIdle while sequences hold blocks."""
+        """Free the KV pool's memory; returns its bytes. Raises NotIdle while sequences hold blocks."""
         return self._driver.command("release_kv", self._between_steps.release_kv)
 
     def resume_kv(self) -> int:
-        """Allocate the KV pool again; returns its bytes. Does nothing when it is there."""
+        """Allocate the KV pool again; returns its bytes. Does nothing if it is allocated."""
         return self._driver.command("resume_kv", self._between_steps.resume_kv)

@@ -1,1 +1,1 @@
-"""One step after another, and what may happen between two."""
+"""The loop of steps, and the commands that run between two of them."""

@@ -10,8 +10,8 @@ from ..sequences.request import Request
 
 
 class Answers(Protocol):
-    """Receives the output of steps. Every method returns at once, raises nothing, and is called under the engine's
-    lock."""
+    """The receiver of the steps' output. Each method is called under the engine's lock, returns at once and raises
+    nothing."""
 
     def on_token(self, request: Request) -> None:
         """Take new tokens of a live request."""
@@ -20,12 +20,12 @@ class Answers(Protocol):
         """Take the completion of a request that has ended."""
 
     def on_failure(self, error: EngineStopped) -> None:
-        """Take the error that ended the loop: nothing more comes."""
+        """Take the error that ended the loop. It is the last call."""
 
 
 class Interrupts(Protocol):
-    """Says what comes before the next step."""
+    """The source of interruptions between steps."""
 
     def is_interrupted(self, num_steps: int) -> bool:
-        """Whether a command waits for the step under way; `num_steps` have landed since the engine was made."""
+        """Return whether a command waits for the current step; `num_steps`: committed since the engine was made."""
         ...

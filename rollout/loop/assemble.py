@@ -1,17 +1,19 @@
-"""Making the parts of an engine, once, in the order in which they need each other."""
+"""Assembly of an engine's parts, once, in the order in which they need each other."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ..config import EngineConfig, parse_kv_size
 from ..grammars.catalog import Grammars
+from ..grammars.jump_forward import JumpMode
+from ..grammars.token_text import FastTokenizer
 from ..kv.ledger import KVLedger
 from ..kv.tensors import KVCache, KVPlan, plan_kv_pool
 from ..model.hosted_model import HostedModel
@@ -38,14 +40,14 @@ logger = logging.getLogger(__name__)
 
 
 def make_runner(parts: RunnerParts) -> Runner:
-    """Make the runner that these parts call for: of one rank, or of a replica of several."""
+    """Make the runner of one rank, or of a replica if there are several ranks."""
     sampler, config = Sampler(parts.eos_token_ids), parts.config
     if parts.ranks.mesh.num_ranks > 1:
         trace, metrics = parts.reports.trace, parts.reports.metrics
         stage = Stage(parts.ranks, parts.model, parts.kv_cache, sampler, config.block_size, trace)
         return ReplicaRunner(parts.ranks, stage, metrics, config.state_check_steps)
-    # A CPU gains nothing by beginning a decode step before the last one is known, and loses the rows of sequences that
-    # have ended: it does so only where its sizes were asked for.
+    # A CPU gains nothing from starting a decode step before the results of the last one, and computes rows of ended
+    # sequences in vain. It starts early only if graph sizes are configured.
     begins_ahead = parts.model.device.type == "cuda" or config.cuda_graph_batch_sizes is not None
     return ModelRunner(
         parts.model, parts.kv_cache, sampler, config.block_size, parts.reports.trace, overlap=config.overlap,
@@ -60,10 +62,10 @@ def assemble(
     mesh: Mesh | None,
     make_runner: MakeRunner = make_runner,
 ) -> Parts:
-    """Host the model, plan and allocate its KV, and make all that decides about steps and runs them.
+    """Host the model, plan and allocate its KV, and make the scheduler, the managers and the runner.
 
-    A collective of the replica's ranks, or of the whole job where `mesh` is None and has to be built. Raises ValueError
-    for settings that do not fit the model or each other, or that the ranks were not given alike.
+    A collective of the replica's ranks, or of the whole job if `mesh` is None and has to be built. Raises ValueError
+    for settings that do not fit the model or each other, or that differ between the ranks.
     """
     ranks = open_channel(_mesh(config, mesh), config.rank_timeout_s)
     options: dict[str, Any] = {"dtype": config.dtype, "device": config.device, "invariant": config.invariant,
@@ -100,7 +102,7 @@ def assemble(
 
 
 def _mesh(config: EngineConfig, mesh: Mesh | None) -> Mesh:
-    """Raises ValueError where a mesh contradicts the configuration."""
+    """Return the given mesh, or build one. Raises ValueError for a mesh that contradicts the configuration."""
     if mesh is None:
         if config.tp * config.pp == 1:
             return Mesh.single()
@@ -123,15 +125,16 @@ def _kv_plan(model: HostedModel, config: EngineConfig, max_model_len: int, ranks
 
 
 def _agreed(plan: KVPlan, config: EngineConfig, max_model_len: int, ranks: RankChannel) -> KVPlan:
-    """The same pool on every rank of the replica: as many blocks as the rank with the least memory has room for.
+    """Reduce the plan to the number of blocks that fits into every rank of the replica.
 
-    Raises ValueError naming the settings that ranks were not given alike."""
-    said = ranks.gather_json([plan.num_blocks, {**asdict(config), "max_model_len": max_model_len}])
-    first = said[0][1]
-    differing = sorted({key for _, settings in said for key in settings if settings[key] != first[key]} - {"trace"})
+    Raises ValueError naming the settings that differ between ranks.
+    """
+    answers = ranks.gather_json([plan.num_blocks, {**asdict(config), "max_model_len": max_model_len}])
+    first = answers[0][1]
+    differing = sorted({key for _, settings in answers for key in settings if settings[key] != first[key]} - {"trace"})
     if differing:
         raise ValueError(f"the ranks of a replica need the same configuration: {', '.join(differing)} differ")
-    least = min(num_blocks for num_blocks, _ in said)
+    least = min(num_blocks for num_blocks, _ in answers)
     return plan if least == plan.num_blocks else replace(plan, num_blocks=least, reason="as another rank has room")
 
 
@@ -147,13 +150,18 @@ def _make_grammars(
     config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: frozenset[int]
 ) -> Grammars:
     return Grammars(
-        tokenizer, vocab_size, eos_token_ids, mode=config.jump_forward, any_whitespace=config.grammar_any_whitespace,
-        max_grammars=config.max_grammars, max_rollback=config.jump_forward_max_rollback,
-    )  # fmt: skip
+        cast(FastTokenizer | None, tokenizer),  # checked when the first grammar needs it
+        vocab_size,
+        eos_token_ids,
+        mode=cast(JumpMode, config.jump_forward),
+        any_whitespace=config.grammar_any_whitespace,
+        max_grammars=config.max_grammars,
+        max_rollback=config.jump_forward_max_rollback,
+    )
 
 
 def _make_graphs(parts: RunnerParts) -> DecodeGraphs | None:
-    """What replays decode steps, where that is asked for or of use."""
+    """Make the recorded decode steps if they are configured or faster; else return None."""
     model, config = parts.model, parts.config
     asked = config.cuda_graph_batch_sizes
     sizes = decode_ladder(asked, config.max_num_seqs, model.device)

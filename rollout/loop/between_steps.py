@@ -1,4 +1,4 @@
-"""Everything that may happen between two steps. Nothing is in flight, and the caller holds the engine's lock."""
+"""The work of commands between two steps. No step is in flight, and the caller holds the engine's lock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .parts import Parts
 
 
 class BetweenSteps:
-    """Does what the commands of an engine ask for."""
+    """Carry out the commands of one engine."""
 
     def __init__(self, parts: Parts, gate: StepGate) -> None:
         self._parts, self._gate, self._loop = parts, gate, gate.loop
@@ -40,12 +40,12 @@ class BetweenSteps:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode) -> PauseReport:
-        """Stop the steps. in_place: everybody keeps their KV; retract: everybody gives it back and waits; abort:
-        everybody is answered with what they have. Any pause may follow any other."""
+        """Pause the steps. in_place: sequences keep their KV; retract: they give it back and wait; abort: they end
+        with their tokens so far. Any pause may follow any other."""
         running = self._scheduler.running()
         num_retracted = num_aborted = 0
         if mode == "retract":
-            # The newest first: requests that are queued again stand in order of arrival whatever order they come in.
+            # The newest first; the queue keeps the order of arrival in any case.
             for request in reversed(running):
                 self._loop.retract(request)
             num_retracted = len(running)
@@ -58,19 +58,19 @@ class BetweenSteps:
         return PauseReport(mode, self._scheduler.num_running, self._scheduler.num_waiting, num_retracted, num_aborted)
 
     def resume(self) -> ContinueReport:
-        """Let steps run again."""
+        """End the pause."""
         was_paused, self._gate.pause_mode = self._gate.pause_mode is not None, None
         return ContinueReport(was_paused, self._scheduler.num_running, self._scheduler.num_waiting)
 
     def abort_all(self, reason: FinishReason | None) -> list[str]:
-        """End every live request; returns their ids. reason: None names what the abort found."""
+        """Abort every live request; returns their ids. reason: None for SGLang's message by state."""
         requests = self._sequences.requests()
         for request in requests:
             self._loop.abort(request, reason or _aborted(request))
         return [request.id for request in requests]
 
     def abort(self, rid: str | None, reason: FinishReason | None) -> AbortReport:
-        """End the request of that id, or all samples of the one whose id it is the base of; None: every live one."""
+        """Abort the request with this id, or all samples with this base id; None: every live request."""
         if rid is None:
             return AbortReport(tuple(self.abort_all(reason)), ())
         found = [r for r in self._sequences.requests() if rid in (r.id, r.base_id)]
@@ -81,7 +81,7 @@ class BetweenSteps:
     # -- the prefix cache -------------------------------------------------------------------------------------------
 
     def flush(self) -> FlushReport:
-        """Empty the prefix cache and reset what is counted from it, unless sequences hold blocks."""
+        """Empty the prefix cache and reset its counters, unless sequences hold blocks."""
         if num_running := self._scheduler.num_running:
             why = f"{num_running} running, {self._scheduler.num_waiting} waiting: finish, retract or abort them first"
             return FlushReport(False, 0, why)
@@ -91,14 +91,14 @@ class BetweenSteps:
         return FlushReport(True, num_blocks, "", num_unpinned)
 
     def pin_prefix(self, token_ids: list[int], extra_key: str, owner: str | None, ttl: float | None) -> PinReport:
-        """Pin what is cached of a prompt; the full blocks that are not count as unknown."""
+        """Pin the cached blocks of a prompt; its full blocks that are not cached count as unknown."""
         num_blocks = len(token_ids) // self._ledger.block_size
         path = self._ledger.path_of(Prefix(token_ids, self._ledger.block_size, extra_key), num_blocks)
         report = self._ledger.pins.pin([node.hash for node in path], owner, ttl)
         return replace(report, num_unknown=num_blocks - len(path))
 
     def evict_descendants(self, hash: int) -> EvictReport:
-        """Free what is below a block, but for what is held or pinned."""
+        """Free the blocks below a block, except held and pinned ones."""
         node = self._ledger.cache.get(hash)
         if node is None:
             return EvictReport(False, 0, 0, 0)
@@ -109,7 +109,7 @@ class BetweenSteps:
         return EvictReport(True, num_evicted, num_held, len(left) - num_held)
 
     def cache_tree(self, depth: int | None, under: int | None, prompt: list[int] | None, extra_key: str) -> CacheTree:
-        """The prefix cache as it is now."""
+        """Return the current prefix cache, for `Engine.cache_tree`."""
         size = self._ledger.block_size
         if prompt is None:
             return cache_tree(self._ledger, depth, under)
@@ -124,7 +124,7 @@ class BetweenSteps:
         abort_all: bool,
         keep_running: bool,
     ) -> HoldReport:
-        """Run no further step, as `StepGate.hold` says, after aborting all requests if asked to."""
+        """Stop the steps as `StepGate.hold` does; first abort all requests if `abort_all`."""
         reason = FinishReason("abort", message="aborted by a weight update")
         num_aborted = len(self.abort_all(reason)) if abort_all else 0
         return replace(self._gate.hold(refusal, before_sampling, keep_running), num_aborted=num_aborted)
@@ -132,7 +132,7 @@ class BetweenSteps:
     def commit_weights(
         self, version: str, digest: str | None, lift: Iterable[str], refuse: Mapping[str, str]
     ) -> CommitReport:
-        """Begin a new weight version and a KV epoch; lift refusals by key, and take up others."""
+        """Start a new weight version and a KV epoch; lift refusals by key, and add others."""
         self._sequences.weight_version, self._sequences.weight_digest = version, digest
         lifted = self._gate.lift(lift)
         for key, why in refuse.items():
@@ -143,17 +143,17 @@ class BetweenSteps:
         return report
 
     def relabel_weights(self, version: str) -> None:
-        """Name the same weights by another version; starts no epoch."""
+        """Give the same weights another version; starts no epoch."""
         self._sequences.weight_version = version
 
     def release_weights(self) -> int:
-        """Give the weights' memory back; returns its bytes. Raises NotIdle while sequences hold blocks."""
+        """Free the weights' memory; returns its bytes. Raises NotIdle while sequences hold blocks."""
         if num_running := self._scheduler.num_running:
             raise NotIdle(f"cannot release the weights: {num_running} running: finish, retract or abort them first")
         return self._model.release_weights()
 
     def release_kv(self) -> int:
-        """Give the KV pool's memory back; returns its bytes. Raises NotIdle while sequences hold blocks."""
+        """Free the KV pool's memory; returns its bytes. Raises NotIdle while sequences hold blocks."""
         report = self.flush()
         if not report.success:
             raise NotIdle(f"cannot release the KV pool: {report.error_msg}")
@@ -170,6 +170,6 @@ class BetweenSteps:
 
 
 def _aborted(request: Request) -> FinishReason:
-    """Why a request ended that somebody aborted without a word: SGLang's messages."""
+    """Return the reason of an abort without a message; the texts are SGLang's."""
     has_begun = request.sequence.state is not State.WAITING
     return FinishReason("abort", message="Aborted" if has_begun else "Abort in waiting queue")

@@ -1,6 +1,6 @@
 """Control commands: values with an id, a deadline and a reply, which run between two steps.
 
-A command runs once or never: one whose deadline passed before it began never runs later.
+A command runs once or never: a command whose deadline passed before it began never runs later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PauseMode = Literal["abort", "retract", "in_place"]
 
 @dataclass(frozen=True)
 class PauseReport:
-    """What a pause found and did; it holds when the call returns."""
+    """The result of a pause, which holds when the call returns."""
 
     mode: PauseMode
     num_running: int  # sequences that hold blocks now
@@ -30,7 +30,7 @@ class PauseReport:
 
 @dataclass(frozen=True)
 class ContinueReport:
-    """What goes on."""
+    """The result of the end of a pause."""
 
     was_paused: bool
     num_running: int
@@ -39,7 +39,7 @@ class ContinueReport:
 
 @dataclass(frozen=True)
 class AbortReport:
-    """Ids of the sequences that were ended, and what was asked for but is not live."""
+    """Ids of the aborted sequences, and ids from the call that are not live."""
 
     aborted: tuple[str, ...]
     unknown: tuple[str, ...]
@@ -47,7 +47,7 @@ class AbortReport:
 
 @dataclass(frozen=True)
 class FlushReport:
-    """Whether the cache was emptied, how many blocks that freed, and why not."""
+    """The result of a flush: whether it happened, the number of freed blocks, or the reason against it."""
 
     success: bool
     flushed_items: int
@@ -57,7 +57,7 @@ class FlushReport:
 
 @dataclass(frozen=True)
 class CommitReport:
-    """What new weights cost the cache."""
+    """The effect of new weights on the cache."""
 
     num_blocks_dropped: int  # cached KV of the version before
     num_unpinned: int  # pinned blocks among them: no pin survives a commit
@@ -66,50 +66,50 @@ class CommitReport:
 
 @dataclass(frozen=True)
 class HoldReport:
-    """What a weight update found as it began."""
+    """The requests at the start of a weight update."""
 
-    num_aborted: int  # by it
-    num_running: int  # that hold blocks and go on with the new weights
+    num_aborted: int  # by the update
+    num_running: int  # sequences that hold blocks and go on with the new weights
     num_waiting: int
 
 
 @dataclass(frozen=True)
 class EvictReport:
-    """What was freed below a block, and what stayed."""
+    """The numbers of freed and remaining blocks below a block."""
 
     is_known: bool  # False: no cached block has that hash
     num_evicted: int
     num_held: int  # blocks below it that running sequences hold
-    num_pinned: int  # blocks below it that pins protect and nobody holds
+    num_pinned: int  # blocks below it that pins protect and no sequence holds
 
 
 def check_pause(mode: str) -> None:
-    """Raises ValueError naming the allowed modes."""
+    """Check the mode of a pause. Raises ValueError naming the allowed modes."""
     if mode not in get_args(PauseMode):
         raise ValueError(f"mode must be one of {', '.join(get_args(PauseMode))}, not {mode!r}")
 
 
 @dataclass(eq=False)
 class Command:
-    """One thing to do between two steps."""
+    """One call that runs between two steps."""
 
     name: str
     run: Callable[[], Any]
     reply: Future[Any]
     timeout_s: float | None = None
     deadline: float | None = field(init=False)  # of time.monotonic()
-    _begun: threading.Lock = field(default_factory=threading.Lock)  # taken once, by whoever runs it or gives it up
+    _begun: threading.Lock = field(default_factory=threading.Lock)  # taken once: by execute or by give_up
 
     def __post_init__(self) -> None:
         self.deadline = None if self.timeout_s is None else time.monotonic() + self.timeout_s
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the deadline, never negative; None without one."""
+        """Seconds until the deadline, never negative; None without a deadline."""
         return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
 
     def execute(self) -> None:
-        """Run, unless it was given up or is too late, and answer."""
+        """Run the call and set the reply, unless it was given up or its deadline has passed."""
         if not self._begun.acquire(blocking=False):
             return
         if self.deadline is not None and time.monotonic() > self.deadline:
@@ -117,11 +117,11 @@ class Command:
             return
         try:
             self.reply.set_result(self.run())
-        except Exception as error:  # noqa: BLE001 - a thread boundary: whoever waits for the reply gets it
+        except Exception as error:  # noqa: BLE001 - a thread boundary: the caller that waits for the reply gets it
             self.reply.set_exception(error)
 
     def give_up(self) -> None:
-        """The deadline has passed: it will not run, unless it has begun."""
+        """Give the call up after its deadline, unless it has begun: the reply is DeadlineExceeded."""
         if self._begun.acquire(blocking=False):
             self.reply.set_exception(self.too_late())
 

@@ -1,4 +1,4 @@
-"""Whether a step may run: pauses, refusals, released memory, and calls that have to come first."""
+"""The gate before each step: pauses, refusals, released memory, and the callback that has to run first."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from .parts import Parts
 
 
 class StepGate:
-    """Lets the loop run steps, or not. Its caller holds the engine's lock."""
+    """Decide whether the loop may run a step. The caller holds the engine's lock."""
 
     def __init__(self, parts: Parts, loop: Loop) -> None:
         self.loop = loop
         self.pause_mode: PauseMode | None = None  # None: not paused
-        self.before_sampling: Callable[[], None] | None = None  # to be called, and to set None, before the next step
-        self._refusals: dict[str, str] = {}  # why no step may run, by what has to happen first
+        self.before_sampling: Callable[[], None] | None = None  # called before the next step; sets this to None
+        self._refusals: dict[str, str] = {}  # the reasons why no step may run, by key
         self._model, self._kv_cache = parts.model, parts.kv_cache
         self._scheduler, self._events = parts.scheduler, parts.ledger.events
 
     @property
     def refusal(self) -> str | None:
-        """Why no step may run though nothing is paused; None: it may."""
+        """The reasons why steps are refused although they are not paused; None: they are not."""
         return "; ".join(self._refusals.values()) or None
 
     @property
     def can_step(self) -> bool:
-        """Whether a step would run something now."""
+        """Whether a step would run any request now."""
         is_free = self.pause_mode is None and not self._refusals and self.before_sampling is None
         has_memory = self._kv_cache.is_allocated and self._model.holds_weights
         return is_free and has_memory and self.loop.has_work
 
     def step(self) -> None:
-        """Run one step. Nothing runs while paused, nor before `before_sampling` was called.
+        """Run one step. Runs nothing while paused, or before `before_sampling` was called.
 
-        Raises MemoryReleased or SamplingRefused where there is work that must not run now.
+        Raises MemoryReleased or SamplingRefused if there are requests that must not run now.
         """
         if self.pause_mode is not None or self.before_sampling is not None or not self.loop.has_work:
             return
@@ -52,19 +52,20 @@ class StepGate:
             self._events.flush()
 
     def refuse(self, key: str, why: str) -> None:
-        """Let no step run until `key` is lifted. `why` is what a step raises."""
+        """Refuse steps until `key` is lifted. `why` is the text of a step's error."""
         self._refusals[key] = why
 
     def lift(self, keys: Iterable[str]) -> dict[str, str]:
-        """End the refusals under these keys; returns those that there were."""
+        """End the refusals under these keys; returns the ended ones."""
         return {key: self._refusals.pop(key) for key in keys if key in self._refusals}
 
     def hold(
         self, refusal: tuple[str, str] | None, before_sampling: Callable[[], None] | None, keep_running: bool
     ) -> HoldReport:
-        """Let no further step run, for weights to be written: refuse them under this key and for this reason, or until
-        `before_sampling` was called. Raises NotIdle, and changes nothing, where that would pull the weights from under
-        requests."""
+        """Stop the steps while weights are written: with this refusal (key, reason), or until `before_sampling` ran.
+
+        Raises NotIdle, and changes nothing, if live requests would be hit by the change of weights.
+        """
         num_running, num_waiting = self._scheduler.num_running, self._scheduler.num_waiting
         num_hit = num_running + num_waiting if self.pause_mode is None else 0 if keep_running else num_running
         if num_hit:

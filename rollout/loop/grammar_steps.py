@@ -1,9 +1,9 @@
-"""What grammars add to a step between its schedule and its launch: which tokens may be sampled, and which are committed
-without sampling because the grammar leaves no choice.
+"""Masks and jumps that grammars add to a step between its schedule and its launch.
 
-A jump is part of the step that runs its tokens through the model: it begins as the managers take the schedule, stands
-when the step has landed, and never happened when the step fails or its sequence is preempted before. So no pause, abort
-or preemption finds a sequence between its jump and the forward that scores it.
+A mask names the tokens that may be sampled; a jump commits tokens without sampling where the grammar leaves no choice.
+A jump is part of the step that runs its tokens through the model: it begins when the managers receive the schedule, is
+valid when the step is committed, and is undone if the step fails or its sequence is preempted before. So no pause,
+abort or preemption finds a sequence between its jump and the forward that scores it.
 
     known tokens     | prompt | a | b | c |            c was sampled last: its row would run next
     jump             | prompt | a | b | cd | e |       c is rolled back, two tokens take its place
@@ -27,7 +27,7 @@ from .parts import Parts
 
 
 class GrammarSteps:
-    """Extends steps, and ends sequences whose grammar has. Belongs to the loop."""
+    """Add masks and jumps to steps, and end sequences whose grammar has ended. A part of the loop."""
 
     def __init__(self, parts: Parts) -> None:
         self._scheduler, self._managers, self._ledger = parts.scheduler, parts.managers, parts.ledger
@@ -36,8 +36,10 @@ class GrammarSteps:
         self._metrics, self._trace = parts.reports.metrics, parts.reports.trace
 
     def prepare(self, output: ScheduleOutput) -> ScheduleOutput:
-        """The step with its masks and jumps, about to be launched. Changes the ledger, and preempts where a jump needs
-        the room; the managers are told by what is returned."""
+        """Return the scheduled step with its masks and jumps. Changes the ledger, and preempts if a jump needs blocks.
+
+        The managers learn of the changes from the returned schedule.
+        """
         if not self._managers.engine.num_constrained:
             return output
         requests = self._managers.engine.requests_of(output.scheduled)
@@ -57,7 +59,7 @@ class GrammarSteps:
         )
 
     def end(self, results: Sequence[SequenceResult]) -> None:
-        """The step landed: finish those whose grammar allows no further token, not even a stop token."""
+        """End the sequences of a committed step whose grammar allows no further token, not even a stop token."""
         engine = self._managers.engine
         if not engine.num_constrained:
             return
@@ -76,7 +78,7 @@ class GrammarSteps:
             self._metrics.grammar_seconds += time.perf_counter() - started
 
     def _constrain(self, item: ScheduledSequence, request: Request, draft: _Draft) -> ScheduledSequence:
-        """This sequence's share with a jump, if there is one, and the mask of what comes after it."""
+        """Return this sequence's share of the step with its jump, if any, and the mask of the next token."""
         sequence, state = request.sequence, request.grammar
         assert state is not None
         is_sampled = item.start + item.num_tokens == sequence.num_tokens
@@ -98,7 +100,7 @@ class GrammarSteps:
         return item._replace(allowed=mask.tobytes())
 
     def _plan(self, item: ScheduledSequence, request: Request, output_ids: list[int], draft: _Draft) -> Jump:
-        """What the grammar forces here, as far as the step, the sequence and the model have room for it."""
+        """Return the tokens that the grammar forces here, cut to the room of the step, the sequence and the model."""
         state, sequence = request.grammar, request.sequence
         assert state is not None
         if state.mode == "off":
@@ -113,24 +115,24 @@ class GrammarSteps:
             jump = state.plan_text()
             back = jump.num_rolled_back
             if request.in_flight.num_steps and sequence.num_tokens - back - 1 < item.start:
-                return NO_JUMP  # rows of an earlier chunk, which is in the air, would have to be taken back
+                return NO_JUMP  # it would take back rows of an earlier chunk that is in flight
             jump = cut_jump(jump, output_ids, min(num_left + back, draft.budget - self._ledger.block_size), state.text)
         if jump:
             state.follow(output_ids[: len(output_ids) - jump.num_rolled_back] + list(jump.token_ids))
-            if state.is_over:  # something has to be sampled in this step: the last token is
+            if state.is_over:  # a step has to sample a token: the last one is sampled
                 jump = cut_jump(jump, output_ids, len(jump.token_ids) - 1, state.text)
         self._metrics.jump_forward_seconds += time.perf_counter() - started
         return jump
 
     def _jump(self, item: ScheduledSequence, request: Request, jump: Jump, draft: _Draft) -> ScheduledSequence:
-        """The share with the jump, or as much of it as there is memory for."""
+        """Return the share with the jump, cut to the free memory."""
         ledger, sequence, state = self._ledger, request.sequence, request.grammar
         assert state is not None
         first = sequence.num_tokens - jump.num_rolled_back
         table_size = len(ledger.block_table(request))
         most = (table_size + self._max_jump_blocks) * ledger.block_size - first
         jump = cut_jump(jump, sequence.token_ids, most, state.text)
-        # What a rollback gives up may be pinned, or others may hold it: it is not counted on.
+        # Blocks that a rollback gives up may be pinned or held by other sequences: they are not counted as free.
         num_given_up = max(table_size - (first - 1) // ledger.block_size, 0) if jump.num_rolled_back else 0
         num_wanted = ledger.num_blocks_for(first + len(jump.token_ids)) - table_size + num_given_up
         if num_wanted > ledger.num_available:
@@ -142,7 +144,7 @@ class GrammarSteps:
         )
         if not jump:
             return item
-        num_kept = table_size - len(item.new_blocks)  # that the managers know
+        num_kept = table_size - len(item.new_blocks)  # blocks that the managers know
         start = item.start
         if jump.num_rolled_back:
             start = ledger.roll_back(request, min(start, first - 1))
@@ -158,7 +160,7 @@ class GrammarSteps:
         )  # fmt: skip
 
     def _count(self, request: Request, jump: Jump) -> None:
-        """The jump stands; the request has recorded what its step brought."""
+        """Count a committed jump, after the request has recorded the tokens of its step."""
         metrics, num_new = self._metrics, request.record.num_undelivered
         num_net = num_new - jump.num_rolled_back
         num_sampled = num_new > len(jump.token_ids)
@@ -170,12 +172,12 @@ class GrammarSteps:
 
 
 class _Draft:
-    """A step while grammars extend it."""
+    """A step while masks and jumps are added to it."""
 
     def __init__(self, requests: dict[str, Request], budget: int) -> None:
-        self.budget = budget  # rows that it may still take
+        self.budget = budget  # rows that may still be added
         self.items: dict[str, ScheduledSequence] = {}
-        # Those in `items`, and those that the managers do not know to hold blocks yet: they cannot be preempted.
+        # Requests that cannot be preempted: in `items`, or not known to the managers as holders of blocks yet.
         self.fixed = {r for r in requests.values() if r.sequence.state not in HOLDS_BLOCKS}
         self.preempted: list[str] = []
 

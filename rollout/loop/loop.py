@@ -1,23 +1,24 @@
-"""The engine's loop: schedule, run, commit, deliver. One thread at a time, whoever holds the engine's lock.
+"""The engine's loop: schedule, run, commit, deliver. It runs on one thread at a time, which holds the engine's lock.
 
-With overlap the model runs on a thread of its own, and while it runs step n, step n + 1 is scheduled and what step
-n - 1 produced becomes text and goes to its callers:
+With overlap the model runs on its own thread. While it runs step n, this thread schedules step n + 1, and turns the
+tokens of step n - 1 into text and delivers them:
 
     model thread   | forward n                      |                      | forward n+1
     this thread    | deliver n-1, schedule n+1, wait | commit n, launch n+1 | deliver n, schedule n+2, ...
 
-Only what step n + 1 must know of step n stands between the two forwards: the tokens, and who ended by token or length.
-A stop string is found at delivery, when its sequence may be running one step more; that step's result is dropped.
+Between the two forwards only the facts are settled that step n + 1 needs of step n: the tokens, and the sequences that
+ended by token or length. A stop string is found at delivery, when its sequence may be in one more step; the result of
+that step is dropped.
 
-With several stages as many steps are in the air, of different sequences or of successive chunks of one prompt:
+With several stages as many steps are in flight, of different sequences or of successive chunks of one prompt:
 
     first stage    | n         | n+1           | n+2           | n+3
     last stage     |           | n             | n+1           | n+2
     this thread    | launch n  | launch n+1    | commit n, launch n+2          | commit n+1, launch n+3
 
-Steps land in the order of their launches, and every stage runs them in that order. So blocks may change hands while
-steps are in the air: a sequence that is preempted may still be in one of them, which reads and writes its old blocks on
-every stage before a later step writes there. What it brings is dropped, by incarnation; nothing of it was published.
+Steps are committed in the order of their launches, and every stage runs them in that order. So blocks may change their
+owner while steps are in flight: a preempted sequence may still be in one of them, which reads and writes its old blocks
+on every stage before a later step writes there. The results of its old incarnation are dropped; none was published.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ class Flight:
     """A step from its launch to its delivery."""
 
     output: ScheduleOutput
-    requests: dict[str, Request]  # those it runs, by id
+    requests: dict[str, Request]  # the requests of the step, by id
     handle: StepHandle
     started: float  # of time.perf_counter()
-    results: list[SequenceResult] = field(default_factory=list)  # once landed: those that were committed
+    results: list[SequenceResult] = field(default_factory=list)  # after the commit: the committed results
 
 
 class Loop:
-    """Moves requests from the queue to their answers."""
+    """Move requests from the queue to their answers."""
 
     def __init__(self, parts: Parts, answers: Answers, interrupts: Interrupts) -> None:
-        """Raises ValueError where the configuration wants overlap and there are several stages."""
+        """Connect the parts. Raises ValueError if overlap is configured and there are several stages."""
         overlap, num_stages = parts.config.overlap, parts.runner.num_stages
         if overlap and num_stages > 1:
             raise ValueError(
@@ -66,9 +67,9 @@ class Loop:
         self._trace = self._reports.trace
         self._grammars = GrammarSteps(parts)
         self._answers, self._interrupts = answers, interrupts
-        self._overlap = overlap  # plan ahead while the one stage runs, which then does not run in this thread
-        self._flights: deque[Flight] = deque()  # in the air, in the order of their launches
-        self._landed: Flight | None = None  # has run and is committed, not delivered
+        self._overlap = overlap  # plan ahead while the only stage runs, on a thread of its own
+        self._flights: deque[Flight] = deque()  # launched steps, in the order of their launches
+        self._landed: Flight | None = None  # the step that is committed and not delivered
         self._last_landing = 0.0  # of time.perf_counter()
         self.last_throughput = 0.0  # tokens per second of the newest step
 
@@ -77,15 +78,15 @@ class Loop:
         return self._scheduler.has_work or bool(self._flights) or self._landed is not None
 
     def queue(self, request: Request) -> None:
-        """Take up a request. Its id must not be live."""
+        """Queue a request. Its id must not be live."""
         self._managers.add(request)
         self._scheduler.add(request)
         self._reports.on_queued(request)
 
     def step(self) -> None:
-        """Put as many steps in the air as there are stages, as far as somebody can run, and land the oldest.
+        """Launch as many steps as there are stages, if requests can run, and finish the oldest.
 
-        When a step fails its error is raised; what is in the air is dropped, and everybody in it waits again.
+        Raises the error of a failed step. The launched steps are dropped then, and their sequences wait again.
         """
         if self._overlap:
             self._step_ahead()
@@ -98,42 +99,42 @@ class Loop:
             self._ledger.check_idle()
 
     def _step_ahead(self) -> None:
-        """Complete the step that runs and launch the next, which is planned while it runs."""
+        """Finish the running step and launch the next one, which is planned while it runs."""
         if not self._flights:
             self._deliver()
             self._launch(self._schedule())
         if not self._flights:
             return
-        self._deliver()  # before the schedule, which then knows who ended
+        self._deliver()  # before the schedule, which then knows the ended sequences
         ahead = self._schedule()
         if not self._is_interrupted:
             with self._starting_over_on_failure():
                 self._runner.anticipate(ahead, self._managers.engine.requests_of(ahead.scheduled))
         self._land()
         if ahead.exhausted:
-            self._deliver()  # they end with the token that has just landed
+            self._deliver()  # they end with the token of this step
         wanted = self._still_wanted(ahead)
         if self._is_interrupted:
-            self._shelve(wanted)  # a command waits: it would have to wait for this step too
+            self._shelve(wanted)  # a waiting command would have to wait for this step too
             self._runner.settle()
         elif not self._launch(wanted):
             self._runner.settle()
 
     def drain(self) -> None:
-        """Wait for what is in the air and deliver it; afterwards nothing is in flight."""
+        """Finish all launched steps and deliver their output. Nothing is in flight afterwards."""
         self._deliver()
         while self._flights:
             self._land()
             self._deliver()
 
     def retract(self, request: Request) -> None:
-        """Take a running request's blocks back and queue it again. Nothing may be in flight."""
+        """Free a running request's blocks and queue it again. No step may be in flight."""
         self._managers.preempt(request.id)
         self._scheduler.retract(request)
         self._reports.on_retraction(request.id)
 
     def abort(self, request: Request, reason: FinishReason) -> None:
-        """End a live request with what it has. Nothing may be in flight."""
+        """End a live request with its tokens so far. No step may be in flight."""
         self._managers.finish(request.id, reason)
         self._answer(request)
 
@@ -144,7 +145,7 @@ class Loop:
             return self._scheduler.schedule()
 
     def _launch(self, output: ScheduleOutput) -> bool:
-        """Tell the managers what was decided and put the step in the air; returns whether there is anything to run."""
+        """Send the schedule to the managers and launch the step; returns False if it is empty."""
         output = self._grammars.prepare(output)
         self._decide(output)
         if not output.scheduled:
@@ -164,7 +165,7 @@ class Loop:
         return True
 
     def _leave_first_stage(self, flight: Flight) -> None:
-        """Wait until the first stage is through with the step: from now on prompts may go on with their next chunk."""
+        """Wait until the step has left the first stage. Prompts may then go on with their next chunk."""
         flight.handle.wait_first_stage()
         self._managers.on_stage_completed(flight.output.scheduled)
         for item in flight.output.scheduled:
@@ -173,7 +174,7 @@ class Loop:
                 request.in_flight.left_first_stage(item.num_tokens)
 
     def _decide(self, output: ScheduleOutput) -> None:
-        """Tell the managers what was decided, and answer those that will not run."""
+        """Send the schedule to the managers, and answer the requests that will not run."""
         self._managers.on_schedule(output)
         for id in output.preempted:
             self._reports.on_retraction(id)
@@ -181,12 +182,12 @@ class Loop:
             self._answer(self._managers.engine.request(id))
 
     def _shelve(self, output: ScheduleOutput) -> None:
-        """A step that was decided does not run after all: everybody in it is between two steps, with their blocks."""
+        """Cancel a scheduled step before launch. Its sequences keep their KV blocks."""
         self._decide(output)
         self._managers.on_step_cancelled(output.scheduled)
 
     def _land(self) -> None:
-        """Wait for the oldest step in the air and commit its tokens: states, KV, who ended by token or length."""
+        """Wait for the oldest launched step and commit it: tokens, states, KV, and ends by token or length."""
         if not self._flights:
             return
         flight = self._flights[0]
@@ -205,13 +206,13 @@ class Loop:
             self._grammars.end(flight.results)
         self._landed = flight
         if len(flight.results) < len(results):
-            for result in results:  # the sampler took note of those that ended while they ran
+            for result in results:  # the sampler kept state of sequences that ended during the step
                 if result.id not in self._managers.engine:
                     self._runner.forget(flight.requests[result.id])
         self._measure(flight)
 
     def _deliver(self) -> None:
-        """Text, streams and answers of the step that landed last."""
+        """Deliver the text, the chunks and the answers of the step that was committed last."""
         flight, self._landed = self._landed, None
         if flight is None:
             return
@@ -229,7 +230,7 @@ class Loop:
                     self._answers.on_token(request)
 
     def _answer(self, request: Request) -> None:
-        """The request has ended: give everything back and answer it, once."""
+        """Answer an ended request, once, and free its blocks and state."""
         engine = self._managers.engine
         completion = request.completion(engine.weight_version, engine.weight_digest)
         self._scheduler.remove(request)
@@ -240,11 +241,11 @@ class Loop:
 
     @property
     def _is_interrupted(self) -> bool:
-        """Whether something comes after the step under way, before the next."""
+        """Whether a command or an alarm has to run before the next step."""
         return self._interrupts.is_interrupted(self._metrics.num_steps)
 
     def _still_wanted(self, ahead: ScheduleOutput) -> ScheduleOutput:
-        """A schedule made ahead, less what has ended since."""
+        """Return a schedule that was made ahead without the sequences that have ended since."""
         engine = self._managers.engine
 
         def lives(id: str) -> bool:
@@ -259,8 +260,10 @@ class Loop:
 
     @contextmanager
     def _starting_over_on_failure(self) -> Iterator[None]:
-        """When a step fails or is interrupted nobody stays half in one: all that are in the air are dropped; whoever
-        holds blocks, and whatever was planned ahead, waits again, as after a preemption."""
+        """Drop all launched and planned steps on an error or interrupt, so that no sequence stays partly in one.
+
+        Sequences that hold blocks, or were planned ahead, wait again as after a preemption.
+        """
         with ExitStack() as undo:
             undo.callback(self._start_over)
             yield
@@ -281,7 +284,7 @@ class Loop:
 
     def _measure(self, flight: Flight) -> None:
         now = time.perf_counter()
-        # With several in the air: what this one added, or steps would take as many times as long as there are stages.
+        # With several steps in flight only the time that this one added counts: the stages' times overlap.
         seconds = now - max(flight.started, self._last_landing)
         self._last_landing = now
         self._metrics.num_steps += 1

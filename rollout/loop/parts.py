@@ -22,7 +22,7 @@ from ..sequences.event_log import ManagerPair
 
 @dataclass(frozen=True)
 class RunnerParts:
-    """Everything that a runner is made from: this rank's share of the model and of the KV."""
+    """The parts that a runner is made from: this rank's share of the model and of the KV."""
 
     config: EngineConfig
     ranks: RankChannel
@@ -55,7 +55,7 @@ class Parts(RunnerParts):
         return self.managers.engine
 
     def close(self) -> None:
-        """Give threads and files back. Nothing is in flight."""
+        """End the threads and close the files. No step is in flight."""
         self.runner.close()
         self.grammars.close()
         self.reports.trace.close()

@@ -7,7 +7,7 @@ from .parts import Parts
 
 
 def state_report(parts: Parts, gate: StepGate) -> dict[str, object]:
-    """Describe what is where, as plain values. Changes nothing."""
+    """Return counts, modes and versions of an engine as plain values. Changes nothing."""
     scheduler, ledger, model = parts.scheduler, parts.ledger, parts.model
     usage, grammars = ledger.usage, parts.grammars.cache
     return {
