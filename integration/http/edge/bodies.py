@@ -36,10 +36,12 @@ class AdminBody(Body):
     """Fields that every administrative call accepts."""
 
     op_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        None, description="names the operation: a repeated call with it gets the answer of the first call"
+        default=None, description="names the operation: a repeated call with it gets the answer of the first call"
     )
-    timeout_s: Timeout | None = Field(None, description="seconds within which the call must begin, or it never runs")
-    stages: list[str] | None = Field(None, description="act only if the engine's stage is in this list")
+    timeout_s: Timeout | None = Field(
+        default=None, description="seconds within which the call must begin, or it never runs"
+    )
+    stages: list[str] | None = Field(default=None, description="act only if the engine's stage is in this list")
 
 
 async def read_bytes(request: Request, limit: int) -> bytes:
