@@ -68,7 +68,7 @@ class RankCalls:
         return completions_from(message.payload[1:])
 
     def follow(self) -> End:
-        """Follow until `dismiss` at the controller, or until the engine is closed. Raises ValueError at the controller."""
+        """Follow until `dismiss` at the controller, or until the engine closes. Raises ValueError at the controller."""
         if self._follower is None:
             raise ValueError(f"rank {self._ranks.mesh.rank} is the controller of its replica: it does not follow")
         return self._follower.follow(SERVING)[0]

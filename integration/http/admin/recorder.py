@@ -1,4 +1,4 @@
-"""The recorder of profiles: two Chrome traces, of torch's operations and of the engine's steps, one profile at a time."""
+"""Records profiles as two Chrome traces, torch's operations and the engine's steps; one profile at a time."""
 
 from __future__ import annotations
 
