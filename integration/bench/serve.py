@@ -181,7 +181,7 @@ def run_http(clients: subprocess.Popen[str], port: int, load: ServeLoad, prompts
 
 
 def run_direct(engine: Engine, load: ServeLoad, prompts: list[list[int]]) -> ServeRun:
-    """ServeRun the load by the Python API, at the same concurrency. The engine's own thread runs the steps, as for HTTP."""
+    """Run the load by the Python API, at the same concurrency. The engine's thread runs the steps, as for HTTP."""
     answers = Answers()
     waiting = deque(enumerate(prompts))
     num_open = num_tokens = 0

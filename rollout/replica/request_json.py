@@ -28,13 +28,10 @@ def request_of(data: bytes, token_ids: Sequence[int]) -> Request:
     """Decode a follower's request. It has the fields that a step reads."""
     given = json.loads(data)
     options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given["options"].items()}
-    request = Request(
+    return Request(
         TokenSequence(given["id"], token_ids), SamplingParams(**given["params"]), RequestOptions(**options),
         given["index"], given["seed"], 0.0, 0, None,
     )  # fmt: skip
-    if request.options.logprob_start_len == 0:  # the first token has no log-probability
-        request.prompt_logprobs.append(None)
-    return request
 
 
 def _changed(value: Any) -> dict[str, Any]:

@@ -51,8 +51,11 @@ class Runner(Protocol):
 
     num_stages: int  # the largest number of steps in flight
     workers: WorkerSequenceManager  # this rank's; the caller passes it every event, as it does the controller's manager
-    on_event: Callable[[Event], None] | None  # called with every event before the managers; None: not needed
     num_forwards: int  # launched or run on this rank since it was last set to 0
+
+    @property
+    def on_event(self) -> Callable[[Event], None] | None:
+        """Called with every event before the managers get it; None: not needed."""
 
     def launch(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> StepHandle:
         """Give a step with rows to the first stage. `requests` holds the requests that it runs, by id.
