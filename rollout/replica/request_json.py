@@ -28,13 +28,10 @@ def request_of(data: bytes, token_ids: Sequence[int]) -> Request:
     """A follower's request: what a step reads of it."""
     given = json.loads(data)
     options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given["options"].items()}
-    request = Request(
+    return Request(
         TokenSequence(given["id"], token_ids), SamplingParams(**given["params"]), RequestOptions(**options),
         given["index"], given["seed"], 0.0, 0, None,
     )  # fmt: skip
-    if request.options.logprob_start_len == 0:  # nothing comes before the first token
-        request.prompt_logprobs.append(None)
-    return request
 
 
 def _changed(value: Any) -> dict[str, Any]:
