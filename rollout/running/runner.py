@@ -48,8 +48,12 @@ class Runner(Protocol):
 
     num_stages: int  # as many flights may be in the air
     workers: WorkerSequenceManager  # this rank's: whoever drives the runner tells it every event, as the controller's
-    on_event: Callable[[Event], None] | None  # told of every event before the managers are; None: it need not know
     num_forwards: int  # launched or run on this rank since it was last set to 0
+
+    @property
+    def on_event(self) -> Callable[[Event], None] | None:
+        """The callback of every event, called before the managers; None: the runner needs no events."""
+        ...
 
     def launch(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> StepHandle:
         """Give a step with rows to the first stage; `requests` holds those it runs, by id.
