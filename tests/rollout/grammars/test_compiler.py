@@ -28,7 +28,7 @@ def compiler(text):
 
 
 def allowed_ids(mask: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The ids whose bits a mask has."""
+    """Return the token ids that a mask allows."""
     return np.flatnonzero(np.unpackbits(mask, bitorder="little", count=vocab_size))
 
 
