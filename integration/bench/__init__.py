@@ -1,1 +1,1 @@
-"""One benchmark a file, run by `lockstep bench NAME`."""
+"""Benchmarks, one a file, run by `lockstep bench NAME`."""

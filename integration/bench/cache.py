@@ -1,11 +1,11 @@
-"""What the prefix cache costs, without a model: inserting the blocks of a prompt, and finding them again.
+"""The cost of the prefix cache, without a model: inserting the blocks of a prompt, and finding them again.
 
-A cache is filled with --blocks blocks of prompts that share a stem here and there. Then new prompts are put in: their
-blocks are hashed, looked up, allocated (which evicts others), published and given back; and an equal prompt, hashed
-anew, is matched. Both together are insert_match_ms. Medians over the repeats, in time of this thread alone, so that
-other processes on the same cores count little, and without garbage collections, as timeit does. by_prompt has the
-longest prompts and shorter ones in the full cache, by_cache the longest in smaller caches; growth is the time per token
-of the longest over that of the shortest.
+A cache is filled with --blocks blocks of prompts, some of which share their beginning. Then new prompts are inserted:
+their blocks are hashed, looked up, allocated (which evicts others), published and released; and an equal prompt, hashed
+anew, is matched. Both together are insert_match_ms. Medians over the repeats, in CPU time of this thread, so that other
+processes on the same cores count little, and without garbage collections, as timeit does. by_prompt has the longest
+prompts and shorter ones in the full cache, by_cache the longest in smaller caches; growth is the time per token of the
+longest divided by that of the shortest.
 
 Bar: 5 ms for 16,384 tokens in a cache of 100,000 blocks, growing no faster than the prompt.
 """
@@ -26,7 +26,7 @@ from .parts.load import positive
 
 _BLOCK_SIZE = 16
 _VOCAB_SIZE = 16384
-_STEM_BLOCKS = 8  # that a fill prompt may share with others
+_STEM_BLOCKS = 8  # at the beginning of a fill prompt, possibly shared
 _NUM_STEMS = 32
 _FILL_TOKENS = 2048
 
@@ -72,7 +72,7 @@ class FilledCache:
             self.insert(token_ids if len(token_ids) <= room else self._tokens(room))
 
     def median_ms(self, num_tokens: int, repeats: int) -> float:
-        """Of inserting a new prompt of that length and matching an equal one."""
+        """Measure inserting a new prompt of that length and matching an equal one."""
         times = []
         gc.collect()
         gc.disable()
@@ -85,7 +85,7 @@ class FilledCache:
         return round(statistics.median(times) * 1e3, 3)
 
     def insert(self, token_ids: list[int]) -> float:
-        """A request with this prompt comes, is computed and goes; returns this thread's seconds."""
+        """Insert a request with this prompt, publish its blocks and release it; returns this thread's seconds."""
         ledger, request = self.ledger, _request(token_ids)
         started = time.thread_time()
         ledger.open(request, ledger.match(request))
@@ -98,8 +98,8 @@ class FilledCache:
         return seconds
 
     def match(self, token_ids: list[int]) -> float:
-        """A request that begins with this prompt looks for it; returns this thread's seconds."""
-        request = _request([*token_ids, 0])  # one token more, for the last one is always computed
+        """Look up a request that begins with this prompt; returns this thread's seconds."""
+        request = _request([*token_ids, 0])  # one token more: the last one is always computed
         started = time.thread_time()
         nodes = self.ledger.match(request)
         seconds = time.thread_time() - started

@@ -1,10 +1,10 @@
-"""The time of a decode step by batch and context, beside its floor; and where one step's time goes.
+"""The time of a decode step by batch and context, beside its floor; and the parts of one step's time.
 
-Every cell of the table is a batch of sequences that all decode at about that many tokens of context (their KV is random
-numbers, not the result of a prefill). step_ms is the median step, sampling and scheduling included. floor_ms is what no
-program can beat that reads every weight and every sequence's KV from memory once and computes the products: the larger
-of bytes over the bandwidth and operations over the product rate, both measured here, before (weights that stay in a
-cache between two steps may beat it). Cells whose KV exceeds --max-kv-gib are left out, and named.
+A cell of the table is a batch of sequences that all decode at about that many tokens of context (their KV is random
+numbers, not the result of a prefill). step_ms is the median step, sampling and scheduling included. floor_ms is the
+least time of any program that reads every weight and every sequence's KV from memory once and computes the products:
+the larger of bytes over the bandwidth and operations over the product rate, both measured here first (weights that stay
+in a cache between two steps may beat it). Cells whose KV exceeds --max-kv-gib are left out, and named.
 
 The profile is of one cell (--profile-batch, --profile-context).
 """
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="small", help=f"{', '.join(PRESETS)} (random weights) or a model folder")
     parser.add_argument("--batch", type=positive, nargs="+", default=_BATCHES)
     parser.add_argument("--context", type=positive, nargs="+", default=_CONTEXTS)
-    parser.add_argument("--steps", type=positive, default=8, help="of each cell; the median counts")
+    parser.add_argument("--steps", type=positive, default=8, help="measured steps of each cell; the median counts")
     parser.add_argument("--max-kv-gib", type=float, default=4.0)
     parser.add_argument("--profile-batch", type=positive, default=32)
     parser.add_argument("--profile-context", type=positive, default=256)
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         torch.set_num_threads(options.threads)
     device = find_device(options.device)
     if options.plot:
-        _pyplot()  # a missing one is told before the measurement
+        _pyplot()  # raises before the measurement if it is missing
     model = load_model(options.model, dtype=options.dtype, device=str(device))
     longest = max(*options.context, options.profile_context) + max(options.steps, options.profile_steps) + 8
     if options.model in PRESETS:
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 
 
 def kv_bytes_per_token(model: PreTrainedModel) -> int:
-    """Of all layers, keys and values."""
+    """Return the bytes of keys and values of one token in all layers."""
     config = model.config
     head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
@@ -137,7 +137,7 @@ def _profile(model: PreTrainedModel, options: argparse.Namespace, peaks: Peaks) 
 
 
 def plot(report: dict[str, object], table: list[dict[str, Any]], path: Path) -> None:
-    """Draw step time over batch, a line a context, and its floor dashed."""
+    """Draw step time over batch, one line per context, with its floor dashed."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 5))
     for context in sorted({cell["context"] for cell in table}):
@@ -156,7 +156,7 @@ def plot(report: dict[str, object], table: list[dict[str, Any]], path: Path) -> 
 
 
 def _pyplot() -> Any:
-    """Raises ValueError where matplotlib is missing."""
+    """Import pyplot. Raises ValueError where matplotlib is missing."""
     try:
         import matplotlib
     except ModuleNotFoundError as error:

@@ -1,9 +1,9 @@
-"""What a CUDA GPU reaches with a model of the shape of Qwen3-8B (bfloat16, random weights; --model takes a preset too).
+"""The speed of a CUDA GPU with a model of the shape of Qwen3-8B (bfloat16, random weights; --model takes a preset too).
 
-roofline: decode steps by batch, in invariant mode and without, beside the time that reading the weights and the KV
-takes at the memory bandwidth that was measured before (`of_floor`). Then single kernels, the latency of each kind of
-pause, a commit of weights that were written in place, and the SHA-256 digest of all weights. logprob_gap of the job is
-in the job's own metrics: `lockstep train`.
+roofline: decode steps by batch, in invariant mode and without, beside the time for reading the weights and the KV at
+the memory bandwidth that is measured first (`of_floor`). Then single kernels, the latency of each kind of pause, a
+commit of weights that were written in place, and the SHA-256 digest of all weights. logprob_gap of the job is in the
+job's own metrics: `lockstep train`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--batch", type=positive, nargs="+", default=(1, 2, 4, 8, 16, 32, 64, 128, 256))
     parser.add_argument("--context", type=positive, default=1024)
-    parser.add_argument("--steps", type=positive, default=20, help="of each batch; the median counts")
+    parser.add_argument("--steps", type=positive, default=20, help="measured steps of each batch; the median counts")
     parser.add_argument("--kernel-batch", type=positive, default=32)
-    parser.add_argument("--pauses", type=positive, default=20, help="of each mode")
+    parser.add_argument("--pauses", type=positive, default=20, help="number of pauses of each mode")
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 
 
 def measure(model: PreTrainedModel, options: argparse.Namespace, peaks: Peaks) -> dict[str, object]:
-    """Everything, on the device that the model is on."""
+    """Make all measurements, on the device of the model."""
     roofline = []
     for batch in options.batch:
         for invariant in (True, False):
@@ -115,7 +115,7 @@ def _pauses(model: PreTrainedModel, options: argparse.Namespace) -> dict[str, ob
 
 
 def _weights(model: PreTrainedModel) -> dict[str, object]:
-    """A commit in place, which names the version and drops what was cached, and the digest of every byte."""
+    """Measure a commit in place, which sets the version and empties the cache, and the digest of every byte."""
     service = RolloutService(Engine(model, EngineConfig(kv_cache=64)))
     try:
         with service.optimizer_step(), torch.no_grad():

@@ -1,4 +1,4 @@
-"""What work at delivery costs a decode step, with overlap and without, and what the trace costs.
+"""The cost of work at delivery for a decode step, with overlap and without, and the cost of the trace.
 
 A batch decodes with a tokenizer whose decoding takes --work-ms in all for each step, as a slow consumer would. With
 overlap that work is done while the model runs the next step. Variants take turns within each repeat; a figure is the
@@ -13,8 +13,10 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import cast
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
@@ -23,11 +25,11 @@ from .parts.load import positive
 from .parts.presets import load_model
 
 _PROMPT_TOKENS = 64
-_NUM_SKIPPED = 10  # first steps, which prefill, and last ones, which may hold fewer sequences
+_NUM_SKIPPED = 10  # the first steps, which prefill, and the last, which may have fewer sequences
 
 
 class SlowTokenizer:
-    """Decodes to nothing, and takes its time."""
+    """A tokenizer that decodes every token to no text and takes a given time."""
 
     eos_token_id = None
 
@@ -36,7 +38,7 @@ class SlowTokenizer:
 
     def decode(self, token_ids: list[int], **_: bool) -> str:
         if self._seconds:
-            time.sleep(self._seconds)  # the work that is measured; waits for nothing
+            time.sleep(self._seconds)  # stands for the work that is measured
         return ""
 
 
@@ -44,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="tiny", help="a preset, or a folder")
     parser.add_argument("--batch", type=positive, default=32)
     parser.add_argument("--new-tokens", type=positive, default=80)
-    parser.add_argument("--work-ms", type=float, default=5.0, help="of all deliveries of a step")
+    parser.add_argument("--work-ms", type=float, default=5.0, help="work of all deliveries of a step together")
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--threads", type=positive, default=1)
 
@@ -66,7 +68,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         for _ in range(options.repeats):
             for name, variant in variants.items():
                 steps[name] += _decode_steps(model, options.batch, options.new_tokens, *variant)
-    report: dict[str, object] = {name: round(statistics.median(times) * 1e3, 3) for name, times in steps.items()}
+    report: dict[str, float] = {name: round(statistics.median(times) * 1e3, 3) for name, times in steps.items()}
     return {
         "model": options.model,
         "batch": options.batch,
@@ -81,10 +83,11 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 def _decode_steps(
     model: torch.nn.Module, batch: int, num_new: int, overlap: bool, work_ms: float, trace: str | None
 ) -> list[float]:
-    """Seconds of each decode step of one load."""
+    """Measure the seconds of each decode step of one load."""
     tokenizer = SlowTokenizer(work_ms / 1e3 / batch)
     config = EngineConfig(kv_cache="1024 blocks", max_num_seqs=batch, overlap=overlap, trace=trace)
-    engine = Engine(model, config, tokenizer=tokenizer)
+    # The engine reads only `decode` and `eos_token_id` of it.
+    engine = Engine(model, config, tokenizer=cast(PreTrainedTokenizerBase, tokenizer))
     generator = torch.Generator().manual_seed(0)
     for index in range(batch):
         prompt = torch.randint(0, engine.model.vocab_size, (_PROMPT_TOKENS,), generator=generator).tolist()

@@ -1,12 +1,12 @@
-"""What interrupting generation costs: the latency of each kind of pause, and of going on after it.
+"""The cost of interrupting generation: the latency of each kind of pause, and of continuing after it.
 
-A batch of random prompts decodes on a background engine. At random moments another thread pauses it, in place, by
-retraction, by abortion, in turns, and times the call, which returns when the pause holds; then the engine goes on until
+A batch of random prompts decodes on a background engine. At random moments another thread pauses it, in turn in place,
+by retraction and by abortion, and times the call, which returns when the pause holds; then the engine continues until
 it decodes the whole batch again. step_ms_p50 is the median over the decode steps right before the pauses, so that
-whatever else the machine does hits both alike. resume_ms is what going on costs after a retraction and a flush: from
+other work on the machine affects both equally. resume_ms is the time to continue after a retraction and a flush: from
 `continue_generation` until every known token has its KV again and the next step would decode the whole batch.
-ideal_prefill_ms is the same for new requests of the very same tokens, on an empty cache. Both are medians over the
-repeats. With two threads or more, other load on the same cores distorts everything: --threads 1 stands it better.
+ideal_prefill_ms is the same for new requests of the same tokens, on an empty cache. Both are medians over the
+repeats. With two threads or more, other load on the same cores distorts the times much: prefer --threads 1.
 
 Bars: the p99 of every mode at most twice the median step; resuming at most 1.25 times the ideal prefill.
 """
@@ -22,18 +22,19 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
-from ...rollout.loop.commands import PauseReport
+from ...rollout.loop.commands import PauseMode, PauseReport
 from ...rollout.sampling_params import SamplingParams
 from .parts.load import Load, positive
 from .parts.presets import DTYPES, PRESETS, load_model
 from .parts.runs import clock, find_device
 
-MODES = ("in_place", "retract", "abort")
+MODES: tuple[PauseMode, ...] = ("in_place", "retract", "abort")
 _NUM_DECODE_STEPS = 16  # before a retraction
 _POLL_SECONDS = 0.002
 _PATIENCE = 120.0  # seconds; an engine that takes longer to decode again is broken
@@ -41,7 +42,7 @@ _PATIENCE = 120.0  # seconds; an engine that takes longer to decode again is bro
 
 @dataclass(frozen=True)
 class Resume:
-    """One repeat of going on after a retraction, and of prefilling the same tokens."""
+    """One repeat of continuing after a retraction, and of prefilling the same tokens."""
 
     resume_seconds: float
     ideal_seconds: float
@@ -50,9 +51,9 @@ class Resume:
 
 @dataclass(frozen=True)
 class _Count:
-    """What an engine has done so far."""
+    """Counts of an engine's work until now."""
 
-    batch: int  # sequences that run; 0 unless all do
+    batch: int  # running sequences; 0 unless all of the batch run
     num_rows: int
     num_steps: int
     seconds: float
@@ -63,13 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=positive, default=32, help="sequences that decode")
     parser.add_argument("--prompt-tokens", type=positive, default=128)
     parser.add_argument("--new-tokens", type=positive, default=512, help="room for decoding between two abortions")
-    parser.add_argument("--pauses", type=positive, default=40, help="of each mode")
-    parser.add_argument("--repeats", type=positive, default=3, help="of resuming; the median counts")
+    parser.add_argument("--pauses", type=positive, default=40, help="number of pauses of each mode")
+    parser.add_argument("--repeats", type=positive, default=3, help="how often to resume; the median counts")
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=EngineConfig.overlap)
     parser.add_argument("--threads", type=positive, help="default: torch's own choice")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the moments of pauses")
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
@@ -100,7 +101,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 def report(
     step_seconds: Sequence[float], latencies: dict[str, list[float]], resumes: Sequence[Resume]
 ) -> dict[str, object]:
-    """Milliseconds: medians and 99th percentiles, and their ratios to the bars' measures."""
+    """Return milliseconds: medians and 99th percentiles, and their ratios to the measures of the bars."""
     step = statistics.median(step_seconds)
     numbers: dict[str, object] = {"step_ms_p50": _ms(step)}
     for mode, seconds in latencies.items():
@@ -118,12 +119,12 @@ def report(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that so many percent of the values do not exceed."""
+    """Return the smallest value that this percentage of the values does not exceed."""
     return sorted(values)[max(math.ceil(len(values) * percent / 100) - 1, 0)]
 
 
 def make_engine(model: torch.nn.Module, load: Load, *, overlap: bool) -> Engine:
-    """An engine that holds the load at once, and its prefixes. Raises ValueError when the model's context does not."""
+    """Make an engine that holds the load at once, and its prefixes. Raises ValueError for a too short context."""
     length = load.prompt_tokens + load.new_tokens
     config = EngineConfig(
         kv_cache=load.batch * -(-(length + 1) // EngineConfig.block_size) + 64,
@@ -145,7 +146,7 @@ class PauseBench:
         self._random = random.Random(seed)
 
     def resume(self, repeat: int) -> Resume:
-        """Retract the batch in mid-decode, flush, and go on; then prefill the same tokens as new requests."""
+        """Retract the batch during decoding, flush, and continue; then prefill the same tokens as new requests."""
         engine = self.engine
         self._fill(self.load.prompts(engine.model.vocab_size, repeat))
         self._until_decoding()
@@ -168,14 +169,19 @@ class PauseBench:
         return Resume(resumed, ideal, sum(map(len, known)))
 
     def pauses(self, num_pauses: int) -> tuple[list[float], dict[str, list[float]]]:
-        """Seconds that each call of `pause_generation` took, by mode, at random moments of decoding; and before them,
-        those of the decode step that came before each call."""
-        engine, steps, latencies = self.engine, [], {mode: [] for mode in MODES}
+        """Measure the calls of `pause_generation` at random moments of decoding.
+
+        Returns the seconds of the decode step before each call, and the seconds of each call by mode.
+        """
+        engine = self.engine
+        steps: list[float] = []
+        latencies: dict[str, list[float]] = {mode: [] for mode in MODES}
         prompts = self.load.prompts(engine.model.vocab_size, -1)
         engine.start()
         for _ in range(num_pauses):
             for mode in MODES:
-                if engine.state()["num_running"] + engine.state()["num_waiting"] < self.load.batch:
+                state: dict[str, Any] = engine.state()
+                if state["num_running"] + state["num_waiting"] < self.load.batch:
                     engine.abort_request(abort_all=True)
                     self._fill(prompts)
                 steps.append(self._await_decoding())
@@ -217,7 +223,7 @@ class PauseBench:
         return (last.seconds - seen.seconds) / (last.num_steps - seen.num_steps)
 
     def _count(self) -> _Count:
-        state = self.engine.state()
+        state: dict[str, Any] = self.engine.state()
         metrics, is_full = state["metrics"], state["num_running"] == self.load.batch and not state["num_waiting"]
         batch = self.load.batch if is_full else 0
         return _Count(batch, metrics["num_rows"], metrics["num_steps"], metrics["step_seconds"])

@@ -1,16 +1,15 @@
-"""What pinning a conversation buys: the time to the first token of its next turn, after other traffic went through.
+"""The benefit of pinning a conversation: the time to the first token of its next turn, after other traffic.
 
 Depth sweep. For each depth D, with and without a pin, on a fresh engine: warm turns 0..D of one conversation
-(generating one token), pin the blocks whose hashes the KV events told of (pinned arm only), flood the cache with
+(generating one token), pin the blocks whose hashes the KV events reported (pinned arm only), flood the cache with
 distinct prompts, ceil(3 x capacity / tokens that each leaves in the cache) of them, wait until all are answered, then
 stream turns 0..D+1 and take the time to the first chunk. The number of cached tokens comes from that same request: a
-second probe would find what the first one left. Both arms take turns; numbers are medians over the repetitions.
+second probe would find the blocks of the first one. Both arms take turns; numbers are medians over the repetitions.
 
 The conversation is the one of the seed benchmark, scaled: prompt lengths times 768 / 5120, the ratio of the models'
-widths. What its prompts lacked beyond the cache (7 % at depth 0, 35, 19, 11 and 7 % at the others) is kept in
-proportion, times 0.57, so that 96 % of the deepest prompt is cached; how many that were follows from the text's chat
-template there, from the length of the new turn here. Other load on the same cores distorts single times: --threads 1
-stands it better.
+widths. The uncached part of its prompts (7 % at depth 0, 35, 19, 11 and 7 % at the others) is kept in proportion, times
+0.57, so that 96 % of the deepest prompt is cached; there its size follows from the text's chat template, here from the
+length of the new turn. Other load on the same cores distorts single times: prefer --threads 1.
 
 Bars: nothing cached in the baseline; 93 to 97 % cached at the deepest; speedup there at least 11.1, the seed's figure;
 and the pinned times from depth 2 on within a factor of 1.5.
@@ -25,7 +24,9 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -37,14 +38,13 @@ from ...rollout.sampling_params import SamplingParams
 from .parts.load import positive
 from .parts.presets import DTYPES, PRESETS, load_model
 
-# depth: prompt tokens of the seed's conversation, and those of them that its pinned arm had to compute
+# depth: prompt tokens of the seed's conversation, and how many of them its pinned arm had to compute
 _SEED = {0: (3158, 221), 2: (4810, 1683), 6: (7347, 1396), 10: (10826, 1191), 16: (15002, 1050)}
 _SCALE = 768 / 5120
 _NEW_TURN_SCALE = 0.57
-_FLOOD_TOKENS = 160  # of one prompt: whole blocks, so that it leaves all of them in the cache
-_FLOOD_ROUNDS = 3  # times the capacity
+_FLOOD_TOKENS = 160  # per prompt: whole blocks, all of which stay in the cache
+_FLOOD_ROUNDS = 3  # the flood is this many times the capacity
 _MAX_NUM_SEQS = 8
-_GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,17 @@ class Conversation:
     num_warm_tokens: dict[int, int]  # by depth: turns 0..D
 
     def measured(self, depth: int) -> list[int]:
-        """Turns 0..depth+1."""
+        """Return turns 0..depth+1."""
         return list(self.token_ids[: self.num_prompt_tokens[depth]])
 
     def warmed(self, depth: int) -> list[int]:
-        """Turns 0..depth."""
+        """Return turns 0..depth."""
         return list(self.token_ids[: self.num_warm_tokens[depth]])
 
 
 @dataclass(frozen=True)
 class PinProbe:
-    """One arm at one depth, measured once."""
+    """One measurement of one arm at one depth."""
 
     ttft_s: float
     num_cached_tokens: int
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="small", help=f"{', '.join(PRESETS)} (random weights) or a model folder")
     parser.add_argument("--depths", type=int, nargs="+", choices=tuple(_SEED), default=list(_SEED))
     parser.add_argument("--capacity", type=positive, default=6400, help="tokens of the KV pool")
-    parser.add_argument("--scale", type=float, default=_SCALE, help="of the seed's prompt lengths")
+    parser.add_argument("--scale", type=float, default=_SCALE, help="factor on the seed's prompt lengths")
     parser.add_argument("--repetitions", type=positive, default=5, help="the median counts")
     parser.add_argument("--threads", type=positive, help="default: torch's own choice")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 
 
 def conversation(vocab_size: int, scale: float = _SCALE) -> Conversation:
-    """The seed's conversation at a scale. Raises ValueError where a new turn would be empty."""
+    """Make the seed's conversation at a scale. Raises ValueError where a new turn would be empty."""
     num_prompt = {depth: round(num_tokens * scale) for depth, (num_tokens, _) in _SEED.items()}
     num_new = {depth: round(num_tokens * scale * _NEW_TURN_SCALE) for depth, (_, num_tokens) in _SEED.items()}
     if min(num_new.values()) < 1:
@@ -132,21 +132,21 @@ def conversation(vocab_size: int, scale: float = _SCALE) -> Conversation:
 
 
 def num_flood_requests(capacity: int) -> int:
-    """So many that what they leave in the cache would fill it three times."""
+    """Return the number of requests whose blocks would fill the cache three times."""
     return math.ceil(_FLOOD_ROUNDS * capacity / _FLOOD_TOKENS)
 
 
 def measure(
     model: PreTrainedModel, talk: Conversation, depth: int, capacity: int, *, pinned: bool, repetition: int
 ) -> PinProbe:
-    """Warm, pin or not, flood, drain, and time the next turn, on an engine of its own."""
+    """Warm, pin or not, flood, drain, and time the next turn, on a new engine."""
     config = EngineConfig(kv_cache=capacity // EngineConfig.block_size, max_num_seqs=_MAX_NUM_SEQS)
     engine = Engine(model, config)
-    one, two = SamplingParams(max_new_tokens=1, **_GREEDY), SamplingParams(max_new_tokens=2, **_GREEDY)
+    one, two = (SamplingParams(max_new_tokens=count, temperature=0.0, ignore_eos=True) for count in (1, 2))
     with engine.model.rollout_phase():
         stored: list[int] = []
         hear = _collector(stored)
-        engine.kv_events.attach(hear)  # before the warm-up: a block that is there already is not told of again
+        engine.kv_events.attach(hear)  # before the warm-up: events report a cached block only once
         engine.generate(talk.warmed(depth), one)
         engine.kv_events.detach(hear)
         num_pinned = engine.pin_blocks(stored, owner="bench").num_pinned if pinned else 0
@@ -167,8 +167,8 @@ def measure(
     return PinProbe(seconds, completion.num_cached_tokens, num_pinned, first.token_ids[0])
 
 
-def row(depth: int, talk: Conversation, baseline: list[PinProbe], pinned: list[PinProbe]) -> dict[str, object]:
-    """One line of the table: medians of the times, cached fractions of the prompt."""
+def row(depth: int, talk: Conversation, baseline: list[PinProbe], pinned: list[PinProbe]) -> dict[str, Any]:
+    """Build one line of the table: medians of the times, cached fractions of the prompt."""
     num_tokens = talk.num_prompt_tokens[depth]
     times = [statistics.median(probe.ttft_s for probe in arm) for arm in (baseline, pinned)]
     cached = [statistics.median(probe.num_cached_tokens for probe in arm) / num_tokens for arm in (baseline, pinned)]
@@ -184,8 +184,8 @@ def row(depth: int, talk: Conversation, baseline: list[PinProbe], pinned: list[P
     }
 
 
-def summary(rows: list[dict[str, object]], probes: dict[tuple[int, bool], list[PinProbe]]) -> dict[str, object]:
-    """What the bars are about; `same_tokens`: whether both arms of each repetition began with the same token."""
+def summary(rows: list[dict[str, Any]], probes: dict[tuple[int, bool], list[PinProbe]]) -> dict[str, object]:
+    """Compute the figures of the bars; `same_tokens`: both arms of each repetition began with the same token."""
     deepest = rows[-1]["depth"]
     pairs = list(zip(probes[deepest, False], probes[deepest, True], strict=True))
     ratios = [baseline.ttft_s / pinned.ttft_s for baseline, pinned in pairs]
@@ -199,8 +199,8 @@ def summary(rows: list[dict[str, object]], probes: dict[tuple[int, bool], list[P
     }  # fmt: skip
 
 
-def plot(rows: list[dict[str, object]], path: str) -> None:
-    """A chart of both times over the prompt's length, with the speedups."""
+def plot(rows: list[dict[str, Any]], path: str) -> None:
+    """Draw both times over the prompt's length, with the speedups."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -216,8 +216,8 @@ def plot(rows: list[dict[str, object]], path: str) -> None:
     figure.savefig(path)
 
 
-def _collector(hashes: list[int]):
-    """A sink that notes the hashes of the blocks that come into the cache."""
+def _collector(hashes: list[int]) -> Callable[[EventBatch], None]:
+    """Make a sink that appends the hashes of newly cached blocks."""
 
     def hear(batch: EventBatch) -> None:
         for event in batch.events:

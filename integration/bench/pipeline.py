@@ -1,13 +1,14 @@
-"""What a pipeline of two stages gains from sequence pipelining, and what its controller costs.
+"""The gain of a pipeline of two stages from sequence pipelining, and the cost of its controller.
 
 Two processes with one thread each hold half of the layers each. A prompt of --chunks chunks is run with sequence
 pipelining and without, by turns: chunk k + 1 is in the first stage while chunk k is in the second, or it waits until
-chunk k is through. sequential_s and pipelined_s are medians, ratio the median of the pairs' own; with stages of equal
-length n chunks can come down to (n + 1) / 2n. single_s is an engine of one rank and one thread.
+chunk k has left it. sequential_s and pipelined_s are medians, ratio the median of each pair's ratio; with stages of
+equal length n chunks can reach (n + 1) / 2n. single_s is an engine of one rank and one thread.
 
-Then --batch sequences decode --new-tokens each: control_bytes_per_step is what the controller sent, control_us_per_step
-its time for writing, sending and reading messages, control_share that time over a step of a single rank. One sequence
-alone has nothing to overlap: overhead_us_per_step is what its step takes longer than a single rank's.
+Then --batch sequences decode --new-tokens each: control_bytes_per_step is the number of bytes that the controller
+sends, control_us_per_step its time for writing, sending and reading messages, control_share that time over a step of a
+single rank. One sequence alone has nothing to overlap: overhead_us_per_step is how much longer its step takes than a
+single rank's.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class PipelineLoad:
-    """What both processes must know alike."""
+    """The settings that both processes need."""
 
     model: str
     dtype: str
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunks", type=positive, default=4)
     parser.add_argument("--chunk-tokens", type=positive, default=256, metavar="N")
     parser.add_argument("--batch", type=positive, default=8, help="sequences that decode")
-    parser.add_argument("--new-tokens", type=positive, default=16, metavar="N", help="of each of them")
+    parser.add_argument("--new-tokens", type=positive, default=16, metavar="N", help="new tokens of each sequence")
     parser.add_argument("--repeats", type=positive, default=5)
 
 
@@ -76,7 +77,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         options.repeats,
     )  # fmt: skip
     num_threads = torch.get_num_threads()
-    load_model(load.model, dtype=load.dtype)  # a wrong name is found before there is a second process
+    load_model(load.model, dtype=load.dtype)  # raises for a wrong name before the second process starts
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         other = context.Process(target=_follow, args=(load, folder), daemon=True)
@@ -104,7 +105,7 @@ def _world(folder: str, rank: int) -> Iterator[None]:
 
 
 def _follow(load: PipelineLoad, folder: str) -> None:
-    """The second stage."""
+    """Run the second stage."""
     with _world(folder, rank=1):
         engines = _engines(load)
         for mode in _turns(load):
@@ -114,12 +115,12 @@ def _follow(load: PipelineLoad, folder: str) -> None:
 
 
 def _turns(load: PipelineLoad) -> list[str]:
-    """The calls that both ranks make, in their order: a round to warm up, prompts by turns, then those that decode."""
+    """List the calls of both ranks in order: a round to warm up, prompts by turns, then the calls that decode."""
     return [*_MODES, *_MODES * load.repeats, *["pipelined"] * 2 * (load.repeats + 1)]
 
 
 def _engines(load: PipelineLoad) -> dict[str, Engine]:
-    """One with each mode. They have groups of their own, and are used one at a time."""
+    """Make one engine for each mode. They have groups of their own, and are used one at a time."""
     model = load_model(load.model, dtype=load.dtype)
     return {mode: Engine(model, load.engine_config(pp=2, sequence_pipelining=mode == "pipelined")) for mode in _MODES}
 
@@ -145,7 +146,7 @@ def _lead(load: PipelineLoad) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class DecodeRun:
-    """One call in which sequences decode, per step."""
+    """Figures per step of one call in which sequences decode."""
 
     seconds: float
     control_seconds: float
@@ -176,7 +177,7 @@ def report(
     load: PipelineLoad, prompts: dict[str, list[float]], of_batch: list[DecodeRun], single_batch: list[DecodeRun],
     of_one: list[DecodeRun], single_one: list[DecodeRun],
 ) -> dict[str, object]:  # fmt: skip
-    """The figures as they are printed."""
+    """Return the figures in the printed form."""
 
     def median(values: list[float], digits: int = 4) -> float:
         return round(statistics.median(values), digits)

@@ -1,20 +1,20 @@
 """Rollout throughput: prompts sampled to given lengths, by our engine and, by turns, by others.
 
 A repeat is one batch of random prompts of equal length, each continued by --new-tokens tokens (--lengths lognormal:
-by as many as were drawn for it, the same for every engine) sampled at temperature 1 from the whole vocabulary, with the
+by a length drawn for each, the same for every engine) sampled at temperature 1 from the whole vocabulary, with the
 log-probability of every token. With --group N each prompt is that of N sequences. Prompts differ between repeats, so
-that no prefix is cached but within a group.
+that no prefix is cached except within a group.
 
---against takes one or more of: hf, transformers' generate; vllm, in an environment of its own, whose Python
---vllm-python names, as a process of its own with as many threads and its prefix cache on as ours; other, our own engine
-with the other choice of --invariant. Every model is loaded and has run a load before anything is measured, and who is
-not measured does nothing: vLLM's processes are stopped.
+--against takes one or more of: hf, transformers' generate; vllm, as a separate process in its own environment, whose
+Python --vllm-python names, with the same number of threads and its prefix cache on as ours; other, our own engine
+with the other choice of --invariant. Every model is loaded and has run a load before the measurement, and an engine
+that is not measured is idle: vLLM's processes are stopped.
 
-ours_tok_s and its like are new tokens over the wall seconds of the whole load, prefill included. prefill_tok_s is
+ours_tok_s and the like are new tokens over the wall seconds of the whole load, prefill included. prefill_tok_s is
 prompt tokens over the seconds of the steps that ran prompt rows (decode rows in them included), step_ms the median step
-that ran one decode row of every sequence. All are medians over the repeats; ratio_hf and its like are medians of each
-repeat's own ratio to the run beside it, since what else the machine does changes between repeats more than within one.
-spread has the lowest and the highest of each. invariant says whether our engine's self-test holds.
+that ran one decode row of every sequence. All are medians over the repeats; ratio_hf and the like are medians of each
+repeat's own ratio to the run beside it, because other work on the machine changes between repeats more than within one.
+spread has the lowest and the highest of each. invariant tells whether our engine's self-test passed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .parts.runs import Run, find_device, make_engine, num_kv_blocks, run_engine
 from .parts.vllm_process import VllmWorker, unwinding_on_sigterm
 
 RIVALS = ("hf", "vllm", "other")
-_WARM_UP_TOKENS = 8  # of transformers, which has nothing to compile
+_WARM_UP_TOKENS = 8  # for transformers, which has nothing to compile
 
 RunOne = Callable[[Load, int], Run]
 
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         engine, rivals = _rivals(options, load, model, stack)
         runs: dict[str, list[Run]] = {name: [] for name in rivals}
         for repeat in range(options.repeats):
-            for name, one in rivals.items():  # A B A B: whatever else the machine does hits both
+            for name, one in rivals.items():  # A B A B: other work on the machine affects both
                 runs[name].append(one(load, repeat))
                 rate = load.num_new_tokens(repeat) / runs[name][-1].seconds
                 print(f"repeat {repeat + 1}/{options.repeats} {name}: {rate:.0f} tok/s", file=sys.stderr, flush=True)
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 def _rivals(
     options: argparse.Namespace, load: Load, model: PreTrainedModel, stack: ExitStack
 ) -> tuple[Engine, dict[str, RunOne]]:
-    """Our engine, and everybody that runs by turns, ours first, warmed up."""
+    """Make our engine, and the runs that take turns, ours first, warmed up."""
     engine = make_engine(model, load, invariant=options.invariant, prefix_cache=options.prefix_cache)
     vocab_size = engine.model.vocab_size
 
@@ -126,7 +126,7 @@ def _rivals(
 
 
 def _folder(name: str, model: PreTrainedModel, stack: ExitStack) -> Path:
-    """Where the model lies on disk: a preset is written for the time of the benchmark."""
+    """Return the model's folder on disk: a preset is written for the time of the benchmark."""
     if name not in PRESETS:
         return Path(name).resolve()
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -135,7 +135,7 @@ def _folder(name: str, model: PreTrainedModel, stack: ExitStack) -> Path:
 
 
 def report(load: Load, runs: dict[str, list[Run]]) -> dict[str, object]:
-    """Medians over the repeats, and the lowest and highest of each under `spread`. "ours" must be among the runs."""
+    """Compute medians over the repeats, with the lowest and highest of each under `spread`. `runs` must have "ours"."""
     ours = runs["ours"]
     rates = {
         name: [load.num_new_tokens(repeat) / run.seconds for repeat, run in enumerate(of_name)]

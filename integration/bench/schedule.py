@@ -1,10 +1,10 @@
-"""Scheduler time per step, by policy and by how many requests wait. No model runs: sampled tokens are made up.
+"""Scheduler time per step, by policy and by number of waiting requests. No model runs: sampled tokens are made up.
 
---batch sequences decode. In every step one of them ends and one of those that wait is admitted, whose whole prompt runs
-in that step; a new request takes its place in the queue, so that every step has the same to do. Prompts have different
+--batch sequences decode. In every step one of them ends and one waiting request is admitted, whose whole prompt runs
+in that step; a new request takes its place in the queue, so that every step has the same work. Prompts have different
 lengths and share no prefix. Time counts inside the scheduler and the block ledger only: the decision, the completion of
-the step, the request that leaves and the one that comes. ms_per_step is the median over the steps of all repeats, which
-take turns; growth is the time with the longest queue over that with the shortest.
+the step, the request that leaves and the new one. ms_per_step is the median over the steps of all repeats, which
+take turns; growth is the time with the longest queue divided by that with the shortest.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _BLOCK_SIZE = 16
 _PROMPT_TOKENS = tuple(range(32, 513, 32))
 _FILLER = [1] * max(_PROMPT_TOKENS)
 _MAX_MODEL_LEN = 4096
-_STEP_SECONDS, _ROW_SECONDS = 0.001, 0.001  # what the model is said to take: prompts get deadlines of many lengths
+_STEP_SECONDS, _ROW_SECONDS = 0.001, 0.001  # assumed times of the model: prompts get deadlines of many lengths
 _MIN_DEADLINE_S = 0.05
-_CLOCK_STEP = 1e-5  # so slow that nobody's deadline passes: then lrs would have less to do
+_CLOCK_STEP = 1e-5  # so slow that no deadline passes: after one, lrs would have less work
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 
 
 class SteadyLoad:
-    """A scheduler in the middle of its work: `batch` sequences decode, `num_waiting` wait, one ends in each step."""
+    """A scheduler under a steady load: `batch` sequences decode, `num_waiting` wait, one ends in each step."""
 
     def __init__(self, policy: str, batch: int, num_waiting: int) -> None:
         self._batch = batch
@@ -79,14 +79,14 @@ class SteadyLoad:
         )
         self._controller = EngineSequenceManager(frozenset(), _MAX_MODEL_LEN)
         self._worker = WorkerSequenceManager()
-        for _ in range(batch):  # one comes in each step, so later one ends in each
+        for _ in range(batch):  # one is added in each step, so later one ends in each step
             self._queue(self._request())
             self.step()
         while self.scheduler.num_waiting < num_waiting:
             self._queue(self._request())
 
     def step(self) -> float:
-        """One step, and a new request for the one that ended; returns the seconds spent in the scheduler."""
+        """Run one step, and add a request for the one that ended; returns the seconds spent in the scheduler."""
         self._now += _CLOCK_STEP
         scheduler, started = self.scheduler, time.perf_counter()
         output = scheduler.schedule()
@@ -106,7 +106,7 @@ class SteadyLoad:
         return seconds + sum(self._queue(request) for request in arriving)
 
     def _run(self, output: ScheduleOutput) -> list[str]:
-        """What the model and the managers do; returns the ids that ended."""
+        """Do the part of the model and the managers; returns the ids that ended."""
         results = []
         for manager in (self._controller, self._worker):
             manager.on_schedule(output)

@@ -1,11 +1,11 @@
-"""What HTTP costs: a load by streams over a socket, from clients in a process of their own, and by the Python API.
+"""The cost of HTTP: a load by streams over a socket, from clients in a separate process, and by the Python API.
 
 A load is --requests random prompts, --concurrency of them at a time, each continued by exactly --new-tokens tokens with
-their log-probabilities. Over HTTP every token is an event of its own, which repeats what came before it. The two take
+their log-probabilities. Over HTTP every token is a separate event, which repeats the tokens before it. The two take
 turns within each repeat, with equal prompts and an empty cache. tok_s is new tokens over the wall seconds of the whole
-load, median over the repeats; http_cost is the median over the repeats of what HTTP loses of the direct run beside it;
-ttft and itl are what clients saw: the time to the first event, and between one and the next. Bar: HTTP costs at most
-15 % at concurrency 32.
+load, median over the repeats; http_cost is the share of throughput that HTTP loses against the direct run beside it,
+median over the repeats; ttft and itl are times at the clients: to the first event, and between one and the next. Bar:
+HTTP costs at most 15 % at concurrency 32.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True)
 class ServeLoad:
-    """What one run asks for."""
+    """The requests of one run."""
 
     num_requests: int
     concurrency: int
@@ -46,7 +46,7 @@ class ServeLoad:
     new_tokens: int
 
     def prompts(self, vocab_size: int, repeat: int) -> list[list[int]]:
-        """Random token ids, a pure function of the load and the repeat."""
+        """Draw random token ids, a pure function of the load and the repeat."""
         generator = torch.Generator().manual_seed(2000 + repeat)
         return torch.randint(vocab_size, (self.num_requests, self.prompt_tokens), generator=generator).tolist()
 
@@ -56,7 +56,7 @@ class ServeLoad:
 
 @dataclass(frozen=True)
 class ServeRun:
-    """One load, measured. Seconds."""
+    """The measurement of one load. Seconds."""
 
     tok_s: float
     requests_s: float
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
             one(warm_up, warm_up.prompts(engine.model.vocab_size, -1))
         for repeat in range(options.repeats):
             prompts = load.prompts(engine.model.vocab_size, repeat)
-            for name in sorted(rivals, reverse=repeat % 2 == 1):  # neither is always the first
+            for name in sorted(rivals, reverse=repeat % 2 == 1):  # the first one alternates
                 engine.flush_cache()
                 runs[name].append(rivals[name](load, prompts))
                 print(f"repeat {repeat + 1}/{options.repeats} {name}: {runs[name][-1].tok_s:.0f} tok/s",
@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 
 
 def report(direct: list[ServeRun], http: list[ServeRun]) -> dict[str, object]:
-    """Medians over the repeats; latencies over all requests of all repeats."""
+    """Compute medians over the repeats; latencies over all requests of all repeats."""
     costs = [1 - mine.tok_s / theirs.tok_s for mine, theirs in zip(http, direct, strict=True)]
     first = [seconds for run in http for seconds in run.first_s]
     between = [seconds for run in http for seconds in run.between_s]
@@ -132,7 +132,7 @@ def report(direct: list[ServeRun], http: list[ServeRun]) -> dict[str, object]:
 
 
 def make_engine(options: argparse.Namespace, load: ServeLoad) -> Engine:
-    """An engine that holds as many sequences as run at a time. Raises ValueError when the context is too short."""
+    """Make an engine for the concurrency of the load. Raises ValueError when the context is too short."""
     length = load.prompt_tokens + load.new_tokens
     blocks_each = -(-(length + 1) // EngineConfig.block_size)
     config = EngineConfig(
@@ -146,14 +146,14 @@ def make_engine(options: argparse.Namespace, load: ServeLoad) -> Engine:
 
 @contextmanager
 def served(engine: Engine) -> Iterator[tuple[int, subprocess.Popen[str]]]:
-    """A server on the engine: its port, and the process of its clients."""
+    """Start a server on the engine; yields its port, and the process of its clients."""
     from ..http.edge.config import HttpConfig
     from ..http.server import serve_in_background
     from ..service import RolloutService
 
     script = Path(__file__).parent / "parts" / "serve_client.py"
     pipe = subprocess.PIPE
-    # -P: this folder's modules are not to be found before the standard library's.
+    # -P: without it this folder's modules would hide the standard library's.
     command = [sys.executable, "-P", str(script)]
     with (
         serve_in_background(RolloutService(engine), HttpConfig(port=0)) as server,
@@ -163,7 +163,7 @@ def served(engine: Engine) -> Iterator[tuple[int, subprocess.Popen[str]]]:
 
 
 def run_http(clients: subprocess.Popen[str], port: int, load: ServeLoad, prompts: list[list[int]]) -> ServeRun:
-    """The load by streams. Raises RuntimeError where a request failed."""
+    """ServeRun the load by streams. Raises RuntimeError where a request failed."""
     bodies = [
         {"input_ids": prompt, "sampling_params": load.params(index), "stream": True, "return_logprob": True}
         for index, prompt in enumerate(prompts)
@@ -173,7 +173,7 @@ def run_http(clients: subprocess.Popen[str], port: int, load: ServeLoad, prompts
     print(json.dumps(asked), file=clients.stdin, flush=True)
     line = clients.stdout.readline()
     if not line:
-        raise RuntimeError("the clients have failed; standard error tells why")
+        raise RuntimeError("the clients have failed; see standard error")
     answer = json.loads(line)
     assert answer["num_tokens"] == load.num_requests * load.new_tokens
     rates = answer["num_tokens"] / answer["seconds"], load.num_requests / answer["seconds"]
@@ -181,7 +181,7 @@ def run_http(clients: subprocess.Popen[str], port: int, load: ServeLoad, prompts
 
 
 def run_direct(engine: Engine, load: ServeLoad, prompts: list[list[int]]) -> ServeRun:
-    """The load by the Python API, as many requests at a time. The engine's own thread runs the steps, as for HTTP."""
+    """ServeRun the load by the Python API, at the same concurrency. The engine's own thread runs the steps, as for HTTP."""
     answers = Answers()
     waiting = deque(enumerate(prompts))
     num_open = num_tokens = 0
@@ -189,7 +189,8 @@ def run_direct(engine: Engine, load: ServeLoad, prompts: list[list[int]]) -> Ser
     while waiting or num_open:
         while waiting and num_open < load.concurrency:
             index, prompt = waiting.popleft()
-            engine.requests.submit([prompt], [SamplingParams(**load.params(index))], answers, streamed=False)
+            params = SamplingParams(max_new_tokens=load.new_tokens, ignore_eos=True, sampling_seed=index)
+            engine.requests.submit([prompt], [params], answers, streamed=False)
             num_open += 1
         num_tokens += len(answers.next().logprobs)
         num_open -= 1
@@ -199,7 +200,7 @@ def run_direct(engine: Engine, load: ServeLoad, prompts: list[list[int]]) -> Ser
 
 
 class Answers:
-    """Hands completions from the engine's thread to the one that waits for them."""
+    """A queue of completions from the engine's thread to the waiting one."""
 
     def __init__(self) -> None:
         self._news: SimpleQueue[StreamChunk | EngineStopped] = SimpleQueue()
@@ -211,7 +212,7 @@ class Answers:
         self._news.put(error)
 
     def next(self) -> Completion:
-        """The next answer. Raises EngineStopped when none will come."""
+        """Wait for the next answer. Raises EngineStopped when none will come."""
         news = self._news.get()
         if isinstance(news, EngineStopped):
             raise news

@@ -1,9 +1,9 @@
-"""Whether memory stays flat: many decode steps of a very small model, with requests that come and go.
+"""A test that memory stays flat: many decode steps of a very small model, with a changing set of requests.
 
-At every moment up to --batch requests run. New ones come with prompts that partly hit prefixes of earlier ones, partly
-evict them; they end at lengths of their own, and some are aborted on the way. Resident memory is read every few steps,
-the first tenth of the steps warms up, and what remains is cut into tenths: the bar is that the highest reading of the
-last is within 1 % of the highest of the first. Exits with 1 where it is not.
+At every moment up to --batch requests run. The prompts of new ones partly hit prefixes of earlier ones, partly evict
+them; they end at different lengths, and some are aborted before. Resident memory is read every few steps,
+the first tenth of the steps warms up, and the remaining steps are cut into tenths: the bar is that the highest reading
+of the last tenth is within 1 % of the highest of the first. Exits with 1 where it is not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _READ_EVERY = 10  # steps
 _STATM = Path("/proc/self/statm")
 _VOCABULARY = 512
 _NUM_STEMS = 12  # prefixes that prompts share
-_ABORT_CHANCE = 0.03  # of a step
+_ABORT_CHANCE = 0.03  # in each step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,8 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
-    """Measure, and return the report; `passed` tells whether the bar holds. Raises ValueError where the system does not
-    tell a process its memory."""
+    """Measure, and return the report; `passed` tells whether the bar is met. Raises ValueError where the system does
+    not report a process's memory.
+    """
     if not _STATM.exists():
         raise ValueError("bench soak reads /proc/self/statm, which this system does not have")
     if options.steps < 200:
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 
 
 def verdict(readings: list[int]) -> dict[str, object]:
-    """Tenths of the readings in bytes, after a tenth of warm-up, and whether the last is as the first."""
+    """Compute the tenths of the readings in bytes, after a tenth of warm-up, and whether the last equals the first."""
     counted = readings[len(readings) // 10 :]
     tenth = len(counted) // 10
     starts = [index * tenth for index in range(10)]
@@ -88,7 +89,7 @@ def verdict(readings: list[int]) -> dict[str, object]:
 
 
 class Churn:
-    """Keeps an engine busy with requests of every fate, a pure function of the seed."""
+    """A driver of an engine with requests that end in every way, a pure function of the seed."""
 
     def __init__(self, engine: Engine, batch: int, seed: int) -> None:
         self.engine, self.batch = engine, batch
@@ -98,7 +99,7 @@ class Churn:
         self._open: set[str] = set()
 
     def step(self) -> None:
-        """One step of the engine, with its comings and goings."""
+        """Run one step of the engine; adds and aborts requests."""
         while len(self._open) < self.batch:
             self._send()
         if self._random.random() < _ABORT_CHANCE:
@@ -110,7 +111,7 @@ class Churn:
             self.num_ended += not is_aborted
 
     def _send(self) -> None:
-        if self._random.random() < 0.01:  # a prefix that nobody has seen takes the place of one that many have
+        if self._random.random() < 0.01:  # a new prefix replaces a shared one
             self._stems[self._random.randrange(_NUM_STEMS)] = self._tokens(self._random.randint(20, 90))
         prompt = self._random.choice(self._stems) + self._tokens(self._random.randint(1, 20))
         params = SamplingParams(
@@ -126,7 +127,7 @@ class Churn:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in use now."""
+    """Return the resident memory of this process."""
     return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

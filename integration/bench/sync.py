@@ -1,7 +1,7 @@
-"""Weight sync against what the machine can do: every path, from a trainer's process to an engine in another.
+"""Weight sync against the machine's own speed: every path, from a trainer's process to an engine in another.
 
 All paths push a Qwen3-shaped bfloat16 model of random weights through the service's verbs, each repetition in turns
-with the raw copies, so that whatever else the machine does hits all of them. Rates are medians, in 1e9 bytes of weights
+with the raw copies, so that other work on the machine affects all of them. Rates are medians, in 1e9 bytes of weights
 a second; a bar's value is the median of each repetition's own ratio.
 
 plain is pause, flush, begin with undo="none", the buckets, end, continue, and no digest at either end. transaction is
@@ -11,7 +11,7 @@ raw_broadcast: all bytes in one gloo broadcast. raw_shm: a copy of all bytes int
 one after the other. raw_hashlib: hashlib over the same tensors on two threads; checksum: the checker's SHA-256 sums
 of the engine's tensors, as `weights_checker` reports its time; verify: the tensor roots that a transaction compares.
 memcpy: to warm private memory. in place: an engine in the sender's process that aliases its weights, digest="later";
-digest_s is what that digest takes when it is due.
+digest_s is the time of that digest when it is computed.
 A delta changes single bits of 1 % or 5 % of the elements, and its ratio is the bytes it moves to those of the weights.
 
 peak_extra_bytes: by how much the first plain push of a path raises the high-water mark of resident memory (VmHWM) over
@@ -30,7 +30,9 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,22 +54,23 @@ from .parts.sync_peer import ENGINE, Peer
 from .parts.sync_raw import HOST, RawEnd, flat_model, memory, restart_peak
 from .parts.sync_report import DENSITIES, Sample, brief, key, report
 
-TIMEOUT_S = 120.0  # of every single wait
+TIMEOUT_S = 120.0  # for each wait
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", default="medium", help=f"{', '.join(PRESETS)} (random weights) or a model folder")
     parser.add_argument("--repetitions", type=int, default=5, help="the median counts")
     parser.add_argument("--bucket-mib", type=float, default=64.0)
-    parser.add_argument("--threads", type=int, default=1, help="of torch, in both processes")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch, in both processes")
     parser.add_argument("--folder", type=Path, help="where the disk path writes; default: the temporary folder")
     parser.add_argument("--chaos", type=int, metavar="N", help="instead: N random schedules of gloo groups, for hangs")
-    parser.add_argument("--seed", type=int, default=0, help="of the changes, and of the schedules")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the changes, or of the schedules")
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
-    """Measure, and return the report. Raises ValueError for options that make no sense, and RuntimeError where the two
-    ends' digests differ."""
+    """Measure, and return the report. Raises ValueError for invalid options, and RuntimeError where the two
+    ends' digests differ.
+    """
     if options.chaos is not None:
         from .parts.chaos import run_chaos
 
@@ -114,7 +117,7 @@ def _bench(options: argparse.Namespace) -> Iterator[SyncBench]:
 
 
 class SyncBench:
-    """The trainer's process: its model, its transports, and its ends of the raw copies."""
+    """The trainer's process: its model, its transports, and its side of the raw copies."""
 
     def __init__(self, preset: str, peer: Peer, bucket_bytes: int, folder: Path, seed: int) -> None:
         is_native()  # compiles at its first use
@@ -123,7 +126,7 @@ class SyncBench:
         self._model, block = flat_model(preset)
         self.specs = trainer_specs(self._model)
         self.num_bytes = sum(spec.num_bytes for spec in self.specs)
-        self._service = RolloutService(Engine(self._model, ENGINE))  # in place: it aliases the trainer's weights
+        self._service = RolloutService(Engine(self._model, ENGINE))  # it aliases the trainer's weights
         self._raw = RawEnd(self._model, block)
         self._random = torch.Generator().manual_seed(seed)
         self._version = 0
@@ -135,10 +138,10 @@ class SyncBench:
         }
 
     def warm_up(self) -> dict[str, dict[str, int]]:
-        """Everything once; returns the peaks of memory by path."""
+        """Run each measurement once; returns the peaks of memory by path."""
         peaks = {}
         for path in ("distributed", "tensor", "disk"):
-            peaks[path] = self._peak_of(lambda path=path: self.push(self._transports[path], "plain"))
+            peaks[path] = self._peak_of(partial(self.push, self._transports[path], "plain"))
         self.push(self._transports["delta"], "plain")  # the base
         self._change(0.05)
         peaks["delta"] = self._peak_of(lambda: self.push(self._transports["delta"], "plain"))
@@ -147,7 +150,7 @@ class SyncBench:
         return peaks
 
     def repetition(self) -> Sample:
-        """Seconds of everything, each measured once."""
+        """Measure the seconds of each item once."""
         sample: Sample = {"raw_broadcast": self._raw_broadcast()}
         for kind in ("plain", "transaction"):
             sample[key("distributed", kind)] = self._changed_push("distributed", kind)[0]
@@ -155,15 +158,14 @@ class SyncBench:
         for kind in ("plain", "transaction"):
             sample[key("tensor", kind)] = self._changed_push("tensor", kind)[0]
         sample["memcpy"], sample["raw_hashlib"] = self._ask("raw_memcpy"), self._ask("raw_hash")
-        checked = self._peer.call("weights_checker", timeout_s=TIMEOUT_S, action="checksum")
-        sample["checksum"] = float(checked["seconds"])  # type: ignore[arg-type]
+        sample["checksum"] = float(self._call("weights_checker", action="checksum")["seconds"])
         started = time.perf_counter()
         self._ask("model_digest")
         sample["verify"] = time.perf_counter() - started
-        self._changed_push("disk", "plain")  # or the first one would pay for fresh pages of the file cache
+        self._changed_push("disk", "plain")  # else the first one would include the time for new pages of the file cache
         for kind in ("plain", "transaction"):
             sample[key("disk", kind)] = self._changed_push("disk", kind)[0]
-        self._transports["delta"].rejected()  # the engine has what others pushed
+        self._transports["delta"].rejected()  # the engine has weights that other transports pushed
         self._changed_push("delta", "plain")
         for name, density in DENSITIES.items():
             for kind in ("plain", "transaction"):
@@ -172,7 +174,7 @@ class SyncBench:
         return {**sample, **self._in_place()}
 
     def push(self, transport: Transport, kind: str) -> tuple[float, Sent]:
-        """Bring the model to the engine; returns the seconds from pause to continue, and what travelled."""
+        """Push the model to the engine; returns the seconds from pause to continue, and the sent parts."""
         self._version += 1
         tensors = list(trainer_tensors(self._model))
         manifest = Manifest(str(self._version), self.specs)
@@ -252,15 +254,15 @@ class SyncBench:
         shared = min(max(0, after["shared"] - before["shared"]) for before, after in ends)
         return {"sender": extra[0], "receiver": extra[1], "total": sum(extra) - shared}
 
-    def _ask(self, verb: str, **arguments: object) -> object:
+    def _ask(self, verb: str, **arguments: object) -> Any:
         return self._call(verb, **arguments)["result"]
 
-    def _call(self, verb: str, **arguments: object) -> dict[str, object]:
+    def _call(self, verb: str, **arguments: object) -> dict[str, Any]:
         return self._peer.call(verb, timeout_s=TIMEOUT_S, **arguments)
 
 
 def _random_positions(length: int, density: float, generator: torch.Generator) -> Tensor:
-    """About density * length of the numbers below `length`, int64, ascending, each once."""
+    """Draw about density * length distinct numbers below `length`, int64, ascending."""
     wanted = density * length
     gaps = torch.empty(int(wanted + 6 * wanted**0.5 + 10), dtype=torch.float64).geometric_(density, generator=generator)
     positions = gaps.cumsum(0).long() - 1

@@ -21,7 +21,7 @@ struct Call {  // y = x @ weight^T + bias for every part
   const Part* up = nullptr;  // if set: the one part is the gate, and its y is silu(gate) * up, each rounded before
 };
 
-constexpr int64_t TILE = 16;  // columns that one thread computes
+constexpr int64_t TILE = 16;  // columns that are never divided among threads
 constexpr int64_t SERIAL_WEIGHTS = 1 << 15, SERIAL_WORK = 1 << 19;  // below, one thread
 
 static inline int64_t tiles_of(int64_t count) { return (count + TILE - 1) / TILE; }

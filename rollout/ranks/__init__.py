@@ -1,1 +1,1 @@
-"""Wires and signs of life between ranks."""
+"""Messages and signs of life between ranks."""

@@ -1,10 +1,10 @@
 """Connect the ranks of a replica: messages and votes between the controller and each of its followers.
 
-They go over the replica's own group, so they never meet a collective of a trainer or a stage. A rank that waits for a
-message is woken by the news that another rank is lost, and a connection that closes is noticed when it happens. No
-thread polls, and nothing that arrives is unpickled.
+They use the replica's own group, so they never mix with a collective of a trainer or a stage. The loss of a rank wakes
+the ranks that wait for a message, and a closed connection is detected at once. No thread polls, and no received byte
+is unpickled.
 
-`ControllerChannel` and `FollowerChannel` are the two sides; `open_channel` makes the one that this rank needs.
+`ControllerChannel` and `FollowerChannel` are the two sides; `open_channel` makes this rank's side.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from .wire import Kind, Message, RankWire
 
 logger = logging.getLogger(__name__)
 
-ANNOUNCE_S = 8.0  # for telling all ranks of a loss
+ANNOUNCE_S = 8.0  # time to report a loss to all ranks
 
 
 class RankChannel(ABC):
-    """What both sides do: send, wait, and learn of the loss of the replica. Any thread may send; one at a time waits
-    for answers."""
+    """The common part of both sides: send, wait, and detect the loss of the replica.
+
+    Any thread may send; one at a time waits for answers.
+    """
 
     def __init__(self, mesh: Mesh, timeout_s: float) -> None:
-        """Connect: a collective of the replica. Messages are taken in from here on, so what a side keeps them in is
-        made before."""
+        """Connect: a collective of the replica. Messages arrive from here on: make the mailbox before."""
         self.mesh, self.timeout_s = mesh, timeout_s
-        self.handlers: dict[str, Callable[..., Any]] = {}  # by verb: what `run_everywhere` runs on this rank
+        self.handlers: dict[str, Callable[..., Any]] = {}  # by verb: the functions that `run_everywhere` calls here
         self.on_loss: list[Callable[[], None]] = []  # called when the replica is lost, by any thread
         self._changed = threading.Condition()
         self._said_goodbye: set[int] = set()
         self._num_collectives = 0
         self._is_closed = False
-        self._announced = threading.Event()  # all ranks that are left were told of the loss
+        self._announced = threading.Event()  # set when the loss was reported to all remaining ranks
         self._peers: list[int] = []  # local ranks; none in a replica of one rank, which then has no wire and no watch
         if mesh.replica_group is not None:
             self._peers = list(range(1, mesh.num_ranks)) if mesh.is_controller else [0]
@@ -51,7 +52,7 @@ class RankChannel(ABC):
 
     @property
     def watch(self) -> RankWatch:
-        """Signs of life. A replica of one rank has none."""
+        """The watch over signs of life. A replica of one rank has none."""
         assert self._peers
         return self._watch
 
@@ -63,28 +64,28 @@ class RankChannel(ABC):
     def num_messages_sent(self) -> int:
         return self._wire.num_messages_sent if self._peers else 0
 
-    # -- what all ranks do together ---------------------------------------------------------------------------------
+    # -- collectives ------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def gather_json(self, value: Any, timeout_s: float | None = None) -> list[Any]:
-        """Give a value that JSON can carry, and get the values of all ranks by local rank. A collective of the replica.
+        """Gather a JSON value from every rank; returns them by local rank. A collective of the replica.
 
-        Raises RankFailure, naming the ranks that did not come, after the timeout.
+        Raises RankFailure after the timeout. It names the ranks that did not take part.
         """
 
     @abstractmethod
     def run_everywhere(
         self, verb: str, arguments: Mapping[str, Any], timeout_s: float = VERB_TIMEOUT_S
     ) -> list[RankResult]:
-        """Run `handlers[verb](**arguments)` on every rank, here too; one result each, by local rank.
+        """Run `handlers[verb](**arguments)` on every rank, here too; returns one result each, by local rank.
 
-        Followers run it between two steps: the caller holds the engine still (`Engine.between_steps`). What a handler
-        raises is its result, and one that a rank does not have is a success with `skipped`. Raises ValueError at a
-        follower, DeadlineExceeded where ranks do not follow now, RankFailure where one dies or does not answer in time.
+        Followers run it between two steps: the caller keeps steps from running (`Engine.between_steps`). A handler's
+        error is its result; a rank without the handler gives a success with `skipped`. Raises ValueError at a follower,
+        DeadlineExceeded if ranks do not follow now, RankFailure if one ends or does not answer in time.
         """
 
     def check_controller(self, what: str) -> None:
-        """Raises ValueError, naming the controller, anywhere else."""
+        """Raise ValueError that names the controller, unless this rank is the controller."""
         if not self.mesh.is_controller:
             raise self._refusal(what)
 
@@ -107,7 +108,7 @@ class RankChannel(ABC):
     def send(self, kind: Kind, id: int = 0, payload: bytes = b"", to: Collection[int] | None = None) -> None:
         """Send to these local ranks, by default to the controller or to all of its followers. Returns at once.
 
-        Raises RankFailure where the replica is lost, or a follower leaves hundreds of messages unread.
+        Raises RankFailure if the replica is lost, or if a follower leaves hundreds of messages unread.
         """
         for rank in self._peers if to is None else to:
             self.check()
@@ -126,7 +127,7 @@ class RankChannel(ABC):
         """Keep a message for the thread that waits for it. The caller holds `_changed`."""
 
     def _deliver(self, rank: int, message: Message) -> bool:
-        """Put a message where it is waited for; whether it was the last. Called by the wire's threads."""
+        """Store a message for its waiting thread; returns whether it was the peer's last. Called by wire threads."""
         if message.kind is Kind.LOST:
             self.watch.accept(message.payload)
             return False
@@ -152,7 +153,7 @@ class RankChannel(ABC):
     # -- loss -------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises RankFailure where the replica is lost."""
+        """Raise RankFailure if the replica is lost."""
         if self._peers and self.watch.failure is not None:
             raise self._error(self.watch.failure)
 
@@ -161,11 +162,11 @@ class RankChannel(ABC):
         return self._error(self.watch.post(self.watch.cause(ranks, what)))
 
     def explain(self, suspects: list[int], what: str) -> RankFailure:
-        """Find out for whom this rank waited in vain; returns the error to raise (see `RankWatch.explain`)."""
+        """Find the rank for which this rank waited in vain; returns the error to raise (see `RankWatch.explain`)."""
         return self._error(self.watch.explain(suspects, what))
 
     def _error(self, cause: Cause) -> RankFailure:
-        # The rank that gets this may end its process, and with it the store: the others are told before.
+        # The rank that raises this may end its process, and the store with it: report to the others before.
         self._announced.wait(ANNOUNCE_S)
         return cause.error()
 
@@ -178,7 +179,7 @@ class RankChannel(ABC):
         return self.lose([rank], "has ended: its connection closed")
 
     def _on_failure(self, cause: Cause) -> None:
-        """The replica is lost: tell the ranks that this one has to tell, and wake all threads that wait here."""
+        """Report the loss of the replica to other ranks and wake all threads that wait here."""
         logger.error("the replica is lost: %s", cause.why)
         self._tell_of_loss(cause)
         self._announced.set()
@@ -189,12 +190,12 @@ class RankChannel(ABC):
 
     @abstractmethod
     def _tell_of_loss(self, cause: Cause) -> None:
-        """Tell the ranks that cannot read it in the store."""
+        """Report the loss to the ranks that cannot read it in the store."""
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Say goodbye: afterwards another channel may use the group. The controller's followers must be following."""
+        """Send the last message: afterwards another channel may use the group. Followers must be following then."""
         if self._is_closed or not self._peers:
             return
         if self.watch.failure is None:

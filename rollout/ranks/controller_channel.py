@@ -1,4 +1,4 @@
-"""Talk to the followers of a replica: the controller's side of the channel."""
+"""The controller's side of the channel: it sends to the followers of the replica and collects their answers."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _NUM_UNREAD = 256  # messages that a follower has not read, before the controlle
 
 
 class ControllerChannel(RankChannel):
-    """The side that asks. In a replica of one rank it has no followers, and every call returns at once."""
+    """The controller's side. In a replica of one rank it has no followers, and every call returns at once."""
 
     def __init__(self, mesh: Mesh, timeout_s: float) -> None:
-        self.present: dict[int, int] = {}  # the ranks that follow now, each with how (the id of its HERE)
+        self.present: dict[int, int] = {}  # the ranks that follow now, each with its mode (the id of its HERE)
         self._mail: dict[tuple[Kind, int], dict[int, Message]] = {}  # by kind and id, then by sender
-        self._unwanted: set[int] = set()  # steps whose results will not be asked for
+        self._unwanted: set[int] = set()  # steps whose results are dropped
         self._num_verbs = 0
         super().__init__(mesh, timeout_s)
 
-    # -- what all ranks do together ---------------------------------------------------------------------------------
+    # -- collectives ------------------------------------------------------------------------------------------------
 
     def gather_json(self, value: Any, timeout_s: float | None = None) -> list[Any]:
-        """See `RankChannel.gather_json`."""
+        """Gather a value from every rank (see `RankChannel.gather_json`)."""
         if not self._peers:
             return [json.loads(json.dumps(value))]
         self._num_collectives += 1
@@ -47,7 +47,7 @@ class ControllerChannel(RankChannel):
     def run_everywhere(
         self, verb: str, arguments: Mapping[str, Any], timeout_s: float = VERB_TIMEOUT_S
     ) -> list[RankResult]:
-        """See `RankChannel.run_everywhere`."""
+        """Run a verb on every rank (see `RankChannel.run_everywhere`)."""
         self.await_followers(min(timeout_s, self.timeout_s), DeadlineExceeded)
         self._num_verbs += 1
         number = self._num_verbs
@@ -58,11 +58,13 @@ class ControllerChannel(RankChannel):
         replies = self.collect(Kind.REPLY, number, self._peers, timeout_s, f"did not answer {verb!r}")
         return [own, *(result_from(replies[rank].payload) for rank in sorted(replies))]
 
-    # -- who follows ------------------------------------------------------------------------------------------------
+    # -- followers --------------------------------------------------------------------------------------------------
 
     def await_followers(self, timeout_s: float, late: type[LockstepError] = RankFailure) -> None:
-        """Wait until every follower follows. Raises RankFailure where some do not come in that time, or `late`, and
-        then the replica is not lost."""
+        """Wait until every follower follows. Raises RankFailure if some do not in that time.
+
+        With another class `late`, raises that instead, and the replica is not lost.
+        """
         if len(self.present) == len(self._peers):
             if self._peers:
                 self.check()
@@ -78,8 +80,10 @@ class ControllerChannel(RankChannel):
         raise late(f"{names} {what}: in no call of the engine now")
 
     def are_following(self, timeout_s: float) -> bool:
-        """Tell whether the followers follow, or else have come to the next collective by themselves; waits until they
-        did one or the other. Raises RankFailure, and DeadlineExceeded where some do neither."""
+        """Wait until the followers follow or take part in the next collective. Returns whether they follow.
+
+        Raises RankFailure, and DeadlineExceeded if some do neither.
+        """
         here = (Kind.SAYS, self._num_collectives + 1)
         if not self._peers:
             return False
@@ -100,8 +104,10 @@ class ControllerChannel(RankChannel):
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def collect(self, kind: Kind, id: int, ranks: list[int], timeout_s: float, blame: str) -> dict[int, Message]:
-        """Wait for the message of that kind and id from each of these local ranks. Raises RankFailure, which says
-        `blame` of the ranks that sent none."""
+        """Wait for the message of that kind and id from each of these local ranks.
+
+        Raises RankFailure that names the ranks without a message. blame: the predicate of its sentence.
+        """
         key = (kind, id)
         with self._changed:
             if self._wait(lambda: len(self._mail.get(key, ())) >= len(ranks), timeout_s):
@@ -110,7 +116,7 @@ class ControllerChannel(RankChannel):
         raise self.explain(missing, f"{blame} in {timeout_s:g} s")
 
     def await_step(self, step: int, sampling_rank: int) -> Message:
-        """Wait for the results of a step, or the news that it failed on some rank. Raises RankFailure."""
+        """Wait for the results of a step, or for the report that it failed on some rank. Raises RankFailure."""
         keys = ((Kind.STEP_FAILED, step), (Kind.RESULTS, step))
         with self._changed:
             if self._wait(lambda: any(key in self._mail for key in keys), self.timeout_s):
@@ -119,7 +125,7 @@ class ControllerChannel(RankChannel):
         raise self.explain([sampling_rank], f"gave no results in {self.timeout_s:g} s")
 
     def abandon_step(self, step: int) -> None:
-        """Drop the results of this step, whether they are here or still come."""
+        """Drop the results of this step, received or still to come."""
         with self._changed:
             self._unwanted.add(step)
             for kind in (Kind.RESULTS, Kind.STEP_FAILED):
@@ -138,9 +144,9 @@ class ControllerChannel(RankChannel):
         if message.kind is Kind.HERE:
             self.present[rank] = message.id
             if self.watch.is_away:
-                self.watch.enter(IDLE)  # they follow: from now on they miss this rank
+                self.watch.enter(IDLE)  # the followers wait for this rank from now on
         elif message.kind in (Kind.RESULTS, Kind.STEP_FAILED) and message.id in self._unwanted:
-            self._unwanted = {step for step in self._unwanted if step >= message.id}  # results come in order
+            self._unwanted = {step for step in self._unwanted if step >= message.id}  # results arrive in order
         elif message.kind not in (Kind.READ, Kind.BYE):
             self._mail.setdefault((message.kind, message.id), {})[rank] = message
 
@@ -152,7 +158,7 @@ class ControllerChannel(RankChannel):
             if world_ranks[rank] not in cause.ranks:
                 try:
                     self._wire.send_out(rank, Kind.LOST, json.dumps(asdict(cause)).encode(), ANNOUNCE_S / 4)
-                except RuntimeError as error:  # it is gone too
+                except RuntimeError as error:  # it has ended too
                     logger.debug("cannot tell local rank %d: %s", rank, error)
 
     def _say_goodbye(self) -> None:
@@ -163,6 +169,6 @@ class ControllerChannel(RankChannel):
 
 
 def as_controller(channel: RankChannel) -> ControllerChannel:
-    """Return the channel of a rank that is known to be the controller, as its side."""
+    """Return the channel as the controller's side. The caller knows that this rank is the controller."""
     assert isinstance(channel, ControllerChannel)
     return channel

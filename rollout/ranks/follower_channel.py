@@ -1,4 +1,4 @@
-"""Talk to the controller of a replica: a follower's side of the channel."""
+"""A follower's side of the channel: it receives the controller's messages and answers them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .wire import Kind, Message
 
 logger = logging.getLogger(__name__)
 
-_TELL_EVERY = 32  # messages
+_TELL_EVERY = 32  # messages that are read between two reports to the controller
 
 
 class FollowerChannel(RankChannel):
-    """The side that does what the controller asks."""
+    """A follower's side."""
 
     def __init__(self, mesh: Mesh, timeout_s: float) -> None:
         self._inbox: deque[Message] = deque()
         super().__init__(mesh, timeout_s)
 
     def gather_json(self, value: Any, timeout_s: float | None = None) -> list[Any]:
-        """See `RankChannel.gather_json`."""
+        """Gather a value from every rank (see `RankChannel.gather_json`)."""
         self._num_collectives += 1
         number, timeout_s = self._num_collectives, timeout_s or self.timeout_s
         with self.watch.phase("waiting for ranks"):
@@ -35,7 +35,7 @@ class FollowerChannel(RankChannel):
             return self._await_answers(number, timeout_s).json()
 
     def run_everywhere(self, verb: str, arguments: Mapping[str, Any], timeout_s: float = VERB_TIMEOUT_S) -> NoReturn:
-        """Raises ValueError: only the controller asks."""
+        """Raise ValueError: only the controller may run verbs."""
         raise self._refusal(verb)
 
     def answer_verb(self, message: Message) -> None:
@@ -70,7 +70,7 @@ class FollowerChannel(RankChannel):
             return next(found, None)
 
         with self._changed:
-            # A moment longer than the controller, who knows for whom it waits.
+            # A moment longer than the controller waits: it knows which rank is missing.
             if self._wait(lambda: place() is not None, timeout_s + self.timeout_s / 4):
                 return self._take(place() or 0)
         raise self.explain([0], f"brought no vote of the ranks to its end in {timeout_s:g} s")
@@ -82,13 +82,13 @@ class FollowerChannel(RankChannel):
         return message
 
     def _before_send(self, rank: int) -> None:
-        """Returns at once: the controller takes every message in as it comes."""
+        """Return at once: the controller receives every message without delay."""
 
     def _take_in(self, rank: int, message: Message) -> None:
         self._inbox.append(message)
 
     def _tell_of_loss(self, cause: Cause) -> None:
-        """Tells no rank: the controller does."""
+        """Do nothing: the controller reports the loss."""
 
     def _say_goodbye(self) -> None:
         self.send(Kind.BYE)

@@ -1,6 +1,6 @@
-"""Which rank does what: replicas of tp x pp ranks laid over the ranks of a torch.distributed job.
+"""The places of ranks: replicas of tp x pp ranks within the ranks of a torch.distributed job.
 
-Within a replica tp varies fastest, so that the ranks of one stage, which talk most, are neighbours:
+Within a replica tp varies fastest, so that the ranks of one stage, which communicate most, are neighbours:
 local rank = pp_rank * tp + tp_rank, and world rank = dp_rank * (tp * pp) + local rank.
 """
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Coords:
-    """Where a rank stands."""
+    """The place of a rank."""
 
     dp: int  # its replica
     pp: int  # its stage in the replica
@@ -24,7 +24,7 @@ class Coords:
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """How the ranks of a job are divided. Example: `MeshPlan(world_size=8, tp=2, pp=2)` has two replicas."""
+    """The division of a job's ranks. Example: `MeshPlan(world_size=8, tp=2, pp=2)` has two replicas."""
 
     world_size: int
     tp: int
@@ -46,7 +46,7 @@ class MeshPlan:
 
     @property
     def num_ranks(self) -> int:
-        """Of one replica."""
+        """Number of ranks in one replica."""
         return self.tp * self.pp
 
     @property
@@ -61,19 +61,19 @@ class MeshPlan:
         return coords.dp * self.num_ranks + coords.pp * self.tp + coords.tp
 
     def replica(self, rank: int) -> tuple[int, ...]:
-        """World ranks of the replica that `rank` belongs to, by local rank."""
+        """Return the world ranks of the replica of `rank`, by local rank."""
         first = rank // self.num_ranks * self.num_ranks
         return tuple(range(first, first + self.num_ranks))
 
     def stage(self, rank: int) -> tuple[int, ...]:
-        """World ranks that hold the same layers of the same replica as `rank`, by tp rank."""
+        """Return the world ranks that hold the same layers of the same replica as `rank`, by tp rank."""
         first = rank // self.tp * self.tp
         return tuple(range(first, first + self.tp))
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The plan, this rank, and the groups it talks over. A value that is passed on, never a global."""
+    """The plan, this rank and its process groups. A value that is passed on, never a global."""
 
     plan: MeshPlan
     rank: int  # of the world
@@ -84,15 +84,15 @@ class Mesh:
 
     @classmethod
     def single(cls) -> Mesh:
-        """One rank that needs nobody, and no torch.distributed."""
+        """Return the mesh of one rank alone. It needs no torch.distributed."""
         return cls(MeshPlan(1, 1, 1), 0, None, None, None, 0.0)
 
     @classmethod
     def build(cls, tp: int, pp: int, *, backend: str | None = None, timeout_s: float = 60.0) -> Mesh:
         """Divide the default group: a collective that every rank of the job enters with the same arguments.
 
-        backend: of the groups for tensors; None means nccl where there are GPUs, else gloo. Raises ValueError where no
-        default group exists, or its ranks cannot be divided.
+        backend: of the groups for tensors; None means nccl if there are GPUs, else gloo. Raises ValueError if no
+        default group exists, or if its ranks cannot be divided.
         """
         if not dist.is_initialized():
             raise ValueError(f"tp={tp} and pp={pp} need torch.distributed: launch with torchrun, or init_process_group")
@@ -102,7 +102,7 @@ class Mesh:
         backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
         timeout = timedelta(seconds=timeout_s)
         tp_group = replica_group = stage_group = None
-        # new_group is a collective of the whole world: everybody makes every group, in one order, its own or not.
+        # new_group is a collective of the whole world: every rank makes every group, in one order, its own or not.
         for first in range(0, plan.world_size, plan.num_ranks):
             ranks = plan.replica(first)
             is_mine = rank in ranks
@@ -147,12 +147,12 @@ class Mesh:
 
     @property
     def num_ranks(self) -> int:
-        """Of this replica."""
+        """Number of ranks in this replica."""
         return self.plan.num_ranks
 
     @property
     def local_rank(self) -> int:
-        """Within the replica, which is the rank in `replica_group` and `stage_group` too."""
+        """The rank within the replica. It is the rank in `replica_group` and `stage_group` too."""
         return self.rank % self.num_ranks
 
     @property

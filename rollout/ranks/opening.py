@@ -9,9 +9,9 @@ from .mesh import Mesh
 
 
 def open_channel(mesh: Mesh, timeout_s: float) -> RankChannel:
-    """Connect this rank with the others of its replica. A collective of the replica.
+    """Connect this rank with the other ranks of its replica. A collective of the replica.
 
-    timeout_s: after which a rank that gives no sign of life is lost.
+    timeout_s: a rank that gives no sign of life for so long is lost.
     """
     if mesh.is_controller:
         return ControllerChannel(mesh, timeout_s)

@@ -1,4 +1,4 @@
-"""Errors that pass from one rank to another: as their kind and text, nothing else."""
+"""Errors that are sent from one rank to another, as their class name and text only."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ import torch.distributed as dist
 
 from .. import errors
 
-# What a group's operation raises says so only in its text; NCCL's and the store's have classes of their own.
+# Words in the text of a group's errors, which are plain RuntimeErrors; NCCL's and the store's have their own classes.
 _OF_A_GROUP = ("gloo", "NCCL", "ProcessGroup")
 
 
 def is_of_a_group(error: BaseException) -> bool:
-    """Whether a process group raised it: another rank is the reason, or the network."""
+    """Return whether a process group raised the error: its cause is then another rank or the network."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_A_GROUP)
 
 
 def error_bytes(error: BaseException) -> bytes:
-    """An error as JSON."""
+    """Encode an error as JSON."""
     return json.dumps({"kind": type(error).__name__, "message": str(error)}).encode()
 
 
 def error_from(data: bytes, where: str) -> Exception:
-    """The same kind of error, whose message begins with where it was raised; a RuntimeError where the kind is neither
-    Lockstep's nor built in."""
+    """Decode an error of the same class, with the place where it was raised at the front of its message.
+
+    A RuntimeError if the class is neither Lockstep's nor built in.
+    """
     given = json.loads(data)
     kind = given["kind"]
     found = torch.OutOfMemoryError if kind == "OutOfMemoryError" else getattr(errors, kind, None)

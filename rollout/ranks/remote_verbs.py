@@ -1,4 +1,4 @@
-"""Run a verb on one rank, and put the question and its answer into messages."""
+"""Run a verb on one rank; encode and decode the question and its answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RankResult:
     success: bool
     message: str
     data: Any = None  # JSON
-    error: str | None = None  # the exception's class, where it failed
+    error: str | None = None  # the exception's class, if it failed
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -35,7 +35,7 @@ class RankResult:
 def run_verb(
     handlers: Mapping[str, Callable[..., Any]], verb: str, arguments: Mapping[str, Any], mesh: Mesh
 ) -> RankResult:
-    """Run `handlers[verb](**arguments)` on this rank. An error that it raises is its result, but for RankFailure."""
+    """Run `handlers[verb](**arguments)` on this rank. An error becomes its result; RankFailure is raised."""
     place = (mesh.rank, mesh.pp_rank, mesh.tp_rank)
     handler = handlers.get(verb)
     if handler is None:
@@ -45,7 +45,7 @@ def run_verb(
         return RankResult(*place, True, "", handler(**arguments))
     except RankFailure:
         raise
-    except Exception as error:  # a boundary between processes: the caller gets it as a result
+    except Exception as error:  # a boundary between processes: the error is the result
         logger.exception("%s failed on rank %d", verb, mesh.rank)
         return RankResult(*place, False, str(error), None, type(error).__name__)
 

@@ -1,9 +1,9 @@
-"""Signs of life of a replica's ranks, through a store, and who is to blame when they end.
+"""Signs of life of a replica's ranks, exchanged through a store, and the search for a rank that failed.
 
-A thread of each rank writes what its rank does now and reads the same of the others. Whoever first finds somebody to
-blame posts it under one key that is written once, so that all who are left name the same rank. The store's host may be
-the one that stopped, and then its operations never return: only the thread calls it, and others look at when it last
-came back.
+A thread of each rank writes its rank's phase and reads the phases of the others. The first rank that finds a failed
+rank posts the cause under one key, which is written once, so that all remaining ranks name the same rank. If the
+store's host has stopped, the store's operations never return: only the thread calls them, and other threads check the
+time of their last return.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import torch.distributed as dist
 from ..errors import RankFailure
 from .mesh import Mesh
 
-AWAY = "away"  # between two calls: the trainer's
+AWAY = "away"  # between two calls, when the trainer has the rank
 IDLE = "between steps"
-# Who is in one of these waits for another rank; in any other phase it works, and may be stuck.
+# In these phases a rank waits for another rank; in any other phase it works, and may be stuck.
 WAITING = frozenset({AWAY, IDLE, "waiting for a step", "waiting for results", "waiting for hidden states",
                      "waiting for ranks", "gave up"})  # fmt: skip
 _MESSAGE_BYTES = 512
@@ -36,7 +36,7 @@ _SILENT = "gives no sign of life: stopped, or its process is blocked"
 
 @dataclass(frozen=True)
 class Cause:
-    """Who is to blame, as it is posted and read."""
+    """The failed ranks and the reason, as posted in the store."""
 
     ranks: tuple[int, ...]  # of the world
     why: str
@@ -50,9 +50,9 @@ class Cause:
 
 @dataclass
 class _Pulse:
-    """What was last heard of another rank."""
+    """The last sign of life of another rank."""
 
-    text: str = ""  # as it was read
+    text: bytes = b""  # as it was read
     phase: str = AWAY
     step: int = -1
     heard: float = 0.0  # when the text last changed, by our clock
@@ -61,17 +61,19 @@ class _Pulse:
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where a replica's ranks meet, under a prefix of the engine's own."""
+    """The address of the store of a replica's ranks, with a prefix of the engine's own."""
 
     host: str
     port: int
     prefix: str
-    owner: int  # local rank whose process hosts it; -1: none of the replica, the launcher
+    owner: int  # local rank whose process hosts it; -1: the launcher hosts it
 
 
 def meet(mesh: Mesh) -> tuple[dist.Store, StoreAddress]:
-    """A store that every rank of the replica reaches: the launcher's, which outlives ranks, or one that the controller
-    hosts. A collective of the replica."""
+    """Connect to a store that every rank of the replica reaches. A collective of the replica.
+
+    The launcher's store, which survives the ranks, or else one that the controller hosts.
+    """
     assert mesh.replica_group is not None
     timeout = timedelta(seconds=mesh.timeout_s)
     server = None
@@ -95,9 +97,10 @@ def meet(mesh: Mesh) -> tuple[dist.Store, StoreAddress]:
 
 
 class RankWatch:
-    """Says what this rank does, hears what the others do, and finds whom to blame."""
+    """The watch of one rank: it reports this rank's phase, reads the other ranks' phases, and finds the failed rank."""
 
     def __init__(self, mesh: Mesh, timeout_s: float, on_failure: Callable[[Cause], None]) -> None:
+        assert mesh.replica_group is not None
         self.timeout_s = timeout_s
         self.failure: Cause | None = None
         self._on_failure = on_failure
@@ -116,7 +119,7 @@ class RankWatch:
         self._beat(0)
         if mesh.is_controller:
             self._store.set("failure", "")
-        mesh.replica_group.barrier().wait()  # every key is there: no read waits
+        mesh.replica_group.barrier().wait()  # every key exists now: no read waits
         now = time.monotonic()
         self._last_round = now  # when the store last answered
         for pulse in self._pulses.values():
@@ -124,7 +127,7 @@ class RankWatch:
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
         self._thread.start()
 
-    # -- what this rank does ----------------------------------------------------------------------------------------
+    # -- this rank's phase ------------------------------------------------------------------------------------------
 
     @property
     def is_away(self) -> bool:
@@ -132,12 +135,12 @@ class RankWatch:
         return self._phase[0] == AWAY
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """From now on this rank is in `phase`. Costs nothing: the thread tells the others."""
+        """Set this rank's phase. Costs nothing: the thread reports it to the others."""
         self._phase = (phase, self._phase[1] if step is None else step)
 
     @contextmanager
     def phase(self, phase: str, step: int | None = None) -> Iterator[None]:
-        """In here this rank is in `phase`."""
+        """Set this rank's phase for the time of the context."""
         before = self._phase
         self.enter(phase, step)
         try:
@@ -146,12 +149,12 @@ class RankWatch:
             self._phase = (before[0], self._phase[1])
 
     def describe(self, rank: int) -> str:
-        """A local rank by its place. Example: "rank 3 (stage 1, tp 0)"."""
+        """Describe the place of a local rank. Example: "rank 3 (stage 1, tp 0)"."""
         coords = self._mesh.plan.coords(self._ranks[rank])
         return f"rank {self._ranks[rank]} (stage {coords.pp}, tp {coords.tp})"
 
     def cause(self, ranks: list[int], what: str) -> Cause:
-        """Blame these local ranks. what: the predicate of the sentence."""
+        """Make a cause that names these local ranks. what: the predicate of its sentence."""
         now, mine = time.monotonic(), self._mesh.local_rank
         pulses = {rank: self._pulses[rank] for rank in ranks if rank != mine}
         first = pulses.get(ranks[0]) or _Pulse(phase=self._phase[0], step=self._phase[1], heard=now)
@@ -164,7 +167,7 @@ class RankWatch:
     # -- blame ------------------------------------------------------------------------------------------------------
 
     def post(self, cause: Cause) -> Cause:
-        """Post this cause, unless there is one; returns the one that stands, for all ranks."""
+        """Post this cause unless one was posted before; returns the posted one, the same for all ranks."""
         with self._lock:
             if self.failure is None:
                 self._proposal = self._proposal or cause
@@ -173,22 +176,25 @@ class RankWatch:
         return self.settle(cause)
 
     def accept(self, text: bytes) -> None:
-        """The controller says what stands."""
+        """Take over the posted cause from the controller's message."""
         self.settle(_parse(text))
 
     def silent_store(self) -> Cause | None:
-        """Blames the store's host where the store has not answered for the timeout; None: it has."""
+        """Return a cause that names the store's host if the store has not answered for the timeout, else None."""
         silent_s = time.monotonic() - self._last_round
         return self._blame_host(f"does not answer for {silent_s:.1f} s") if silent_s > self.timeout_s else None
 
     def explain(self, suspects: list[int], what: str) -> Cause:
-        """It waited in vain: find out for whom. suspects: local ranks to blame, `what` of, where nobody is found."""
+        """Find and post the cause of a wait in vain. If no rank is silent or stuck, it is `suspects` with `what`.
+
+        suspects: local ranks; what: the predicate of the sentence.
+        """
         return self.find_culprit() or self.post(self.cause(suspects, what))
 
     def find_culprit(self) -> Cause | None:
-        """Who is silent, or else who is stuck at work; None: nobody of this replica.
+        """Find the silent ranks, or else the rank that is stuck at work, and post the cause. None if there is none.
 
-        Waits a little for those who wait too to give up.
+        Waits a little, so that other waiting ranks give up first.
         """
         self.enter("gave up")
         grace_s = min(max(self.timeout_s / 4, 1.0), 10.0)
@@ -204,17 +210,17 @@ class RankWatch:
             if silent:
                 return self.post(self.cause(silent, _SILENT))
             stuck = [rank for rank in self._not_since("moved", patience_s) if self._pulses[rank].phase not in WAITING]
-            # Of several one hangs; the others wait for it inside their work, and will give up when their time comes.
+            # Of several stuck ranks one hangs; the others wait for it inside their work and give up after a while.
             if len(stuck) <= 1 or time.monotonic() - began > self.timeout_s:
                 return self.post(self.cause(stuck, "hangs")) if stuck else None
 
     def _not_since(self, what: str, seconds: float) -> list[int]:
-        """Who was not "heard", or has not "moved" on, for so long."""
+        """Return the ranks whose time `what` ("heard" or "moved") is older than `seconds`."""
         now = time.monotonic()
         return [rank for rank in self._others if now - getattr(self._pulses[rank], what) > seconds]
 
     def close(self) -> None:
-        """No more signs of life; nobody is blamed from here on."""
+        """End the signs of life. No cause is posted from here on."""
         self._is_closed = True
         self._wake.set()
         self._thread.join(self.timeout_s)
@@ -232,7 +238,7 @@ class RankWatch:
                 self._read()
                 self._last_round = time.monotonic()
                 self._judge()
-        except RuntimeError as error:  # the store's host is gone, unless we are told of an earlier cause
+        except RuntimeError as error:  # the store's host has ended, unless an earlier cause arrives
             with self._lock:
                 self._changed.wait_for(lambda: self.failure is not None or self._is_closed, min(self.timeout_s / 4, 2))
             if not self._is_closed:
@@ -258,7 +264,7 @@ class RankWatch:
     def _judge(self) -> None:
         if self.failure is None and self._proposal is None:
             silent = self._not_since("heard", self.timeout_s)
-            if self.is_away:  # between two calls nobody waits for a rank that is so too
+            if self.is_away:  # between two calls no rank waits for another that is away too
                 silent = [rank for rank in silent if self._pulses[rank].phase != AWAY]
             if silent:
                 self._proposal = self.cause(silent, _SILENT)
@@ -273,7 +279,7 @@ class RankWatch:
         return Cause((), f"the store at {self.address.host}:{self.address.port} {what}", *self._phase, 0.0)
 
     def settle(self, cause: Cause) -> Cause:
-        """This cause stands here, unless one does already; returns the one that stands."""
+        """Make this the cause of the failure on this rank unless there is one; returns the valid one."""
         with self._lock:
             is_news = self.failure is None
             self.failure = self.failure or cause

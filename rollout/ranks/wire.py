@@ -1,8 +1,8 @@
 """Numbered messages between two ranks over a gloo group: sent at once, received by a thread per peer.
 
 A message is one send of a fixed size, so that its receive can be posted before its length is known; the rest of a
-longer one follows in a second. gloo reads a tensor when its receiver is ready, so a sent one is kept until the peer
-says, with the next message in the other direction, how far it has read.
+longer message follows in a second send. gloo reads a tensor when its receiver is ready, so a sent tensor is kept until
+the peer reports, with its next message in the other direction, the last message that it has read.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ _FOREVER = timedelta(days=30)  # of a receive: an idle peer is no failure
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """The kind of a message."""
 
-    STEP = 1  # controller: events since the last one, and perhaps a step to run
-    CALL_OVER = 2  # controller: the call that you are in ends; JSON
+    STEP = 1  # controller: events since the last such message, and perhaps a step to run
+    CALL_OVER = 2  # controller: the follower's call ends; JSON
     CLOSE = 3  # controller: the engine is closed
-    VERB = 4  # controller: run this; JSON
-    ANSWERS = 5  # controller: what everybody said in a collective; JSON
+    VERB = 4  # controller: a verb to run; JSON
+    ANSWERS = 5  # controller: the gathered values of a collective; JSON
     LOST = 6  # controller: the replica is lost; JSON of a Cause
-    HERE = 7  # follower: I am in a call, or serve; id: 1 or 2
-    RESULTS = 8  # sampling rank: of the step `id`
+    HERE = 7  # follower: it follows; id: its mode, 1 (in a call) or 2 (serving)
+    RESULTS = 8  # sampling rank: results of the step `id`
     STEP_FAILED = 9  # follower: the step `id` failed here; JSON
-    REPLY = 10  # follower: to the verb `id`; JSON
-    SAYS = 11  # follower: my part of the collective `id`; JSON
-    READ = 12  # follower: I have read so far
-    BYE = 13  # follower: the last one
-    STANDS = 14  # follower: how things stand on it from now on; JSON
+    REPLY = 10  # follower: the answer to the verb `id`; JSON
+    SAYS = 11  # follower: its value in the collective `id`; JSON
+    READ = 12  # follower: the header has the number of the last message read
+    BYE = 13  # follower: its last message
+    STANDS = 14  # follower: its status from now on; JSON
 
 
 @dataclass(frozen=True)
 class Message:
-    """One that arrived."""
+    """A received message."""
 
     kind: Kind
     id: int
@@ -61,12 +61,12 @@ class Message:
 
 @dataclass(eq=False)
 class _Link:
-    """One peer."""
+    """The state of the connection to one peer."""
 
     unread: deque[tuple[int, list[torch.Tensor], list[dist.Work]]] = field(default_factory=deque)
     num_sent: int = 0
-    num_read: int = 0  # of theirs, by us
-    num_told: int = 0  # of theirs that they know we read
+    num_read: int = 0  # of the peer's messages, by this rank
+    num_told: int = 0  # of the peer's messages, reported to it as read
 
 
 class RankWire:
@@ -79,8 +79,11 @@ class RankWire:
         deliver: Callable[[int, Message], bool],
         on_gone: Callable[[int, RuntimeError], None],
     ) -> None:
-        """peers: ranks of the group; deliver: takes what a peer sent and says whether that was the last;
-        on_gone: told when a connection ends otherwise. Both are called by the peer's thread."""
+        """Prepare connections; `start` begins to receive.
+
+        peers: ranks of the group; deliver: takes a peer's message and returns whether it was the last; on_gone: called
+        when a connection ends without a last message. The peer's thread calls both.
+        """
         self._group, self._deliver, self._on_gone = group, deliver, on_gone
         self._links = {rank: _Link() for rank in peers}
         self._lock = threading.Lock()
@@ -88,29 +91,29 @@ class RankWire:
         self.num_messages_sent = 0
 
     def start(self) -> None:
-        """Begin to receive."""
+        """Start the threads that receive."""
         for rank in self._links:
             threading.Thread(target=self._receive, args=(rank,), name=f"lockstep-from-{rank}", daemon=True).start()
 
     def num_unread(self, rank: int) -> int:
-        """How many messages that peer has not read, as far as we know."""
+        """Return the number of messages that the peer has not reported as read."""
         return len(self._links[rank].unread)
 
     def num_untold(self, rank: int) -> int:
-        """How many of its messages we have read without its knowing."""
+        """Return the number of the peer's messages that this rank has read and not reported."""
         return self._links[rank].num_read - self._links[rank].num_told
 
     def has_read(self, rank: int, message: Message) -> None:
-        """This rank has read that message of the peer's: tell it with the next one."""
+        """Mark the peer's message as read. The next message to the peer reports it."""
         self._links[rank].num_read = message.number
 
     def send_out(self, rank: int, kind: Kind, payload: bytes, timeout_s: float) -> None:
-        """Send, and return when the message has left this process, which may end then. Raises RuntimeError."""
+        """Send, and wait until the message has left this process, which may end then. Raises RuntimeError."""
         for work in self.send(rank, kind, 0, payload):
             work.wait(timedelta(seconds=timeout_s))
 
     def send(self, rank: int, kind: Kind, id: int, payload: bytes) -> list[dist.Work]:
-        """Returns at once. Raises RuntimeError, of gloo's, where the connection has ended."""
+        """Send a message and return at once. Raises gloo's RuntimeError if the connection has ended."""
         link = self._links[rank]
         with self._lock:
             link.num_sent += 1
@@ -128,7 +131,7 @@ class RankWire:
         return works
 
     def _receive(self, rank: int) -> None:
-        """A thread: takes in what that peer sends, until its last message."""
+        """Receive the peer's messages until its last one. Runs in a thread of its own."""
         link = self._links[rank]
         frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
         try:

@@ -1,1 +1,1 @@
-"""One step on several ranks."""
+"""The execution of one step on several ranks."""

@@ -1,4 +1,4 @@
-"""Calls that all ranks of a replica make together: who is in one, how it ends, and what everybody is given."""
+"""Calls that all ranks of a replica make together: their start, their end and their results."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
+from typing import Any
 
 from ..completion import Completion, FinishReason, NextToken, WeightSpan
 from ..errors import RankFailure
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class RankCalls:
-    """The calls of one engine. A replica of one rank has none, and everything here does nothing."""
+    """The calls of one engine. In a replica of one rank every method does nothing."""
 
     def __init__(self, ranks: RankChannel, runner: Runner) -> None:
         self._ranks = ranks
@@ -35,10 +36,10 @@ class RankCalls:
 
     @contextmanager
     def call(self, quiet: Callable[[], object]) -> Iterator[Callable[[list[Completion]], None]]:
-        """At the controller: a call begins when every follower follows, and ends with what the yielded function was
-        given, or with what is raised in here, on the followers that are in the same call.
+        """Open a call at the controller. It begins when every follower follows. Raises RankFailure.
 
-        quiet: ends what is under way, so that nobody leaves while another still needs it. Raises RankFailure.
+        The followers in the call return the completions that were passed to the yielded function, or raise the error
+        that was raised in the context. quiet: ends all running work, so that no rank leaves while another needs it.
         """
         if self._ranks.mesh.num_ranks == 1:
             yield lambda completions: None
@@ -48,7 +49,7 @@ class RankCalls:
         try:
             yield given.extend
         except RankFailure:
-            raise  # the followers know it by themselves
+            raise  # the followers detect it by themselves
         except BaseException as error:
             quiet()
             self._end(IN_A_CALL, b"E" + error_bytes(error))
@@ -57,7 +58,7 @@ class RankCalls:
         self._end(IN_A_CALL, b"C" + completions_bytes(given))
 
     def join(self) -> list[Completion]:
-        """At a follower: follow until the controller's call ends; its completions. Raises what ended it there."""
+        """Follow until the controller's call ends; returns its completions. At a follower. Raises the call's error."""
         assert self._follower is not None
         end, message = self._follower.follow(IN_A_CALL)
         if end == "closed":
@@ -67,19 +68,19 @@ class RankCalls:
         return completions_from(message.payload[1:])
 
     def follow(self) -> End:
-        """At a follower: follow until it is dismissed, or the engine is closed. Raises ValueError at the controller."""
+        """Follow until `dismiss` at the controller, or until the engine closes. Raises ValueError at the controller."""
         if self._follower is None:
             raise ValueError(f"rank {self._ranks.mesh.rank} is the controller of its replica: it does not follow")
         return self._follower.follow(SERVING)[0]
 
     def dismiss(self) -> None:
-        """At the controller: whoever serves may do something else."""
+        """Release the followers that serve, at the controller. Their `follow` returns."""
         if self._ranks.mesh.num_ranks == 1:
             return
         self._end(SERVING, b"C" + completions_bytes([]))
 
     def close(self) -> None:
-        """The engine is closed: the controller's followers leave."""
+        """Close this rank's side; the controller's followers leave. Log a warning if the replica is lost."""
         try:
             if self._follower is not None:
                 self._follower.close()
@@ -99,16 +100,16 @@ class RankCalls:
 
 
 def completions_bytes(completions: list[Completion]) -> bytes:
-    """Completions as JSON: every number comes back as it is."""
+    """Encode completions as JSON. Every number is decoded to the same bits."""
     return json.dumps([asdict(completion) for completion in completions], separators=(",", ":")).encode()
 
 
 def completions_from(data: bytes) -> list[Completion]:
-    """The other end."""
+    """Decode the completions of `completions_bytes`."""
     return [_completion(given) for given in json.loads(data)]
 
 
-def _completion(given: dict) -> Completion:
+def _completion(given: dict[str, Any]) -> Completion:
     values = {f.name: as_tuples(given[f.name]) for f in fields(Completion)}
     for name, kind in (("finish_reason", FinishReason), ("next_token", NextToken)):
         if given[name] is not None:

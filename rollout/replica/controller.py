@@ -1,4 +1,4 @@
-"""The runner of a replica of several ranks: the controller's, whose followers do as its messages say."""
+"""The controller's runner in a replica of several ranks. The followers execute its messages."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .stage import Stage
 
 
 class ReplicaRunner:
-    """Sends each step to the followers, once, with what the managers were told since the last one, and runs the
-    controller's own share of it."""
+    """The runner of a replica. It sends each step once to the followers, with the managers' events since the step
+    before, and runs the controller's own share."""
 
     def __init__(self, ranks: RankChannel, stage: Stage, metrics: Metrics, state_check_steps: int) -> None:
         self.num_stages = ranks.mesh.pp
@@ -31,7 +31,7 @@ class ReplicaRunner:
         self._check_every = state_check_steps
         self._num_launched = 0
         self._writer = EventWriter()
-        self._new: dict[str, Request] = {}  # that no follower has heard of
+        self._new: dict[str, Request] = {}  # not sent to the followers yet
         self.sampling_rank = ranks.mesh.num_ranks - ranks.mesh.tp  # local
 
     @property
@@ -43,7 +43,7 @@ class ReplicaRunner:
         self.stage.num_forwards = value
 
     def on_event(self, event: Event) -> None:
-        """The managers are about to be told this: so will the followers, with the next message."""
+        """Queue an event for the followers' next message. Called before the controller's managers get it."""
         began = time.perf_counter()
         name, args = event
         if name == "add":
@@ -65,7 +65,7 @@ class ReplicaRunner:
         self._metrics.control_seconds += time.perf_counter() - began
 
     def launch(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> ReplicaStep:
-        """Tell the followers and run the first stage here."""
+        """Send the step to the followers and run the first stage here."""
         ranks = as_controller(self._ranks)
         ranks.await_followers(ranks.timeout_s)
         began = time.perf_counter()
@@ -80,25 +80,25 @@ class ReplicaRunner:
         return ReplicaStep(self, output, own)
 
     def check_states(self) -> None:
-        """Have the followers compare their state with the controller's now, if they follow. Returns at once."""
+        """Ask the followers, if they follow, to compare their state with the controller's now. Returns at once."""
         if len(as_controller(self._ranks).present) == self._ranks.mesh.num_ranks - 1:
             self._writer.check(self.workers.state_hash())
             self._send(0)
 
     def anticipate(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> None:
-        """Followers run what was launched."""
+        """Do nothing: followers run launched steps only."""
 
     def settle(self) -> None:
-        """Nothing was begun."""
+        """Do nothing: no step begins before its launch."""
 
     def forget(self, request: Request) -> None:
         self.stage.forget(request)
 
     def close(self) -> None:
-        """Nothing runs on its own here."""
+        """Do nothing: the runner has no threads."""
 
     def results(self, output: ScheduleOutput) -> list[SequenceResult]:
-        """Wait for the sampling rank. Raises what failed on a rank, and RankFailure."""
+        """Wait for the sampling rank's results. Raises the error of a rank where the step failed, and RankFailure."""
         message = as_controller(self._ranks).await_step(output.step, self.sampling_rank)
         began = time.perf_counter()
         if message.kind is Kind.STEP_FAILED:
@@ -119,14 +119,14 @@ class ReplicaRunner:
 
 @dataclass(frozen=True)
 class ReplicaStep:
-    """A step under way through the stages."""
+    """A launched step that passes through the stages."""
 
     runner: ReplicaRunner
     output: ScheduleOutput
-    own: list[SequenceResult]  # where the controller samples itself
+    own: list[SequenceResult]  # if the controller samples itself
 
     def wait_first_stage(self) -> None:
-        """`launch` ran it."""
+        """Return at once: `launch` has run the first stage."""
 
     def results(self) -> list[SequenceResult]:
         return self.own if self.runner.sampling_rank == 0 else self.runner.results(self.output)

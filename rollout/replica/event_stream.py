@@ -1,17 +1,18 @@
-"""Encode and decode what the controller tells its followers about a step.
+"""Encode and decode the controller's messages to its followers about a step.
 
 A step's message is a stream of int32 words: the events of the worker manager since the last message, in order, then the
-step to run, if there is one. A sequence is a handle after first sight, and one that decodes its next token is one word:
+step to run, if any. After its first entry a sequence is a handle, and a sequence that decodes its next token is one
+word:
 
-    decode row, nothing new        ~handle
+    decode row, no new blocks      ~handle
     other rows                     handle, start, rows, n, n blocks
-    first sight                    handle, start, rows, n, n blocks, incarnation, t, t tokens, c, c bytes of JSON
-    with a grammar                 ~n in the place of n; behind the blocks: blocks kept or -1, tokens rolled back,
+    first entry                    handle, start, rows, n, n blocks, incarnation, t, t tokens, c, c bytes of JSON
+    with a grammar                 ~n in the place of n; after the blocks: blocks kept or -1, tokens rolled back,
                                    j, j tokens of the jump, m, m words of mask
     result: one row, one token     handle, token
     other results                  ~handle, rows, token or -1, prompt log-probabilities recorded
 
-Both ends keep handles in the same order of events. `EventWriter` and `EventReader` are pure: no tensors, no ranks.
+Both ends number handles in the same order of events. `EventWriter` and `EventReader` are pure: no tensors, no ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .request_json import request_json, request_of
 
 
 class Op(IntEnum):
-    """What comes next in a stream."""
+    """The kind of the next entry in a stream."""
 
     SCHEDULE = 1  # step, p, p preempted, e, e exhausted, s, s entries
     RESULTS = 2  # r, r entries
@@ -41,25 +42,25 @@ class Op(IntEnum):
 
 
 class FollowedState(Protocol):
-    """What a decode row leaves out, for the manager at either end knows it."""
+    """The manager's state that a decode row omits, since the managers of both ends know it."""
 
     def incarnation(self, id: str) -> int: ...
 
     def next_row(self, id: str) -> int:
-        """The first row of it that has not gone through this stage."""
+        """Return the sequence's first row that has not gone through this stage."""
         ...
 
 
 @dataclass(frozen=True)
 class Order:
-    """One decoded event of a message: what to tell the manager, or to do, and its argument."""
+    """One decoded event of a message: an operation of the follower and its argument."""
 
     op: Op
     value: Any
 
 
 class EventWriter:
-    """The controller's end. Keeps what has happened since the last message."""
+    """The controller's end. It collects the events since the last message."""
 
     def __init__(self) -> None:
         self._words = array("i")
@@ -70,7 +71,7 @@ class EventWriter:
         return id in self._handles
 
     def schedule(self, output: ScheduleOutput, manager: FollowedState, requests: Mapping[str, Request]) -> None:
-        """A decision that the manager has not taken yet; requests: of those never seen."""
+        """Write a schedule. The manager must not have it yet. requests: of the sequences without a handle."""
         words = self._words
         words.extend((Op.SCHEDULE, output.step, len(output.preempted)))
         words.extend(self._handles[id] for id in output.preempted)
@@ -79,9 +80,14 @@ class EventWriter:
         words.append(len(output.scheduled))
         for item in output.scheduled:
             handle = self._handles.get(item.id)
-            is_next = handle is not None and item.num_tokens == 1 and item.start == manager.next_row(item.id)
             is_constrained = item.allowed is not None
-            if is_next and not item.new_blocks and not is_constrained:
+            if (
+                handle is not None
+                and item.num_tokens == 1
+                and not item.new_blocks
+                and not is_constrained
+                and item.start == manager.next_row(item.id)
+            ):
                 words.append(~handle)
                 continue
             words.append(self._num_handles if handle is None else handle)
@@ -109,7 +115,7 @@ class EventWriter:
         self._words.frombytes(item.allowed)
 
     def results(self, results: Iterable[SequenceResult]) -> None:
-        """What was committed of a step."""
+        """Write the committed results of a step."""
         entries = [result for result in results if result.id in self._handles]
         self._words.extend((Op.RESULTS, len(entries)))
         for result in entries:
@@ -130,7 +136,7 @@ class EventWriter:
         self._words.extend((Op.FREE, self._handles.pop(id)))
 
     def check(self, state_hash: str) -> None:
-        """Followers compare their state with this SHA-256, in hex."""
+        """Write the SHA-256 (hex) with which followers compare their state."""
         self._words.append(Op.CHECK)
         self._words.frombytes(bytes.fromhex(state_hash))
 
@@ -138,20 +144,20 @@ class EventWriter:
         self._words.extend((Op.RUN, step))
 
     def take(self) -> bytes:
-        """The message; the next one begins empty."""
+        """Return the message and begin an empty one."""
         words, self._words = self._words, array("i")
         return words.tobytes()
 
 
 class EventReader:
-    """A follower's end."""
+    """A follower's end. It decodes messages into orders."""
 
     def __init__(self) -> None:
         self._ids: dict[int, str] = {}
 
     def read(self, message: bytes, manager: FollowedState) -> Iterator[Order]:
-        """Decode a message into orders. Each is decoded after the one before was taken: the manager knows by then
-        what a decode row leaves out."""
+        """Decode a message into orders. Execute each order before you take the next: its decode rows need the manager's
+        newest state."""
         words = array("i")
         words.frombytes(message)
         at = 0
@@ -174,7 +180,7 @@ class EventReader:
             items.append(item)
             if request is not None:
                 requests.append(request)
-        if preempted:  # who comes back in the same step does so in its next incarnation
+        if preempted:  # a preempted sequence that is scheduled again in this step has its next incarnation
             items = [item._replace(incarnation=item.incarnation + (item.id in preempted)) for item in items]
         output = ScheduleOutput(step, tuple(items), tuple(preempted), exhausted=tuple(exhausted))
         return (output, requests), at
@@ -190,8 +196,9 @@ class EventReader:
         at += 4 + num_blocks
         blocks = tuple(words[at - num_blocks : at])
         constraint, at = _constraint(words, at) if is_constrained else ({}, at)
-        if (id := self._ids.get(word)) is not None:
-            return ScheduledSequence(id, manager.incarnation(id), start, rows, blocks, None, **constraint), None, at
+        if (known := self._ids.get(word)) is not None:
+            again = ScheduledSequence(known, manager.incarnation(known), start, rows, blocks, None, **constraint)
+            return again, None, at
         incarnation, num_tokens = words[at : at + 2]
         token_ids, at = tuple(words[at + 2 : at + 2 + num_tokens]), at + 2 + num_tokens
         num_bytes, num_words = words[at], -(-words[at] // 4)
@@ -239,7 +246,7 @@ class EventReader:
 
 
 def _constraint(words: array, at: int) -> tuple[dict[str, Any], int]:
-    """What a grammar adds to an entry."""
+    """Decode the words that a grammar adds to an entry."""
     num_kept, num_rolled_back, num_jumped = words[at : at + 3]
     at += 3 + num_jumped
     jump = Jump(num_rolled_back, tuple(words[at - num_jumped : at]))

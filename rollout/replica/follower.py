@@ -1,4 +1,4 @@
-"""A rank that follows its replica's controller: the same events into the same kind of manager, then the same step."""
+"""A rank that follows its replica's controller: it applies the same events to its manager and runs the same steps."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .stage import Stage, StepSkipped
 
 logger = logging.getLogger(__name__)
 
-IN_A_CALL, SERVING = 1, 2  # how a follower follows: until the controller's call ends, or until it is dismissed
+IN_A_CALL, SERVING = 1, 2  # modes of a follower: until the controller's call ends, or until it is dismissed
 End = Literal["call over", "closed"]
 
 
 class Follower:
-    """Does what the controller's messages say, in their order, in the thread that calls `follow`."""
+    """The executor of the controller's messages, in their order, in the thread that calls `follow`."""
 
     def __init__(self, ranks: RankChannel, stage: Stage) -> None:
         assert isinstance(ranks, FollowerChannel)
@@ -32,11 +32,14 @@ class Follower:
         self._workers = stage.workers
         self._reader = EventReader()
         self._requests: dict[str, Request] = {}
-        self._output: ScheduleOutput | None = None  # decided last
+        self._output: ScheduleOutput | None = None  # the newest schedule
         self.is_closed = False
 
     def follow(self, how: int) -> tuple[End, Message]:
-        """Follow until the controller ends the call, or closes the engine; the message that did. Raises RankFailure."""
+        """Follow until the controller ends the call or closes the engine. Returns the message that ended it.
+
+        Raises RankFailure.
+        """
         watch = self._ranks.watch
         self._ranks.send(Kind.HERE, how)
         try:
@@ -53,7 +56,7 @@ class Follower:
             watch.enter(AWAY)
 
     def close(self) -> None:
-        """Wait for the controller to close the engine, and say goodbye."""
+        """Wait for the controller to close the engine, and send this rank's last message."""
         if not self.is_closed:
             self._ranks.await_close()
             self._say_goodbye()
@@ -111,13 +114,13 @@ class Follower:
             raise
         except StepSkipped:
             results = []
-        except Exception as error:  # a boundary between processes: the controller's caller gets it
+        except Exception as error:  # a boundary between processes: the controller raises it for its caller
             logger.exception("step %d failed", step)
             place = f"{self._ranks.mesh.local_rank}\n".encode()
             self._ranks.send(Kind.STEP_FAILED, step, place + error_bytes(error))
             results = []
         finally:
-            # Failed or not: the controller's next step may hold the next chunk of a sequence in this one.
+            # Also after a failure: the controller's next step may hold the next chunk of a sequence in this step.
             self._workers.on_stage_completed(output.scheduled)
         if results:
             self._ranks.send(Kind.RESULTS, step, results_bytes(results))

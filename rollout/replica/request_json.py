@@ -1,4 +1,4 @@
-"""Encode and decode a request as a follower needs it, once per sequence: its sampler's settings, as JSON."""
+"""Encode and decode the part of a request that a follower needs, once per sequence: sampling settings, as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONTROLLERS_OWN = {"n", "stop", "stop_regex", "stream_interval", "custom_params
 
 
 def request_json(request: Request) -> bytes:
-    """A request's settings, defaults left out."""
+    """Encode a request's settings without the defaults."""
     data: dict[str, Any] = {"id": request.id, "index": request.index, "seed": request.seed}
     data["params"] = {k: v for k, v in _changed(request.params).items() if k not in _CONTROLLERS_OWN}
     data["options"] = _changed(request.options)
@@ -25,7 +25,7 @@ def request_json(request: Request) -> bytes:
 
 
 def request_of(data: bytes, token_ids: Sequence[int]) -> Request:
-    """A follower's request: what a step reads of it."""
+    """Decode a follower's request. It has the fields that a step reads."""
     given = json.loads(data)
     options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given["options"].items()}
     return Request(

@@ -1,4 +1,4 @@
-"""Encode and decode what the sampling rank answers to a step."""
+"""Encode and decode the sampling rank's results of a step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 from ..sequences.step import ScheduledSequence, SequenceResult
 
-_HEADER = struct.Struct("<ii")  # results, bytes of JSON behind them
+_HEADER = struct.Struct("<ii")  # number of results, bytes of JSON after them
 _EXTRAS = ("top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "listed_logprobs", "prompt_listed_logprobs",
            "masked_prob", "was_only_choice", "jump_logprobs", "jump_top_logprobs", "jump_listed_logprobs")  # fmt: skip
 
 
 def results_bytes(results: Sequence[SequenceResult]) -> bytes:
-    """A step's results, in the order of its schedule: tokens, log-probabilities, and what else was asked for."""
+    """Encode a step's results, in the order of its schedule: tokens, log-probabilities and requested extras."""
     tokens = array("i", (-1 if r.token_id is None else r.token_id for r in results))
     logprobs = array("d", (0.0 if r.logprob is None else r.logprob for r in results))
     found = ((i, [getattr(r, name) for name in _EXTRAS]) for i, r in enumerate(results))
@@ -26,7 +26,7 @@ def results_bytes(results: Sequence[SequenceResult]) -> bytes:
 
 
 def results_from(data: bytes, items: Sequence[ScheduledSequence]) -> list[SequenceResult]:
-    """The other end; `items` are those of the step."""
+    """Decode the results of `results_bytes`. items: the step's schedule."""
     num, num_text = _HEADER.unpack_from(data)
     assert num == len(items), f"{num} results for {len(items)} sequences"
     tokens, logprobs = array("i"), array("d")

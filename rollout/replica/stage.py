@@ -1,7 +1,7 @@
 """This rank's share of a step in a replica: its layers, between the stage before and the stage after.
 
-Hidden states travel with one row more than the step has: it says whether the step failed on the way, so that a stage
-behind one that failed does not wait for it.
+Hidden states are sent with one extra row, a flag that the step failed at an earlier stage. A stage after a failed one
+therefore does not wait for it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ..sequences.worker_manager import WorkerSequenceManager
 
 
 class StepSkipped(Exception):
-    """A stage before this one failed; it has told the controller."""
+    """An earlier stage failed and has reported it to the controller."""
 
 
 class Stage:
-    """Runs the layers of this rank, in the order in which steps are launched."""
+    """The layers of this rank. It runs steps in the order of their launches."""
 
     def __init__(
         self,
@@ -49,12 +49,12 @@ class Stage:
         self._block_size, self._trace = block_size, trace
         self.workers = WorkerSequenceManager(self.mesh.pp)
         self.num_forwards = 0
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # to the next stage: kept until it must have them
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # to the next stage: kept until received
 
     def run(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> list[SequenceResult]:
-        """Run a step's rows through this stage; results on the sampling rank, nothing elsewhere.
+        """Run a step's rows through this stage. Returns the results on the sampling rank and [] elsewhere.
 
-        Raises what failed, RankFailure where the replica cannot go on, or StepSkipped.
+        Raises the step's error, RankFailure if the replica cannot go on, or StepSkipped.
         """
         watch = self._ranks.watch
         watch.enter("forward", output.step)
@@ -70,7 +70,7 @@ class Stage:
         if not self.mesh.is_last_stage:
             self._send(out, is_broken=False)
             return []
-        # From here on nobody waits for this rank but the controller: what fails here fails alone.
+        # From here on only the controller waits for this rank: an error here affects no other rank.
         return results_of(output, batch, out, self._sampler) if self.mesh.is_sampling_rank else []
 
     def forget(self, request: Request) -> None:
@@ -79,7 +79,7 @@ class Stage:
     @torch.inference_mode()
     def _forward(self, batch: Batch, hidden: Tensor | None) -> Tensor:
         context = StepContext(batch.slots, batch.paged, self._kv_cache.keys, self._kv_cache.values)
-        # A step of mid-prompt chunks needs no logits; the module wants at least one row to make them for.
+        # A step of mid-prompt chunks needs no logits, but the module computes at least one row of them.
         rows = batch.logit_rows if len(batch.logit_rows) else batch.slots.new_zeros(1)
         received = {} if hidden is None else {"hidden": hidden}
         out = self._model.forward(batch.token_ids, batch.positions, rows, context, **received)
@@ -87,7 +87,7 @@ class Stage:
         return out
 
     def _failed(self, error: Exception, output: ScheduleOutput) -> None:
-        """See to it that nobody waits for this rank in vain. Raises RankFailure where that ends the replica."""
+        """Keep the other ranks from waiting for this one in vain. Raises RankFailure if the replica cannot go on."""
         ranks, mesh = self._ranks, self.mesh
         if is_of_a_group(error):
             neighbours = [r for r in range(mesh.num_ranks) if r != mesh.local_rank and r // mesh.tp == mesh.pp_rank]
@@ -104,7 +104,7 @@ class Stage:
     # -- between stages ---------------------------------------------------------------------------------------------
 
     def _receive(self, batch: Batch) -> Tensor | None:
-        """Hidden states [N, D] of the stage before; None at the first."""
+        """Receive the hidden states [N, D] of the stage before; None on the first stage."""
         if self.mesh.is_first_stage:
             return None
         assert self.mesh.stage_group is not None
@@ -123,5 +123,5 @@ class Stage:
         message = torch.cat([hidden, flag])
         work = self.mesh.stage_group.send([message], self.mesh.local_rank + self.mesh.tp, 0)
         self._sent.append((work, message))
-        if len(self._sent) > 4 * self.mesh.pp:  # more than may be in the air
+        if len(self._sent) > 4 * self.mesh.pp:  # more than may be in flight
             self._sent.popleft()[0].wait(timedelta(seconds=self._ranks.timeout_s))

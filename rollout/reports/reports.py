@@ -12,7 +12,7 @@ from .trace import Trace
 
 @dataclass(frozen=True)
 class Reports:
-    """Notes what happens to requests. Written by the engine's loop only."""
+    """The record of the events of requests. Written by the engine's loop only."""
 
     trace: Trace
     metrics: Metrics = field(default_factory=Metrics)

@@ -43,7 +43,7 @@ class Trace:
             self._file.write("[\n")
 
     def start(self, path: str | Path) -> bool:
-        """As `open`, but return False where a file is open already."""
+        """Do as `open`, but return False if a file is open already."""
         if self.is_on:
             return False
         self.open(path)

@@ -1,9 +1,10 @@
-"""The tensors of one step, from what the scheduler decided and what the worker manager knows."""
+"""The tensors of one step, made from the scheduler's output and the worker manager's sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,32 +18,32 @@ from ..sequences.worker_manager import WorkerSequenceManager
 
 @dataclass(frozen=True)
 class KnownRows:
-    """Rows whose logits give log-probabilities of tokens that one sequence has already."""
+    """Rows whose logits give log-probabilities of tokens that one sequence already has."""
 
     request: Request
-    token_ids: list[int]  # one a row: the token after it, as it was then; a preemption may undo a jump meanwhile
+    token_ids: list[int]  # one a row: the token after it, a copy, since a preemption may undo a jump meanwhile
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step as tensors. Rows stand sequence by sequence, in the order of the schedule."""
+    """The tensors of one step. Rows are grouped by sequence, in the order of the schedule."""
 
     token_ids: Tensor  # int64 [N]
     positions: Tensor  # int64 [N]
     slots: Tensor  # int64 [N]: where each row's KV goes
     paged: PagedStep
-    logit_rows: Tensor  # int64: rows whose logits are needed: those sampled from, then the prompts', then the jumps'
+    logit_rows: Tensor  # int64: rows whose logits are needed: the sampled ones, then the prompts', then the jumps'
     sampled: tuple[Request, ...]  # one per sampled row
     prompts: tuple[KnownRows, ...]
     jumps: tuple[KnownRows, ...] = ()  # of tokens that were not sampled
-    allowed: tuple[bytes | None, ...] = ()  # per sampled row: what a grammar allows; empty: nobody has one
-    is_decode: bool = False  # one row a sequence, each sampled from, and nothing else asked of it
+    allowed: tuple[bytes | None, ...] = ()  # per sampled row: the tokens its grammar allows; empty: no grammars
+    is_decode: bool = False  # one row a sequence, each only sampled from
 
     def to(self, device: torch.device) -> Batch:
-        """The same on a device; itself where it is there."""
+        """Copy the batch to a device; returns itself if it is there already."""
         if self.slots.device == device:
             return self
-        to = {"device": device, "non_blocking": True}
+        to: dict[str, Any] = {"device": device, "non_blocking": True}
         paged = self.paged
         return replace(
             self,
@@ -75,7 +76,12 @@ def build_batch(
     tables = workers.block_tables.gather([item.id for item in items])
     slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
     token_ids: list[int] = []
-    sampled, sampled_rows, prompts, prompt_rows, jumps, jump_rows = [], [], [], [], [], []
+    sampled: list[Request] = []
+    prompts: list[KnownRows] = []
+    jumps: list[KnownRows] = []
+    sampled_rows: list[int] = []
+    prompt_rows: list[int] = []
+    jump_rows: list[int] = []
     allowed: list[bytes | None] = []
     for index, item in enumerate(items):
         sequence, request = workers.sequence(item.id), requests[item.id]
@@ -89,16 +95,16 @@ def build_batch(
             sampled_rows.append(query_start[index + 1] - 1)
             allowed.append(item.allowed)
         if request.wants_prompt_logprobs and item.start < request.sequence.num_prompt_tokens:
-            rows = _prompt_rows(request, item, query_start[index])
-            if len(rows):
-                first_token = int(positions[rows[0]]) + 1
-                prompts.append(KnownRows(request, sequence.token_ids[first_token : first_token + len(rows)]))
-                prompt_rows += rows
+            asked = _prompt_rows(request, item, query_start[index])
+            if len(asked):
+                first_token = int(positions[asked[0]]) + 1
+                prompts.append(KnownRows(request, sequence.token_ids[first_token : first_token + len(asked)]))
+                prompt_rows += asked
         if item.jump:
             num_jumped, end_row = len(item.jump.token_ids), int(query_start[index + 1]) - 1
             jumps.append(KnownRows(request, sequence.token_ids[-num_jumped:]))
             jump_rows += range(end_row - num_jumped, end_row)
-    to = {"device": device, "non_blocking": True}
+    to: dict[str, Any] = {"device": device, "non_blocking": True}
     return Batch(
         token_ids=torch.tensor(token_ids).to(**to),
         positions=torch.from_numpy(positions).to(**to),
@@ -118,7 +124,7 @@ def build_batch(
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """A step of one row a sequence, before it is tensors."""
+    """The rows of a decode step, one a sequence, before they become tensors."""
 
     ids: list[str]
     token_ids: list[int]
@@ -130,7 +136,7 @@ class DecodeRows:
 def _decode_rows(
     items: tuple[ScheduledSequence, ...], workers: WorkerSequenceManager, requests: Mapping[str, Request]
 ) -> DecodeRows | None:
-    """The rows of a step that samples after one row of each sequence; None where it is another kind of step."""
+    """Return the rows of a step that samples after one row of each sequence; None for any other step."""
     ids, token_ids, positions, batched, allowed = [], [], [], [], []
     for id, _, start, _, _, _, jump, _, mask in items:
         tokens, request = workers.sequence(id).token_ids, requests[id]
@@ -152,7 +158,7 @@ def _decode_batch(rows: DecodeRows, workers: WorkerSequenceManager, block_size: 
     steps = np.arange(num_rows + 1)
     blocks, offsets = np.divmod(positions, block_size)
     slots = tables[steps[:-1], blocks] * np.int64(block_size) + offsets
-    to = {"device": device, "non_blocking": True}
+    to: dict[str, Any] = {"device": device, "non_blocking": True}
     return Batch(
         token_ids=torch.tensor(rows.token_ids).to(**to),
         positions=torch.from_numpy(positions).to(**to),
@@ -171,7 +177,7 @@ def _decode_batch(rows: DecodeRows, workers: WorkerSequenceManager, block_size: 
 
 
 def _prompt_rows(request: Request, item: ScheduledSequence, first_row: int) -> range:
-    """Rows of this item whose logits are about prompt tokens that are asked for and not yet recorded."""
+    """Return this item's rows whose logits score requested prompt tokens that have no score yet."""
     first_token = max(request.options.logprob_start_len + len(request.record.prompt_logprobs), item.start + 1)
     last_token = min(item.start + item.num_tokens, request.sequence.num_prompt_tokens - 1)
     start = int(first_row) + first_token - 1 - item.start

@@ -1,9 +1,9 @@
-"""Decode steps on a CPU, recorded as the calls they come down to and replayed without the module's Python.
+"""Decode steps on a CPU, recorded as a list of calls and replayed without the module's Python.
 
-While a step is recorded, torch's operations are seen by a dispatch mode, our kernels' calls by `native.run`. What they
-make lies in pieces of memory that stay the record's; views and Python's own work leave nothing to be replayed. As with
-CUDA graphs a record holds as long as what it reads stays where it is, and only for steps that ask nothing of the data.
-Unlike a GPU, a CPU does not refuse the others, so a record is tried on a step before it is trusted.
+While a step is recorded, a dispatch mode records torch's operations and `native.run` records our kernels' calls. Their
+results are placed in memory that belongs to the record; views and Python's own work are not replayed. As with CUDA
+graphs, a record is valid while the memory that it reads does not move, and only if no operation depends on the data's
+values. A GPU refuses other steps during a capture; a CPU does not, so a record is compared with a plain step first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .recorders import Run
 
 logger = logging.getLogger(__name__)
 
-PLAIN_STEPS = 8  # of a size before it is recorded: as long as recording and trying it take
+PLAIN_STEPS = 8  # of a size before it is recorded: about the time that recording and trying take
 _ALIGNMENT = 64
 _aten = torch.ops.aten
 _EMPTY = {_aten.empty, _aten.new_empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty_strided}
@@ -35,19 +35,21 @@ _REFUSED = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, 
 
 
 class CPUGraphs:
-    """Records the steps of one module."""
+    """A recorder of one module's steps."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = list(module.modules())
 
     def record(self, run: Run) -> Run:
-        """What to call in place of `run`, which reads and writes fixed memory and returns its results: tensors that
-        the next call may overwrite."""
+        """Return the function to call in place of `run`. Its results are tensors that the next call may overwrite.
+
+        `run` reads and writes fixed memory and returns its results.
+        """
         return _Step(run, lambda: has_hooks(self._modules))
 
 
 class _Step:
-    """Plain for a while, then recorded, tried on the next step, and from then on replayed."""
+    """A step that runs plain a few times, is recorded, tried on the next call, and replayed from then on."""
 
     def __init__(self, run: Run, has_hooks: Callable[[], bool]) -> None:
         self._run, self._has_hooks = run, has_hooks
@@ -88,12 +90,12 @@ class _Step:
 
 @dataclass
 class _Record:
-    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]  # in their order; true stands for an error
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]  # in their order; a true result is an error
     results: Sequence[Tensor]
-    pieces: list[Tensor]  # the memory that the calls know by its addresses
+    pieces: list[Tensor]  # the memory whose addresses the calls use
 
     def replay(self) -> Sequence[Tensor] | None:
-        """The results; None where a call found its input wrong, which the plain call can explain."""
+        """Replay the calls and return the results; None if a call refuses its input. The plain call explains why."""
         for function, arguments in self.calls:
             if function(*arguments):
                 return None
@@ -101,23 +103,23 @@ class _Record:
 
 
 class _Unrecordable(Exception):
-    """The step asks something of its data."""
+    """The step depends on the values of its data."""
 
 
 class _Recording(TorchDispatchMode):
-    """Sees the operations of one run."""
+    """A dispatch mode that records the operations of one run."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = []
         self._pieces = _Pieces()
-        # Left, right and their sum, if that was the last call. While it is here, nothing is made in their memory.
+        # Left, right and their sum, if that was the last call. The reference keeps their memory from being reused.
         self._sum: tuple[Tensor, Tensor, Tensor] | None = None
 
     def record(self, run: Run) -> _Record:
         with native.recorded_by(self._native_call), self:
             results = run()
-        # Only now: what a call holds on to is not given to a later one.
+        # The calls are made last: a piece that a call references would not be reused for later results.
         return _Record([make() for make in self._calls], results, self._pieces.all)
 
     def _native_call(self, function: Callable[..., Any], arguments: tuple[Any, ...], kept: object) -> None:
@@ -171,7 +173,7 @@ class _Recording(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor in a piece, without a reference that would keep the piece from being used again."""
+    """A tensor's place in a piece, without a reference that would keep the piece from being reused."""
 
     piece: Tensor
     dtype: torch.dtype
@@ -179,9 +181,14 @@ class _Place:
     stride: tuple[int, ...]
     offset: int
 
+    def tensor(self) -> Tensor:
+        """Return the tensor at this place."""
+        empty = torch.empty(0, dtype=self.dtype)
+        return empty.set_(self.piece.untyped_storage(), self.offset, self.size, self.stride)
+
 
 class _Pieces:
-    """Memory for what a step makes on its way. A piece is given again once no tensor lies in it."""
+    """Memory for a step's intermediate results. A piece is reused once it holds no tensor."""
 
     def __init__(self) -> None:
         self.all: list[Tensor] = []  # uint8 [bytes]
@@ -189,7 +196,7 @@ class _Pieces:
         self._unused = _num_users(torch.empty(1, dtype=torch.uint8))
 
     def like(self, tensor: Tensor) -> Tensor:
-        """An uninitialised tensor of that layout."""
+        """Return an uninitialised tensor with the layout of `tensor`."""
         extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         num_bytes = -(-extent * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
         fitting = [p for p in self.all if num_bytes <= len(p) <= 2 * num_bytes and _num_users(p) == self._unused]
@@ -199,7 +206,7 @@ class _Pieces:
             piece = torch.empty(num_bytes, dtype=torch.uint8)
             self.all.append(piece)
             self._by_address[piece.data_ptr()] = piece
-        return _tensor_at(_Place(piece, tensor.dtype, tensor.shape, tensor.stride(), 0))
+        return _Place(piece, tensor.dtype, tensor.shape, tensor.stride(), 0).tensor()
 
     def place_of(self, value: object) -> object:
         if not isinstance(value, Tensor) or not value.numel():
@@ -207,23 +214,20 @@ class _Pieces:
         piece = self._by_address.get(value.untyped_storage().data_ptr())
         if piece is None:
             return value  # a weight, a buffer, an input
-        return _Place(piece, value.dtype, value.shape, value.stride(), value.storage_offset())
+        return _Place(piece, value.dtype, value.shape, value.stride(), int(value.storage_offset()))
 
 
 def _num_users(piece: Tensor) -> int:
-    """Tensors and their like that lie in the piece, itself included."""
+    """Return the number of references to the piece's storage, its own included."""
     return torch._C._storage_Use_Count(piece.untyped_storage()._cdata)
 
 
-def _tensor_at(place: object) -> object:
-    if not isinstance(place, _Place):
-        return place
-    empty = torch.empty(0, dtype=place.dtype)
-    return empty.set_(place.piece.untyped_storage(), place.offset, place.size, place.stride)
+def _tensor_at(value: object) -> object:
+    return value.tensor() if isinstance(value, _Place) else value
 
 
 def _writing_variant(func: Any) -> Any | None:
-    """The overload that is the same but for writing its one result to `out`."""
+    """Return the overload with equal arguments that writes its one result to `out`; None if there is none."""
     arguments = [(a.name, str(a.type)) for a in func._schema.arguments]
     for name in func.overloadpacket.overloads():
         variant = getattr(func.overloadpacket, name)
@@ -241,7 +245,7 @@ def _tensors(tree: object) -> list[Tensor]:
 
 
 def _takes_rows(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether it indexes by numbers: by a mask, the size of the result would depend on the data."""
+    """Return whether the operation indexes by numbers. With a mask, the result's size would depend on the data."""
     masks = (torch.bool, torch.uint8)
     return func is _aten.index.Tensor and all(index is None or index.dtype not in masks for index in args[1])
 
@@ -254,7 +258,7 @@ def _quiet(call: Callable[[], object]) -> Callable[[], None]:
 
 
 def _keeping(function: Callable[..., Any], kept: object) -> Callable[..., Any]:
-    """The function, with what its arguments point into."""
+    """Return the function with a reference to `kept`, the memory that its arguments point into."""
     if kept is None:
         return function
 

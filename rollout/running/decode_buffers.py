@@ -16,30 +16,30 @@ from ...kernels.sampling.draws import RowSettings
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """One row a sequence, on the host."""
+    """The inputs of one decode step on the host, one row a sequence."""
 
-    token_ids: np.ndarray  # int64 [n]; where `sources` is given, what is there is not read
+    token_ids: np.ndarray  # int64 [n]; not read if `sources` is given
     positions: np.ndarray  # int64 [n]
     slots: np.ndarray  # int64 [n]
     block_tables: np.ndarray  # int32 [n, up to W]
-    settings: RowSettings | None  # of the host; None: nothing is drawn that anybody reads
-    sources: np.ndarray | None = None  # int64 [n]: the rows of the step before whose tokens these rows run
+    settings: RowSettings | None  # on the host; None: the drawn tokens are not read
+    sources: np.ndarray | None = None  # int64 [n]: rows of the step before, whose drawn tokens are these rows' inputs
 
 
 @dataclass
 class Buffers:
-    """What the recorded steps read and write; never made anew."""
+    """The memory that recorded steps read and write. It is allocated once."""
 
     token_ids: Tensor  # int64 [M]
     positions: Tensor  # int64 [M]
-    noise_positions: Tensor  # int64 [M]: of the tokens that are drawn
+    noise_positions: Tensor  # int64 [M]: positions of the tokens that are drawn
     slots: Tensor  # int64 [M]
     sources: Tensor  # int64 [M]
     context_lens: Tensor  # int32 [M]
     block_tables: Tensor  # int32 [M, W]
     settings: RowSettings
     logit_rows: Tensor  # int64 [M]: 0, 1, 2, ...
-    query_start: Tensor  # int32 [M + 1]: likewise
+    query_start: Tensor  # int32 [M + 1]: 0, 1, 2, ...
     drawn_ids: Tensor  # int64 [M]
     drawn_logprobs: Tensor  # float32 [M]
 
@@ -71,9 +71,9 @@ class Buffers:
 
 @dataclass
 class Staging:
-    """Host memory that copies of one step to and from the device pass through."""
+    """Host memory for one step's copies to and from the device."""
 
-    numbers: Tensor  # int64 [5, M]: token ids, positions, those of the noise, slots, sources
+    numbers: Tensor  # int64 [5, M]: token ids, positions, noise positions, slots, sources
     context_lens: Tensor  # int32 [M]
     block_tables: Tensor  # int32 [M, W]
     drawn_ids: Tensor  # int64 [M]
@@ -96,7 +96,7 @@ class Staging:
 
 
 class DecodedStep:
-    """A step in the device's queue."""
+    """A decode step in the device's queue."""
 
     def __init__(self, num_rows: int, logits: Tensor, staging: Staging) -> None:
         self.num_rows = num_rows
@@ -104,11 +104,11 @@ class DecodedStep:
         self._staging = staging
 
     def wait(self) -> None:
-        """Return once it has run."""
+        """Return once the step has run."""
         self._staging.wait()
 
     def drawn(self) -> tuple[list[int], list[float]]:
-        """Wait for the step: its tokens and their log-probabilities. To be asked before two further steps ran."""
+        """Wait for the step and return its tokens and their log-probabilities. Call it before two further steps run."""
         self.wait()
         staging, n = self._staging, self.num_rows
         return staging.drawn_ids[:n].tolist(), staging.drawn_logprobs[:n].tolist()

@@ -1,12 +1,12 @@
 """Decode steps of fixed sizes, each recorded once and replayed: a CUDA graph on a GPU, the kernels' calls on a CPU.
 
 A step of n rows runs at the smallest size of a ladder that holds it, over input buffers that are the same memory in
-every step. Rows that only pad repeat the row with the shortest context: they write to its slot what it writes there, so
-they need no block of their own and change nothing.
+every step. Padding rows repeat the row with the shortest context: they write the same bytes to its slot, so they need
+no block of their own and change nothing.
 
-A record stays good while weights and KV stay where they are. Weights are updated in place, so a commit keeps it; memory
-that was released and made again does not. What was drawn stays on the device and can feed the next step, which may so
-be put in the queue before the host has read it; the host reads a step through an event, when it wants its results.
+A record is valid while weights and KV do not move. A commit updates weights in place and keeps the records; memory
+that was released and allocated again drops them. Drawn tokens stay on the device and can be the next step's inputs, so
+that step can enter the queue before the host has read them; the host waits for an event when it needs the results.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .recorders import CUDAGraphs, Recorder, Run
 
 _NUM_STAGINGS = 2  # steps that may be in the queue
 _LADDER = (1, 2, 4, *range(8, 257, 8))
-_CPU_LADDER = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8))  # where rows that pad cost time
+_CPU_LADDER = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8))  # finer: padding rows cost time
 
 
 def decode_ladder(asked: Sequence[int] | None, max_num_seqs: int, device: torch.device) -> tuple[int, ...]:
-    """Sizes to record, ascending: those asked for, or a ladder up to `max_num_seqs`, or to where it gains nothing."""
+    """Return the sizes to record, ascending: `asked`, or a ladder up to `max_num_seqs` or the last useful size."""
     if asked is not None:
         return tuple(sorted({min(size, max_num_seqs) for size in asked}))
     ladder = _LADDER if device.type == "cuda" else _CPU_LADDER
@@ -42,7 +42,7 @@ def decode_ladder(asked: Sequence[int] | None, max_num_seqs: int, device: torch.
 
 
 def why_not_recorded(model: HostedModel) -> str | None:
-    """What stands against recording the model's decode steps; None: nothing."""
+    """Return the reason why the model's decode steps cannot be recorded, or None if they can."""
     guarantee = model.numerics.guarantee
     path = guarantee.attention if guarantee else attention_path(model.device, model.dtype)
     wrong = []
@@ -58,33 +58,36 @@ def why_not_recorded(model: HostedModel) -> str | None:
 
 
 class DecodeGraphs:
-    """Runs decode steps at the sizes of a ladder. One thread at a time; in inference mode."""
+    """Decode steps at the sizes of a ladder. One thread at a time; in inference mode."""
 
     def __init__(
         self, model: HostedModel, kv_cache: KVCache, sizes: Sequence[int], width: int, recorder: Recorder | None = None
     ) -> None:
-        """sizes: ascending, at least one; width: blocks of the longest table."""
+        """Allocate the buffers; records nothing yet.
+
+        sizes: ascending, at least one; width: blocks of the longest table.
+        """
         self._model, self._kv_cache, self.sizes = model, kv_cache, tuple(sizes)
         device = model.device
         self._recorder = recorder or (CUDAGraphs(device) if device.type == "cuda" else CPUGraphs(model.module))
         self._buffers = Buffers.make(self.sizes[-1], width, device)
         self._stagings = [Staging.make(self.sizes[-1], width, device.type == "cuda") for _ in range(_NUM_STAGINGS)]
-        self._tables = np.zeros((self.sizes[-1], width), np.int32)  # as the device has them
-        self._settings: RowSettings | None = None  # as the device has them, for so many rows:
+        self._tables = np.zeros((self.sizes[-1], width), np.int32)  # a copy of the device's tables
+        self._settings: RowSettings | None = None  # the device's settings, for this many rows:
         self._settings_size = 0
         self._records: dict[int, Run] = {}
         owners = [owner for module in model.module.modules() for owner in (module._parameters, module._buffers)]
-        self._owners = [owner for owner in owners if owner]  # by name; what a name stands for may be replaced
-        self._memory: list[int] = []  # that the records read: addresses
+        self._owners = [owner for owner in owners if owner]  # by name; a name's tensor may be replaced
+        self._memory: list[int] = []  # addresses that the records read
         self._num_steps = 0
         self.num_tables_sent = 0  # rows of block tables that had changed
 
     def size_for(self, num_rows: int) -> int | None:
-        """The smallest size that holds so many rows; None beyond the ladder."""
+        """Return the smallest size that holds `num_rows` rows; None beyond the ladder."""
         return next((size for size in self.sizes if size >= num_rows), None)
 
     def forget(self) -> None:
-        """Drop all records, and the memory they hold."""
+        """Drop all records and the memory that they hold."""
         self._records.clear()
         self._memory = []
 
@@ -99,7 +102,7 @@ class DecodeGraphs:
             self._memory = memory
         staging = self._stagings[self._num_steps % _NUM_STAGINGS]
         self._num_steps += 1
-        staging.wait()  # of a step whose results nobody asked for, if it has not run yet
+        staging.wait()  # its step may still run if its results were never read
         self._fill(inputs, size, staging)
         record = self._records.get(size)
         if record is None:
@@ -114,13 +117,13 @@ class DecodeGraphs:
         return DecodedStep(num_rows, logits, staging)
 
     def _addresses(self) -> list[int]:
-        """Where everything lies that a record reads and that others may move; and what else it holds on to."""
+        """Return the addresses of all memory that a record reads and that may move, and the number of threads."""
         hosted = (tensor for owner in self._owners for tensor in owner.values() if tensor is not None)
         tensors = (*self._kv_cache.keys, *self._kv_cache.values, *hosted)
         return [torch.get_num_threads(), *(tensor.data_ptr() for tensor in tensors)]
 
     def _record(self, size: int) -> Run:
-        """Logits [size, V], drawn tokens and log-probabilities of the step in the buffers."""
+        """Record the step in the buffers: its logits [size, V], drawn tokens and log-probabilities."""
         b = self._buffers
         paged = PagedStep(b.block_tables[:size], b.query_start[: size + 1], b.context_lens[:size])
         token_ids, positions, rows = b.token_ids[:size], b.positions[:size], b.logit_rows[:size]
@@ -144,7 +147,7 @@ class DecodeGraphs:
         b.drawn_logprobs[:num_rows].copy_(drawn.logprobs)
 
     def _fill(self, inputs: DecodeInputs, size: int, staging: Staging) -> None:
-        """Bring the inputs to the buffers, padded to `size`. Of the tables, rows that have changed."""
+        """Copy the inputs to the buffers, padded to `size`. Of the tables, only changed rows are copied."""
         num_rows, b = len(inputs.positions), self._buffers
         rows = np.full(size, inputs.positions.argmin())
         rows[:num_rows] = np.arange(num_rows)
@@ -175,7 +178,7 @@ class DecodeGraphs:
             self._buffers.block_tables[row, :width].copy_(staging.block_tables[row, :width], non_blocking=True)
 
     def _fill_settings(self, settings: RowSettings | None, rows: np.ndarray) -> None:
-        """They change with who is in the batch: a sampler gives the same object for the same batch."""
+        """Copy the settings if the batch has changed: a sampler returns the same object for the same batch."""
         if settings is None or (settings is self._settings and len(rows) == self._settings_size):
             return
         self._settings, self._settings_size = settings, len(rows)

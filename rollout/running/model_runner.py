@@ -1,4 +1,4 @@
-"""Runs steps on one rank that has the whole model: batch, forward, sampling."""
+"""The runner of a rank that has the whole model: batch, forward, sampling."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Results = Callable[[], list[SequenceResult]]
 
 
 class ModelRunner:
-    """The runner of one rank. It reads what the worker manager knows and writes KV.
+    """The runner of one rank. It reads the worker manager's sequences and writes KV.
 
-    With `overlap` steps run beside the caller, one after another, and `launch` returns at once: on a thread of their
-    own, or in the queue of a GPU that replays graphs. With graphs and `begins_ahead` a decode step is even begun before
-    the last one has landed (`anticipate`): its tokens are on the device.
+    With `overlap`, steps run beside the caller, one after another, and `launch` returns at once: they run on a thread
+    of their own, or in the queue of a GPU that replays graphs. With graphs and `begins_ahead`, a decode step can begin
+    before the last one is delivered (`anticipate`), since its input tokens are on the device.
     """
 
     num_stages = 1
@@ -56,17 +56,17 @@ class ModelRunner:
         self._thread = ThreadPoolExecutor(1, "lockstep-model") if overlap and not has_queue else None
         self.workers = WorkerSequenceManager(self.num_stages)
         self.num_forwards = 0
-        self.num_begun = 0  # steps that were begun before the one before had landed
-        self._newest: _Decode | None = None  # the newest step, where its tokens are in the graphs' buffers
+        self.num_begun = 0  # steps that began before the step before was delivered
+        self._newest: _Decode | None = None  # the newest step, if its tokens are in the graphs' buffers
         self._begun: _Decode | None = None  # a step that will probably be launched
 
     def launch(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> LaunchedStep:
-        """Run the step, or give it to the thread or the GPU. The managers are read here, and nowhere else."""
+        """Run the step, or give it to the thread or the GPU. Reads the managers here only, not while the step runs."""
         begun, self._begun = self._begun, None
         if begun is not None and begun.holds(output):
             self._newest = begun
             return LaunchedStep(lambda: begun.results(output, requests))
-        # A GPU gets its copies with those of the graphs, or all at once.
+        # With graphs the batch stays on the host: it is copied with the graphs' inputs, or as a whole when it runs.
         on = torch.device("cpu") if self._graphs is not None else self._model.device
         batch = build_batch(output, self.workers, requests, self._block_size, on)
         self._newest = None
@@ -77,17 +77,18 @@ class ModelRunner:
             batch.token_ids.numpy(), batch.positions.numpy(), batch.slots.numpy(), batch.paged.block_tables.numpy(),
             settings,
         )  # fmt: skip
-        if settings is None:  # the host has a say in what is sampled
+        if settings is None:  # the host takes part in sampling
             return LaunchedStep(self._start(output, lambda: self._decode_with_host(output, batch, inputs)))
         self._newest = step = self._decode(output, inputs)
         return LaunchedStep(lambda: step.results(output, requests))
 
     def anticipate(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> None:
-        """Begin a step that will be launched once the one in the air has landed, less those that end with it, if that
-        takes nothing which the host has yet to learn. The managers do not know the step yet.
+        """Begin the step that will probably be launched next, if its inputs are on the device already.
 
-        What ends wastes a row: it writes behind the sequence's last token, into a block that nobody else has before
-        a later step. A step that is not launched after all has changed nothing that is read again: `settle` comes then.
+        The step in flight has not been delivered, and the managers do not know the new step yet. A sequence that ends
+        in the step in flight wastes a row here: the row writes after the sequence's last token, into a block that no
+        other sequence gets before a later step. A step that is never launched has changed nothing that is read again;
+        call `settle` then.
         """
         newest, graphs = self._newest, self._graphs
         if not self._begins_ahead or newest is None or output.preempted or output.exhausted or output.ignored:
@@ -113,14 +114,14 @@ class ModelRunner:
         self._begun = self._decode(output, inputs)
 
     def settle(self) -> None:
-        """A step that was begun, if there is one, is not wanted: wait until it touches nothing any more."""
+        """Cancel the step that `anticipate` began, if any. Returns when it no longer reads or writes KV."""
         begun, self._begun = self._begun, None
         if begun is not None:
-            self._newest = None  # the buffers hold tokens that never were
+            self._newest = None  # the buffers hold tokens of the cancelled step
             begun.settle()
 
     def release_memory(self) -> None:
-        """KV or weights are about to be released: keep nothing that was recorded of them. Nothing is in flight."""
+        """Drop all records before KV or weights are released. No step is in flight."""
         self.settle()
         if self._graphs is not None:
             self._graphs.forget()
@@ -133,7 +134,7 @@ class ModelRunner:
             self._thread.shutdown()
 
     def _start(self, output: ScheduleOutput, run: Callable[[], Results]) -> Results:
-        """Run a step whose results its last call makes: here and now, on the thread, or into the GPU's queue."""
+        """Run a step at once, on the thread, or in the GPU's queue. The returned function gives its results."""
         size = {"rows": output.num_tokens, "sequences": len(output.scheduled)}
         launched = time.perf_counter()
 
@@ -152,7 +153,7 @@ class ModelRunner:
     def _run(self, output: ScheduleOutput, batch: Batch) -> Results:
         batch = batch.to(self._model.device)
         context = StepContext(batch.slots, batch.paged, self._kv_cache.keys, self._kv_cache.values)
-        # A step of mid-prompt chunks needs no logits; the module wants at least one row to make them for.
+        # A step of mid-prompt chunks needs no logits, but the module computes at least one row of them.
         rows = batch.logit_rows if len(batch.logit_rows) else batch.slots.new_zeros(1)
         logits = self._model.forward(batch.token_ids, batch.positions, rows, context)
         self.num_forwards += 1
@@ -166,7 +167,7 @@ class ModelRunner:
         return torch.inference_mode()(lambda: results_of(output, batch, logits, self._sampler))
 
     def _decode(self, output: ScheduleOutput, inputs: DecodeInputs) -> _Decode:
-        """Run a decode step that the device can do alone, or have it run."""
+        """Run a decode step that needs no host for sampling, here or on the thread."""
         launched, graphs = time.perf_counter(), self._graphs
         assert graphs is not None
 
@@ -194,13 +195,13 @@ class _Decode:
         self.rows = {(item.id, item.incarnation): row for row, item in enumerate(self.output.scheduled)}
 
     def holds(self, output: ScheduleOutput) -> bool:
-        """Whether this is the step, less some of its rows."""
+        """Return whether `output` is this step, with all or some of its rows."""
         if output.step != self.output.step:
             return False
         return output.scheduled == self.output.scheduled or set(output.scheduled) <= set(self.output.scheduled)
 
     def results(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> list[SequenceResult]:
-        """Of the rows that are wanted. Raises BrokenLogits, and what failed."""
+        """Return the results of the rows in `output`. Raises BrokenLogits, and the error of a step that failed."""
         step = self.step.result() if isinstance(self.step, Future) else self.step
         token_ids, logprobs = step.drawn()
         if len(output.scheduled) < len(token_ids):
@@ -217,12 +218,12 @@ class _Decode:
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step on the only stage there is."""
+    """A step on a runner with one stage."""
 
     results: Results
 
     def wait_first_stage(self) -> None:
-        """Nothing comes behind it on this stage."""
+        """Return at once: the loop needs no wait with one stage."""
 
     def abandon(self) -> None:
-        """Who is launched next waits for its turn, and nobody keeps what comes of this step."""
+        """Do nothing: a step launched later waits for its turn, and the results are kept by this handle only."""

@@ -1,4 +1,4 @@
-"""Turn a decode step over fixed memory into a function that runs it again: as it is, or as a CUDA graph.
+"""Turn a decode step over fixed memory into a function that runs it again: a plain call or a CUDA graph.
 
 `cpu_graphs.py` has the recorder for a CPU.
 """
@@ -11,29 +11,32 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_NUM_WARM_UPS = 2  # before a capture: compiles kernels, and makes the workspaces that libraries keep
+_NUM_WARM_UPS = 2  # before a capture: compiles kernels and allocates the libraries' workspaces
 
 Run = Callable[[], Sequence[Tensor]]
 
 
 class Recorder(Protocol):
-    """How a step that reads and writes fixed memory becomes something to be run again."""
+    """The interface of a recorder: it turns a step over fixed memory into a function that runs it again."""
 
     def record(self, run: Run) -> Run:
-        """A function that does what `run` does, whose results the next call may overwrite. May call `run` several
-        times, and need not have its effect yet."""
+        """Return a function with the effect of `run`, whose results the next call may overwrite.
+
+        May call `run` several times. The step's effect is guaranteed only after a call of the returned function.
+        """
         ...
 
 
 class PlainCalls:
-    """For a CPU and a module whose steps cannot be recorded."""
+    """A recorder that returns the plain call, for modules whose steps cannot be recorded."""
 
     def record(self, run: Run) -> Run:
         return run
 
 
 class CUDAGraphs:
-    """Captures. All graphs share one memory pool: they run one after another, and what they leave is in our buffers."""
+    """A recorder that captures CUDA graphs. They run one after another and leave their results in our buffers, so all
+    share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -47,7 +50,7 @@ class CUDAGraphs:
                 run()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may talk to the device meanwhile: what they do is not ours to forbid.
+        # "thread_local": other threads may use the device during the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             results = run()
 

@@ -1,5 +1,4 @@
-"""What a step gives back, from its logits: the tokens sampled, and log-probabilities of prompts to be scored and of
-tokens that a jump put there."""
+"""The results of a step, computed from its logits: sampled tokens, and log-probabilities of prompts and of jumps."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from .sampler import Sampled, Sampler, prompt_listed_logprobs, prompt_logprobs, 
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-probabilities of the tokens that follow the rows asked for."""
+    """Log-probabilities of the tokens that follow some rows."""
 
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[TopLogprobs, ...] = ()
@@ -26,7 +25,10 @@ class Scores:
 
 
 def results_of(output: ScheduleOutput, batch: Batch, logits: Tensor, sampler: Sampler) -> list[SequenceResult]:
-    """One result per scheduled sequence, in order; logits [rows, V] of `batch.logit_rows`. Raises BrokenLogits."""
+    """Return one result per scheduled sequence, in order, from logits [rows, V] of `batch.logit_rows`.
+
+    Raises BrokenLogits.
+    """
     if batch.is_decode:
         choices = sampler.sample(logits, batch.sampled, batch.allowed)
         return [
@@ -48,7 +50,7 @@ def results_of(output: ScheduleOutput, batch: Batch, logits: Tensor, sampler: Sa
 def drawn_results(
     items: Sequence[ScheduledSequence], requests: Mapping[str, Request], token_ids: list[int], logprobs: list[float]
 ) -> list[SequenceResult]:
-    """One result per row of a decode step that drew all tokens itself. Raises BrokenLogits."""
+    """Return one result per row of a decode step that drew all tokens itself. Raises BrokenLogits."""
     refuse_broken([requests[item.id] for item in items], logprobs)
     return [
         SequenceResult(item.id, item.incarnation, 1, token_id, logprob)
@@ -64,7 +66,7 @@ def _sample(batch: Batch, logits: Tensor, sampler: Sampler) -> dict[str, Sampled
 
 
 def _score(known: Iterable[KnownRows], logits: Tensor) -> dict[str, Scores]:
-    """By sequence; logits [rows, V] of these rows, one after another."""
+    """Score known tokens; returns scores by sequence. logits [rows, V]: of these rows, one after another."""
     scored, first = {}, 0
     for rows in known:
         ids = torch.tensor(rows.token_ids, device=logits.device)

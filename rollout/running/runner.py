@@ -1,12 +1,13 @@
-"""What the loop asks of whoever runs its steps: one rank, or a replica whose stages hold a share of the layers each.
+"""The interface between the loop and the runner of its steps: one rank, or a replica with a share of the layers per
+stage.
 
-A launched step is a flight. It passes the stages one after another, and several flights may be in the air, one stage
-each. Two rules that everything above relies on:
+A launched step passes the stages one after another. Several steps may be in flight, one on each stage. The rooms above
+rely on two rules:
 
-- Every stage runs the flights in the order of their launches. So whatever an earlier flight still reads or writes of a
-  KV block happens, on every stage, before a later flight writes to it: a block may change hands between two launches.
-- The managers know a step before it is launched: `launch` comes after `on_schedule`, so a runner that sends what the
-  managers were told since its last launch keeps other ranks equal.
+- Every stage runs the steps in the order of their launches. An earlier step therefore finishes its reads and writes of
+  a KV block, on every stage, before a later step writes to it: a block may change its owner between two launches.
+- The managers know a step before it is launched: `launch` comes after `on_schedule`. A runner that sends all events
+  since its last launch therefore keeps the other ranks' managers equal.
 """
 
 from __future__ import annotations
@@ -21,33 +22,35 @@ from ..sequences.worker_manager import WorkerSequenceManager
 
 
 class StepHandle(Protocol):
-    """A step that was launched."""
+    """The interface of a launched step."""
 
     def wait_first_stage(self) -> None:
-        """Return once the step's rows have left the first stage. The loop asks after each launch, before it schedules
-        again, where there is more than one stage. Raises what failed."""
+        """Return once the step's rows have left the first stage. Raises the error of a step that failed.
+
+        With more than one stage, the loop calls it after each launch, before it schedules again.
+        """
         ...
 
     def results(self) -> list[SequenceResult]:
-        """Wait for the last stage. One result per scheduled sequence, in the order of the schedule.
+        """Wait for the last stage and return one result per scheduled sequence, in the order of the schedule.
 
-        Called at most once, and in the order of the launches. Raises what failed.
+        Called at most once, and in the order of the launches. Raises the error of a step that failed.
         """
         ...
 
     def abandon(self) -> None:
-        """Nobody will ask for the results: drop them when they come. Returns at once and raises nothing.
+        """Give up the results: they are dropped when they arrive. Returns at once and raises nothing.
 
-        The step may run on: flights that are launched later come after it on every stage.
+        The step may run on: steps that are launched later come after it on every stage.
         """
         ...
 
 
 class Runner(Protocol):
-    """Runs steps, in the order in which they are launched. One thread at a time calls it."""
+    """The interface of a runner: it runs steps in the order of their launches. One thread at a time calls it."""
 
-    num_stages: int  # as many flights may be in the air
-    workers: WorkerSequenceManager  # this rank's: whoever drives the runner tells it every event, as the controller's
+    num_stages: int  # the largest number of steps in flight
+    workers: WorkerSequenceManager  # this rank's; the caller passes it every event, as it does the controller's manager
     num_forwards: int  # launched or run on this rank since it was last set to 0
 
     @property
@@ -56,27 +59,28 @@ class Runner(Protocol):
         ...
 
     def launch(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> StepHandle:
-        """Give a step with rows to the first stage; `requests` holds those it runs, by id.
+        """Give a step with rows to the first stage. `requests` holds the requests that it runs, by id.
 
-        May run the first stage before it returns. When it raises, or a handle does, the loop abandons all flights and
-        everybody in them waits again: the step may have run in part, and no result of it will be taken.
+        May run the first stage before it returns. When it or a handle raises, the loop abandons all steps in flight and
+        their sequences wait again: the step may have run in part, and none of its results is used.
         """
         ...
 
     def anticipate(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> None:
-        """With one stage, and a step in the air: this one will probably be launched next, less those that end. It may
-        be begun; the managers do not know it yet."""
+        """Announce the step that will probably be launched next, without the sequences that end before. It may begin.
+
+        Called with one stage and a step in flight. The managers do not know the announced step yet.
+        """
         ...
 
     def settle(self) -> None:
-        """What was anticipated and not launched is not wanted: drop it, and return once it touches nothing."""
+        """Cancel the anticipated step unless it was launched. Returns when it no longer reads or writes KV."""
         ...
 
     def forget(self, request: Request) -> None:
-        """The request was answered: drop what is kept for it. Comes after its last results, or beside those that
-        nobody will take."""
+        """Drop the state of an answered request. Called after its last results, or while abandoned steps still run."""
         ...
 
     def close(self) -> None:
-        """End what it runs on. Nothing is in flight."""
+        """Stop the runner's threads. No step is in flight."""
         ...

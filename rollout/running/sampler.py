@@ -1,8 +1,8 @@
-"""Chooses the next token of each row. A row's choice depends on its own logits, settings, seed and position alone.
+"""Choose the next token of each row. A row's choice depends only on its own logits, settings, seed and position.
 
 The reported log-probability is log_softmax(logits / temperature) over the full vocabulary of the *model's* logits:
-penalties, logit_bias, a grammar and the top-k / top-p / min-p filters shape what is chosen, not what is reported, so
-that the trainer, which knows nothing of them, computes the same number. Letters: R rows, V vocabulary.
+penalties, logit_bias, a grammar and the top-k / top-p / min-p filters change the choice, but not the reported number,
+so that the trainer, which does not know them, computes the same number. Letters: R rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..errors import BrokenLogits
 from ..sampling_params import SamplingParams
 from ..sequences.request import Request
 
-# Beyond every logit, and still finite after division by the lowest temperature: a row never loses all its tokens.
+# Larger than every logit, and still finite after division by the lowest temperature: a row always keeps a token.
 _FAR = 1e30
 
 
@@ -34,20 +34,20 @@ class Sampled(NamedTuple):
     logprob: float
     top_logprobs: TopLogprobs
     listed_logprobs: ListedLogprobs = ()
-    masked_prob: float | None = None  # with a grammar: among the tokens it allowed, at the temperature
-    was_only_choice: bool = False  # it allowed no other
+    masked_prob: float | None = None  # with a grammar: the probability among its allowed tokens, at the temperature
+    was_only_choice: bool = False  # the grammar allowed no other token
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is asked for these requests, row by row: it stays while the batch does."""
+    """The sampling settings of a batch, row by row. Reused while the batch has the same requests."""
 
     requests: list[Request]
     settings: RowSettings
     reshaped: list[int]  # rows whose logits are changed at every step
-    reshaped_at_first: list[int]  # others that are until they have min_new_tokens
-    with_top: list[int]  # rows of which alternatives are wanted
-    with_listed: list[int]
+    reshaped_at_first: list[int]  # other rows, whose logits are changed until they have min_new_tokens
+    with_top: list[int]  # rows that report their most likely tokens
+    with_listed: list[int]  # rows that report the tokens that the request names
 
     @classmethod
     def of(cls, requests: list[Request], device: torch.device) -> _Plan:
@@ -73,18 +73,18 @@ class _Plan:
 
 
 class Sampler:
-    """Samples batches; keeps token counts for the requests whose penalties need them."""
+    """A sampler of batches. It keeps token counts for requests with penalties."""
 
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
         self._eos_token_ids = eos_token_ids
         self._counts: dict[Request, _Counts] = {}
         self._plan: _Plan | None = None  # of the newest batch
-        self._host_plan: _Plan | None = None  # likewise, of the newest that is drawn from without the host
+        self._host_plan: _Plan | None = None  # of the newest batch that is drawn without the host
 
     def sample(
         self, logits: Tensor, requests: Sequence[Request], allowed: Sequence[bytes | None] = ()
     ) -> list[Sampled]:
-        """One token per row of logits [R, V] (any float dtype), requests in row order. Raises BrokenLogits.
+        """Sample one token per row of logits [R, V] (any float dtype), requests in row order. Raises BrokenLogits.
 
         allowed: per row the tokens that may be chosen, one bit each; None: all. Empty: all in every row.
         """
@@ -92,7 +92,7 @@ class Sampler:
         plan = self._plan_of(requests, device)
         positions = torch.tensor([r.sequence.num_tokens for r in requests], dtype=torch.int64, device=device)
         masked = [row for row, mask in enumerate(allowed) if mask is not None]
-        packed = np.stack([np.frombuffer(allowed[row], np.uint8) for row in masked]) if masked else None
+        packed = np.stack([np.frombuffer(mask, np.uint8) for mask in allowed if mask is not None]) if masked else None
         masks = None if packed is None else (_on(device, masked), torch.from_numpy(packed).to(device))
         drawn = draw_tokens(logits, plan.settings, positions, self._reshaped(logits, plan, allowed), masks)
         logprobs = drawn.logprobs.tolist()
@@ -107,7 +107,7 @@ class Sampler:
         return choices
 
     def forget(self, request: Request) -> None:
-        """The request is answered."""
+        """Drop the state of an answered request."""
         self._counts.pop(request, None)
         plan, host_plan = self._plan, self._host_plan
         if plan is not None and request in plan.requests:
@@ -116,9 +116,11 @@ class Sampler:
             self._host_plan = None
 
     def settings_of(self, requests: Sequence[Request]) -> RowSettings | None:
-        """How these rows are drawn where `draw_tokens` is all there is to it: tensors of the host, the same object
-        while the batch is the same. None where logits are reshaped, or more is reported than the token. Grammars are
-        the caller's to know of."""
+        """Return the rows' settings on the host if `draw_tokens` alone can sample them, else None.
+
+        The same object while the batch is the same. None if logits are reshaped, or if more is reported than the token.
+        Does not look for grammars: the caller must.
+        """
         plan, wanted = self._host_plan, list(requests)
         if plan is None or plan.requests != wanted:
             plan = self._host_plan = _Plan.of(wanted, torch.device("cpu"))
@@ -136,7 +138,7 @@ class Sampler:
         return plan
 
     def _reshaped(self, logits: Tensor, plan: _Plan, allowed: Sequence[bytes | None]) -> tuple[Tensor, Tensor] | None:
-        """The rows whose logits are not to be drawn from as they are, and what to draw from there."""
+        """Return the rows whose logits are changed before the draw, and the changed logits; None without such rows."""
         rows = list(plan.reshaped)
         for row in plan.reshaped_at_first:
             request = plan.requests[row]
@@ -151,7 +153,7 @@ class Sampler:
         return _on(logits.device, rows), values
 
     def _reshape(self, logits: Tensor, request: Request) -> Tensor:
-        """Penalties, logit_bias and the ban on stopping early, on one row [V]."""
+        """Apply penalties, logit_bias and the ban on early stops to one row [V]."""
         params = request.params
         if params.needs_penalties:
             counts = self._counts.get(request)
@@ -171,7 +173,7 @@ class Sampler:
 
 
 class _Counts:
-    """How often each token stands in a sequence, kept up as it grows. Work per step is the new tokens only."""
+    """Counts of each token in one growing sequence. An update costs the new tokens only."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._in_output = torch.zeros(vocab_size, device=device)
@@ -196,7 +198,7 @@ class _Counts:
 
 
 def refuse_broken(requests: Sequence[Request], logprobs: Sequence[float]) -> None:
-    """Raises BrokenLogits where the log-probability of a row's token is NaN."""
+    """Raise BrokenLogits if the log-probability of a row's token is NaN."""
     if any(value != value for value in logprobs):
         broken = [r.id for r, value in zip(requests, logprobs, strict=True) if value != value]
         count = f"{len(broken)} sequences, {broken[0]!r} first"
@@ -204,7 +206,7 @@ def refuse_broken(requests: Sequence[Request], logprobs: Sequence[float]) -> Non
 
 
 def _temperature(request: Request) -> float:
-    """What logits are divided by: greedy rows report the plain log_softmax."""
+    """Return the divisor of the logits. It is 1 for greedy rows: they report the plain log_softmax."""
     return 1.0 if request.params.is_greedy else float(request.params.temperature)
 
 
@@ -217,7 +219,7 @@ def _on(device: torch.device, rows: Sequence[int]) -> Tensor:
 
 
 def _alternatives(logits: Tensor, plan: _Plan) -> tuple[Iterable[TopLogprobs], Iterable[ListedLogprobs]]:
-    """Of each row the most likely tokens and those it names, where a request asks for them."""
+    """Return each row's most likely tokens and its named tokens, if its request asks for them."""
     wanted = sorted({*plan.with_top, *plan.with_listed})
     if not wanted:
         return repeat(()), repeat(())
@@ -234,7 +236,7 @@ def _alternatives(logits: Tensor, plan: _Plan) -> tuple[Iterable[TopLogprobs], I
 
 
 def top_logprobs(logprobs: Tensor, num_wanted: Sequence[int]) -> list[TopLogprobs]:
-    """For each row of [R, V] its `num_wanted[row]` most likely tokens with their log-probabilities."""
+    """Return for each row of [R, V] its `num_wanted[row]` most likely tokens with their log-probabilities."""
     most = min(max(num_wanted, default=0), logprobs.shape[-1])
     if most == 0:
         return [()] * len(num_wanted)
@@ -244,7 +246,7 @@ def top_logprobs(logprobs: Tensor, num_wanted: Sequence[int]) -> list[TopLogprob
 
 
 def listed_logprobs(logprobs: Tensor, request: Request) -> tuple[ListedLogprobs, ...]:
-    """For each row of [R, V] the log-probabilities of the tokens that the request names."""
+    """Return for each row of [R, V] the log-probabilities of the tokens that the request names."""
     ids = request.options.token_ids_logprob
     if not ids:
         return ((),) * len(logprobs)
@@ -253,7 +255,7 @@ def listed_logprobs(logprobs: Tensor, request: Request) -> tuple[ListedLogprobs,
 
 
 def prompt_listed_logprobs(logits: Tensor, request: Request) -> tuple[ListedLogprobs, ...]:
-    """The same of rows of logits [R, V] before prompt tokens; nothing where none are named."""
+    """Return `listed_logprobs` from logits [R, V] of the rows before prompt tokens; () if no token is named."""
     if not request.options.token_ids_logprob:
         return ()
     return listed_logprobs(scaled_logprobs(logits, _temperature(request)), request)
@@ -262,7 +264,7 @@ def prompt_listed_logprobs(logits: Tensor, request: Request) -> tuple[ListedLogp
 def prompt_logprobs(
     logits: Tensor, token_ids: Tensor, request: Request
 ) -> tuple[tuple[float, ...], tuple[TopLogprobs, ...]]:
-    """Log-probabilities of known tokens: logits [R, V] of the rows before them, token_ids int64 [R]."""
+    """Return the log-probabilities of known tokens. logits [R, V]: of the rows before them; token_ids int64 [R]."""
     temperature = _temperature(request)
     num_top = request.options.top_logprobs_num
     if num_top == 0:

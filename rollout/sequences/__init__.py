@@ -1,1 +1,1 @@
-"""Requests, their states, and the managers that alone write them."""
+"""Requests, their states, and the managers, which are the only writers of the states."""

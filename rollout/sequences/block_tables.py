@@ -1,4 +1,4 @@
-"""Block tables of the sequences that hold blocks, as rows of one array that a step's tables are taken from."""
+"""Block tables of the sequences that hold blocks, as rows of one array, from which a step copies its tables."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _FIRST_ROWS, _FIRST_WIDTH = 16, 16
 
 
 class BlockTables:
-    """One row a sequence, which keeps it until it is dropped. A step writes the blocks that it appends, and no more.
+    """The table with one row a sequence, until `drop`. A step writes only the blocks that it appends.
 
-    The array doubles where it is too small, so that in the long run nothing is allocated.
+    The array doubles when it is too small, so in the long run nothing is allocated.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class BlockTables:
         return id in self._rows
 
     def add(self, id: str) -> None:
-        """A sequence without blocks."""
+        """Add a sequence without blocks."""
         assert id not in self._rows, id
         if not self._free:
             num_rows = len(self._lengths)
@@ -36,7 +36,7 @@ class BlockTables:
         self._lengths[row] = 0
 
     def append(self, id: str, blocks: Sequence[int]) -> None:
-        """These follow the sequence's blocks."""
+        """Append blocks to the sequence's table."""
         row = self._rows[id]
         start = int(self._lengths[row])
         end = start + len(blocks)
@@ -51,21 +51,21 @@ class BlockTables:
         self._table = wider
 
     def cut(self, id: str, num_blocks: int) -> None:
-        """Only the first `num_blocks` stay the sequence's, if it has more."""
+        """Cut the sequence's table to its first `num_blocks` blocks, if it has more."""
         row = self._rows[id]
         self._lengths[row] = min(num_blocks, int(self._lengths[row]))
 
     def drop(self, id: str) -> None:
-        """The sequence is gone."""
+        """Remove the sequence."""
         self._free.append(self._rows.pop(id))
 
     def blocks(self, id: str) -> list[int]:
-        """The blocks of one sequence."""
+        """Return the blocks of one sequence."""
         row = self._rows[id]
         return self._table[row, : self._lengths[row]].tolist()
 
     def gather_ahead(self, growing: Sequence[tuple[str, Sequence[int]]]) -> np.ndarray:
-        """As `gather`, of tables with these blocks appended. Changes nothing."""
+        """Return `gather` of the tables with these blocks appended. Changes nothing."""
         rows = [self._rows[id] for id, _ in growing]
         lengths = self._lengths[rows]
         tables = np.zeros((len(rows), int(lengths.max()) + max(len(blocks) for _, blocks in growing)), np.int32)
@@ -77,6 +77,6 @@ class BlockTables:
         return tables
 
     def gather(self, ids: Iterable[str]) -> np.ndarray:
-        """int32 [S, longest of these tables], a copy; what stands behind a table's end is not to be read."""
+        """Copy the tables of these sequences: int32 [S, longest of them]. Entries after a table's end are undefined."""
         rows = list(map(self._rows.__getitem__, ids))
         return self._table[rows, : self._lengths[rows].max(initial=0)]

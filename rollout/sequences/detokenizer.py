@@ -1,13 +1,13 @@
-"""Text of one sequence while it grows, and the stop strings in it.
+"""The growing text of one sequence, and the stop strings in it.
 
-Tokens are decoded in a short window: a few tokens whose text is known, then the new ones; what the window's
-text has beyond the known part is new. So a token costs the same however long the output is, a word's leading
-space survives, and a character that is split over tokens appears when it is whole (vLLM and SGLang decode
-with two offsets in this spirit).
+Tokens are decoded in a short window: a few tokens whose text is known, then the new tokens; the window's text after
+the known part is new. The cost of a token therefore does not depend on the length of the output, a word's leading space
+is kept, and a character that is split over tokens appears when it is complete (vLLM and SGLang decode with two offsets
+in a similar way).
 
                      _window:  [ known tokens | new tokens ]
     decode(_window):  [ _num_known characters | fresh ... | U+FFFD ... ]
-                       already in the text      goes there   kept back: a character may be half there
+                       already in the text      appended     held back: a character may be incomplete
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ..errors import LockstepError
 from ..sampling_params import SamplingParams
 
 NUM_CONTEXT_TOKENS = 5  # of the prompt, so that the first word keeps its leading space
-MAX_WINDOW_TOKENS = 16  # beyond it the window moves on
+MAX_WINDOW_TOKENS = 16  # a longer window is cut
 NUM_BYTES_OF_A_CHARACTER = 4  # at most, in UTF-8; a token has one or more
-REGEX_WINDOW = 512  # a stop_regex match is found where it starts within this many last characters
+REGEX_WINDOW = 512  # a stop_regex match is found if it starts within this many last characters
 REGEX_TIMEOUT_S = 0.1
-HALF = "\ufffd"  # what decoders write for bytes that are no character (yet)
+HALF = "\ufffd"  # decoders write it for bytes that are no character (yet)
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer; those of transformers fit."""
+    """The interface of a tokenizer. transformers' tokenizers have it."""
 
     def decode(self, token_ids: list[int], **options: bool) -> str | list[str]: ...
 
 
 class StopRegexTimeout(LockstepError):
-    """A stop_regex ran away on the text so far; only its own request is concerned."""
+    """A stop_regex took too long on the text so far. Only its own request ends."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,18 @@ class StopMatch:
 
 
 class IncrementalDetokenizer:
-    """Decodes the generated tokens of one sequence as they come and watches for its stop strings.
+    """The decoder of one sequence's generated tokens. It also searches for the stop strings.
 
-    The stop that is completed first ends the text (of those that end together, the one that starts first); it
-    is looked for in generated text only, and where it is completed before `min_new_tokens` it is ordinary
-    text. Patterns (of the `regex` module) are searched token by token in the last `REGEX_WINDOW` characters,
-    so a greedy one takes what stands there at that time; the text before `min_new_tokens` is not searched.
+    The stop that is completed first ends the text (of several that end together, the one that starts first). Only
+    generated text is searched, and a stop that is completed before `min_new_tokens` is ordinary text. Patterns (of the
+    `regex` module) are searched token by token in the last `REGEX_WINDOW` characters, so a greedy pattern matches the
+    text that is there at that time; text before `min_new_tokens` is not searched.
 
-    Without a tokenizer there is no text; ValueError where the parameters need one.
+    Without a tokenizer there is no text.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_ids: SequenceOf[int], params: SamplingParams) -> None:
+        """Start with the end of the prompt as context. Raises ValueError if the parameters need a tokenizer."""
         if tokenizer is None and params.needs_text:
             raise ValueError("stop and stop_regex need a tokenizer, and the engine has none")
         self._tokenizer = tokenizer
@@ -68,11 +69,11 @@ class IncrementalDetokenizer:
         self._patterns = tuple(regex.compile(pattern) for pattern in params.stop_regex)
         self._num_tokens = 0
         self._window: list[int] = list(prompt_ids[-NUM_CONTEXT_TOKENS:])
-        self._ids = list(self._window)  # the same, and every token since
+        self._ids = list(self._window)  # the same tokens, and every token after them
         self._num_context = len(self._ids)
         self._prompt_text = self._decode(self._window)
         self._num_known = len(self._prompt_text.rstrip(HALF))
-        self._clean = len(self._window)  # tokens of the window up to its last end of a character
+        self._clean = len(self._window)  # tokens of the window up to the last complete character
         self._pieces: list[str] = []  # the settled text
         self._num_chars = 0  # its length
         self._pending = ""  # replacement characters at the end that further tokens may turn into a character
@@ -85,8 +86,10 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """All text of the tokens so far, without the stop that ended it unless `no_stop_trim`. Changes
-        nothing that a reader can see; bytes that are no character (yet) stand as U+FFFD."""
+        """All text of the tokens so far, without the stop that ended it unless `no_stop_trim`.
+
+        Changes no visible state; bytes that are no character (yet) appear as U+FFFD.
+        """
         settled = self._settled()
         if self._match is None or self._params.no_stop_trim:
             return settled + self._pending
@@ -94,7 +97,7 @@ class IncrementalDetokenizer:
 
     @property
     def streamable_text(self) -> str:
-        """The part of `text` that no further token changes: no half character and no beginning of a stop."""
+        """The part of `text` that no further token changes: without a half character or a beginning of a stop."""
         if self._match is not None:
             return self.text
         settled = self._settled()
@@ -103,10 +106,10 @@ class IncrementalDetokenizer:
         return settled[: self._num_chars - self._num_held_back()]
 
     def append(self, token_ids: SequenceOf[int], num_replaced: int = 0) -> StopMatch | None:
-        """Take further tokens up to the one that completes a stop; that match, or None. Nothing may follow a
-        match. They come in the place of the last `num_replaced`, which they spell first: what is text stays.
+        """Decode further tokens up to the one that completes a stop; returns the match or None.
 
-        Raises StopRegexTimeout when a pattern runs away on the text.
+        After a match no token may follow. With `num_replaced`, the tokens replace the last ones and must begin with
+        their text: existing text does not change. Raises StopRegexTimeout if a pattern takes too long on the text.
         """
         assert self._match is None, "a token after the stop"
         num_known = self._go_back(token_ids, num_replaced) if num_replaced else 0
@@ -123,8 +126,10 @@ class IncrementalDetokenizer:
         return self._match
 
     def _go_back(self, token_ids: SequenceOf[int], num_replaced: int) -> int:
-        """Put the first of these tokens in the place of the last ones, as many as spell no more than is text already;
-        returns how many."""
+        """Replace the last tokens by the first of these, as many as have no text beyond the existing text.
+
+        Returns their number.
+        """
         start = len(self._ids) - num_replaced
         assert start >= self._num_context, "more tokens replaced than there are"
         before = self._ids[max(start - NUM_CONTEXT_TOKENS, 0) : start]
@@ -159,21 +164,21 @@ class IncrementalDetokenizer:
         return text
 
     def _take(self, token_id: int) -> str:
-        """Move the window over one more token; the text that settled with it."""
+        """Move the window over one more token; returns the text that became final with it."""
         self._window.append(token_id)
         text = self._decode(self._window)
         settled = text.rstrip(HALF)
         is_stuck = len(settled) < len(text) and len(self._window) > self._clean + MAX_WINDOW_TOKENS
-        if is_stuck:  # so many tokens are no half character: all but the last are broken for good
+        if is_stuck:  # so many tokens are no half character: all but the last are invalid for good
             settled = text[:-1]
         if not self._num_chars and len(settled) > self._num_known and text.startswith(self._prompt_text):
-            # What the prompt ended in was broken, not half a character that the first token completes.
+            # The prompt ended in invalid bytes, not in half a character that the first token completes.
             self._num_known = max(self._num_known, len(self._prompt_text))
         fresh = settled[self._num_known :]
         self._num_known = max(self._num_known, len(settled))
         pending = text[self._num_known :]
         if not fresh and not pending and not self._pending and text:
-            self._window.pop()  # a token without text, like a skipped special one, must not drive context out
+            self._window.pop()  # a token without text, like a skipped special one, must not displace context
         self._pending = pending
         if is_stuck:
             self._cut_window(len(self._window) - NUM_BYTES_OF_A_CHARACTER)
@@ -186,13 +191,13 @@ class IncrementalDetokenizer:
         return fresh
 
     def _cut_window(self, num_dropped: int) -> None:
-        """Forget the oldest tokens of the window; its known part is measured anew, pending stays."""
+        """Drop the oldest tokens of the window and measure its known part again. Pending text stays."""
         self._window = self._window[num_dropped:]
         self._num_known = len(self._decode(self._window)) - len(self._pending)
         self._clean = len(self._window)
 
     def _find_stop(self, fresh: str) -> StopMatch | None:
-        """The stop that `fresh`, the newest settled text, completes. Moves the tail on."""
+        """Return the stop that `fresh`, the newest final text, completes, or None. Moves the tail forward."""
         if not self._params.needs_text:
             return None
         text = self._tail + fresh
@@ -214,7 +219,7 @@ class IncrementalDetokenizer:
         return StopMatch(stop, self._num_tokens, offset + start, offset + end)
 
     def _num_held_back(self) -> int:
-        """Characters at the end of the settled text that may turn out to begin a stop."""
+        """Return the number of characters at the end of the final text that may begin a stop."""
         num_held = 0
         for stop in self._params.stop:
             lengths = range(min(len(stop) - 1, len(self._tail)), num_held, -1)
@@ -227,9 +232,12 @@ class IncrementalDetokenizer:
     def _matches(
         self, pattern: regex.Pattern[str], text: str, num_seen: int, *, partial: bool = False
     ) -> list[tuple[int, int]]:
-        """Start and end of the pattern's matches at the end of the text: those that reach beyond the first
-        `num_seen` characters or, when `partial`, those that further characters may complete."""
-        # A start position, not a slice: ^ and \b must see that text comes before.
+        """Return start and end of the pattern's matches at the end of the text.
+
+        Matches that reach beyond the first `num_seen` characters or, if `partial`, that further characters may
+        complete.
+        """
+        # A start position, not a slice: ^ and \b depend on the text before it.
         position = max(num_seen - REGEX_WINDOW + 1, self._patterns_from - (self._num_chars - len(text)), 0)
         try:
             return [

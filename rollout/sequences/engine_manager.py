@@ -1,4 +1,4 @@
-"""Keep the authoritative state of sequences, on the controller: requests, stop conditions, text and outputs."""
+"""The authoritative state of sequences, on the controller: requests, stop conditions, text and outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .step import ScheduledSequence, SequenceResult
 
 
 class EngineSequenceManager(SequenceManager):
-    """The authoritative manager, on the controller: requests, stop conditions, detokenising, what was answered."""
+    """The authoritative manager, on the controller: requests, stop conditions, detokenising and outputs."""
 
     def __init__(self, eos_token_ids: frozenset[int], max_model_len: int, num_stages: int = 1) -> None:
         super().__init__(num_stages)
@@ -25,31 +25,33 @@ class EngineSequenceManager(SequenceManager):
         self.num_constrained = 0  # live requests that follow a grammar
 
     def add(self, request: Request) -> None:
-        """Register a new request. Raises ValueError when a live one has its id."""
+        """Register a new request. Raises ValueError if a live request has its id."""
         self._register(request.sequence)
         self._requests[request.id] = request
         self.num_constrained += request.grammar is not None
 
     def request(self, id: str) -> Request:
-        """The live request of that id. Raises ValueError for an unknown one."""
+        """Return the live request of that id. Raises ValueError for an unknown id."""
         request = self._requests.get(id)
         if request is None:
             raise ValueError(f"no live sequence {id!r}")
         return request
 
     def requests_of(self, items: Iterable[ScheduledSequence]) -> dict[str, Request]:
-        """The live requests of these shares of a step, by id, in order."""
+        """Return the live requests of these shares of a step, by id, in order."""
         requests = self._requests
         return {item.id: requests[item.id] for item in items}
 
     def takes(self, result: SequenceResult, request: Request) -> bool:
-        """Whether this result, of a step that was launched for `request`, would be taken: the request lives, and was
-        not preempted since."""
+        """Return whether a result of a step that was launched for `request` is still valid.
+
+        It is if the request is live and was not preempted since.
+        """
         is_same = self._requests.get(result.id) is request and request.num_retractions == result.incarnation
         return is_same and request.sequence.state not in TAKES_NO_RESULT
 
     def requests(self) -> list[Request]:
-        """Live requests in order of arrival."""
+        """Return the live requests in order of arrival."""
         return list(self._requests.values())
 
     def finish(self, id: str, reason: FinishReason) -> None:
@@ -80,7 +82,7 @@ class EngineSequenceManager(SequenceManager):
             request.record.add_prompt(result)
         if result.token_id is None:
             return False
-        if request.params.max_new_tokens == 0:  # rescoring: the prompt is done, the sampled token is not wanted
+        if request.params.max_new_tokens == 0:  # rescoring: the prompt is done, the sampled token is dropped
             sequence.token_ids.pop()
             assert result.logprob is not None
             request.next_token = NextToken(result.token_id, result.logprob, result.top_logprobs, result.listed_logprobs)
@@ -100,14 +102,16 @@ class EngineSequenceManager(SequenceManager):
             record.tag_token(self.weight_version, self.weight_digest)
             reason = self._why_finished(request, token.token_id)
             if reason is not None:
-                request.cut_output(len(record.logprobs))  # what else the same step brought is not wanted
+                request.cut_output(len(record.logprobs))  # the step's further tokens are dropped
                 self.finish(sequence.id, reason)
                 return True
         return False
 
     def _why_finished(self, request: Request, token_id: int) -> FinishReason | None:
-        """Stop conditions that need no text, at the newest recorded token: a stop token ends with "stop" also at the
-        last allowed length."""
+        """Check the stop conditions that need no text at the newest recorded token; returns the reason or None.
+
+        A stop token gives "stop" also at the last allowed length.
+        """
         num_output, params = len(request.record.logprobs), request.params
         if token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos):
             return FinishReason("stop", matched=token_id)
@@ -121,10 +125,10 @@ class EngineSequenceManager(SequenceManager):
         return token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self.eos_token_ids)
 
     def deliver(self, request: Request) -> bool:
-        """Turn the newest step's tokens into text, which may complete a stop string and so end the output before the
-        last of them; returns whether the sequence is finished.
+        """Decode the newest step's tokens to text; returns whether the sequence is finished.
 
-        Comes after `on_step_completed`, while the next step may be running already: then that step's result is dropped.
+        The text may complete a stop string, which ends the output before the last of these tokens. Called after
+        `on_step_completed`, while the next step may be running already: that step's result is then dropped.
         """
         record = request.record
         num_new, record.num_undelivered = record.num_undelivered, 0
@@ -141,7 +145,7 @@ class EngineSequenceManager(SequenceManager):
                 if (matched := request.detokenizer.append(token_ids, num_replaced)) is not None:
                     reason = FinishReason("stop", matched=matched.stop)
                     request.cut_output(matched.num_tokens)
-            except StopRegexTimeout as error:  # this pattern runs wild: its request ends, the batch goes on
+            except StopRegexTimeout as error:  # only the request of this pattern ends
                 reason = FinishReason("abort", message=str(error))
             if reason is not None and request.finish_reason is None:
                 self.finish(request.id, reason)

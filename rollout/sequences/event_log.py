@@ -17,7 +17,7 @@ Event = tuple[str, tuple[Any, ...]]  # the manager's method, its arguments
 
 
 class ManagerPair:
-    """The controller's manager and this rank's: every event goes to both, and to the log when there is one."""
+    """The controller's manager and this rank's. Every event goes to both, and to the log if there is one."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class ManagerPair:
         worker: SequenceManager,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
-        """on_event: told of every event before the managers are."""
+        """Join two managers without a log. on_event: called with every event before the managers get it."""
         self.engine, self.worker = engine, worker
         self.log: list[Event] | None = None
         self._on_event = on_event
@@ -40,7 +40,7 @@ class ManagerPair:
         self.worker.on_schedule(output)
 
     def on_stage_completed(self, items: tuple[ScheduledSequence, ...]) -> None:
-        """Of the controller's stage; a rank of another stage knows best when its own has run these rows."""
+        """Report rows that went through the controller's stage. Ranks of other stages count their own rows."""
         self._record("on_stage_completed", items)
         self.engine.on_stage_completed(items)
         self.worker.on_stage_completed(items)
@@ -57,7 +57,7 @@ class ManagerPair:
         self.worker.on_step_cancelled(items)
 
     def deliver(self, request: Request) -> None:
-        """Text is the controller's alone; what it ends is an event."""
+        """Decode the newest tokens at the controller. The end of a sequence by its text is an event."""
         was_live = request.finish_reason is None
         if self.engine.deliver(request) and was_live:
             self._record("finish", request.id, request.finish_reason)
@@ -86,13 +86,13 @@ class ManagerPair:
 
 
 def fresh_copy(request: Request) -> Request:
-    """The request as it was when it arrived, sharing nothing that changes; it makes no text."""
+    """Copy the request as it was when it arrived. The copy shares no mutable state and has no detokenizer."""
     prompt = request.sequence.token_ids[: request.sequence.num_prompt_tokens]
     return replace(request, sequence=Sequence(request.id, prompt), detokenizer=None, grammar=None)
 
 
 def replay(events: Iterable[Event], manager: SequenceManager) -> None:
-    """Feed a log to a fresh manager of either kind; a worker takes the events that concern it."""
+    """Apply a log to a fresh manager of either kind. A worker's manager takes the events of its sequences only."""
     engine = manager if isinstance(manager, EngineSequenceManager) else None
     for name, args in events:
         if name == "add":

@@ -1,7 +1,7 @@
-"""Change the states of sequences: all changes go through a manager, and this is the base of both.
+"""The base of both managers, through which all changes of sequences' states go.
 
-Two managers consume the same events, so that replaying one log gives equal state: the controller's is authoritative
-(stop conditions, detokenising, outputs), a worker's stands on every rank (execution, block tables, stage progress).
+Two managers consume the same events, so that a replay of one log gives equal state: the controller's is authoritative
+(stop conditions, detokenising, outputs), and every rank has a worker's (execution, block tables, stage progress).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TAKES_NO_RESULT = TERMINAL | {State.WAITING_PREEMPT}
 
 
 class SequenceManager:
-    """Registry of live sequences and the events that move them. Base of both managers.
+    """The registry of live sequences and the events that change their states. Base of both managers.
 
     With one stage both progress counters advance together, at `on_step_completed`. With several, `on_stage_completed`
     advances the stage counter and pauses the sequence early, so that its next chunk can enter this stage while the
@@ -35,14 +35,14 @@ class SequenceManager:
         return len(self._sequences)
 
     def sequence(self, id: str) -> Sequence:
-        """The live sequence of that id. Raises ValueError for an unknown one."""
+        """Return the live sequence of that id. Raises ValueError for an unknown id."""
         sequence = self._sequences.get(id)
         if sequence is None:
             raise ValueError(f"no live sequence {id!r}")
         return sequence
 
     def on_schedule(self, output: ScheduleOutput) -> None:
-        """Take a scheduling decision: ignored, exhausted, preempted, then scheduled sequences."""
+        """Apply a schedule: ignored, exhausted, preempted, then scheduled sequences."""
         for id, why in output.ignored:
             self._ignore(id, why)
         for id, why in output.exhausted:
@@ -53,7 +53,7 @@ class SequenceManager:
             self._on_scheduled(item)
 
     def on_stage_completed(self, items: Iterable[ScheduledSequence]) -> None:
-        """These rows went through this stage. Does nothing with one stage: the step's end counts them."""
+        """Count rows that went through this stage. Does nothing with one stage: the step's end counts them."""
         if self.num_stages == 1:
             return
         for item in items:
@@ -65,9 +65,9 @@ class SequenceManager:
                 sequence.move(State.PAUSED)  # more known tokens: the next chunk may enter this stage now
 
     def on_step_completed(self, results: Iterable[SequenceResult]) -> list[str]:
-        """These rows went through all stages. Returns the ids that finished, as far as no text is needed to tell.
+        """Count rows that went through all stages. Returns the ids that finished by conditions that need no text.
 
-        Results of sequences that are gone, or were preempted since, are dropped.
+        Results of sequences that have ended, or were preempted since, are dropped.
         """
         finished = []
         has_one_stage = self.num_stages == 1
@@ -78,7 +78,8 @@ class SequenceManager:
             if has_one_stage:
                 sequence.stage_processed(result.num_tokens)
             sequence.step_processed(result.num_tokens)
-            # In a pipeline a chunk inside the prompt was paused when it left this stage, and RUNNING is the next one.
+            # In a pipeline, a sequence inside its prompt was paused when its chunk left this stage; if it is RUNNING
+            # now, then for its next chunk.
             was_last = has_one_stage or result.token_id is not None
             if was_last and sequence.state is State.RUNNING:
                 sequence.move(State.PAUSED)
@@ -90,29 +91,29 @@ class SequenceManager:
         return finished
 
     def on_step_cancelled(self, items: Iterable[ScheduledSequence]) -> None:
-        """These were scheduled and did not run: they keep their blocks and wait for the next step."""
+        """Pause sequences that were scheduled and did not run. They keep their blocks and wait for the next step."""
         for item in items:
             self.sequence(item.id).move(State.PAUSED)
 
     def preempt(self, id: str) -> None:
-        """The sequence gave its blocks back; its tokens, prompt boundary and log-probabilities stay."""
+        """Reset a sequence whose blocks were freed. Its tokens, prompt boundary and log-probabilities stay."""
         sequence = self.sequence(id)
         sequence.move(State.WAITING_PREEMPT)
         sequence.forget_progress()
-        sequence.undo_jump()  # nothing of it was answered
+        sequence.undo_jump()  # none of its tokens was delivered
         self._incarnations[id] += 1
 
     def free(self, id: str) -> None:
-        """Forget a sequence, live or ended."""
+        """Remove a sequence, live or ended."""
         sequence = self.sequence(id)
         if not sequence.is_terminal:
             sequence.move(State.FINISHED)
         del self._sequences[id], self._incarnations[id]
 
     def state_hash(self) -> str:
-        """SHA-256 over everything the two managers must agree on: ids, states, tokens, counters, incarnations.
+        """Return the SHA-256 of the state that both managers share: ids, states, tokens, counters, incarnations.
 
-        A sequence that still waits for its first step is left out: no worker has heard of it.
+        A sequence that still waits for its first step is left out: no worker knows it.
         """
         digest = hashlib.sha256()
         for id in sorted(self._sequences):
@@ -138,7 +139,7 @@ class SequenceManager:
         self._incarnations[sequence.id] = incarnation
 
     def is_live(self, id: str, incarnation: int) -> bool:
-        """Whether a result of that incarnation would be taken."""
+        """Return whether a result of that incarnation is still valid."""
         return self._live(id, incarnation) is not None
 
     def _live(self, id: str, incarnation: int) -> Sequence | None:
@@ -153,14 +154,14 @@ class SequenceManager:
         has_jump = bool(item.jump.token_ids)
         if has_jump:
             sequence.give_up_progress(item.start)
-        if (num_cached := item.start - sequence.num_tokens_stage_processed) > 0:  # their KV was there already
+        if (num_cached := item.start - sequence.num_tokens_stage_processed) > 0:  # their KV was cached
             sequence.stage_processed(num_cached)
             sequence.step_processed(num_cached)
         if has_jump:
             sequence.begin_jump(item.jump.num_rolled_back, item.jump.token_ids)
 
     def _on_result(self, sequence: Sequence, result: SequenceResult) -> bool:
-        """What this manager does with a result beyond counting. Returns whether the sequence is finished."""
+        """Record a result beyond its counts. Returns whether the sequence is finished."""
         return False
 
     def _ignore(self, id: str, why: str) -> None:

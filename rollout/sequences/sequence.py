@@ -9,7 +9,7 @@ from ..errors import IllegalTransition
 
 
 class State(Enum):
-    """Where a sequence stands in its life."""
+    """The state of a sequence."""
 
     WAITING = "waiting"  # arrived, holds no block
     RUNNING = "running"  # holds blocks, is in the step being run
@@ -18,7 +18,7 @@ class State(Enum):
     FINISHED = "finished"  # terminal: answered, holds no block
     IGNORED = "ignored"  # terminal: could never have run; answered with the reason
 
-    __hash__ = object.__hash__  # members are single: Enum's own takes the hash of the name, in Python, at every look-up
+    __hash__ = object.__hash__  # members are singletons; Enum's own __hash__ is Python code that hashes the name
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
@@ -35,11 +35,11 @@ TERMINAL = frozenset({State.FINISHED, State.IGNORED})
 
 
 class Sequence:
-    """Tokens, progress and state of one sequence, as both managers keep it.
+    """The tokens, progress and state of one sequence, in either manager.
 
     The two progress counters differ only in a pipeline: `num_tokens_step_processed` counts tokens that went through
-    all stages (output and stop conditions read this one), `num_tokens_stage_processed` those that went through this
-    stage, so that chunk k+1 may enter the first stage while chunk k is in the second.
+    all stages (output and stop conditions read it), `num_tokens_stage_processed` tokens that went through this stage,
+    so that chunk k+1 may enter the first stage while chunk k is in the second.
     """
 
     __slots__ = (
@@ -55,12 +55,12 @@ class Sequence:
 
     def __init__(self, id: str, prompt_ids: SequenceOf[int]) -> None:
         self.id = id
-        self.token_ids: list[int] = list(prompt_ids)  # the prompt, then what was generated
-        self.num_prompt_tokens = len(self.token_ids)  # never changes, whatever preempts the sequence
+        self.token_ids: list[int] = list(prompt_ids)  # the prompt, then the generated tokens
+        self.num_prompt_tokens = len(self.token_ids)  # never changes, not at a preemption either
         self.num_tokens_step_processed = 0
         self.num_tokens_stage_processed = 0
         self._state = State.WAITING
-        self._replaced: list[int] | None = None  # by the tokens of a jump that is under way
+        self._replaced: list[int] | None = None  # tokens that an unsettled jump replaces; None without one
         self._num_jumped = 0  # tokens of that jump
 
     @property
@@ -70,7 +70,7 @@ class Sequence:
     def move(self, to: State) -> None:
         """Enter state `to`. The only writer of the state.
 
-        Raises IllegalTransition, and changes nothing, when the present state does not lead there.
+        Raises IllegalTransition, and changes nothing, if the present state does not allow it.
         """
         if to not in TRANSITIONS[self._state]:
             raise IllegalTransition(f"sequence {self.id!r} is {self._state.name} and cannot become {to.name}")
@@ -89,15 +89,17 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     def settled_output(self, first: int = 0) -> list[int]:
-        """The output from its token number `first` on, without a jump that is under way."""
+        """Return the output from its token number `first` on, without an unsettled jump."""
         if self._replaced is None:
             return self.token_ids[self.num_prompt_tokens + first :]
         settled = self.token_ids[self.num_prompt_tokens : self.num_tokens - self._num_jumped] + self._replaced
         return settled[first:]
 
     def begin_jump(self, num_rolled_back: int, token_ids: SequenceOf[int]) -> None:
-        """Put these in the place of the last `num_rolled_back` output tokens, until the step with them is done or
-        undone. The KV of what is replaced must have been given up."""
+        """Replace the last `num_rolled_back` output tokens by these, until `settle_jump` or `undo_jump`.
+
+        The KV of the replaced tokens must have been given up.
+        """
         assert self._replaced is None and 0 <= num_rolled_back <= self.num_output_tokens, self
         start = self.num_tokens - num_rolled_back
         assert self.num_tokens_stage_processed <= start, self
@@ -105,18 +107,18 @@ class Sequence:
         self.token_ids[start:] = token_ids
 
     def settle_jump(self) -> None:
-        """The jump under way, if there is one, stands."""
+        """Make the unsettled jump, if there is one, final."""
         self._replaced, self._num_jumped = None, 0
 
     def undo_jump(self) -> None:
-        """As if the jump under way, if there is one, had never begun. Comes with `forget_progress`."""
+        """Restore the tokens before the unsettled jump, if there is one. Call `forget_progress` with it."""
         if self._replaced is not None:
             self.token_ids[self.num_tokens - self._num_jumped :] = self._replaced
             self.settle_jump()
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether known tokens beyond the last one still lack KV at this stage."""
+        """Whether known tokens other than the last one still lack KV at this stage."""
         return self.num_tokens_stage_processed < len(self.token_ids) - 1
 
     @property
@@ -124,22 +126,22 @@ class Sequence:
         return self._state in TERMINAL
 
     def stage_processed(self, num_tokens: int) -> None:
-        """Count `num_tokens` more through this stage. Never more than are known."""
+        """Count `num_tokens` more tokens through this stage. The total never exceeds the known tokens."""
         self.num_tokens_stage_processed += num_tokens
         assert num_tokens > 0 and self.num_tokens_stage_processed <= len(self.token_ids), self
 
     def step_processed(self, num_tokens: int) -> None:
-        """Count `num_tokens` more through all stages. Never more than went through this one."""
+        """Count `num_tokens` more tokens through all stages. The total never exceeds this stage's."""
         self.num_tokens_step_processed += num_tokens
         assert num_tokens > 0 and self.num_tokens_step_processed <= self.num_tokens_stage_processed, self
 
     def give_up_progress(self, num_tokens: int) -> None:
-        """What lies beyond the first `num_tokens` will be computed anew."""
+        """Limit both counters to `num_tokens`: later tokens will be computed again."""
         self.num_tokens_step_processed = min(self.num_tokens_step_processed, num_tokens)
         self.num_tokens_stage_processed = min(self.num_tokens_stage_processed, num_tokens)
 
     def forget_progress(self) -> None:
-        """Both counters to zero, as when the blocks are given back; tokens and prompt boundary stay."""
+        """Set both counters to zero, for freed blocks. Tokens and prompt boundary stay."""
         self.num_tokens_step_processed = 0
         self.num_tokens_stage_processed = 0
 

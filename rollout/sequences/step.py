@@ -1,4 +1,4 @@
-"""What the scheduler decides for one step, and what the step gives back: plain values that every rank can be sent."""
+"""The schedule and the results of one step: plain values that can be sent to every rank."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from ..completion import ListedLogprobs, TopLogprobs
 from ..grammars.jump import NO_JUMP, Jump
 
 
-class ScheduledSequence(NamedTuple):  # one a row and step: a tuple is made in a fifth of a frozen dataclass's time
+class ScheduledSequence(NamedTuple):  # one a sequence and step: a tuple takes a fifth of a frozen dataclass's time
     """One sequence's share of a step: rows for known tokens `start .. start + num_tokens - 1`, after its jump."""
 
     id: str
-    incarnation: int  # how often it has been preempted; results of another incarnation are dropped
+    incarnation: int  # number of its preemptions; results of another incarnation are dropped
     start: int
     num_tokens: int
     new_blocks: tuple[int, ...]  # appended to its block table
-    token_ids: tuple[int, ...] | None  # all known tokens, when it holds no blocks yet; None when the ranks know them
-    jump: Jump = NO_JUMP  # comes before anything runs; the rows begin before its tokens, and end behind the last
+    token_ids: tuple[int, ...] | None  # all known tokens, if it holds no blocks yet; None if the ranks know them
+    jump: Jump = NO_JUMP  # applied before the rows run; they begin before its tokens and include the last
     num_blocks_kept: int | None = None  # of its block table, before the new ones; None: all
-    allowed: bytes | None = None  # what a grammar lets be sampled: one bit a token, the first in the lowest; None: all
+    allowed: bytes | None = None  # the tokens that a grammar allows: one bit a token, lowest bit first; None: all
 
 
 @dataclass(frozen=True)
 class ScheduleOutput:
-    """One step. Managers take the three lists in this order: ignored, preempted, scheduled."""
+    """The schedule of one step. Managers apply it in this order: ignored, exhausted, preempted, scheduled."""
 
     step: int
     scheduled: tuple[ScheduledSequence, ...]
     preempted: tuple[str, ...] = ()
     ignored: tuple[tuple[str, str], ...] = ()  # (id, why it can never run)
-    exhausted: tuple[tuple[str, str], ...] = ()  # (id, why): lone sequences that outgrew the pool, ended with "length"
+    exhausted: tuple[tuple[str, str], ...] = ()  # (id, why): lone sequences larger than the pool, ended with "length"
 
     @cached_property
     def num_tokens(self) -> int:
@@ -42,16 +42,16 @@ class ScheduleOutput:
 
 @dataclass(slots=True)
 class ScheduleDraft:
-    """One step while it is being decided."""
+    """The schedule of one step while it is being made."""
 
-    budget: int  # rows that it may still take
+    budget: int  # rows that it may still add
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     ignored: list[tuple[str, str]] = field(default_factory=list)
     exhausted: list[tuple[str, str]] = field(default_factory=list)
 
     def put(self, item: ScheduledSequence) -> None:
-        """One more sequence runs."""
+        """Add a sequence to the step."""
         self.scheduled.append(item)
         self.budget -= item.num_tokens
 
@@ -62,39 +62,39 @@ class ScheduleDraft:
 
 
 class NewToken(NamedTuple):
-    """One token that a step adds to a sequence, with what is recorded of it."""
+    """One token that a step adds to a sequence, with its recorded values."""
 
     token_id: int
     logprob: float
     top_logprobs: TopLogprobs
     listed_logprobs: ListedLogprobs
-    is_jumped: bool  # put there, not sampled
-    is_forced: bool  # there was no choice
-    masked_prob: float | None  # among what a grammar allowed
+    is_jumped: bool  # inserted, not sampled
+    is_forced: bool  # the grammar allowed no other token
+    masked_prob: float | None  # its probability among the tokens that a grammar allowed
 
 
 class SequenceResult(NamedTuple):
-    """What one scheduled sequence got from the step."""
+    """The step's result for one scheduled sequence."""
 
     id: str
     incarnation: int
     num_tokens: int  # rows that ran
-    token_id: int | None = None  # sampled after its last known token; None while known tokens are left to run
+    token_id: int | None = None  # sampled after its last known token; None while known tokens remain to run
     logprob: float | None = None
     top_logprobs: TopLogprobs = ()
-    prompt_logprobs: tuple[float, ...] = ()  # of the prompt tokens that follow the rows asked for
+    prompt_logprobs: tuple[float, ...] = ()  # of the requested prompt tokens
     prompt_top_logprobs: tuple[TopLogprobs, ...] = ()
     listed_logprobs: ListedLogprobs = ()  # of the tokens that the request names
     prompt_listed_logprobs: tuple[ListedLogprobs, ...] = ()
-    masked_prob: float | None = None  # of the sampled token, among those that a grammar allowed
-    was_only_choice: bool = False  # the grammar allowed no other
-    jump: Jump = NO_JUMP  # that went before; token_id comes after it
+    masked_prob: float | None = None  # of the sampled token, among the tokens that a grammar allowed
+    was_only_choice: bool = False  # the grammar allowed no other token
+    jump: Jump = NO_JUMP  # the jump before the sampled token
     jump_logprobs: tuple[float, ...] = ()  # of its tokens
     jump_top_logprobs: tuple[TopLogprobs, ...] = ()
     jump_listed_logprobs: tuple[ListedLogprobs, ...] = ()
 
     def tokens(self) -> Iterator[NewToken]:
-        """What it adds to the sequence, which has been rolled back: the jump's tokens, then the sampled one."""
+        """Yield the tokens to append to the rolled-back sequence: the jump's tokens, then the sampled one."""
         for index, token_id in enumerate(self.jump.token_ids):
             top = self.jump_top_logprobs[index] if self.jump_top_logprobs else ()
             listed = self.jump_listed_logprobs[index] if self.jump_listed_logprobs else ()

@@ -1,4 +1,4 @@
-"""Keep the state of sequences that execution needs, on every rank: block tables and stage progress."""
+"""The state of sequences that execution needs, on every rank: block tables and stage progress."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from .step import ScheduledSequence
 
 
 class WorkerSequenceManager(SequenceManager):
-    """The manager on every rank: what has to run next, and where its KV stands."""
+    """The manager on every rank: stage progress and block tables."""
 
     def __init__(self, num_stages: int = 1) -> None:
         super().__init__(num_stages)
         self.block_tables = BlockTables()
 
     def incarnation(self, id: str) -> int:
-        """Count how often the live sequence of that id was preempted."""
+        """Return the number of preemptions of the live sequence of that id."""
         return self._incarnations[id]
 
     def next_row(self, id: str) -> int:
-        """Find the first row of the sequence that has not gone through this stage."""
+        """Return the first row of the sequence that has not gone through this stage."""
         return self.sequence(id).num_tokens_stage_processed
 
     def block_table(self, id: str) -> list[int]:

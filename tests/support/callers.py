@@ -1,4 +1,4 @@
-"""Threads that call an engine or a service, and waiting for what they bring about: never for ever."""
+"""Threads that call an engine or a service, and waits with a time limit."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-PATIENCE = 60.0  # seconds that nothing here comes near
+PATIENCE = 60.0  # seconds, far longer than any wait here takes
 
 
 def submit(call: Callable, *args: object, **options: object) -> Future:
-    """Call it on a thread of its own, which outlives no failed test; its answer is awaited with `soon`."""
+    """Call a function on a daemon thread of its own. `soon` waits for its answer."""
     future: Future = Future()
 
     def answer() -> None:
         try:
             future.set_result(call(*args, **options))
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the answer gets it
+        except BaseException as error:  # noqa: BLE001 - the future raises it for the caller
             future.set_exception(error)
 
     threading.Thread(target=answer, daemon=True).start()
@@ -29,9 +29,9 @@ def soon(future: Future) -> object:
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = PATIENCE, what: str = "") -> None:
-    """Return once `condition()` is true, looking again and again; fails after `timeout_s`.
+    """Poll `condition()` until it is true; fails after `timeout_s`.
 
-    For what nobody announces; wait for an event or an answer where there is one.
+    For changes without a signal. Wait for an event or an answer if there is one.
     """
     end, pause = time.monotonic() + timeout_s, threading.Event()
     while not condition():

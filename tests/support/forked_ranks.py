@@ -1,4 +1,4 @@
-"""Ranks of a test that die, hang or refuse: forked processes with one thread. For others there is `run_world`."""
+"""Forked processes with one thread as ranks of a test that end, hang or refuse. Other tests use `run_world`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def free_port() -> int:
 
 
 def run_ranks(*ranks: Callable[[], object], num_endless: int = 0, timeout_s: float = 20.0) -> list[object]:
-    """What each callable returned, or the text of what it raised, or None where its process was killed or hangs.
+    """Run each callable in a process; returns its result, the text of its error, or None if it was killed or hangs.
 
     The last `num_endless` are not waited for: they are killed when the others are done.
     """
@@ -52,9 +52,9 @@ def run_ranks(*ranks: Callable[[], object], num_endless: int = 0, timeout_s: flo
 def run_survivors(
     num_ranks: int, folder: Path, rank_function: Callable[[int], object], victim: int, timeout_s: float = 120.0
 ) -> dict[int, object]:
-    """What each rank of a default group (gloo) but the victim returned, or the error it ended with.
+    """Run the ranks of a default group (gloo); returns the result or the error of each, without the victim.
 
-    They end as soon as they have it. Fails where one is not done in `timeout_s`.
+    A rank ends as soon as it has its result. Fails if one is not done in `timeout_s`.
     """
 
     def answer(rank: int) -> object:
@@ -76,7 +76,7 @@ def run_survivors(
 
 @contextmanager
 def _forked(answers: Sequence[Callable[[], object]]) -> Iterator[list[Connection]]:
-    """A process for each, which sends its answer and exits at once; all are killed at the end."""
+    """Fork a process for each answer. It sends the answer and exits at once; all are killed at the end."""
 
     def child(answer: Callable[[], object], out: Connection) -> None:
         torch.set_num_threads(1)

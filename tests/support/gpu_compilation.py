@@ -1,10 +1,10 @@
-"""Compiles the Triton kernels for a Hopper GPU, which need not be there.
+"""Compile the Triton kernels for a Hopper GPU on a machine without one.
 
     python -m lockstep.tests.support.gpu_compilation DIR LAUNCH...
 
-The launch code of kernels/*/triton_*.py runs as it is, on tensors of the CPU: it chooses tiles and options, and Triton
-what is part of a binary. Only the launch itself is left out. For each binary of each launch a line of JSON goes to
-stdout: launch, module, kernel, and binary, whose code is in DIR/BINARY.ptx and DIR/BINARY.cubin.
+The launch code of kernels/*/triton_*.py runs unchanged, on tensors of the CPU: it chooses tiles and options, and Triton
+chooses the specialisations of a binary. Only the launch itself is left out. For each binary of each launch, a line of
+JSON is written to stdout: launch, module, kernel, and binary, whose code is in DIR/BINARY.ptx and DIR/BINARY.cubin.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from lockstep.kernels.sampling import triton_draws as triton_sampling
 from lockstep.kernels.sampling import triton_logprobs
 from lockstep.kernels.sha256 import triton_kernels as triton_sha256
 
-MODULES = (triton_attention, triton_linear, triton_logprobs, triton_rms_norm, triton_sha256)  # that look where they are
+MODULES = (triton_attention, triton_linear, triton_logprobs, triton_rms_norm, triton_sha256)  # modules with INTERPRETED
 
 
 class Hopper:
-    """What Triton asks of a driver as it compiles."""
+    """A driver with the methods that Triton's compiler calls."""
 
     def get_current_device(self) -> int:
         return 0
@@ -51,7 +51,7 @@ def linear(dtype: torch.dtype, row_counts: tuple[int, ...], has_bias: bool = Fal
 
 
 def logits_in_places(dtype: torch.dtype) -> Iterator[Tensor]:
-    """One row, many, and some that begin at an odd address with an odd stride."""
+    """Yield one row, many rows, and rows that begin at an odd address with an odd stride."""
     yield from (torch.zeros(rows, 8192, dtype=dtype) for rows in (1, 32))
     yield torch.zeros(5, 5003, dtype=dtype)[1:]
 
@@ -81,7 +81,7 @@ def norms(dtype: torch.dtype, width: int, weight_offset: float) -> None:
 
 
 def attention(dtype: torch.dtype, width: int, rule: ScoreRule, has_sinks: bool = False) -> None:
-    """Decode of one sequence and of many, a chunk, and packed rows."""
+    """Launch a decode of one sequence and of many, a chunk, and packed rows."""
     cache, sinks = torch.zeros(8, 16, 2, width, dtype=dtype), torch.zeros(8) if has_sinks else None
     for rows_each, num_sequences, num_blocks in ((1, 1, 1), (1, 33, 48), (48, 3, 5)):
         starts = torch.arange(num_sequences + 1, dtype=torch.int32) * rows_each
@@ -131,7 +131,7 @@ def compile_all(folder: Path, launches: list[str]) -> None:
     )
     for module in MODULES:
         assert not module.INTERPRETED.value, "TRITON_INTERPRET is set"
-        module.INTERPRETED = triton.language.constexpr(True)  # the launch code's own: it may take tensors of the CPU
+        module.INTERPRETED = triton.language.constexpr(True)  # for the launch code: it accepts tensors of the CPU
     for launch in launches:
         compiled.clear()
         LAUNCHES[launch]()

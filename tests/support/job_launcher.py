@@ -1,4 +1,4 @@
-"""The main job under torchrun, shrunk to seconds: several jobs in one process group, and what their logs tell."""
+"""The main job under torchrun, shrunk to seconds: several jobs in one process group, and their logs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ SHRUNK = [
     "rollout.max_new_tokens=8", "model.num_layers=2", "model.hidden_size=64", "engine.kv_cache=4MiB",
     "engine.k_blocks=2", "reward=rewards_of_test:by_text",
 ]  # fmt: skip
-# A reward that tells samples of an untrained model apart, so that every step changes the weights.
+# A reward that differs between samples of an untrained model, so that every step changes the weights.
 REWARD = """
 def by_text(prompt, completion, answer):
     return float(sum(map(ord, completion)) % 3)
 """
-# One process group for several jobs: what costs is the start of the interpreters.
+# One process group for several jobs: most of the cost is the start of the interpreters.
 JOBS = """
 import os, sys
 from contextlib import closing
-from lockstep.integration.grpo import prepare_folder
+from lockstep.integration.grpo.main import prepare_folder
 from lockstep.integration.grpo.job import GrpoJob
 from lockstep.integration.grpo.config import load_config
 from lockstep.integration.ranks import process_group, this_rank
@@ -46,12 +46,12 @@ os._exit(0)
 
 
 def jobs(runs: Mapping[str, str]) -> list[str]:
-    """Arguments of a launcher that runs these jobs, their settings by name, one after the other."""
+    """Return the arguments of a launcher that runs these jobs one after the other. runs: settings by name."""
     return ["jobs.py", str(CONFIG), " ".join(SHRUNK), *(f"{run} run.name={name}" for name, run in runs.items())]
 
 
 def start_agent(folder: Path, *arguments: str, log: str = "log") -> subprocess.Popen:
-    """Start torchrun in `folder`, its output in `folder`/`log`."""
+    """Start torchrun in `folder` with its output in `folder`/`log`."""
     (folder / "rewards_of_test.py").write_text(REWARD)
     (folder / "jobs.py").write_text(JOBS)
     environment = os.environ | {
@@ -64,7 +64,7 @@ def start_agent(folder: Path, *arguments: str, log: str = "log") -> subprocess.P
 
 
 def finish(agents: Sequence[subprocess.Popen], folder: Path, timeout_s: float = 400) -> None:
-    """Wait until all have ended as they should."""
+    """Wait for all launchers to end. Fails if one has an exit code other than 0."""
     try:
         codes = [agent.wait(timeout_s) for agent in agents]
     finally:
@@ -76,10 +76,10 @@ def finish(agents: Sequence[subprocess.Popen], folder: Path, timeout_s: float = 
 
 
 def run_jobs(folder: Path, num_ranks: int, runs: Mapping[str, str]) -> None:
-    """Run these jobs of so many ranks."""
+    """Run these jobs on `num_ranks` ranks."""
     finish([start_agent(folder, "--nproc-per-node", str(num_ranks), *jobs(runs))], folder)
 
 
 def log_of(folder: Path, name: str) -> list[dict[str, object]]:
-    """What the job of that name told of each step."""
+    """Read the metrics that the job of that name wrote for each step."""
     return read_metrics(folder / f"runs/{name}/metrics.jsonl")

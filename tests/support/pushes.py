@@ -1,4 +1,4 @@
-"""What pushes of a small model go through: every transport, in several buckets."""
+"""Every transport for pushes of a small model, in several buckets."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _LLAMA3_ROPE = {
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 
-# family -> (config class, what its config has beyond the common part)
+# family -> (config class, settings of its config beyond the common part)
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": _LLAMA3_ROPE}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),  # has bias on q, k and v
@@ -43,7 +43,10 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def random_model(family: str, dtype: torch.dtype = torch.float32, **overrides: object) -> PreTrainedModel:
-    """random_model("gemma2", vocab_size=128): the same every time; its logits are far from uniform."""
+    """Make a random model, the same every time, whose logits are far from uniform.
+
+    Example: `random_model("gemma2", vocab_size=128)`.
+    """
     config_name, extra = FAMILIES[family]
     config = getattr(transformers, config_name)(**{**_COMMON, **extra, **overrides})
     torch.manual_seed(1)

@@ -63,7 +63,7 @@ def parse(data: bytes, allowed: Collection[tuple[str, str]]) -> object:
 
 
 class _Machine:
-    """The stack, where marks stand for the starts of groups, and the memo."""
+    """The stack, where marks are the starts of groups, and the memo."""
 
     def __init__(self, allowed: Collection[tuple[str, str]]) -> None:
         self.allowed = allowed

@@ -1,1 +1,1 @@
-"""What benchmarks are made of: loads, presets, machines, peers, reports."""
+"""Parts of benchmarks: loads, presets, machines, peers, reports."""

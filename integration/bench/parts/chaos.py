@@ -1,12 +1,12 @@
-"""Groups under random schedules: do all of their processes end, and is nothing ever torn?
+"""A test of groups under random schedules: all processes must end, and no tensors may be partly written.
 
 A schedule is two or three processes that join gloo groups and push random tensors through them, each at its own random
 pace. Some are killed or stopped at a random moment, join in a wrong size or as a rank that is there already, stay away,
 have their group destroyed while they join or transfer, or send another plan than the others expect. Afterwards a
-process has ended or was ended on purpose, and the tensors of every receiver are wholly the old ones or the new ones.
-A process that has not ended by its deadlines and a grace hangs: it is killed and counted.
+process has ended or was ended on purpose, and all tensors of a receiver are the old ones or all are the new ones.
+A process that has not ended after its deadlines and a grace time hangs: it is killed and counted.
 
-Everything about a schedule but the machine's own timing follows from its seed.
+A schedule follows from its seed alone, except for the machine's own timing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import connection
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ from ....weight_sync.errors import TransferFailed, WeightSyncError
 from ....weight_sync.group.protocol import receive_update, send_update
 from ....weight_sync.group.registry import GroupRegistry
 from ....weight_sync.group.rendezvous import Rendezvous
+from ....weight_sync.group.weight_group import WeightGroup
 from ....weight_sync.manifest import Manifest, specs_of
 from ....weight_sync.transaction.transaction import WeightTransaction
 
@@ -41,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 CALL_S = 1.0  # deadline of every rendezvous and every transfer
-GRACE_S = 10.0  # what a loaded machine may add to all of a process's deadlines together
+GRACE_S = 10.0  # extra time for a loaded machine, added to all of a process's deadlines together
 NUM_PARALLEL = 6  # schedules at a time: most of them wait
 _BUCKET_BYTES = 4096
 _GROUP = "chaos"
@@ -54,10 +57,10 @@ Named = list[tuple[str, Tensor]]
 
 
 class Forked:
-    """A function that runs in a fork of this process: milliseconds where this one has imported everything already.
+    """A function that runs in a fork of this process, which starts in milliseconds because all imports are done.
 
-    result: what it returned, once `finished`; error: the traceback of what it raised, or None. Its standard error goes
-    to a file: torch logs a stack trace for every connection that breaks, which is what is wanted here.
+    result: its return value, once `finished`; error: the traceback of its exception, or None. Its standard error goes
+    to a file: torch logs a stack trace for every broken connection, and this test breaks many.
     """
 
     def __init__(self, run: Callable[[], object]) -> None:
@@ -67,12 +70,12 @@ class Forked:
         self.process = _FORK.Process(target=self._main, args=(run, theirs, self._log.fileno()))
         self.process.start()
         theirs.close()
-        self.result: object = None
+        self.result: Any = None
         self.error: str | None = None
         self.finished = False
 
     def wait(self, timeout_s: float) -> bool:
-        """Until it has returned, raised or died; False where it has done none of them in time."""
+        """Wait until the function has returned or raised, or the process has ended; returns False after the timeout."""
         if not self.pipe.closed:
             if not self.pipe.poll(max(0.0, timeout_s)):
                 return False
@@ -80,7 +83,7 @@ class Forked:
         return True
 
     def read(self) -> None:
-        """Take what lies in the pipe."""
+        """Read the result from the pipe."""
         try:
             self.result, self.error = self.pipe.recv()
             self.finished = True
@@ -89,17 +92,17 @@ class Forked:
         self.pipe.close()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal; nothing happens where it is gone."""
-        if self.process.is_alive():
+        """Send the process a signal, unless it has ended."""
+        if self.process.is_alive() and self.process.pid is not None:
             os.kill(self.process.pid, number)
 
     def log_tail(self, num_bytes: int = 2000) -> str:
-        """The end of its standard error."""
+        """Return the end of the process's standard error."""
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), num_bytes, max(0, size - num_bytes)).decode(errors="replace")
 
     def end(self) -> None:
-        """Kill it where it still runs, and collect it."""
+        """Kill the process if it still runs, and join it."""
         self.process.kill()
         self.process.join()
         self.process.close()
@@ -109,20 +112,20 @@ class Forked:
     @staticmethod
     def _main(run: Callable[[], object], out: connection.Connection, log: int) -> None:
         os.dup2(log, 2)
-        gc.freeze()  # what this process left unreachable is its own to collect: groups, whose threads are not in here
+        gc.freeze()  # the fork must not collect unreachable groups of the parent: their threads do not exist here
         torch.set_num_threads(1)
         result, error = None, None
         try:
             result = run()
-        except BaseException:  # noqa: BLE001 - the end of the process: whoever started it gets it
+        except BaseException:  # noqa: BLE001 - the process ends here: its parent gets the error
             error = traceback.format_exc()
         out.send((result, error))
         out.close()
-        os._exit(0)  # threads of torch may be held by a host that is stopped
+        os._exit(0)  # skips joining threads of torch, which may wait for a stopped host
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on now."""
+    """Find different ports that are free now."""
     probes = [socket.create_server((HOST, 0)) for _ in range(count)]
     ports = [probe.getsockname()[1] for probe in probes]
     for probe in probes:
@@ -135,20 +138,20 @@ def free_ports(count: int) -> list[int]:
 
 @dataclass
 class Round:
-    """What one rank does with one group."""
+    """The actions of one rank with one group."""
 
     delay_s: float  # before it joins
     update_delays_s: list[float]  # before each transfer
     world_size: int
     rank: int
     joins: bool = True
-    destroyed_after_s: float | None = None  # from its joining on, by another thread
+    destroyed_after_s: float | None = None  # seconds from its joining on, by another thread
     odd_plan: bool = False
 
 
 @dataclass
 class RankSchedule:
-    """One process: its rounds, and how it is ended, if it is."""
+    """One process: its rounds, and the signal that ends it, if any."""
 
     rounds: list[Round]
     signal: signal.Signals | None = None
@@ -157,7 +160,7 @@ class RankSchedule:
 
 @dataclass
 class Schedule:
-    """What happens, drawn from its seed alone."""
+    """The actions and faults of all processes, drawn from the seed alone."""
 
     seed: int
     ranks: list[RankSchedule]
@@ -165,14 +168,14 @@ class Schedule:
 
     @property
     def longest_s(self) -> float:
-        """What a process may take by its deadlines: every call ends a second after its own at the latest."""
+        """The longest time of a process by its deadlines: every call ends at most a second after its own."""
         calls = [1 + len(r.update_delays_s) for r in self.ranks[0].rounds]
         delays = max(sum(r.delay_s + sum(r.update_delays_s) for r in rank.rounds) for rank in self.ranks)
         return sum(calls) * (CALL_S + 1.0) + delays + GRACE_S
 
 
 def draw_schedule(seed: int) -> Schedule:
-    """The schedule of a seed. Two in five have no fault but their delays."""
+    """Draw the schedule of a seed. Two in five have no fault except delays."""
     draw = random.Random(seed)
     size, num_rounds = draw.choice([2, 2, 3]), draw.choice([1, 1, 2])
     num_updates = [draw.choice([1, 2, 3]) for _ in range(num_rounds)]
@@ -210,16 +213,25 @@ def draw_schedule(seed: int) -> Schedule:
 
 
 def _model(*seed: int) -> Named:
-    """Random tensors of awkward sizes; two span several buckets."""
+    """Draw random tensors of awkward sizes; two span several buckets."""
     generator = torch.Generator().manual_seed(hash(seed))
     shapes = {"embed": (70, 41), "norm": (41,), "scale": (), "none": (0, 3), "head": (41, 70), "bias": (901,)}
     return [(name, torch.randn(shape, generator=generator)) for name, shape in shapes.items()]
 
 
 def _run_rank(schedule: Schedule, index: int, ports: Sequence[int]) -> list[str]:
-    """What came of each rendezvous and each transfer: "" or the error. Raises AssertionError for torn tensors."""
-    mine, registry, outcomes = schedule.ranks[index], GroupRegistry(), []
-    with _timer(mine.signal_after_s if mine.signal else None, lambda: os.kill(os.getpid(), mine.signal)):
+    """Run one rank; returns "" or the error of each rendezvous and each transfer.
+
+    Raises AssertionError for partly written tensors.
+    """
+    mine, registry = schedule.ranks[index], GroupRegistry()
+    outcomes: list[str] = []
+
+    def send_signal() -> None:
+        assert mine.signal is not None
+        os.kill(os.getpid(), mine.signal)
+
+    with _timer(mine.signal_after_s if mine.signal else None, send_signal):
         for number, what in enumerate(mine.rounds):
             threading.Event().wait(what.delay_s)
             if what.joins:
@@ -255,10 +267,10 @@ def _run_round(seed: int, number: int, what: Round, port: int, registry: GroupRe
         yield ""
 
 
-def _receive(group: object, held: Named, old: Named, new: Named, expected: Manifest) -> None:
+def _receive(group: WeightGroup, held: Named, old: Named, new: Named, expected: Manifest) -> None:
     transaction = WeightTransaction(held)
     try:
-        receive_update(group, transaction, CALL_S, expected)  # type: ignore[arg-type]
+        receive_update(group, transaction, CALL_S, expected)
         transaction.commit()
     except BaseException:
         transaction.rollback()
@@ -275,7 +287,7 @@ def _destroy(registry: GroupRegistry) -> None:
     try:
         registry.destroy(_GROUP)
     except ValueError:
-        return  # it is not there, or not yet
+        return  # the group does not exist, or not yet
 
 
 @contextmanager
@@ -303,12 +315,11 @@ class _Running:
         self.started = time.monotonic()
         self.deadline = self.started + self.schedule.longest_s
         self.ranks = [
-            Forked(lambda index=index: _run_rank(self.schedule, index, ports))
-            for index in range(len(self.schedule.ranks))
+            Forked(partial(_run_rank, self.schedule, index, ports)) for index in range(len(self.schedule.ranks))
         ]
 
     def awaited(self) -> list[Forked]:
-        """Those that have to end by themselves and have not."""
+        """List the processes that must end by themselves and have not."""
         pairs = zip(self.ranks, self.schedule.ranks, strict=True)
         return [rank for rank, plan in pairs if not rank.pipe.closed and plan.signal != signal.SIGSTOP]
 
@@ -316,31 +327,32 @@ class _Running:
         return not self.awaited() or time.monotonic() >= self.deadline
 
     def end(self) -> tuple[bool, bool, str]:
-        """Kill what is left; returns whether it hung, whether everything was completed, and what was wrong, if it
-        was."""
-        hangs, wrong, completed = bool(self.awaited()), [], True
+        """Kill the remaining processes; returns whether any hung, whether all calls succeeded, and faults as text."""
+        hangs, completed = bool(self.awaited()), True
+        wrong: list[str] = []
         for index, (rank, plan) in enumerate(zip(self.ranks, self.schedule.ranks, strict=True)):
             has_ended = rank.wait(0)
             if rank.error is not None:
                 wrong.append(f"rank {index}:\n{rank.error}")
             elif has_ended and not rank.finished and plan.signal is None:
                 wrong.append(f"rank {index} died by itself; the end of its log:\n{rank.log_tail()}")
-            succeeded = rank.finished and rank.error is None and not any(rank.result)  # type: ignore[arg-type]
+            succeeded = rank.finished and rank.error is None and not any(rank.result)
             completed = completed and succeeded
             rank.end()
         return hangs, completed, "\n".join(wrong)
 
 
 def run_chaos(num_schedules: int, seed: int = 0) -> dict[str, object]:
-    """Run schedules seed, seed + 1, ... ; each ends whatever happens.
+    """Run schedules seed, seed + 1, ...; each ends in any case.
 
     num_hangs: schedules with a process that did not end by its deadline, their seeds in hangs; num_completed: where
-    every join and every transfer succeeded; wrong: seed and why, where a process died of itself, raised what it should
-    not, or found torn tensors; num_failed_cleanly: all others. longest_s: of a schedule. Hangs and wrongs are logged.
+    every join and every transfer succeeded; wrong: seed and reason, where a process ended unexpectedly, raised a wrong
+    exception, or found partly written tensors; num_failed_cleanly: all others. longest_s: of a schedule. Hangs and
+    wrong results are logged.
     """
     ours = logging.getLogger("lockstep")
     level = ours.level
-    ours.setLevel(logging.ERROR)  # forks inherit it; failures are what is wanted here
+    ours.setLevel(logging.ERROR)  # forks inherit it; failures are expected here
     try:
         return _run_schedules(num_schedules, seed)
     finally:

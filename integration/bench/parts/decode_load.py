@@ -1,4 +1,4 @@
-"""An engine whose sequences all decode at one context length, without the prefill that would lead there."""
+"""An engine whose sequences all decode at one context length, without computing their prefill."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ....rollout.config import EngineConfig
@@ -17,23 +18,25 @@ from ....rollout.sampling_params import SamplingParams
 from .machine_peaks import Peaks
 from .runs import clock
 
-_NUM_SKIPPED = PLAIN_STEPS + 4  # decode steps that warm up, until what a CPU recorded is replayed
+_NUM_SKIPPED = PLAIN_STEPS + 4  # decode steps that warm up, until a CPU replays its recording
 
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """What one decode step must read and compute."""
+    """The bytes that one decode step must read, and the operations that it must compute."""
 
     num_bytes: int
     num_operations: int
 
     @classmethod
     def of(cls, model: PreTrainedModel, batch: int, context: int, kv_bytes_per_token: int) -> DecodeWork:
-        """Every weight is read once, the KV of every sequence too; an embedding that is not the head is looked up."""
+        """Count every weight once and the KV of every sequence; an embedding counts only if it is the head too."""
         config = model.config
         num_weights = sum(parameter.numel() for parameter in model.parameters())
         if not config.tie_word_embeddings:
-            num_weights -= model.get_input_embeddings().weight.numel()
+            embedding = model.get_input_embeddings().weight
+            assert isinstance(embedding, Tensor)
+            num_weights -= embedding.numel()
         itemsize = next(model.parameters()).element_size()
         num_bytes = num_weights * itemsize + batch * context * kv_bytes_per_token
         heads = config.num_attention_heads
@@ -46,7 +49,7 @@ class DecodeWork:
 
 
 def make_decode_engine(model: PreTrainedModel, batch: int, context: int, num_steps: int, *, invariant: bool) -> Engine:
-    """An engine with room for one load of `decode_steps`."""
+    """Make an engine with room for one load of `decode_steps`."""
     blocks_each = -(-(context + num_steps + _NUM_SKIPPED + 2) // EngineConfig.block_size)
     config = EngineConfig(
         kv_cache=batch * blocks_each + 1,
@@ -62,12 +65,13 @@ def decode_steps(
     engine: Engine, batch: int, context: int, num_steps: int,
     around: Callable[[Callable[[], object]], object] = lambda step: step(),
 ) -> list[float]:  # fmt: skip
-    """Seconds of `num_steps` steps, each of one row of every sequence, the contexts about `context` tokens long.
+    """Measure the seconds of `num_steps` steps, each of one row of every sequence, at about `context` tokens of
+    context.
 
     Their KV is random numbers: a step reads as much as after a prefill, and takes as long. around: called with each
     step that counts, to run it.
     """
-    max_new_tokens = num_steps + _NUM_SKIPPED + 2  # one of the prefill, and the last step ends nobody
+    max_new_tokens = num_steps + _NUM_SKIPPED + 2  # one in the prefill, and no sequence ends in the last step
     generator = torch.Generator().manual_seed(0)
     prompt_tokens = max(context - _NUM_SKIPPED - num_steps // 2, 1)
     prompts = torch.randint(engine.model.vocab_size, (batch, prompt_tokens), generator=generator)
@@ -94,13 +98,15 @@ def decode_steps(
 
 @contextmanager
 def _no_forward(engine: Engine) -> Iterator[None]:
-    """The model is not run in here, and any token follows."""
+    """Replace the model's forward by one that computes nothing: any token follows."""
     model = engine.model
 
-    def forward(token_ids, positions, logit_rows, step, hidden=None):  # as HostedModel.forward
+    def forward(
+        token_ids: Tensor | None, positions: Tensor, logit_rows: Tensor, step: object, hidden: Tensor | None = None
+    ) -> Tensor:  # as HostedModel.forward
         return torch.zeros(len(logit_rows), model.vocab_size, device=model.device)
 
-    model.forward = forward  # type: ignore[method-assign]
+    model.forward = forward  # type: ignore[method-assign]  # restored below
     try:
         yield
     finally:

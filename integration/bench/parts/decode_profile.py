@@ -1,10 +1,9 @@
-"""Where the time of a decode step goes, by kernel where a recorded step is replayed, else by the file whose function
-spends it.
+"""The parts of a decode step's time, by kernel where a recorded step is replayed, else by source file.
 
-Of a replayed step every call is timed; what it takes beside them is planning, delivery and the replay's own loop.
-Otherwise Python's own profiler measures: what a function of ours spends in its C++ kernel counts as its own time, and a
-builtin of torch counts for whoever called it. The profiler makes Python dearer than it is, so that the parts with many
-calls are shown somewhat too large.
+In a replayed step every call is timed; the rest of the step is planning, delivery and the replay's own loop.
+Otherwise Python's own profiler measures: time in a C++ kernel counts for our function that calls it, and a builtin of
+torch counts for its caller. The profiler slows Python code down, so the parts with many calls appear somewhat too
+large.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 from ....rollout.engine import Engine
 from .decode_load import decode_steps
 
-# The first that matches the name of a kernel's function names its part; torch's operations have none.
+# Parts by pattern of the kernel function's name, the first match counts; torch's operations match none.
 KERNELS: tuple[tuple[str, str], ...] = (
     ("attention", "lockstep_attention"),
     ("sampler", "lockstep_draw"),
@@ -28,7 +27,7 @@ KERNELS: tuple[tuple[str, str], ...] = (
     ("products", "lockstep_linear"),
 )
 OPERATIONS = "torch's operations"
-# The first that matches a path names its part.
+# Parts by pattern of the path, the first match counts.
 PARTS: tuple[tuple[str, str], ...] = (
     ("attention", r"kernels/\w*attention|hosted_attention"),
     ("sampler", r"kernels/(logprobs|native_sampling|sampling)|rollout/sampler"),
@@ -41,7 +40,7 @@ OTHER = "other Python"
 
 
 def profile_decode(engine: Engine, batch: int, context: int, num_steps: int) -> dict[str, float]:
-    """Share of the time of each part in `num_steps` decode steps; the parts add up to 1, the largest first."""
+    """Compute each part's share of the time of `num_steps` decode steps; shares add up to 1, the largest first."""
     profiler, seconds = cProfile.Profile(), dict.fromkeys((*(part for part, _ in KERNELS), OPERATIONS), 0.0)
     in_replays = 0.0
 
@@ -64,15 +63,16 @@ def profile_decode(engine: Engine, batch: int, context: int, num_steps: int) -> 
 
 
 def _record_of(engine: Engine, batch: int) -> Any | None:
-    """What a step of so many rows replays on a CPU; None where it does not."""
-    graphs = engine.parts.runner._graphs
+    """Return the record that a step of this many rows replays on a CPU; None where it does not replay."""
+    runner: Any = engine.parts.runner  # of one rank: it has graphs
+    graphs = runner._graphs
     step = graphs and graphs._records.get(graphs.size_for(batch))
     return step._record if getattr(step, "is_trusted", None) else None
 
 
 @contextmanager
 def _timed(record: Any, seconds: dict[str, float]) -> Iterator[None]:
-    """Adds what each call of a replay takes to the seconds of its part."""
+    """Time each call of a replay, and add it to the seconds of its part."""
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         name = function.__name__
@@ -95,7 +95,7 @@ def _timed(record: Any, seconds: dict[str, float]) -> Iterator[None]:
 
 
 def shares(stats: pstats.Stats) -> dict[str, float]:
-    """A builtin's own time goes to the files of its callers."""
+    """Compute the share of each part; a builtin's own time counts for the files of its callers."""
     seconds = dict.fromkeys((*(part for part, _ in PARTS), OTHER), 0.0)
     for (path, _, _), (_, _, own, _, callers) in stats.stats.items():  # type: ignore[attr-defined]
         if path != "~":
@@ -113,5 +113,5 @@ def _in_order(seconds: dict[str, float]) -> dict[str, float]:
 
 
 def part_of(path: str) -> str:
-    """The part that a source file belongs to."""
+    """Return the part of a source file."""
     return next((part for part, pattern in PARTS if re.search(pattern, path)), OTHER)

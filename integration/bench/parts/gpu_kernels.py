@@ -1,10 +1,10 @@
-"""Times of single kernels on a device, at the widths of a model, each beside the least that its bytes and operations
-take."""
+"""Times of single kernels on a device, at the widths of a model, each beside the least possible time."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,15 +19,17 @@ from .machine_peaks import Peaks
 from .runs import clock
 
 _BLOCK = 16
-_CHUNK_ROWS = 512  # of a prompt, or of a training batch
-Case = tuple[str, Callable[[], object], float, float]  # name, what is timed, bytes, operations
+_CHUNK_ROWS = 512  # rows of a prompt or of a training batch
+Case = tuple[str, Callable[[], object], float, float]  # name, the timed function, bytes, operations
 
 
 def kernel_times(
     model: PreTrainedModel, batch: int, context: int, peaks: Peaks, *, linear: LinearMethod, repeats: int = 20
 ) -> list[dict[str, Any]]:
-    """Median milliseconds of each kernel, in the model's dtype and on its device: for `batch` decode rows, for a chunk
-    of a prompt, and of gradients for as many rows."""
+    """Measure median milliseconds of each kernel, in the model's dtype and on its device.
+
+    Rows: `batch` decode rows, a chunk of a prompt, and gradients for as many rows.
+    """
     table = []
     with torch.no_grad():
         for name, act, num_bytes, num_operations in _cases(model, batch, context, linear):
@@ -62,9 +64,9 @@ def _products(model: PreTrainedModel, rows: int, linear: LinearMethod) -> Iterat
     x = torch.randn(rows, up.shape[1], device=model.device).to(model.dtype)
     num_bytes = (up.numel() + rows * sum(up.shape)) * model.dtype.itemsize
     num_operations = 2 * rows * up.numel()
-    for name, method in (("product", linear), ("product, library's", "library")):
-        yield (f"{name}, {rows} rows", lambda method=method: invariant_linear(x, up, method=method), num_bytes,
-               num_operations)  # fmt: skip
+    methods: dict[str, LinearMethod] = {"product": linear, "product, library's": "library"}
+    for name, method in methods.items():
+        yield f"{name}, {rows} rows", partial(invariant_linear, x, up, method=method), num_bytes, num_operations
 
 
 def _norms(model: PreTrainedModel, batch: int) -> Iterator[Case]:
@@ -104,7 +106,7 @@ def _logits(model: PreTrainedModel, batch: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _gradient(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Callable[[], object]:
-    """The backward alone, of a forward that is kept."""
+    """Return the backward alone, of a forward that is kept."""
     with torch.enable_grad():
         out = compute(x.requires_grad_())
     grad = torch.ones_like(out)
@@ -112,7 +114,7 @@ def _gradient(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) 
 
 
 def _attention(model: PreTrainedModel, batch: int, context: int, rows: int) -> Case:
-    """The last `rows` positions of each sequence attend to `context`."""
+    """Build attention of the last `rows` positions of each sequence to `context` positions."""
     config, device, dtype = model.config, model.device, model.dtype
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     blocks_each = -(-context // _BLOCK)
@@ -132,7 +134,7 @@ def _attention(model: PreTrainedModel, batch: int, context: int, rows: int) -> C
 
 
 def _settings(batch: int, device: torch.device, *, top_k: int = KEEP_ALL, top_p: float = 1.0) -> RowSettings:
-    """Temperature 1."""
+    """Build settings of temperature 1."""
 
     def rows(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((batch,), value, dtype=dtype, device=device)

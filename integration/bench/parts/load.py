@@ -1,4 +1,4 @@
-"""What a throughput benchmark generates: prompts and lengths, the same for every engine that runs them."""
+"""The load of a throughput benchmark: prompts and lengths, the same for every engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONGEST = 4  # times new_tokens; longer draws are cut
 
 @dataclass(frozen=True)
 class Load:
-    """What one repeat generates. Example: `Load(32, 512, 128, group=8)`: four prompts, eight samples of each."""
+    """The sequences of one repeat. Example: `Load(32, 512, 128, group=8)`: four prompts, eight samples of each."""
 
     batch: int
     prompt_tokens: int
@@ -30,7 +30,7 @@ class Load:
 
     @property
     def max_new_tokens(self) -> int:
-        """The longest that any repeat can draw."""
+        """The most new tokens that a repeat can draw."""
         return self.new_tokens * (_LONGEST if self.lengths == "lognormal" else 1)
 
     @property
@@ -39,14 +39,14 @@ class Load:
         return self.prompt_tokens + self.max_new_tokens
 
     def prompts(self, vocab_size: int, repeat: int) -> list[list[int]]:
-        """Random token ids, a pure function of the load and the repeat. A group's members stand side by side."""
+        """Draw random token ids, a pure function of the load and the repeat. A group's members are neighbours."""
         generator = torch.Generator().manual_seed(1000 + repeat)
         shape = (self.batch // self.group, self.prompt_tokens)
         prompts = torch.randint(vocab_size, shape, generator=generator).tolist()
         return [prompt for prompt in prompts for _ in range(self.group)]
 
     def counts(self, repeat: int) -> list[int]:
-        """New tokens of each sequence, a pure function of the load and the repeat."""
+        """Draw the number of new tokens of each sequence, a pure function of the load and the repeat."""
         if self.lengths == "fixed":
             return [self.new_tokens] * self.batch
         draw = random.Random(2000 + repeat)
@@ -55,7 +55,7 @@ class Load:
         return [min(max(round(count), 1), self.max_new_tokens) for count in drawn]
 
     def num_new_tokens(self, repeat: int) -> int:
-        """Of all sequences of the repeat."""
+        """Return the number of new tokens of all sequences of the repeat."""
         return sum(self.counts(repeat))
 
 
@@ -71,12 +71,12 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_of(options: argparse.Namespace) -> Load:
-    """Raises ValueError for groups that do not fill the batch."""
+    """Build the load of the options. Raises ValueError for groups that do not fill the batch."""
     return Load(options.batch, options.prompt_tokens, options.new_tokens, options.group, options.lengths)
 
 
 def positive(text: str) -> int:
-    """An argument of at least 1."""
+    """Parse an argument of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")

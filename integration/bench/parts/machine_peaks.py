@@ -1,4 +1,4 @@
-"""What a machine can do at best, measured: the floors of a decode step are computed from it."""
+"""Measured peak rates of a machine, from which the floors of a decode step are computed."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass
 
 import torch
 
-_BUFFER_BYTES = 512 * 2**20  # beyond every cache
+_BUFFER_BYTES = 512 * 2**20  # larger than every cache
 _PRODUCT_SIZE = 2048
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """Of one device, at the threads that torch has now."""
+    """Peak rates of one device, at the number of threads that torch has now."""
 
     bytes_per_s: float  # read from memory
     operations_per_s: float  # multiplications and additions of a large matrix product
 
     def floor_seconds(self, num_bytes: float, num_operations: float) -> float:
-        """No program that reads so much and computes so much takes less, if memory and units work side by side."""
+        """Return the least time of a program with these bytes and operations, if memory and units work in parallel."""
         return max(num_bytes / self.bytes_per_s, num_operations / self.operations_per_s)
 
 
 def measure_peaks(dtype: torch.dtype, device: torch.device, repeats: int = 5) -> Peaks:
-    """Read a large buffer, multiply large matrices of that dtype; the best of the repeats counts."""
+    """Read a large buffer and multiply large matrices of that dtype; the best of the repeats counts."""
     buffer = torch.ones(_BUFFER_BYTES // 8, dtype=torch.int64, device=device)
     reading = _best(lambda: buffer.sum(), device, repeats)
     matrix = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=dtype, device=device)
@@ -34,7 +34,7 @@ def measure_peaks(dtype: torch.dtype, device: torch.device, repeats: int = 5) ->
 
 
 def _best(act: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds of the fastest of so many, after one more."""
+    """Return the seconds of the fastest of the repeats, after one more to warm up."""
     act()
     seconds = []
     for _ in range(repeats):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
@@ -10,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 _SEED = 0
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
-# Widths of Qwen3 models; the head is the embedding, so that the vocabulary counts once.
+# Widths of Qwen3 models. The head is the embedding, so the parameters of the vocabulary count once.
 PRESETS: dict[str, dict[str, int]] = {
     "tiny": {  # 7.3 M parameters
         "hidden_size": 256,
@@ -43,28 +45,32 @@ PRESETS: dict[str, dict[str, int]] = {
 
 
 def load_model(name: str, *, dtype: str = "bfloat16", device: str = "cpu") -> PreTrainedModel:
-    """The preset of that name, or the causal LM in the folder of that name, in eval mode without gradients.
+    """Load the preset of that name, or the causal LM in that folder, in eval mode without gradients.
 
-    Raises ValueError for what is neither.
+    Raises ValueError for a name that is neither.
     """
+    model: PreTrainedModel
     if name in PRESETS:
-        model: PreTrainedModel = random_model(PRESETS[name], tie_word_embeddings=True).to(DTYPES[dtype])
+        model = random_model(PRESETS[name], tie_word_embeddings=True)
+        model.to(DTYPES[dtype])  # type: ignore[arg-type]  # transformers' wrapper of `to` has no `self` in its types
     elif (Path(name) / "config.json").is_file():
         model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype])
     else:
         raise ValueError(f"--model {name!r} is neither {' nor '.join(PRESETS)} nor a folder with a config.json")
-    return model.to(device).eval().requires_grad_(False)
+    model.to(device)  # type: ignore[arg-type]  # as above
+    return model.eval().requires_grad_(False)
 
 
 def random_model(
-    widths: dict[str, int], *, tie_word_embeddings: bool, device: str = "cpu", dtype: torch.dtype = torch.float32
+    widths: Mapping[str, Any], *, tie_word_embeddings: bool, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Qwen3ForCausalLM:
-    """Drawn as float32 on the CPU, every device and dtype starts from the same numbers.
+    """Make a Qwen3 model of these widths, with random weights drawn on the device in the dtype, from a fixed seed.
 
-    Matrices are drawn with a standard deviation of in_features ** -0.5, which keeps the size of what they
-    multiply; the embedding, being the head too, with hidden_size ** -0.5: after the last norm a logit has a
-    standard deviation of about 1, as the logits of a barely trained model. Nothing overflows, no token is
-    likely, and greedy choices are not ties.
+    A model drawn as float32 on the CPU has the same numbers after it moves to any device or dtype.
+    Matrices are drawn with a standard deviation of in_features ** -0.5, which keeps the size of their inputs; the
+    embedding, which is the head too, with hidden_size ** -0.5: after the last norm a logit has a standard deviation of
+    about 1, like the logits of a barely trained model. Nothing overflows, no token is likely, and greedy choices are
+    not ties.
     """
     config = Qwen3Config(
         **widths,
@@ -76,8 +82,9 @@ def random_model(
     )
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config)
-    model.to(dtype).to_empty(device=device)
-    # Rotary tables are buffers that the constructor computes: on the meta device they were not.
+    model.to(dtype)  # type: ignore[arg-type]  # as above
+    model.to_empty(device=device)
+    # The constructor computes rotary tables as buffers, but not on the meta device.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     model.tie_weights()
     generator = torch.Generator(device).manual_seed(_SEED)

@@ -1,14 +1,16 @@
-"""One load through one engine: ours, or transformers' generate."""
+"""Runs of one load through one engine: ours, or transformers' generate."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from ....rollout.completion import Completion
 from ....rollout.config import EngineConfig
 from ....rollout.engine import Engine
 from ....rollout.sampling_params import SamplingParams
@@ -17,7 +19,7 @@ from .load import Load
 
 @dataclass(frozen=True)
 class Run:
-    """One repeat, measured."""
+    """The measurement of one repeat."""
 
     seconds: float
     prefill_seconds: float
@@ -25,7 +27,7 @@ class Run:
 
 
 def make_engine(model: PreTrainedModel, load: Load, *, invariant: bool, prefix_cache: bool = True) -> Engine:
-    """An engine that holds the whole load at once. Raises ValueError when the model's context does not."""
+    """Make an engine that holds the whole load at once. Raises ValueError for a too short context."""
     config = EngineConfig(
         kv_cache=num_kv_blocks(load),
         max_num_seqs=load.batch,
@@ -40,14 +42,16 @@ def make_engine(model: PreTrainedModel, load: Load, *, invariant: bool, prefix_c
 
 
 def num_kv_blocks(load: Load) -> int:
-    """Blocks for the load twice."""
+    """Return the number of blocks for the load twice."""
     return 2 * load.batch * -(-(load.length + 1) // EngineConfig.block_size)
 
 
 def run_engine(engine: Engine, load: Load, prompts: list[list[int]], repeat: int) -> Run:
     """Run the load through our engine, step by step."""
     counts = load.counts(repeat)
-    completions, prefill_seconds, decode_steps = [], 0.0, []
+    completions: list[Completion] = []
+    decode_steps: list[float] = []
+    prefill_seconds = 0.0
     device, metrics = engine.model.device, engine.metrics
     with engine.model.rollout_phase():
         started = now = clock(device)
@@ -75,8 +79,9 @@ def run_transformers(model: PreTrainedModel, load: Load, prompts: list[list[int]
     recorder = LogprobRecorder()
     torch.manual_seed(0)
     started = clock(model.device)
+    generate: Any = model.generate  # the types of PreTrainedModel lack its mixin
     with torch.inference_mode():
-        sequences = model.generate(
+        sequences = generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
             do_sample=True,
@@ -97,21 +102,21 @@ def run_transformers(model: PreTrainedModel, load: Load, prompts: list[list[int]
 
 
 class LogprobRecorder(LogitsProcessor):
-    """Keeps the log-probability of each token that generate samples: what it costs is one log_softmax a step."""
+    """A recorder of the log-probability of each token that generate samples, at the cost of one log_softmax a step."""
 
     def __init__(self) -> None:
         self._last: Tensor | None = None
         self._chosen: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """input_ids [B, T] so far, scores [B, V] of the next token: returned as they are."""
+        """Record the last token of input_ids [B, T]; returns scores [B, V] of the next token unchanged."""
         if self._last is not None:
             self._take(input_ids[:, -1:])
         self._last = torch.log_softmax(scores.float(), dim=-1)
         return scores
 
     def finish(self, sequences: Tensor) -> Tensor:
-        """Log-probabilities [B, new tokens] of what generate returned."""
+        """Return log-probabilities [B, new tokens] of the sequences that generate returned."""
         self._take(sequences[:, -1:])
         return torch.cat(self._chosen, dim=-1).cpu()
 
@@ -121,7 +126,7 @@ class LogprobRecorder(LogitsProcessor):
 
 
 class _EnoughTokens(StoppingCriteria):
-    """Each sequence ends at its own length, int64 [B]; generate goes on until the last has."""
+    """A criterion that ends each sequence at its own length, int64 [B]."""
 
     def __init__(self, lengths: Tensor) -> None:
         self._lengths = lengths
@@ -131,14 +136,14 @@ class _EnoughTokens(StoppingCriteria):
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, when everything that was asked of the device is done."""
+    """Wait until the device has done all its work, and return the time in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def find_device(name: str) -> torch.device:
-    """Raises ValueError for what is not here."""
+    """Return the device of that name. Raises ValueError where there is none."""
     if name.split(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, not {name!r}")
     if name != "cpu" and not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The clients of the serve benchmark: a process of its own, which imports nothing but the standard library.
+"""The clients of the serve benchmark: a separate process that imports only the standard library.
 
 Reads one JSON object a line from standard input, each a load: host, port, concurrency, and the bodies of the requests.
 Plays it with that many connections at a time and writes one JSON object a line: seconds, tokens, and per request the
@@ -14,11 +14,11 @@ import time
 from collections import deque
 from itertools import pairwise
 
-_LIMIT = 1 << 26  # bytes of one line: events repeat what came before
+_LIMIT = 1 << 26  # bytes of one line: events repeat all tokens before
 
 
 async def one_request(host: str, port: int, body: bytes) -> tuple[int, float, list[float]]:
-    """Its tokens, the seconds to its first event, and those between its events."""
+    """Send a request; returns its tokens, the seconds to its first event, and those between its events."""
     began = time.perf_counter()
     reader, writer = await asyncio.open_connection(host, port, limit=_LIMIT)
     head = f"POST /generate HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
@@ -39,7 +39,7 @@ async def one_request(host: str, port: int, body: bytes) -> tuple[int, float, li
 
 
 async def play(load: dict) -> dict[str, object]:
-    """Each connection takes the next request when its last one has ended."""
+    """Play a load: each connection takes the next request when its last one has ended."""
     bodies = deque(json.dumps(body).encode() for body in load["bodies"])
     results: list[tuple[int, float, list[float]]] = []
 

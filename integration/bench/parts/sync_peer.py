@@ -1,4 +1,4 @@
-"""The far process of `lockstep bench sync`: an engine behind its verbs on a socket, and the raw copies' other end."""
+"""The second process of `lockstep bench sync`: an engine with its verbs on a socket, and one side of raw copies."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _START_S, _END_S = 180.0, 10.0
 
 
 class Peer(RemoteTarget):
-    """An engine in a new process, as a target; and what only a benchmark asks of it, under names of `raw_...`."""
+    """An engine in a new process, as a target, with more verbs for the benchmark, named `raw_...`."""
 
     def __init__(self, preset: str, num_threads: int, folder: Path) -> None:
-        """Returns when it answers. Raises RuntimeError when it does not come up."""
+        """Start the process and wait until it answers. Raises RuntimeError when it does not start."""
         path = folder / "engine.sock"
         super().__init__(path, "engine")
         context = multiprocessing.get_context("spawn")
@@ -43,7 +43,7 @@ class Peer(RemoteTarget):
 
     def close(self) -> None:
         """End the process."""
-        self._pipe.close()  # which ends it
+        self._pipe.close()  # the process ends at this
         self._process.join(_END_S)
         if self._process.is_alive():
             self._process.kill()
@@ -77,6 +77,6 @@ def _serve(preset: str, num_threads: int, path: Path, pipe: Connection) -> None:
     server.start()
     pipe.send(True)
     with contextlib.suppress(EOFError):
-        pipe.recv()  # ends when the other process does
+        pipe.recv()  # returns when the other process ends
     server.close()
     service.close()

@@ -1,6 +1,6 @@
-"""What `lockstep bench sync` compares with: plain copies, hashes, broadcasts of the same bytes by the same processes.
+"""The comparison in `lockstep bench sync`: plain copies, hashes, broadcasts of the same bytes by the same processes.
 
-Nothing of weight_sync is in here. A model's parameters lie in one block of memory, so that "all bytes" is one tensor.
+No code of weight_sync is used here. A model's parameters lie in one block of memory, so that "all bytes" is one tensor.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +26,10 @@ _ALIGNMENT = 64
 
 
 def flat_model(name: str) -> tuple[PreTrainedModel, Tensor]:
-    """A bfloat16 model and the block that its parameters are views of, uint8 [bytes]. Raises as `load_model`."""
+    """Load a bfloat16 model whose parameters are views of one block, uint8 [bytes]. Raises as `load_model`."""
     model = load_model(name)
     offsets, end = [], 0
-    for parameter in model.parameters():  # tied ones come once
+    for parameter in model.parameters():  # tied parameters come once
         offsets.append(end)
         end += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
     block = torch.empty(end, dtype=torch.uint8)
@@ -39,12 +40,12 @@ def flat_model(name: str) -> tuple[PreTrainedModel, Tensor]:
 
 
 class RawEnd:
-    """One process's end of the plain copies, over the block of its model. Rank 0 sends, and makes the segment."""
+    """One process's side of the plain copies, over the block of its model. Rank 0 sends, and makes the segment."""
 
     def __init__(self, model: PreTrainedModel, block: Tensor) -> None:
         self.block = block
         self._tensors = [p.detach().reshape(-1).view(torch.uint8).numpy() for p in model.parameters()]
-        self._group: dist.ProcessGroupGloo | None = None
+        self._group: Any = None  # a dist.ProcessGroupGloo, whose types lack `broadcast`
         self._stores: tuple[dist.Store, ...] = ()
         self._segment: Tensor | None = None
         self._scratch: Tensor | None = None
@@ -58,7 +59,7 @@ class RawEnd:
         self._group = dist.ProcessGroupGloo(store, rank, 2, limit)
 
     def broadcast(self) -> None:
-        """All bytes in one broadcast from rank 0."""
+        """Broadcast all bytes from rank 0 in one call."""
         assert self._group is not None
         self._group.broadcast(self.block, 0).wait()
 
@@ -87,7 +88,7 @@ class RawEnd:
         return _timed_copy(self._scratch, self.block)
 
     def hash(self, num_threads: int = 2) -> float:
-        """hashlib's SHA-256 of every tensor, the largest first; returns the seconds."""
+        """Hash every tensor with hashlib's SHA-256, the largest first; returns the seconds."""
         started = time.perf_counter()
         with ThreadPoolExecutor(num_threads) as pool:
             list(pool.map(lambda data: hashlib.sha256(data).digest(), sorted(self._tensors, key=len, reverse=True)))
@@ -101,13 +102,13 @@ def _timed_copy(destination: Tensor, source: Tensor) -> float:
 
 
 def restart_peak() -> dict[str, int]:
-    """Let the peak of this process's memory be what it has now; returns `memory`."""
+    """Reset the peak of this process's memory to its present value; returns `memory`."""
     Path("/proc/self/clear_refs").write_text("5")
     return memory()
 
 
 def memory() -> dict[str, int]:
-    """Bytes of this process: resident, resident at most since `restart_peak`, and mapped of shared memory."""
+    """Read the bytes of this process: resident, their peak since `restart_peak`, and mapped shared memory."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     names = {"resident": "VmRSS", "peak": "VmHWM", "shared": "RssShmem"}
     return {name: int(fields[field].split()[0]) << 10 for name, field in names.items()}

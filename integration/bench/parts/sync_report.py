@@ -1,22 +1,23 @@
-"""What `lockstep bench sync` makes of its samples: medians, and which bars are met."""
+"""The report of `lockstep bench sync`: medians of its samples, and the verdict on each bar."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 DENSITIES = {"delta_1": 0.01, "delta_5": 0.05}
 PATHS = ("distributed", "tensor", "disk", *DENSITIES)
 _TRANSACTION_BAR, _IN_PLACE_BAR_MS = 1.15, 5.0
 _RATE_BARS = {"distributed": ("raw_broadcast", 0.9), "tensor": ("raw_shm", 0.8), "checksum": ("raw_hashlib", 0.9)}
 
-Sample = dict[str, float]  # of one repetition: seconds by what was done, and ratios
+Sample = dict[str, float]  # of one repetition: seconds of each item, and ratios
 
 
 def report(
     samples: list[Sample], peaks: dict[str, dict[str, int]], num_bytes: int, bucket_bytes: int
 ) -> dict[str, object]:
-    """Medians over the repetitions, and the bars."""
+    """Compute the medians over the repetitions, and the bars."""
 
     def median(key: str) -> float:
         return statistics.median(sample[key] for sample in samples)
@@ -33,9 +34,9 @@ def report(
         bars.append({"bar": name, "value": value, "limit": f"{'>=' if at_least else '<='} {bar:g}", "met": is_met})
 
     for name, (raw, bar) in _RATE_BARS.items():
-        judge(f"{name} / {raw}", ratio(lambda s, a=raw, b=name: s[a] / s[b]), bar, True)
+        judge(f"{name} / {raw}", ratio(partial(_quotient, raw, name)), bar, True)
     for path in PATHS:
-        judge(f"{path} transaction / (plain + hash + 2 memcpy)", ratio(lambda s, p=path: _transaction_ratio(s, p)),
+        judge(f"{path} transaction / (plain + hash + 2 memcpy)", ratio(partial(_transaction_ratio, path)),
               _TRANSACTION_BAR, False)  # fmt: skip
     judge("in place, ms", round(median("in_place") * 1e3, 3), _IN_PLACE_BAR_MS, False)
     for path, peak in peaks.items():
@@ -54,14 +55,18 @@ def report(
 
 
 def key(path: str, kind: str) -> str:
-    """Where a sample has the seconds of a push; kind: plain or transaction."""
+    """Return the key in a sample for the seconds of a push; kind: plain or transaction."""
     return path if kind == "plain" else f"{path} {kind}"
 
 
-def _transaction_ratio(sample: Sample, path: str) -> float:
+def _quotient(dividend: str, divisor: str, sample: Sample) -> float:
+    return sample[dividend] / sample[divisor]
+
+
+def _transaction_ratio(path: str, sample: Sample) -> float:
     return sample[f"{path} transaction"] / (sample[path] + sample["raw_hashlib"] + 2 * sample["memcpy"])
 
 
 def brief(sample: Sample) -> str:
-    """One line on standard error."""
+    """Format a sample as one line."""
     return ", ".join(f"{name} {s:.3f} s" for name, s in sample.items() if not name.endswith("_ratio"))

@@ -1,4 +1,4 @@
-"""vLLM as a rival: its worker in its own environment, driven over a pipe and stopped while it has nothing to do."""
+"""vLLM as a rival: its worker in its own environment, driven over a pipe and stopped while it is idle."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ from .load import Load
 from .runs import Run
 
 _WORKER = Path(__file__).with_name("vllm_worker.py")
-_SUPPRESSED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # they speak of our environment
-_END_SECONDS = 20.0  # that a worker has to end by itself
+_SUPPRESSED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # they refer to our environment
+_END_SECONDS = 20.0  # time for a worker to end by itself
 _GIB = 2**30
 
 
 class VllmWorker:
-    """A process of vLLM that has the model loaded. Between two loads its processes are stopped (SIGSTOP), so that they
-    take no time from whoever is measured meanwhile."""
+    """A process of vLLM that has the model loaded.
+
+    Between two loads its processes are stopped (SIGSTOP), so that they take no time from the measured engine.
+    """
 
     def __init__(
         self, python: str, folder: str | Path, load: Load, *, dtype: str, threads: int, kv_bytes: int,
         prefix_cache: bool,
     ) -> None:  # fmt: skip
-        """Start it and wait until the model is loaded. Raises ValueError with the end of its log when it does not come
-        up."""
+        """Start the worker and wait until the model is loaded.
+
+        Raises ValueError with the end of its log when it does not start.
+        """
         settings = {"model": str(folder), "dtype": dtype, "max_model_len": load.length, "max_num_seqs": load.batch,
                     "prefix_cache": prefix_cache}  # fmt: skip
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by `close`
@@ -51,7 +55,7 @@ class VllmWorker:
         self._signal(signal.SIGSTOP)
 
     def run(self, load: Load, prompts: list[list[int]], repeat: int) -> Run:
-        """Run one repeat. Raises ValueError with the end of the log when the worker dies."""
+        """Run one repeat. Raises ValueError with the end of the log when the worker ends."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"prompts": prompts, "counts": load.counts(repeat)}) + "\n")
@@ -63,7 +67,7 @@ class VllmWorker:
         return Run(answer["seconds"], answer["seconds"], ())
 
     def close(self) -> None:
-        """End it and everything that it started."""
+        """End the worker and all processes that it started."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
@@ -92,7 +96,7 @@ class VllmWorker:
 
 @contextmanager
 def unwinding_on_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit in here: processes that are stopped would outlive us. For the main thread."""
+    """Make SIGTERM raise SystemExit, so that stopped processes do not remain after us. For the main thread."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -101,7 +105,7 @@ def unwinding_on_sigterm() -> Iterator[None]:
 
 
 def _environment(python: str, threads: int, kv_bytes: int) -> dict[str, str]:
-    """Offline, on as many threads as we take, each bound to a core of its own, with what vLLM's manual advises."""
+    """Build the environment: offline, our number of threads, each on its own core, settings of vLLM's manual."""
     cores = sorted(os.sched_getaffinity(0))
     if threads > len(cores):
         raise ValueError(f"--threads {threads}: vLLM binds each to a core, and there are {len(cores)}")
@@ -113,7 +117,7 @@ def _environment(python: str, threads: int, kv_bytes: int) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        "KMP_BLOCKTIME": "1",  # read by Intel's OpenMP only, and so are the barriers
+        "KMP_BLOCKTIME": "1",  # only Intel's OpenMP reads this and the barriers
         "KMP_TPAUSE": "0",
     }
     environment |= {f"KMP_{kind}_BARRIER_PATTERN": "dist,dist" for kind in ("FORKJOIN", "PLAIN", "REDUCTION")}

@@ -1,9 +1,9 @@
-"""Runs loads through vLLM: a script for the Python of vLLM's own environment, which knows nothing of this package.
+"""A script that runs loads through vLLM, for the Python of vLLM's own environment, which does not have this package.
 
 Started with one argument, a JSON object: model (a folder), dtype, max_model_len, max_num_seqs, prefix_cache. It answers
 one JSON object a line: {"ready": version} once the model is loaded, then for every line {"prompts": [[id, ...], ...],
-"counts": [n, ...]} on its standard input {"seconds": s, "num_tokens": n, "num_logprobs": n}. It ends when its input
-does.
+"counts": [n, ...]} on its standard input {"seconds": s, "num_tokens": n, "num_logprobs": n}. It ends at the end of
+its input.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    # vLLM and what it starts print to standard output: the answers have a descriptor of their own.
+    # vLLM and its processes print to standard output: the answers use another descriptor.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    # The files beside this one are not modules that vLLM asks for, whatever they are called.
+    # vLLM must not import the files in this folder, whatever their names.
     sys.path = [entry for entry in sys.path if entry != os.path.dirname(os.path.abspath(__file__))]
 
     import vllm
@@ -57,5 +57,5 @@ def run(vllm: Any, llm: Any, load: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":  # vLLM starts processes that import this file again
+if __name__ == "__main__":  # processes that vLLM starts import this file too
     main()

@@ -1,4 +1,4 @@
-"""Tokenizers that benchmarks run on: byte-level BPEs of any size, trained on the sources of the standard library."""
+"""Tokenizers of benchmarks: byte-level BPEs of any size, trained on the sources of the standard library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NUM_BYTES = 3_000_000  # of sources: enough for 16,384 tokens
 
 
 def byte_level_bpe(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Trained anew, in some seconds; the same for one version of Python. `<eos>` is token 0."""
+    """Train a BPE, in some seconds; the same for one version of Python. `<eos>` is token 0."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -28,7 +28,7 @@ def byte_level_bpe(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def _texts() -> list[str]:
-    """Sources of the standard library, and as JSON, which the vocabulary should know too."""
+    """Read sources of the standard library, also as JSON, for which the vocabulary needs tokens too."""
     texts, num_bytes = [], 0
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         if num_bytes > _NUM_BYTES:

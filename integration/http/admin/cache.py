@@ -1,7 +1,8 @@
-"""The prefix cache from outside: pins on blocks and prefixes, eviction below a block, and the tree as it is.
+"""Endpoints of the prefix cache: pins on blocks and prefixes, eviction below a block, and a report of the tree.
 
-/hicache/pin_blocks and /hicache/unpin_blocks are the seed's paths and fields. Hashes are signed 64-bit integers; as
-text they are taken, too, and `hashes=text` gives them so, for readers that know no 64-bit integers.
+/hicache/pin_blocks and /hicache/unpin_blocks have the paths and fields of the seed implementation. Hashes are signed
+64-bit integers. They may be sent as text, too, and `hashes=text` returns them as text, for clients without 64-bit
+integers.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ _DEFAULT_TTL_S = 300.0
 
 
 class BlocksBody(AdminBody):
+    """Fields of pin_blocks and unpin_blocks."""
+
     block_hashes: list[BlockHash]
     owner: Annotated[str, Field(max_length=256)] | None = None
     ttl_seconds: Timeout | None = None
 
 
 class PrefixBody(AdminBody):
+    """Fields of pin_prefix: exactly one of token_ids and text."""
+
     token_ids: TokenIds | None = None
     text: str | None = None
     owner: Annotated[str, Field(max_length=256)] | None = None
@@ -40,22 +45,26 @@ class PrefixBody(AdminBody):
 
 
 class EvictBody(AdminBody):
+    """Fields of evict_descendants."""
+
     block_hash: BlockHash
 
 
 class TreeBody(AdminBody):
+    """Fields of cache_tree, at most one of token_ids and text among them."""
+
     depth: Annotated[int, Field(ge=1, le=2**31)] | None = None
     under: BlockHash | None = None
     token_ids: TokenIds | None = None
     text: str | None = None
     extra_key: str = ""
-    format: str = "json"  # or "text", a tree for people
+    format: str = "json"  # or "text", a tree that a person can read
     hashes: str = "number"  # or "text"
 
 
 @endpoint(router, "/hicache/pin_blocks", BlocksBody)
 async def pin_blocks(request: Request, body: BlocksBody) -> Response:
-    """Keep cached blocks, and those before them, from eviction."""
+    """Protect cached blocks, and the blocks before them, from eviction."""
     if (skip := skipped(request, body)) is not None:
         return skip
     engine = service_of(request).engine
@@ -69,7 +78,7 @@ async def pin_blocks(request: Request, body: BlocksBody) -> Response:
 
 @endpoint(router, "/hicache/unpin_blocks", BlocksBody)
 async def unpin_blocks(request: Request, body: BlocksBody) -> Response:
-    """Lift one of the owner's pins on each block."""
+    """Remove one of the owner's pins from each block."""
     if (skip := skipped(request, body)) is not None:
         return skip
     engine = service_of(request).engine
@@ -79,7 +88,7 @@ async def unpin_blocks(request: Request, body: BlocksBody) -> Response:
 
 @endpoint(router, "/hicache/pin_prefix", PrefixBody)
 async def pin_prefix(request: Request, body: PrefixBody) -> Response:
-    """Pin the cached blocks of a prompt, from its start as far as they are there."""
+    """Pin the cached blocks of a prompt, from its start to the first block that is not cached."""
     if (skip := skipped(request, body)) is not None:
         return skip
     engine, prompt = service_of(request).engine, _prompt(body.token_ids, body.text)
@@ -95,7 +104,7 @@ async def pin_prefix(request: Request, body: PrefixBody) -> Response:
 
 @endpoint(router, "/hicache/evict_descendants", EvictBody)
 async def evict_descendants(request: Request, body: EvictBody) -> Response:
-    """Free every cached block below this one that no sequence holds and no pin protects."""
+    """Free every cached block below a block, except blocks that a sequence holds or a pin protects."""
     if (skip := skipped(request, body)) is not None:
         return skip
     engine = service_of(request).engine
@@ -105,8 +114,8 @@ async def evict_descendants(request: Request, body: EvictBody) -> Response:
 
 @endpoint(router, "/hicache/cache_tree", TreeBody, methods=("GET", "POST"))
 async def cache_tree(request: Request, body: TreeBody) -> Response:
-    """The prefix cache between two steps, or what is below a block; with a prompt, where it leaves the cache. GET
-    takes the same fields from its query, but for token_ids."""
+    """Report the prefix cache between two steps, all of it or below a block; for a prompt, also where it diverges from
+    the cache. GET takes the same fields from its query, except token_ids."""
     if request.method == "GET":
         query = {key: value for key, value in request.query_params.items() if key != "token_ids"}
         body = fields_of(TreeBody, {**body.model_dump(exclude_unset=True), **query})
@@ -135,9 +144,9 @@ def _prompt(token_ids: list[int] | None, text: str | None) -> Prompt | None:
 
 def _as_text(tree: CacheTree) -> dict[str, object]:
     report = tree.as_dict()
-    for node in report["nodes"]:  # type: ignore[attr-defined]
+    for node in report["nodes"]:  # type: ignore[attr-defined]  # as_dict makes it a list
         node["hash"], node["parent"] = str(node["hash"]), None if node["parent"] is None else str(node["parent"])
     if (divergence := report["divergence"]) is not None:
         for key in ("hash", "nearest"):
-            divergence[key] = None if divergence[key] is None else str(divergence[key])  # type: ignore[index]
+            divergence[key] = None if divergence[key] is None else str(divergence[key])  # type: ignore[index]  # a dict
     return report

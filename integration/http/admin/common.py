@@ -1,4 +1,4 @@
-"""What administrative endpoints have in common: stages, operations, and replies."""
+"""Parts that administrative endpoints share: registration, stages, operations, and replies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ DOCUMENTED: dict[int | str, dict[str, Any]] = {
     400: {"description": "the request is wrong, or the engine's state does not allow it; the message says which"},
     401: {"description": "no usable key"},
     403: {"description": "the wrong key"},
-    408: {"description": "the deadline passed before it began, as while a trainer has the module; it will not run"},
+    408: {
+        "description": "the deadline passed before the call began, as while a trainer has the module; it will not run"
+    },
     409: {"description": "another update is in progress"},
     413: {"description": "the body is too long"},
     503: {"description": "the engine's loop has ended, or is ending"},
@@ -38,7 +40,7 @@ def endpoint(
 ) -> Callable[[Endpoint], Endpoint]:
     """Register `handler(request, body)`. Each method is an operation of its own in the API's description.
 
-    read: how the body is read; None: as `bodies.body_of` does.
+    read: reads the body; None: `bodies.body_of`.
     """
 
     reader = read or body_of(body)
@@ -59,11 +61,12 @@ def endpoint(
 
 
 def service_of(request: Request) -> RolloutService:
+    """Return the service behind the server that received the request."""
     return request.app.state.service
 
 
 async def run(request: Request, body: AdminBody, call: Callable[[float | None], T]) -> T:
-    """Run `call(seconds_left)` beside the event loop, under the body's op_id and deadline; what it returns."""
+    """Run `call(seconds_left)` on a thread, under the body's op_id and deadline, and return its result."""
     arguments = body.model_dump(exclude={"op_id", "timeout_s"}) if body.op_id is not None else None
     return await request.app.state.operations.run(
         request.scope["path"], call, op_id=body.op_id, timeout_s=body.timeout_s, arguments=arguments
@@ -71,8 +74,8 @@ async def run(request: Request, body: AdminBody, call: Callable[[float | None], 
 
 
 async def run_update(request: Request, body: AdminBody, call: Callable[[float | None], T]) -> T:
-    """Run what writes weights: one at a time, Busy for a second, and where the module is a trainer's in a rollout
-    phase, for which it waits under its deadline."""
+    """Run a call that writes weights, and return its result. Raises Busy while another one runs. Where a trainer owns
+    the module, the call waits for a rollout phase, until its deadline."""
     gate, service, verb = request.app.state.updates, service_of(request), request.scope["path"].lstrip("/")
 
     def alone(seconds_left: float | None) -> T:
@@ -91,8 +94,8 @@ def verb(
 ) -> Callable[[Callable[[RolloutService, Any, float | None], Any]], Endpoint]:
     """Register `handler(service, body, seconds_left)`, which may block, as POST /<its name>.
 
-    writes: it writes weights, see `run_update`. reply: of what it returns, and by name what each rank said
-    (`rank_results`); None: a triple with it as the report.
+    writes: the handler writes weights, see `run_update`. reply: makes the reply from the handler's result and, by name,
+    each rank's result (`rank_results`); None: a triple with the handler's result as the report.
     """
 
     def register(handler: Callable[[RolloutService, Any, float | None], Any]) -> Endpoint:
@@ -102,7 +105,7 @@ def verb(
             service = service_of(request)
 
             def work(seconds_left: float | None) -> tuple[Any, dict[str, Any]]:
-                service.replica.take_results()  # of whatever this thread did before
+                service.replica.take_results()  # drop the results of earlier calls on this thread
                 return handler(service, body, seconds_left), rank_results(service)
 
             report, results = await (run_update if writes else run)(request, body, work)
@@ -115,7 +118,7 @@ def verb(
 
 
 def skipped(request: Request, body: AdminBody) -> Response | None:
-    """The answer of an engine that the body does not select by `stages` or `selector`; None: it does.
+    """Make the answer of an engine that the body's `stages` or `selector` excludes; None if it is selected.
 
     Raises BadField for an unknown selector.
     """
@@ -133,23 +136,23 @@ def _skip(why: str) -> Response:
 
 
 def json_response(value: object, status: int = 200) -> JSONResponse:
-    """Any report as JSON; what is infinite or no number becomes a text, for JSON has neither."""
+    """Make a JSON response of any report; NaN and infinities become texts, because JSON has neither."""
     return JSONResponse(finite(plain(value)), status)
 
 
 def triple(message: str, report: object = None, **extra: object) -> JSONResponse:
-    """The reply of weight verbs that succeeded; one that fails is an exception."""
+    """Make the reply of a weight verb that succeeded; a verb that fails raises an exception instead."""
     return json_response({"success": True, "message": message, **extra, "report": report})
 
 
 def rank_results(service: RolloutService) -> dict[str, Any]:
-    """Return what each rank said to the last call that this thread brought to all of them, as a field of the reply."""
+    """Return each rank's result of the last call that this thread sent to all ranks, as a field of the reply."""
     results = service.replica.take_results()
     return {"rank_results": results} if results else {}
 
 
 def finite(value: object) -> object:
-    """A plain value without NaN or infinities."""
+    """Return a plain value with texts in place of NaN and infinities."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Pause, continue, abort and flush."""
+"""Endpoints that pause, continue, abort and flush."""
 
 from __future__ import annotations
 
@@ -20,19 +20,25 @@ from .common import endpoint, json_response, run, service_of, skipped
 
 router = APIRouter(tags=["control"])
 
-_LOOK_AGAIN_S = 0.02  # at whether requests have ended: nobody announces that
+_LOOK_AGAIN_S = 0.02  # between two checks of whether all requests have ended: no event reports that
 
 
 class PauseBody(AdminBody):
+    """Fields of pause_generation."""
+
     mode: str = "abort"
     ttl: Timeout | None = Field(None, description="seconds after which generation continues by itself")
 
 
 class ContinueBody(AdminBody):
+    """Fields of continue_generation."""
+
     torch_empty_cache: bool = True
 
 
 class AbortBody(AdminBody):
+    """Fields of abort_request."""
+
     rid: str = ""
     abort_all: bool = False
     abort_message: Annotated[str, Field(max_length=4096)] | None = None
@@ -40,12 +46,12 @@ class AbortBody(AdminBody):
 
 
 class FlushBody(AdminBody):
-    pass
+    """Fields of flush_cache."""
 
 
 @endpoint(router, "/pause_generation", PauseBody)
 async def pause_generation(request: Request, body: PauseBody) -> Response:
-    """Run no more steps until continue; it holds when this answers."""
+    """Run no more steps until continue_generation; the pause has begun when this answers."""
     try:
         check_pause(body.mode)
     except ValueError as error:
@@ -75,7 +81,7 @@ async def pause_generation(request: Request, body: PauseBody) -> Response:
 
 @endpoint(router, "/continue_generation", ContinueBody)
 async def continue_generation(request: Request, body: ContinueBody) -> Response:
-    """End a pause, and publish the weights of an update without a session; harmless where nothing is paused."""
+    """End a pause, and commit the weights of an update without a session; allowed also when nothing is paused."""
     if (skip := skipped(request, body)) is not None:
         return skip
     service, lease = service_of(request), request.app.state.pause_lease
@@ -100,7 +106,7 @@ async def continue_generation(request: Request, body: ContinueBody) -> Response:
 
 @endpoint(router, "/abort_request", AbortBody)
 async def abort_request(request: Request, body: AbortBody) -> Response:
-    """End one live request, or all, with what they have; an id that is not live is ignored. Answers nothing."""
+    """End one live request, or all, with the output so far; an id that is not live is ignored. The answer is empty."""
     if (body.rid or body.abort_all) and skipped(request, body) is None:
         engine, reason = service_of(request).engine, _reason(body)
 
@@ -115,7 +121,7 @@ async def abort_request(request: Request, body: AbortBody) -> Response:
 
 @endpoint(router, "/flush_cache", FlushBody, methods=("GET", "POST"))
 async def flush_cache(request: Request, body: FlushBody) -> Response:
-    """Empty the prefix cache. `?timeout=`: seconds to wait for the engine to be idle. Answers text."""
+    """Empty the prefix cache. `?timeout=`: seconds to wait until the engine is idle. The answer is text."""
     timeout_s, state = _flush_timeout(request), request.app.state
     if skipped(request, body) is not None:
         return PlainTextResponse("skipped: this stage was not selected\n")
@@ -135,7 +141,7 @@ async def flush_cache(request: Request, body: FlushBody) -> Response:
             await asyncio.sleep(_LOOK_AGAIN_S)
             report = await state.reads.run(engine.flush_cache)
     finally:
-        if waits:  # a flush without a timeout leaves the mark of one that began to wait in the meantime
+        if waits:  # a flush without a timeout must not clear the mark of another flush that waits
             state.is_flushing = False
     if report.success:
         pinned = f", {report.num_unpinned} of them pinned" if report.num_unpinned else ""

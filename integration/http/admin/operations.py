@@ -1,4 +1,4 @@
-"""How blocking calls run beside the event loop, each once, under its deadline, and one update at a time."""
+"""Threads for blocking calls, operations that run once per op_id and under a deadline, and the gate of updates."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ T = TypeVar("T")
 
 
 class Threads:
-    """Runs calls that may block, each on a daemon thread of its own: one that never returns keeps nobody from ending.
+    """Run calls that may block, each on a daemon thread of its own: a call that never returns does not keep the process
+    from ending.
 
-    Neither asyncio's executor nor a pool would do: coroutines that wait for completions fill the first, and a few calls
-    that wait in a rendezvous would fill the second.
+    Neither asyncio's executor nor a pool is enough: coroutines that wait for completions fill the executor, and a few
+    calls that wait in a rendezvous would fill a pool.
     """
 
     def __init__(self, limit: int) -> None:
-        """limit: how many may be under way; more wait for their turn."""
+        """Set the limit of calls that run at a time; further calls wait for their turn."""
         self._turns = asyncio.Semaphore(limit)
 
     async def run(self, call: Callable[[], T], name: str = "lockstep-http") -> T:
-        """What `call` returns or raises. It runs to its end even where nobody waits for it any more."""
+        """Return or raise the result of `call`. The call runs to its end also when the waiting task is cancelled."""
         async with self._turns:
             future: Future[T] = Future()
             threading.Thread(target=_fulfil, args=(future, call), name=name, daemon=True).start()
@@ -40,7 +41,7 @@ class Threads:
 
 
 class Operations:
-    """Administrative calls by op_id, and their deadlines. One event loop's."""
+    """Administrative calls by op_id, and their deadlines. Belongs to one event loop."""
 
     def __init__(self, threads: Threads, once_per_id: OncePerId) -> None:
         self._threads = threads
@@ -55,10 +56,10 @@ class Operations:
         timeout_s: float | None = None,
         arguments: object = None,
     ) -> T:
-        """Run `call(seconds_left)` on a thread and return what it returns; None: no deadline.
+        """Run `call(seconds_left)` on a thread and return its result; seconds_left is None without a deadline.
 
-        The same op_id again gets the answer of the one run, an error too. Raises DeadlineExceeded where `timeout_s`
-        passed before it began, and then it never runs; OpIdTaken where the op_id stands for another call.
+        A repeated op_id gets the result of the first run, an error too. Raises DeadlineExceeded if `timeout_s` passed
+        before the call began, and then it never runs; OpIdTaken if the op_id belongs to another call.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
@@ -73,26 +74,26 @@ class Operations:
         answer, is_new = self._once_per_id.claim(op_id, path, arguments)
         if is_new:
             task = asyncio.ensure_future(self._threads.run(lambda: _fulfil(answer, begin)))
-            task.add_done_callback(_log_failure)  # refers to the task, which must not vanish while it runs
+            task.add_done_callback(_log_failure)  # logs a failure of the task itself
         return await asyncio.shield(asyncio.wrap_future(answer))
 
 
 class UpdateGate:
-    """Lets one weight update through at a time; whoever comes meanwhile is told so at once. Any thread may ask."""
+    """Allow one weight update at a time; a second one is refused at once. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._current: tuple[str, float] | None = None  # what is in there, and since when (time.monotonic)
+        self._current: tuple[str, float] | None = None  # name of the current update, and its start (time.monotonic)
 
     @property
     def age_s(self) -> float | None:
-        """Of the update that is in progress; None: none is."""
+        """Age of the update in progress, in seconds; None: no update is in progress."""
         current = self._current
         return None if current is None else time.monotonic() - current[1]
 
     @contextmanager
     def enter(self, what: str) -> Iterator[None]:
-        """Raises Busy, with the age of the update that is in progress, where one is."""
+        """Hold the gate for the update named `what`. Raises Busy, with the age of another update in progress."""
         with self._lock:
             if self._current is not None:
                 name, since = self._current
@@ -108,10 +109,10 @@ class UpdateGate:
 def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
     try:
         future.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - a thread boundary: whoever waits gets it
+    except BaseException as error:  # noqa: BLE001 - a thread boundary: the waiting caller gets the error
         future.set_exception(error)
 
 
-def _log_failure(task: asyncio.Future) -> None:
+def _log_failure(task: asyncio.Future[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         logger.error("an operation was lost", exc_info=task.exception())

@@ -1,4 +1,4 @@
-"""A pause that ends by itself where its client does not come back."""
+"""A pause that ends by itself if its client does not end it."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from ...service import RolloutService
 
 logger = logging.getLogger(__name__)
 
-_MOMENT_S = 1e-3  # that a lease which expires waits for a trainer's rollout phase: it comes again
+_MOMENT_S = 1e-3  # an expired lease waits so long for a trainer's rollout phase, and tries again after its ttl
 
 
 class PauseLease:
-    """At most one deadline for the pause that holds; the last pause decides. Any thread may call."""
+    """The deadline of the current pause, if it has one; the last pause sets it. Any thread may call."""
 
     def __init__(self, service: RolloutService) -> None:
         self._service = service
-        self._lock = threading.Lock()  # held while a pause begins or ends: one that is over ends no other
+        self._lock = threading.Lock()  # held while a pause begins or ends: an old lease must not end a new pause
         self._timer: threading.Timer | None = None
         self._deadline: float | None = None  # of time.monotonic()
 
     @property
     def seconds_left(self) -> float | None:
-        """Until generation continues by itself; None: it does not."""
+        """Seconds until generation continues by itself; None: without a deadline."""
         deadline = self._deadline
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     @contextmanager
     def changing(self, ttl_s: float | None = None) -> Iterator[None]:
-        """A pause begins or ends in here; if that succeeds, the lease is `ttl_s` long from then on, None: none."""
+        """Hold the lease while a pause begins or ends. After success it lasts `ttl_s` seconds; None: no lease."""
         with self._lock:
             yield
             self._set(ttl_s)
 
     def cancel(self) -> None:
-        """The pause that holds does not end by itself."""
+        """Remove the deadline: the current pause does not end by itself."""
         with self._lock:
             self._set(None)
 
@@ -66,7 +66,7 @@ class PauseLease:
                     self._service.continue_generation()
             except (LockstepError, WeightSyncError, ValueError) as error:
                 logger.error("the pause expired after %g s, but generation cannot continue: %s", ttl_s, error)
-                self._set(ttl_s)  # once more: what is in the way may have gone by then
+                self._set(ttl_s)  # try again: the obstacle may be gone then
             else:
                 logger.warning("the pause expired after %g s (ttl): generation continues", ttl_s)
                 self._set(None)

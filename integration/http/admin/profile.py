@@ -1,4 +1,4 @@
-"""Profiles of the engine's steps."""
+"""Endpoints that take profiles of the engine's steps."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ Name = Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9._-]*$")]
 
 
 class ProfileBody(AdminBody):
+    """Fields of start_profile."""
+
     output_dir: str | None = None
     activities: list[str] = Field(default_factory=lambda: ["CPU", "GPU"])
     with_stack: bool = False
@@ -25,10 +27,10 @@ class ProfileBody(AdminBody):
     profile_id: Name | None = None
     profile_prefix: Name | None = None
     start_step: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
-        None, description="begin where so many steps have run since the engine was made (lockstep:steps_total)"
+        None, description="begin when this many steps have run since the engine was made (lockstep:steps_total)"
     )
     num_steps: Annotated[int, Field(ge=1, lt=2**63)] | None = Field(
-        None, description="end by itself after so many; stop_profile then answers with the file"
+        None, description="end by itself after this many steps; stop_profile then answers with the file"
     )
     profile_by_stage: bool = False
     profile_stages: list[str] | None = None
@@ -45,12 +47,12 @@ _UNSUPPORTED = {
 
 
 class StopBody(AdminBody):
-    pass
+    """Fields of stop_profile."""
 
 
 @endpoint(router, "/start_profile", ProfileBody)
 async def start_profile(request: Request, body: ProfileBody) -> Response:
-    """Take a torch profile, and a trace of the engine's steps, from here or `start_step` to stop_profile or for
+    """Take a torch profile and a trace of the engine's steps, from now or `start_step` to stop_profile or for
     `num_steps`."""
     for name, why in _UNSUPPORTED.items():
         if getattr(body, name):
@@ -72,7 +74,7 @@ async def start_profile(request: Request, body: ProfileBody) -> Response:
 
 @endpoint(router, "/stop_profile", StopBody)
 async def stop_profile(request: Request, body: StopBody) -> Response:
-    """End the profile, if it has not ended by itself; the file is written when this answers."""
+    """End the profile if it has not ended by itself; the file is complete when this answers."""
     if skipped(request, body) is not None:
         return PlainTextResponse("skipped: this stage was not selected\n")
     profiler = request.app.state.profiler

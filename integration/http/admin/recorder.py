@@ -1,4 +1,4 @@
-"""One profile at a time, as two Chrome traces: torch's of every operation, and the engine's own of its steps."""
+"""Records profiles as two Chrome traces, torch's operations and the engine's steps; one profile at a time."""
 
 from __future__ import annotations
 
@@ -25,35 +25,36 @@ ACTIVITIES = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
 
 @dataclass(eq=False)
 class _Profile:
-    """A profile that was asked for."""
+    """A requested profile."""
 
     torch: profile
     path: Path  # of torch's trace
-    num_steps: int | None  # after which it ends by itself; None: with `stop`
+    num_steps: int | None  # after which it ends by itself; None: it ends with `stop`
     has_begun: bool = False
-    has_trace: bool = False  # whether the engine's trace was begun by it
+    has_trace: bool = False  # whether this profile started the engine's trace
     written: Future[Path] = field(default_factory=Future)
 
     def write(self) -> None:
-        """Takes long for a long profile."""
+        """Write torch's trace to its file; slow for a long profile. An error goes to `written`."""
         try:
             self.torch.export_chrome_trace(str(self.path))
             self.written.set_result(self.path)
-        except Exception as error:  # noqa: BLE001 - a thread boundary: whoever asks for the file gets it
+        except Exception as error:  # noqa: BLE001 - a thread boundary: the caller of `stop` gets the error
             self.written.set_exception(error)
 
 
 class Profiler:
-    """Starts and stops torch's profiler between two steps of an engine. Any thread may call.
+    """Start and stop torch's profiler between two steps of an engine. Any thread may call.
 
-    torch records the thread that starts it, and threads that began after it; so the profile is of the process with
-    `profile_all_threads`, which covers the engine's loop. What it knows changes under the engine's lock only.
+    By default torch records the thread that starts the profiler, and threads that began later. `profile_all_threads`
+    makes it record the whole process, the engine's loop included. The state of this class changes only under the
+    engine's lock.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._current: _Profile | None = None  # begun, or to begin
-        self._ended: _Profile | None = None  # ended by itself, and nobody has asked for its file yet
+        self._ended: _Profile | None = None  # ended by itself; `stop` has not asked for its file yet
 
     def start(
         self,
@@ -67,12 +68,12 @@ class Profiler:
         start_step: int | None = None,
         num_steps: int | None = None,
     ) -> Path:
-        """Begin at once, or where `start_step` steps have run since the engine was made; end with `stop`, or
-        `num_steps` steps later. Returns the file of torch's that there will be. The engine's lies beside it, as
-        .engine.json, unless it writes one already.
+        """Begin a profile at once, or when `start_step` steps have run since the engine was made. It ends with `stop`,
+        or after `num_steps` steps. Returns the path that torch's trace will have. The engine's trace is written beside
+        it, as .engine.json, unless the engine already writes a trace.
 
-        Raises Busy where one runs or is to begin, ValueError for an unknown activity, OSError for a folder that cannot
-        be made.
+        Raises Busy while another profile runs or waits for its start, ValueError for an unknown activity, OSError for a
+        folder that cannot be made.
         """
         if unknown := sorted(set(activities) - set(ACTIVITIES)):
             raise ValueError(f"activities: unknown {', '.join(unknown)}; known: {', '.join(ACTIVITIES)}")
@@ -94,8 +95,8 @@ class Profiler:
         return new.path
 
     def stop(self) -> Path:
-        """End and write; returns the file, also of one that has ended by itself. Raises HttpError 400 where there is
-        none, or where it has not begun: it is called off then."""
+        """End the profile, write it, and return its file; also for a profile that has ended by itself. Raises HttpError
+        400 if there is no profile, or if it has not begun: it is cancelled then."""
         ended, is_written = self._engine.between_steps("stop_profile", self._stop)
         if not is_written:
             ended.write()
@@ -140,11 +141,11 @@ class Profiler:
     def _end_by_itself(self, current: _Profile) -> None:
         self._end(current)
         self._ended = current
-        # Not in the loop's thread, which has steps to run.
+        # Written on another thread, because the loop's thread must run steps.
         threading.Thread(target=current.write, name="lockstep-profile", daemon=True).start()
 
     def _by_itself(self, current: _Profile, act: Callable[[_Profile], None]) -> None:
-        """In the loop's thread, which must not end by a profile that fails: who asks for the file is told."""
+        """Run `act` in the loop's thread. An error must not end the loop: it goes to the caller of `stop`."""
         try:
             act(current)
         except Exception as error:
@@ -162,6 +163,6 @@ class Profiler:
         if not current.has_begun:
             self._current = None
             self._engine.driver.at_step(None)
-            raise HttpError(400, "the profile had not begun: it is called off")
+            raise HttpError(400, "the profile had not begun: it is cancelled")
         self._end(current)
         return current, False

@@ -1,4 +1,4 @@
-"""What SGLang's surface has and this engine does not: an answer that says so."""
+"""Paths of SGLang's API that this engine does not support: each answers 501 with the reason."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The updates of weights: from a process group, from memory of this host, from disk.
+"""Endpoints that update weights: from a process group, from memory of this host, from disk.
 
-Names, fields and replies are SGLang's, slime's and Miles' where they have them. Beyond those, `report` has what the
-service's verb returned, and updates take `verify`, `keep_running`, `delta_check` and, for our own sender's wires,
-`manifest` and `descriptions`.
+Names, fields and replies are SGLang's, slime's and Miles' where they have them. In addition `report` has the result of
+the service's verb, and updates take `verify`, `keep_running`, `delta_check` and, for Lockstep's own senders, `manifest`
+and `descriptions`.
 
-An update without a session to an engine that neither is paused nor has released its KV is a set by itself: it is
-committed at once. While either holds more buckets may follow, and the commit comes with continue, or with the KV.
+An update without a session is committed at once if the engine is not paused and has not released its KV. Otherwise
+more buckets may follow, and the commit happens when generation continues or the KV is allocated again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from ....weight_sync.transaction.session import UpdateRecord
+from ....weight_sync.transaction.records import UpdateRecord
 from ...weights.verbs import GROUP_NAME
 from ..edge.bodies import AdminBody, Count, fields_of, read_object
 from ..edge.errors import BadField
@@ -27,7 +27,7 @@ router = APIRouter(tags=["weights"])
 
 
 class UpdateBody(AdminBody):
-    """What every update takes."""
+    """Fields of every update."""
 
     load_format: str | None = None
     weight_version: str | None = None
@@ -35,11 +35,13 @@ class UpdateBody(AdminBody):
     abort_all_requests: bool = False
     torch_empty_cache: bool = False
     selector: str = "all"
-    keep_running: bool = True  # a pause in_place means that
+    keep_running: bool = True  # as a pause with mode in_place does
     delta_check: str = "pre"
 
 
 class DistributedBody(UpdateBody):
+    """Fields of update_weights_from_distributed; the three lists have one entry per tensor."""
+
     names: list[str] | None = None
     dtypes: list[str] | None = None
     shapes: list[list[Count]] | None = None
@@ -49,12 +51,16 @@ class DistributedBody(UpdateBody):
 
 
 class TensorBody(UpdateBody):
+    """Fields of update_weights_from_tensor."""
+
     serialized_named_tensors: list[str] | None = None
     descriptions: list[dict[str, Any]] | None = None
     verify: dict[str, str] | None = None
 
 
 class DiskBody(UpdateBody):
+    """Fields of update_weights_from_disk."""
+
     model_path: str
     is_async: bool = False
     keep_pause: bool = False
@@ -84,14 +90,14 @@ async def update_weights_from_distributed(request: Request, body: DistributedBod
 
 
 async def _read_tensor_body(request: Request) -> TensorBody:
-    # Handles in base64, and one for each rank: longer than other bodies, and bounded by the service's own limit.
+    # Handles in base64, one per rank: longer than other bodies, so the service's own limit is added.
     limit = request.app.state.config.max_body_bytes + 2 * service_of(request).config.max_pickle_bytes
     return fields_of(TensorBody, await read_object(request, limit))
 
 
 @endpoint(router, "/update_weights_from_tensor", TensorBody, read=_read_tensor_body)
 async def update_weights_from_tensor(request: Request, body: TensorBody) -> Response:
-    """Take tensors from memory of this host; the copy is complete when this answers."""
+    """Copy tensors from memory of this host; the copy is complete when this answers."""
     if body.serialized_named_tensors is None and body.descriptions is None:
         raise BadField("serialized_named_tensors", "a list with an entry for each rank is needed")
     service = service_of(request)
@@ -121,7 +127,7 @@ async def update_weights_from_disk(request: Request, body: DiskBody) -> Response
             body.model_path, verify=body.verify, keep_pause=body.keep_pause, **common
         )
         if not service.sessions.is_open:
-            service.commit_implicit_update()  # a folder is a set by itself
+            service.commit_implicit_update()  # a folder is a complete set
         state.updated_from = body.model_path
         return record
 
@@ -138,8 +144,8 @@ async def _update(
 
     def work(seconds_left: float | None) -> tuple[UpdateRecord, int, dict[str, Any]]:
         engine = service.engine
-        service.replica.take_results()  # of whatever this thread did before
-        before = engine.state()
+        service.replica.take_results()  # drop the results of earlier calls on this thread
+        before: dict[str, Any] = engine.state()
         num_kept = before["num_running"] if body.keep_running and not body.abort_all_requests else 0
         if has_flush and before["paused"] and num_kept:
             raise BadField(

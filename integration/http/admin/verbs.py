@@ -1,7 +1,7 @@
-"""The service's own verbs by name, for `HttpTarget` and whoever needs what SGLang's endpoints do not have.
+"""Endpoints of the service's own verbs by name, for `HttpTarget` and for arguments that SGLang's endpoints do not have.
 
-POST /lockstep/VERB takes a JSON object of the verb's arguments, with `timeout_s` and `op_id` beside them, and answers
-with its report. Which verbs there are, and what they take, are those of `local_target.VERBS` and their signatures.
+POST /lockstep/VERB takes a JSON object of the verb's arguments, `timeout_s` and `op_id`, and answers with the verb's
+report. `local_target.VERBS` lists the verbs; their signatures name the arguments.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ...service import RolloutService
 from ..edge.bodies import AdminBody, Timeout, fields_of, read_object
 from ..edge.errors import BadField, HttpError
 
-# Verbs that write weights: one of them at a time, and a second is told so at once.
+# Verbs that write weights: one of them at a time, and a second is refused at once.
 _UPDATES = frozenset({"update_weights_from_distributed", "update_weights_from_tensor", "update_weights_from_disk"})
-# Verbs that need the module besides: those of sessions.
+# Verbs of sessions, which need the module, too.
 _SESSIONS = frozenset(
     {"begin_weight_update", "verify_weight_update", "end_weight_update", "abort_weight_update", "revert_weight_update"}
 )
 _NEWEST_SHOWN = 24  # tokens of each sequence
-_SEQUENCES_SHOWN = 64  # running, and as many waiting
+_SEQUENCES_SHOWN = 64  # running ones, and as many waiting ones
 _Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-# Types of a signature as JSON can carry them, and a machine can hold them.
+# Types of a signature, as JSON can express them and within the range of machine integers.
 _AS_JSON = {
     int: _Whole,
     int | None: _Whole | None,
@@ -46,7 +46,7 @@ router = APIRouter(tags=["verbs"])
 
 @router.post("/lockstep/{verb}")
 async def call_verb(verb: str, request: Request) -> JSONResponse:
-    """Run a verb of the service. 404 for an unknown one, 400 naming an argument that it does not take."""
+    """Run a verb of the service. Answers 404 for an unknown verb, 400 naming an argument that it does not take."""
     if verb not in VERBS:
         raise HttpError(404, f"unknown verb {verb!r}; known: {', '.join(VERBS)}", code="unknown_verb")
     values = await read_object(request)
@@ -67,8 +67,8 @@ async def call_verb(verb: str, request: Request) -> JSONResponse:
 
 @contextmanager
 def _in_turn(state: State, verb: str, arguments: Mapping[str, object], timeout_s: float) -> Iterator[float]:
-    """Where the server keeps something about a verb: updates one at a time and in a trainer's rollout phases, the lease
-    of a pause. Yields the seconds left."""
+    """Hold the server's own state for a verb: the gate of updates, a trainer's rollout phase, or the lease of a pause.
+    Yields the seconds left."""
     service: RolloutService = state.service
     if verb in _UPDATES or (verb == "weights_checker" and arguments.get("action") == "reset_tensors"):
         with state.updates.enter(verb), service.weights_turn(verb, timeout_s) as seconds_left:
@@ -91,7 +91,7 @@ def _in_turn(state: State, verb: str, arguments: Mapping[str, object], timeout_s
 
 @router.get("/lockstep/sequences")
 async def sequences(request: Request) -> JSONResponse:
-    """Who runs and who waits, the first of each, with the newest tokens and the weight versions of each."""
+    """List the first running and waiting sequences, with the newest tokens and the weight versions of each."""
     state = request.app.state
     return JSONResponse(await state.reads.run(lambda: {"sequences": _sequences(state.service.engine)}))
 
@@ -101,15 +101,15 @@ def _sequences(engine: Engine) -> list[dict[str, object]]:
     for view in engine.live_sequences(_NEWEST_SHOWN, _SEQUENCES_SHOWN):
         entry = plain(view)
         assert isinstance(entry, dict)
-        # Tokens out of the middle of a text: what does not begin or end with a whole character shows as U+FFFD.
+        # Tokens from the middle of a text: a partial character at the beginning or the end shows as U+FFFD.
         text = None if engine.tokenizer is None else engine.tokenizer.decode(list(view.newest_ids))
         shown.append(entry | {"newest_text": text})
     return shown
 
 
 def _checked(verb: str, values: dict[str, object]) -> dict[str, object]:
-    """The arguments that were given, with the types that the verb's signature names. Raises BadField for the first
-    that is wrong, missing or unknown."""
+    """Convert the given arguments to the types in the verb's signature. Raises BadField for the first argument that is
+    wrong, missing or unknown."""
     model = arguments_of(verb)
     if unknown := sorted(values.keys() - model.model_fields.keys()):
         raise BadField(unknown[0], f"{verb} does not take it; it takes {', '.join(model.model_fields) or 'nothing'}")
@@ -123,7 +123,7 @@ def _checked(verb: str, values: dict[str, object]) -> dict[str, object]:
 
 @cache
 def arguments_of(verb: str) -> type[BaseModel]:
-    """A model of a verb's arguments, less those that every call carries."""
+    """Make a pydantic model of a verb's arguments, without the fields of every call."""
     function = getattr(RolloutService, verb, None) or getattr(Engine, verb)
     hints = get_type_hints(function)
     fields = {
@@ -135,4 +135,4 @@ def arguments_of(verb: str) -> type[BaseModel]:
         if name not in ("self", "timeout_s", "op_id")
     }
     config = ConfigDict(allow_inf_nan=False, protected_namespaces=())
-    return create_model(verb, __config__=config, **fields)  # type: ignore[call-overload]
+    return create_model(verb, __config__=config, **fields)  # type: ignore[call-overload]  # its names are not literals

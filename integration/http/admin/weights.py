@@ -1,7 +1,7 @@
-"""The weight verbs beside the updates: groups, sessions, versions, values, the checker, memory, and pulled checkpoints.
+"""Endpoints of the other weight verbs: groups, sessions, versions, values, checker, memory, pulled checkpoints.
 
-Names, fields and replies are SGLang's, slime's and Miles' where they have them; `report` has what the service's verb
-returned.
+Names, fields and replies are SGLang's, slime's and Miles' where they have them; `report` has the result of the
+service's verb.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class InitGroupBody(AdminBody):
+    """Fields of init_weights_update_group."""
+
     master_address: str
     master_port: Port
     rank_offset: Count
@@ -39,43 +41,59 @@ class InitGroupBody(AdminBody):
 
 
 class DestroyGroupBody(AdminBody):
+    """Fields of destroy_weights_update_group."""
+
     group_name: str = GROUP_NAME
 
 
 class BeginBody(AdminBody):
+    """Fields of begin_weight_update."""
+
     selector: str = "all"
     weight_version: str | None = None
-    coverage: str = "partial"  # a foreign trainer may freeze some
+    coverage: str = "partial"  # another framework's trainer may freeze some parameters
     undo: str = "tensors"
     digest: str = "now"
     lease_s: Timeout | None = None
     abort_all_requests: bool = False
-    keep_running: bool = True  # a pause in_place means that
+    keep_running: bool = True  # as a pause with mode in_place does
 
 
 class VerifyBody(AdminBody):
+    """Fields of verify_weight_update: the sender's digests by tensor name."""
+
     digests: dict[str, str]
 
 
 class EndBody(AdminBody):
+    """Fields of end_weight_update."""
+
     weight_version: str | None = None
 
 
 class AbortUpdateBody(AdminBody):
+    """Fields of abort_weight_update."""
+
     why: Annotated[str, Field(max_length=4096)] = "asked for"
 
 
 class VersionBody(AdminBody):
+    """Fields of update_weight_version."""
+
     new_version: str
     abort_all_requests: bool = True
 
 
 class ByNameBody(AdminBody):
+    """Fields of get_weights_by_name."""
+
     name: str
     truncate_size: Annotated[int, Field(ge=1, le=2**31 - 1)] = 100
 
 
 class CheckerBody(AdminBody):
+    """Fields of weights_checker."""
+
     action: str = "checksum"
     allow_quant_error: bool = False
     skip_tensor_list: list[str] = Field(default_factory=list)
@@ -84,22 +102,28 @@ class CheckerBody(AdminBody):
 
 
 class MemoryBody(AdminBody):
+    """Fields of release_memory_occupation and resume_memory_occupation; no tags mean all."""
+
     tags: list[str] = Field(default_factory=list)
 
 
 class PostProcessBody(AdminBody):
+    """Fields of post_process_weights."""
+
     restore_weights_before_load: bool = False
     post_process_quantization: bool = False
 
 
 class PullBody(AdminBody):
+    """Fields of pull_weights."""
+
     local_checkpoint_dir: str
     source_dir: str
     target_version: Count
 
 
 class PlainBody(AdminBody):
-    pass
+    """Fields of verbs without arguments of their own."""
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
@@ -107,7 +131,7 @@ class PlainBody(AdminBody):
 
 @verb(router, InitGroupBody, reply=lambda _, **ranks: triple("Succeeded to initialize custom process group.", **ranks))
 def init_weights_update_group(service: RolloutService, body: InitGroupBody, seconds_left: float | None) -> None:
-    """Join a process group as rank `rank_offset`; answers when all have joined."""
+    """Join a process group as rank `rank_offset`; answers when all members have joined."""
     service.init_weights_update_group(
         body.master_address, body.master_port, body.rank_offset, body.world_size, body.group_name, body.backend,
         timeout_s=seconds_left,
@@ -116,7 +140,7 @@ def init_weights_update_group(service: RolloutService, body: InitGroupBody, seco
 
 @verb(router, DestroyGroupBody, reply=lambda _, **ranks: triple("Succeeded to destroy custom process group.", **ranks))
 def destroy_weights_update_group(service: RolloutService, body: DestroyGroupBody, _: float | None) -> None:
-    """Leave a process group, or end a rendezvous that still waits."""
+    """Leave a process group, or end a rendezvous that still waits for members."""
     if body.group_name not in service.groups.state():
         raise HttpError(400, f"The group to be destroyed does not exist. ({body.group_name!r})", param="group_name")
     service.destroy_weights_update_group(body.group_name)
@@ -143,14 +167,14 @@ def _labelled(version: str, **ranks: object) -> Response:
 
 @verb(router, BeginBody, writes=True)
 def begin_weight_update(service: RolloutService, body: BeginBody, seconds_left: float | None) -> HoldReport:
-    """Open a session: nothing is sampled until it ends."""
+    """Open a session; no token is sampled until it ends."""
     fields = body.model_dump(exclude={"op_id", "timeout_s", "stages", "selector"})
     return service.begin_weight_update(**fields, timeout_s=seconds_left)
 
 
 @verb(router, VerifyBody, writes=True)
 def verify_weight_update(service: RolloutService, body: VerifyBody, _: float | None) -> None:
-    """Compare what the open session wrote with the sender's digests."""
+    """Compare the tensors that the open session wrote with the sender's digests."""
     service.verify_weight_update(body.digests)
 
 
@@ -162,25 +186,25 @@ def end_weight_update(service: RolloutService, body: EndBody, _: float | None) -
 
 @verb(router, AbortUpdateBody, writes=True)
 def abort_weight_update(service: RolloutService, body: AbortUpdateBody, _: float | None) -> None:
-    """Give the open session up: every byte is what it was."""
+    """Abort the open session and restore every byte."""
     service.abort_weight_update(body.why)
 
 
 @verb(router, PlainBody, writes=True, reply=_reverted)
 def revert_weight_update(service: RolloutService, body: PlainBody, _: float | None) -> str:
-    """Take the last commit back while what it overwrote is kept."""
+    """Revert the last commit, while the bytes that it overwrote are kept."""
     return service.revert_weight_update()
 
 
 @verb(router, PlainBody)
 def release_weight_undo(service: RolloutService, body: PlainBody, _: float | None) -> None:
-    """The last commit stands: free what it overwrote."""
+    """Free the bytes that the last commit overwrote; it cannot be reverted then."""
     service.release_weight_undo()
 
 
 @verb(router, PlainBody, reply=_digested)
 def finish_digest(service: RolloutService, body: PlainBody, _: float | None) -> str | None:
-    """Compute the digest that a commit put off."""
+    """Compute the digest that a commit postponed."""
     return service.finish_digest()
 
 
@@ -189,20 +213,20 @@ def finish_digest(service: RolloutService, body: PlainBody, _: float | None) -> 
 
 @verb(router, VersionBody, reply=_labelled)
 def update_weight_version(service: RolloutService, body: VersionBody, _: float | None) -> str:
-    """Label the weights: those of the open session, or else those that stand."""
+    """Set the version of the open session's weights or, without a session, of the current weights."""
     service.update_weight_version(body.new_version, body.abort_all_requests)
     return body.new_version
 
 
 @router.get("/get_weights_by_name")
 async def get_weights_by_name(request: Request, name: str, truncate_size: int = 100) -> Response:
-    """Values of a parameter as nested lists."""
+    """Return values of a parameter as nested lists."""
     return await _values(request, ByNameBody(name=name, truncate_size=truncate_size))
 
 
 @endpoint(router, "/get_weights_by_name", ByNameBody)
 async def post_weights_by_name(request: Request, body: ByNameBody) -> Response:
-    """Values of a parameter as nested lists."""
+    """Return values of a parameter as nested lists."""
     return await _values(request, body)
 
 
@@ -217,7 +241,7 @@ async def _values(request: Request, body: ByNameBody) -> Response:
 
 @endpoint(router, "/weights_checker", CheckerBody, methods=("GET", "POST"))
 async def weights_checker(request: Request, body: CheckerBody) -> Response:
-    """Look at the weights between two steps: checksum, snapshot, compare, reset_tensors. GET does checksum only."""
+    """Check the weights between two steps: checksum, snapshot, compare, reset_tensors. GET does only checksum."""
     if request.method == "GET" and body.action != "checksum":
         raise HttpError(405, f"action {body.action!r} needs POST", param="action", headers={"Allow": "POST"})
     if (skip := skipped(request, body)) is not None:
@@ -241,7 +265,7 @@ def _null(_: object, **ranks: object) -> Response:
 
 @verb(router, MemoryBody, reply=_null)
 def release_memory_occupation(service: RolloutService, body: MemoryBody, _: float | None) -> dict[str, MemoryReport]:
-    """Free the memory behind each tag, of all without any. Answers null."""
+    """Free the memory of each given tag, or of all tags if none is given. Answers null."""
     return service.release_memory_occupation(body.tags)
 
 
@@ -249,18 +273,18 @@ def release_memory_occupation(service: RolloutService, body: MemoryBody, _: floa
 def resume_memory_occupation(
     service: RolloutService, body: MemoryBody, seconds_left: float | None
 ) -> dict[str, MemoryReport]:
-    """Allocate again what was released. Answers null."""
+    """Allocate released memory again. Answers null."""
     with service.turn_to_commit("resume_memory_occupation", seconds_left):
         return service.resume_memory_occupation(body.tags)
 
 
 @endpoint(router, "/post_process_weights", PostProcessBody)
 async def post_process_weights(request: Request, body: PostProcessBody) -> Response:
-    """Nothing: there is nothing to do to weights that are not quantised."""
+    """Do nothing: weights that are not quantised need no post-processing."""
     return skipped(request, body) or triple("Success")
 
 
 @verb(router, PullBody)
 def pull_weights(service: RolloutService, body: PullBody, seconds_left: float | None) -> PullRecord:
-    """Bring the checkpoint of a version into a local folder from versioned folders, deltas among them."""
+    """Write the checkpoint of a version to a local folder, from versioned folders that may be deltas."""
     return service.pull_weights(body.local_checkpoint_dir, body.source_dir, body.target_version, timeout_s=seconds_left)

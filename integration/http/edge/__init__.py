@@ -1,1 +1,1 @@
-"""Keys, bodies, settings and errors at the edge; all that the router imports of http."""
+"""Keys, bodies, settings and errors of requests; the only part of http that the router imports."""

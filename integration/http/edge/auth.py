@@ -1,14 +1,14 @@
-"""Who may do what, by bearer keys.
+"""Access to the paths of a server by bearer keys.
 
-| keys configured | open paths | generation and reports | everything else |
+| keys configured | open paths | generation and reports | all other paths |
 |---|---|---|---|
-| none | anybody | anybody | anybody |
-| api_key | anybody | api_key | api_key |
-| admin_api_key | anybody | anybody | admin_api_key |
-| both | anybody | either | admin_api_key |
+| none | no key | no key | no key |
+| api_key | no key | api_key | api_key |
+| admin_api_key | no key | no key | admin_api_key |
+| both | no key | either key | admin_api_key |
 
 Paths that are not listed here are administrative. The levels (normal, admin optional, admin forced) are SGLang's, the
-statuses SGLang-Omni's: 401 without a usable key, 403 with the wrong one.
+statuses SGLang-Omni's: 401 without a usable key, 403 with the wrong key.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NORMAL_PATHS = frozenset(
      "/parallelism_config", "/state", "/openapi.json", "/docs"}
 )  # fmt: skip
 NORMAL_PREFIX = "/v1/"
-FORCED_PATHS = frozenset({"/hicache/storage-backend", "/hicache/storage-backend/clear"})  # need an admin key to exist
+FORCED_PATHS = frozenset({"/hicache/storage-backend", "/hicache/storage-backend/clear"})  # refused without an admin key
 
 
 class Level(Enum):
-    """How far a path reaches."""
+    """The key that a path needs."""
 
     OPEN = "open"
     NORMAL = "normal"
@@ -43,7 +43,7 @@ class Level(Enum):
 
 
 def level_of(path: str) -> Level:
-    """The level of a path; administrative where it is not known."""
+    """Return the level of a path; an unknown path is administrative."""
     if path in OPEN_PATHS:
         return Level.OPEN
     if path in NORMAL_PATHS or path.startswith(NORMAL_PREFIX):
@@ -52,7 +52,7 @@ def level_of(path: str) -> Level:
 
 
 def check_key(config: HttpConfig, level: Level, authorization: str | None) -> None:
-    """Raises HttpError, 401 or 403, unless the Authorization header allows this level."""
+    """Check that the Authorization header allows this level. Raises HttpError 401 or 403 where it does not."""
     if level is Level.OPEN:
         return
     if level is Level.ADMIN_FORCED and config.admin_api_key is None:
@@ -65,16 +65,17 @@ def check_key(config: HttpConfig, level: Level, authorization: str | None) -> No
     if not keys:
         return
     given = _bearer(authorization)
-    # No early end: the time tells nothing about which key came close.
+    # Compare with every key: the time must not reveal which key is similar.
     matches = [hmac.compare_digest(given, key.encode()) for key in keys]
     if not any(matches):
         raise HttpError(403, "the key is not the one this call needs", code="forbidden")
 
 
 def check_origin(config: HttpConfig, method: str, headers: Headers) -> None:
-    """Raises HttpError 403 for what a web page of another site sends: a browser on this machine reaches loopback, too.
+    """Refuse requests from web pages of other sites: a browser on this machine can reach the loopback address, too.
 
-    Such a page is told by its Origin, or, where it made its own name mean this machine, by the Host that it asks for.
+    The Origin header shows such a page. A page whose host name resolves to this machine is found by the Host header.
+    Raises HttpError 403.
     """
     host, origin = headers.get("host", ""), headers.get("origin")
     if origin is not None and method not in ("GET", "HEAD") and origin.partition("://")[2] != host:
@@ -100,11 +101,11 @@ def _bearer(authorization: str | None) -> bytes:
         what = "an Authorization header is missing" if not authorization else "the Authorization header is malformed"
         message = f"{what}: send 'Authorization: Bearer KEY'"
         raise HttpError(401, message, code="unauthorized", headers={"WWW-Authenticate": "Bearer"})
-    return key.strip().encode("latin-1")  # the bytes that came: headers are decoded so
+    return key.strip().encode("latin-1")  # the received bytes: Starlette decodes headers as latin-1
 
 
 class AuthMiddleware:
-    """Refuses a request before anything of it is read."""
+    """Refuse a request without the right key before its body is read."""
 
     def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
         self._app = app

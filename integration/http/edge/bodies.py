@@ -1,7 +1,8 @@
-"""Request bodies: JSON objects, read leniently where that is safe and refused by the field where it is not.
+"""Request bodies: JSON objects with lenient reading where that is safe, and errors that name the wrong field.
 
-Unknown top-level keys are ignored, null is the default, numbers may come as text. What is no JSON (NaN, Infinity), what
-no computer can hold (1e999, nesting without end, lone surrogates) and what is longer than the limit is refused.
+Unknown top-level keys are ignored, null means the default, numbers may be sent as text. Refused are values that JSON
+does not have (NaN, Infinity), values that cannot be represented (1e999, too deep nesting, lone surrogates), and bodies
+longer than the limit.
 """
 
 from __future__ import annotations
@@ -26,23 +27,25 @@ B = TypeVar("B", bound="Body")
 
 
 class Body(BaseModel):
-    """Fields of a request. An heir's defaults are those of the contract."""
+    """Fields of a request. The defaults of a subclass are part of the API."""
 
     model_config = ConfigDict(extra="ignore", coerce_numbers_to_str=True, protected_namespaces=())
 
 
 class AdminBody(Body):
-    """What every administrative call may carry."""
+    """Fields that every administrative call accepts."""
 
     op_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        None, description="names the operation: sent again, it gets the first one's answer"
+        default=None, description="names the operation: a repeated call with it gets the answer of the first call"
     )
-    timeout_s: Timeout | None = Field(None, description="seconds in which it may begin; after them it never runs")
-    stages: list[str] | None = Field(None, description="act only where one of these is the engine's stage")
+    timeout_s: Timeout | None = Field(
+        default=None, description="seconds within which the call must begin, or it never runs"
+    )
+    stages: list[str] | None = Field(default=None, description="act only if the engine's stage is in this list")
 
 
 async def read_bytes(request: Request, limit: int) -> bytes:
-    """The body. Raises HttpError 413 for one longer than `limit`."""
+    """Read the body. Raises HttpError 413 for a body of more than `limit` bytes."""
     too_long = HttpError(413, f"the body is longer than {limit} bytes", code="too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
@@ -57,14 +60,14 @@ async def read_bytes(request: Request, limit: int) -> bytes:
 
 
 def parse_object(data: bytes) -> dict[str, object]:
-    """A JSON object; nothing at all is an empty one. Raises HttpError 400 for what is none."""
+    """Parse a JSON object; an empty body is an empty object. Raises HttpError 400 for any other value."""
     if not data.strip():
         return {}
     try:
         value = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
     except RecursionError:
         raise HttpError(400, "the body is nested too deeply") from None
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ones
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are subclasses
         raise HttpError(400, f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise HttpError(400, f"the body must be a JSON object, not {_kind(value)}")
@@ -74,12 +77,12 @@ def parse_object(data: bytes) -> dict[str, object]:
 
 
 async def read_object(request: Request, limit: int | None = None) -> dict[str, object]:
-    """The request's JSON object. limit: bytes; None: the server's. Raises HttpError 400 or 413."""
+    """Read the request's JSON object. limit: bytes; None: the server's limit. Raises HttpError 400 or 413."""
     return parse_object(await read_bytes(request, limit or request.app.state.config.max_body_bytes))
 
 
 def fields_of(model: type[B], values: dict[str, object]) -> B:
-    """The body's fields. Raises BadField for the first that is wrong."""
+    """Build the body from its values. Raises BadField for the first wrong field."""
     given = {key: value for key, value in values.items() if value is not None}
     try:
         return model.model_validate(given)
@@ -89,7 +92,7 @@ def fields_of(model: type[B], values: dict[str, object]) -> B:
 
 
 def body_of(model: type[B]) -> Callable[[Request], Awaitable[B]]:
-    """What reads a request's body as `model`."""
+    """Return a function that reads a request's body as `model`."""
 
     async def read(request: Request) -> B:
         return fields_of(model, await read_object(request))
@@ -98,7 +101,7 @@ def body_of(model: type[B]) -> Callable[[Request], Awaitable[B]]:
 
 
 def describe(model: type[Body]) -> dict[str, object]:
-    """`openapi_extra` of an operation with such a body."""
+    """Return the `openapi_extra` of an operation with such a body."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     return {"requestBody": {"required": False, "content": {"application/json": {"schema": schema}}}}
 

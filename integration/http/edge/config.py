@@ -1,4 +1,4 @@
-"""Settings of the HTTP surface: where it listens, who may do what, and what it says about itself."""
+"""Settings of the HTTP server: its address, its keys, its limits, and the names that it reports."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ ADMIN_KEY_VARIABLES = ("LOCKSTEP_ADMIN_KEY", "SGLANG_OMNI_ADMIN_KEY")
 
 @dataclass(frozen=True)
 class HttpConfig:
-    """Settings of one server. Keys that are None come from the environment; "" is none. Raises ValueError naming every
-    setting that is wrong; no key is ever quoted."""
+    """Settings of one server. A key that is None is read from the environment; "" means no key. Raises ValueError that
+    names every wrong setting, and never contains a key."""
 
-    host: str = "127.0.0.1"  # address to listen on; one beyond loopback needs an admin key
-    port: int = 30000  # 0: a free one
+    host: str = "127.0.0.1"  # address to listen on; an address other than loopback needs an admin key
+    port: int = 30000  # 0: a free port
     api_key: str | None = field(default=None, repr=False)  # else LOCKSTEP_API_KEY
     admin_api_key: str | None = field(default=None, repr=False)  # else LOCKSTEP_ADMIN_KEY or SGLANG_OMNI_ADMIN_KEY
-    model_name: str | None = None  # as /v1/models calls it; None: the model's path, or its class
-    model_path: str | None = None  # where the weights came from; None: what the module says
+    model_name: str | None = None  # the name in /v1/models; None: the model's path, or its class
+    model_path: str | None = None  # source of the weights; None: the module's `name_or_path`
     stage: str = "rollout"  # the name by which `stages` in an admin body selects this engine
     extra_server_args: Mapping[str, object] = field(default_factory=dict, repr=False)  # echoed in /server_info
     max_body_bytes: int = 32 << 20  # of a request; pickled payloads have the service's own limit
-    max_admin_calls: int = 64  # administrative calls under way at a time; more wait
-    stall_timeout_s: float = 600.0  # a step that takes longer counts as a loop that has failed
-    shutdown_timeout_s: float = 5.0  # how long requests may still run when the server is asked to end
+    max_admin_calls: int = 64  # administrative calls that run at a time; further calls wait
+    stall_timeout_s: float = 600.0  # a step that takes longer makes the health check fail
+    shutdown_timeout_s: float = 5.0  # seconds that requests may still run when the server is asked to end
 
     def __post_init__(self) -> None:
         for name, variables in (("api_key", API_KEY_VARIABLES), ("admin_api_key", ADMIN_KEY_VARIABLES)):
@@ -52,14 +52,14 @@ class HttpConfig:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach the server. A host name other than localhost may be anything."""
+        """Whether only this machine can reach the server; False for every host name but localhost."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
 
     def check_bind(self) -> None:
-        """Raises ValueError, naming the remedy, for an address beyond loopback without an admin key."""
+        """Refuse an address other than loopback without an admin key. Raises ValueError that names the remedy."""
         if not self.is_loopback and not self.admin_api_key:
             raise ValueError(
                 f"refusing to listen on {self.host!r} without an admin key: whoever reaches it could replace the "

@@ -1,4 +1,4 @@
-"""Work for a client ends when the client leaves."""
+"""Cancellation of work whose client has disconnected."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 async def until_disconnect(receive: Receive) -> None:
-    """Return when the client is gone. The body has been read."""
+    """Wait until the client has disconnected. Call it only after the body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. Where the client leaves before, it is cancelled; raises ClientDisconnect then."""
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientDisconnect."""
     working = asyncio.ensure_future(work)
     if not await first_of(working, until_disconnect(request.receive)):
         raise ClientDisconnect
@@ -27,7 +27,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def first_of(working: asyncio.Future[Any], other: Awaitable[object]) -> bool:
-    """Wait for either and cancel the other one; returns whether it was `working` that is done."""
+    """Wait until one of the two is done and cancel the other. Returns whether `working` is done."""
     watching = asyncio.ensure_future(other)
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)

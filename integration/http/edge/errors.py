@@ -1,13 +1,13 @@
-"""What went wrong, as a status and a body: for SGLang's clients, and in OpenAI's shape under /v1.
+"""Errors as statuses and bodies: for SGLang's clients, and in OpenAI's shape under /v1.
 
-| status | raised here as |
+| status | cause |
 |---|---|
-| 400 | ValueError (naming the field where there is one), and every condition a caller may handle |
-| 401, 403 | no usable key; the wrong one |
+| 400 | ValueError (naming the field if there is one), and every condition that a caller may handle |
+| 401, 403 | no usable key; the wrong key |
 | 404, 405, 413, 501 | no such path; not with this method; too long; not supported here |
 | 408 | DeadlineExceeded: the call's own deadline passed before it began, and it will not run |
-| 409 | Busy: another update is in progress; OpIdTaken: the op_id stands for another operation |
-| 500 | a bug of ours |
+| 409 | Busy: another update is in progress; OpIdTaken: the op_id belongs to another operation |
+| 500 | a bug in Lockstep |
 | 503 | EngineStopped: the loop has ended, or is ending; RankFailure: a rank of the replica is lost |
 """
 
@@ -53,7 +53,7 @@ _TITLES = {
 
 
 class HttpError(Exception):
-    """An answer that is an error. Its message goes to the client."""
+    """An error with its HTTP status. Its message is sent to the client."""
 
     def __init__(
         self,
@@ -65,35 +65,36 @@ class HttpError(Exception):
         headers: Mapping[str, str] | None = None,
         extra: Mapping[str, object] | None = None,
     ) -> None:
-        """param: the field that is wrong. code: a word for programs. extra: further keys of the body."""
+        """Set the parts of the answer. param: the wrong field. code: a machine-readable word. extra: further keys of
+        the body."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers, self.extra = dict(headers or {}), dict(extra or {})
 
 
 class BadField(HttpError):
-    """A field of the request is wrong."""
+    """The error of a wrong field in the request."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(400, f"{param}: {message}", param=param)
 
 
 class Busy(HttpError):
-    """Another operation is in the way: wait for it, and try again."""
+    """The error while another operation runs: the client waits and tries again."""
 
     def __init__(self, message: str, **extra: object) -> None:
         super().__init__(409, message, code="busy", extra=extra)
 
 
 class NotSupported(HttpError):
-    """A part of SGLang's surface that this engine does not have."""
+    """The error for a part of SGLang's API that this engine does not have."""
 
     def __init__(self, message: str) -> None:
         super().__init__(501, message, code="not_implemented")
 
 
 def as_http_error(error: Exception) -> HttpError:
-    """The answer for an exception of ours; 500, without its text, for any other."""
+    """Convert an exception of Lockstep to its answer; any other becomes 500 without its text."""
     if isinstance(error, HttpError):
         return error
     kind = type(error).__name__
@@ -109,11 +110,11 @@ def as_http_error(error: Exception) -> HttpError:
     if isinstance(error, ValueError | LockstepError | WeightSyncError | OSError) and not is_bug:
         return HttpError(400, str(error), code=kind)
     logger.error("a call failed", exc_info=error)
-    return HttpError(500, f"internal error ({kind}); the server's log tells more", code=kind)
+    return HttpError(500, f"internal error ({kind}); the server's log has the details", code=kind)
 
 
 def error_body(error: HttpError, *, openai: bool) -> dict[str, object]:
-    """The body of an error: OpenAI's, or one that has every key that SGLang's clients look for."""
+    """Make the body of an error: OpenAI's, or a body with every key that SGLang's clients read."""
     if openai:
         kind = _OPENAI_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
         what = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
@@ -131,14 +132,14 @@ def error_body(error: HttpError, *, openai: bool) -> dict[str, object]:
 
 
 def error_response(path: str, error: Exception) -> JSONResponse:
-    """The answer to a request for `path` that ended so."""
+    """Make the answer to a request for `path` that failed with `error`."""
     answer = as_http_error(error)
     body = error_body(answer, openai=path.startswith("/v1/"))
     return JSONResponse(body, answer.status, answer.headers)
 
 
 class EndingMiddleware:
-    """Answers 503 what the server's end has cut short, where it has not begun to be answered."""
+    """Answer 503 to a request that the server's shutdown cancels before its answer has begun."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -156,12 +157,12 @@ class EndingMiddleware:
         except asyncio.CancelledError:
             if has_begun or scope["type"] != "http":
                 raise
-            ending = HttpError(503, "the server is ending; what was asked for may still happen", code="ending")
+            ending = HttpError(503, "the server is ending; the operation may still happen", code="ending")
             await error_response(scope["path"], ending)(scope, receive, send)
 
 
 def install(app: FastAPI) -> None:
-    """Answer exceptions of ours, and the framework's own, in these shapes."""
+    """Register handlers that answer Lockstep's exceptions, and the framework's own, in these shapes."""
 
     async def answer(request: Request, error: Exception) -> Response:
         return error_response(request.scope["path"], error)

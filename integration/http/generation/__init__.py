@@ -1,1 +1,1 @@
-"""`/generate`: SGLang's wire."""
+"""`/generate`: SGLang's format of requests and answers."""

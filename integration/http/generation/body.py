@@ -1,11 +1,11 @@
-"""What a /generate request asks, from its JSON object: one entry per prompt, checked before anything is queued."""
+"""The fields of a /generate request: one entry per prompt, all checked before a sequence is queued."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from pydantic import Field
 
@@ -19,7 +19,7 @@ from .meta import Wanted
 from .subscriptions import Asked
 
 MAX_SEQUENCES = 4096  # of one request: prompts times samples
-# What SGLang knows and we do not, where ignoring it would answer something else than was asked.
+# Fields of SGLang's that we do not support and cannot ignore: without them the answer would be a different one.
 REFUSED = (
     "input_embeds", "image_data", "video_data", "audio_data", "lora_path", "lora_id", "custom_logit_processor",
     "session_params", "return_hidden_states", "return_routed_experts", "return_indexer_topk", "return_sampling_mask",
@@ -28,14 +28,14 @@ REFUSED = (
 
 
 class GenerateBody(Body):
-    """Fields of POST /generate. One of text and input_ids; nested lists are batches."""
+    """Fields of POST /generate. Exactly one of text and input_ids is given; nested lists are batches."""
 
     text: str | list[str] | None = None
     input_ids: list[Any] | None = Field(None, description="token ids, or a list of such lists")
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     rid: str | list[str] | None = None
     return_logprob: bool | list[bool] = False
-    logprob_start_len: int | list[int] = Field(-1, description="-1: of the output only")
+    logprob_start_len: int | list[int] = Field(-1, description="-1: log-probabilities of the output only")
     top_logprobs_num: int | list[int] = 0
     token_ids_logprob: list[Any] | None = Field(None, description="token ids, or a list of such lists")
     return_text_in_logprobs: bool = False
@@ -47,7 +47,7 @@ class GenerateBody(Body):
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """A request whose fields fit together. Its prompts are not tokenised."""
+    """A checked request. Its prompts are not tokenised."""
 
     prompts: list[str] | list[list[int]]
     field: str  # of the prompts
@@ -65,12 +65,12 @@ class GenerateRequest:
         return self.is_batch or self.params[0].n > 1
 
     def asked(self, engine: Engine) -> Asked:
-        """With token ids for prompts. Takes long for long texts. Raises BadField."""
+        """Tokenise the prompts and return the engine's part of the request. Slow for long texts. Raises BadField."""
         return Asked(token_ids_of(engine, self.prompts, self.field, self.params), self.params, self.options, self.rids)
 
 
 def read_generate(values: dict[str, object], engine: Engine) -> GenerateRequest:
-    """Raises BadField, or ValueError naming the field."""
+    """Read and check a request's fields. Raises BadField, or ValueError naming the field."""
     refuse_unsupported(values, REFUSED)
     body = fields_of(GenerateBody, values)
     prompts, field, is_batch = _prompts(body)
@@ -104,14 +104,14 @@ def read_generate(values: dict[str, object], engine: Engine) -> GenerateRequest:
 
 
 def refuse_unsupported(values: Mapping[str, object], names: Sequence[str]) -> None:
-    """Raises BadField for the first of these that asks for something."""
+    """Refuse fields that are not supported. Raises BadField for the first name that has a value."""
     for name in names:
         if values.get(name) not in (None, False, [], {}, ""):
             raise BadField(name, "is not supported")
 
 
 def sampling_params(given: object) -> SamplingParams:
-    """Raises BadField naming every key that is unknown or wrong."""
+    """Build the sampling parameters of one prompt. Raises BadField naming every key that is unknown or wrong."""
     if given is not None and not isinstance(given, dict):
         raise BadField("sampling_params", f"must be an object, not {type(given).__name__}")
     try:
@@ -123,7 +123,7 @@ def sampling_params(given: object) -> SamplingParams:
 
 
 def token_ids_of(
-    engine: Engine, prompts: Sequence[str] | Sequence[list[int]], field: str, params: Sequence[SamplingParams]
+    engine: Engine, prompts: Sequence[str | list[int]], field: str, params: Sequence[SamplingParams]
 ) -> list[list[int]]:
     """Tokenise prompts that are texts, and check that they fit into the model's context. Raises BadField."""
     found = []
@@ -141,19 +141,21 @@ def token_ids_of(
     return found
 
 
-def text_of_token(engine: Engine):
-    """A function from a token id to its text; None for an engine without a tokenizer."""
-    tokenizer = engine.tokenizer
-    return None if tokenizer is None else lambda token_id: tokenizer.decode([token_id])
+def text_of_token(engine: Engine) -> Callable[[int], str] | None:
+    """Return a function from a token id to its text; None for an engine without a tokenizer."""
+    if engine.tokenizer is None:
+        return None
+    decode: Callable[..., Any] = engine.tokenizer.decode  # typed as a list of texts, too, which it is for batches only
+    return lambda token_id: decode([token_id])
 
 
 def namespace(extra_key: str | None, cache_salt: str | None) -> str:
-    """The one key under which prefixes are shared; each of the two is it alone where the other is not given."""
+    """Join the two keys to the one under which prefixes are shared; a key that is not given is left out."""
     return "\0".join(filter(None, (cache_salt, extra_key)))
 
 
 def _prompts(body: GenerateBody) -> tuple[list[str] | list[list[int]], str, bool]:
-    """The prompts, the field they stand in, and whether they are a batch."""
+    """Return the prompts, the name of their field, and whether they are a batch. Raises BadField."""
     if (body.text is None) == (body.input_ids is None):
         raise BadField("text", "exactly one of text and input_ids is needed")
     if body.input_ids is None:
@@ -166,11 +168,11 @@ def _prompts(body: GenerateBody) -> tuple[list[str] | list[list[int]], str, bool
             raise BadField(field, "must be a list of token ids, or a list of such lists")
     if not prompts:
         raise BadField(field, "must not be empty")
-    return (prompts if is_batch else [prompts]), field, is_batch  # type: ignore[list-item, return-value]
+    return cast("list[str] | list[list[int]]", prompts if is_batch else [prompts]), field, is_batch
 
 
 def _listed(given: list[Any] | None, count: int, is_batch: bool) -> list[tuple[int, ...]]:
-    """The token ids whose log-probabilities each prompt wants. Raises BadField for what is none."""
+    """Return per prompt the token ids whose log-probabilities are wanted. Raises BadField for values of other types."""
     name, is_nested = "token_ids_logprob", any(isinstance(entry, list) for entry in given or [])
     per_prompt = _spread(name, given, count, is_batch) if is_nested else [given] * count
     for ids in per_prompt:
@@ -182,7 +184,7 @@ def _listed(given: list[Any] | None, count: int, is_batch: bool) -> list[tuple[i
 
 
 def _spread(name: str, value: Any, count: int, is_batch: bool) -> list[Any]:
-    """One value per prompt. Raises BadField for a list of another length."""
+    """Return one value per prompt. Raises BadField for a list of another length."""
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count or not is_batch:
@@ -191,7 +193,7 @@ def _spread(name: str, value: Any, count: int, is_batch: bool) -> list[Any]:
 
 
 def _rids(given: str | list[str] | None, count: int, is_batch: bool) -> list[str]:
-    """An id for each prompt; a batch's one id gets a number. Raises BadField for one that stands twice."""
+    """Return an id for each prompt; a single id for a batch gets a number. Raises BadField for a repeated id."""
     if not given:
         return [uuid.uuid4().hex for _ in range(count)]
     if isinstance(given, str):

@@ -25,7 +25,7 @@ router = APIRouter()
 @router.put("/generate", openapi_extra=describe(GenerateBody), operation_id="generate_put")
 @router.post("/generate", openapi_extra=describe(GenerateBody), operation_id="generate_post")
 async def generate(request: Request) -> Response:
-    """Complete one prompt or several. An aborted request is answered too, with what it has."""
+    """Complete one prompt or several. An aborted request is answered too, with its output so far."""
     received = time.monotonic()
     values = await read_object(request)
     hub = hub_of(request.app)
@@ -57,7 +57,7 @@ class GenerateReply:
         return answers if self.request.answers_list else answers[0]
 
     async def events(self, subscription: Subscription) -> AsyncIterator[bytes]:
-        """Make the events: a chunk repeats what came before it. Steps that the client was too slow for share one."""
+        """Make the events: each chunk repeats the earlier output. A slow client gets one chunk for several steps."""
         is_list, wanted = self.request.answers_list, self._wanted_by_sequence()
         answers = [StreamedAnswer(one, index if is_list else None) for index, one in enumerate(wanted)]
         try:
@@ -89,7 +89,7 @@ class GenerateReply:
 
 
 class StreamedAnswer:
-    """One sequence's answer while it grows, as JSON."""
+    """One sequence's answer while tokens are added, as JSON."""
 
     def __init__(self, wanted: Wanted, index: int | None) -> None:
         self._wanted = wanted
@@ -105,7 +105,7 @@ class StreamedAnswer:
             self._lists["output_token_ids_logprobs"] = GrowingList()
 
     def add(self, chunk: StreamChunk) -> None:
-        """Take what a step added."""
+        """Add the output of a step."""
         if chunk.num_taken_back:
             for entries in (self._token_ids, *self._lists.values()):
                 entries.take_back(chunk.num_taken_back)
@@ -121,7 +121,7 @@ class StreamedAnswer:
             lists["output_token_ids_logprobs"].extend(wanted.ranked(chunk.listed_logprobs))
 
     def event(self, chunk: StreamChunk, received: float) -> bytes:
-        """The whole so far; `chunk` is the newest of it."""
+        """Make an event of the whole output so far; `chunk` is the newest part of it."""
         meta = dumps(stream_meta(chunk, self._num_tokens, received))
         lists = "".join(f',"{name}":{entries}' for name, entries in self._lists.items())
         if self._wanted.logprobs:
@@ -132,7 +132,7 @@ class StreamedAnswer:
 
 
 def refuse_ignored(completion: Completion) -> None:
-    """Raises HttpError 400 for a prompt that could never have run."""
+    """Refuse a completion whose prompt can never run. Raises HttpError 400."""
     reason = completion.finish_reason
     if reason is not None and reason.type == "ignored":
         raise HttpError(400, f"the prompt cannot be run: {reason.message}")
@@ -141,7 +141,7 @@ def refuse_ignored(completion: Completion) -> None:
 def latest(
     subscription: Subscription, chunks: list[StreamChunk], answers: list[StreamedAnswer]
 ) -> dict[int, StreamChunk]:
-    """Add chunks to their answers; returns the newest chunk of each."""
+    """Add chunks to their answers and return the newest chunk of each."""
     newest = {}
     for chunk in chunks:
         index = subscription.index_of[chunk.id]
@@ -151,7 +151,7 @@ def latest(
 
 
 def error_event(error: Exception) -> bytes:
-    """A chunk that tells why no further one comes."""
+    """Make the last event of a stream that failed, with the error."""
     answer = as_http_error(error)
     kind = "invalid_request_error" if answer.status < 500 else "server_error"
     return event(dumps({"error": {"message": answer.message, "type": kind, "code": answer.status, "retryable": False}}))

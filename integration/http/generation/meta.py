@@ -1,4 +1,4 @@
-"""meta_info: what an answer tells about itself, with SGLang's keys."""
+"""meta_info: facts about an answer, with SGLang's keys."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ....rollout.completion import Completion, FinishReason, StreamChunk
 
-Triple = tuple[float | None, int, str | None]  # log-probability, token id, its text where that was asked for
+Triple = tuple[float | None, int, str | None]  # log-probability, token id, its text if it was asked for
 Ranked = Sequence[tuple[float, int]]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What one prompt's caller asked to be told."""
+    """The log-probabilities that were asked for with one prompt."""
 
     logprobs: bool = False
     logprob_start_len: int = -1
     top: bool = False
     listed: bool = False
-    text_of: Callable[[int], str] | None = None  # a token's text; None: triples bear none
+    text_of: Callable[[int], str] | None = None  # returns a token's text; None: triples have no text
 
     def triple(self, logprob: float | None, token_id: int) -> Triple:
         if logprob is not None and not math.isfinite(logprob):
@@ -29,16 +30,16 @@ class Wanted:
         return (logprob, token_id, self.text_of(token_id) if self.text_of else None)
 
     def triples(self, logprobs: Iterable[float | None], token_ids: Iterable[int]) -> list[Triple]:
-        """As far as there are log-probabilities: an aborted prompt may not have all of them."""
+        """Make triples, as many as there are log-probabilities: an aborted prompt may not have all of them."""
         return [self.triple(*pair) for pair in zip(logprobs, token_ids, strict=False)]
 
     def ranked(self, positions: Iterable[Ranked | None]) -> list[list[Triple] | None]:
-        """Per position the triples of several tokens."""
+        """Make per position the triples of several tokens."""
         return [None if at is None else [self.triple(*pair) for pair in at] for at in positions]
 
 
 def finish_reason(reason: FinishReason | None) -> dict[str, object] | None:
-    """SGLang's shape of a finish reason; null while the sequence runs."""
+    """Make SGLang's form of a finish reason; null while the sequence runs."""
     if reason is None:
         return None
     if reason.type == "stop":
@@ -50,7 +51,7 @@ def finish_reason(reason: FinishReason | None) -> dict[str, object] | None:
 
 
 def meta_info(completion: Completion, wanted: Wanted, received: float) -> dict[str, object]:
-    """Of a final answer. received: when the request came, of time.monotonic()."""
+    """Make the meta_info of a final answer. received: time of the request, by time.monotonic()."""
     c = completion
     info: dict[str, object] = {
         **_head(c.id, len(c.prompt_ids), len(c.token_ids), c.num_cached_tokens, c.num_retractions, received),
@@ -73,7 +74,7 @@ def meta_info(completion: Completion, wanted: Wanted, received: float) -> dict[s
 
 
 def stream_meta(chunk: StreamChunk, num_tokens: int, received: float) -> dict[str, object]:
-    """Of an answer that is not complete, but for what grows with it. num_tokens: generated so far."""
+    """Make the meta_info of an incomplete answer, without its growing lists. num_tokens: generated so far."""
     return {
         **_head(
             chunk.id, chunk.num_prompt_tokens, num_tokens, chunk.num_cached_tokens, chunk.num_retractions, received
@@ -83,7 +84,9 @@ def stream_meta(chunk: StreamChunk, num_tokens: int, received: float) -> dict[st
     }
 
 
-def _head(id: str, num_prompt: int, num_new: int, num_cached: int, num_retractions: int, received: float) -> dict:
+def _head(
+    id: str, num_prompt: int, num_new: int, num_cached: int, num_retractions: int, received: float
+) -> dict[str, object]:
     return {
         "id": id,
         "prompt_tokens": num_prompt,
@@ -98,7 +101,7 @@ def _head(id: str, num_prompt: int, num_new: int, num_cached: int, num_retractio
 
 
 def _output_logprobs(c: Completion, wanted: Wanted) -> dict[str, object]:
-    """With max_new_tokens=0 there is one entry nevertheless: of the token that would have come."""
+    """List the output's log-probabilities. With max_new_tokens=0 there is one entry: that of the next token."""
     token_ids, logprobs, top, listed = c.token_ids, c.logprobs, c.top_logprobs, c.listed_logprobs
     if (ahead := c.next_token) is not None:
         token_ids, logprobs = (ahead.token_id,), (ahead.logprob,)
@@ -115,7 +118,7 @@ def _output_logprobs(c: Completion, wanted: Wanted) -> dict[str, object]:
 
 
 def _input_logprobs(c: Completion, wanted: Wanted) -> dict[str, object]:
-    """Of prompt[logprob_start_len:]. As upstream the first entry's log-probability is null, wherever it stands."""
+    """List the log-probabilities of prompt[logprob_start_len:]. As in SGLang, the first entry's is always null."""
     start = wanted.logprob_start_len
     token_ids = c.prompt_ids[start:] if start >= 0 else ()
     info: dict[str, object] = {"input_token_logprobs": wanted.triples(_without_first(c.prompt_logprobs), token_ids)}
@@ -126,5 +129,5 @@ def _input_logprobs(c: Completion, wanted: Wanted) -> dict[str, object]:
     return info
 
 
-def _without_first(values: Sequence | None) -> list:
+def _without_first(values: Sequence[Any] | None) -> list[Any]:
     return [None, *values[1:]] if values else []

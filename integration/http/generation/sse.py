@@ -1,4 +1,4 @@
-"""Server-sent events, and JSON that grows: a chunk that repeats all before it costs only what is new."""
+"""Server-sent events, and JSON that grows: each chunk repeats the earlier output, but only new parts are encoded."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..edge.disconnect import first_of, until_disconnect
 
 DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # made once, not for each token
-MAX_TAKEN_BACK = 256  # entries of a list, as many tokens as a jump may replace
+MAX_TAKEN_BACK = 256  # entries of a list; a jump replaces at most so many tokens
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 def dumps(value: object) -> str:
-    """Compact JSON, in ASCII. Raises ValueError for NaN and infinity, which JSON does not have."""
+    """Encode a value as compact JSON in ASCII. Raises ValueError for NaN and infinity, which JSON does not have."""
     return _ENCODER.encode(value)
 
 
 def event(data: str) -> bytes:
-    """One event; the data is one line."""
+    """Make one event; the data is one line."""
     return f"data: {data}\n\n".encode()
 
 
@@ -67,12 +67,13 @@ class GrowingText:
 
 
 class EventStream(Response):
-    """Sends events as they come, and stops when the client is gone: also between two events, as while paused."""
+    """A response that sends events as they are made, and stops when the client disconnects: also between two events,
+    for example while generation is paused."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
-        """on_end: called once, whatever ended the stream."""
+        """Prepare the stream. on_end: called once, for every kind of end."""
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._events, self._on_end = events, on_end

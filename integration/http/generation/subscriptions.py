@@ -1,11 +1,11 @@
-"""Between the engine's thread and the server's event loop: requests go one way, what steps produced comes the other.
+"""Requests and their output between the server's event loop and the engine's thread.
 
-No thread waits for a request, so any number of them can be open while the engine is paused. A step wakes the event
-loop once, however many sequences it ran.
+No thread waits for a request, so any number of requests can be open while the engine is paused. A step wakes the event
+loop once, for all of its sequences.
 
     event loop      | subscribe ----> intake thread: tokenise, engine.requests.submit
                     | take <--------- one call_soon_threadsafe a step <---- engine's thread: on_chunk
-                    | leave --------> leaving thread: engine.requests.withdraw, all that have left by then together
+                    | leave --------> leaving thread: engine.requests.withdraw, one call for all clients that have left
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from .sse import EventStream
 logger = logging.getLogger(__name__)
 
 _INTAKE_THREADS = 4
-CLIENT_GONE = Response(status_code=499)  # nobody reads it
+CLIENT_GONE = Response(status_code=499)  # returned to the framework; the client has disconnected
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What one HTTP request asks of the engine; the four lists go together, prompt by prompt."""
+    """The engine's part of one HTTP request; each of the four lists has one entry per prompt."""
 
     prompts: Sequence[Sequence[int]]
     params: Sequence[SamplingParams]
@@ -51,7 +51,7 @@ class Asked:
 
 
 class Subscription:
-    """The sequences of one HTTP request, and what comes of them. Belongs to the event loop, but for its `on_` methods,
+    """The sequences of one HTTP request and their output. Used by the event loop only, except for the `on_` methods,
     which the engine calls."""
 
     def __init__(self, hub: Hub) -> None:
@@ -60,7 +60,7 @@ class Subscription:
         self._waiter: asyncio.Future[None] | None = None
         self._failure: EngineStopped | None = None
         self.asked: Asked
-        self.index_of: dict[str, int] = {}  # of each sequence: prompt by prompt, sample by sample
+        self.index_of: dict[str, int] = {}  # by sequence id, in the order of prompts and of their samples
         self.num_open = 0
 
     def on_chunk(self, chunk: StreamChunk) -> None:
@@ -78,7 +78,7 @@ class Subscription:
             self._waiter.set_result(None)
 
     async def take(self) -> list[StreamChunk]:
-        """What has come since the last call, at least one chunk. Raises EngineStopped when nothing will."""
+        """Wait for at least one chunk and return all since the last call. Raises EngineStopped when none will come."""
         while not self._chunks:
             if self._failure is not None:
                 raise self._failure
@@ -89,7 +89,7 @@ class Subscription:
         return chunks
 
     async def completions(self) -> list[Completion]:
-        """All answers, in the order of `index_of`. Raises EngineStopped."""
+        """Wait for all answers and return them in the order of `index_of`. Raises EngineStopped."""
         answers: dict[str, Completion] = {}
         while self.num_open:
             answers.update((c.id, c.completion) for c in await self.take() if c.completion is not None)
@@ -97,17 +97,17 @@ class Subscription:
 
 
 class Reply(Protocol):
-    """One HTTP request for completions: what it asks of the engine, and how its answer reads."""
+    """One HTTP request for completions: its prompts for the engine, and the format of its answer."""
 
     @property
     def is_streamed(self) -> bool:
         """Whether the answer is a stream of events."""
 
     def asked(self) -> Asked:
-        """Tokenise and check the prompts; in a thread, for it may take long. Raises BadField."""
+        """Tokenise and check the prompts. Runs in a thread, because it may take long. Raises BadField."""
 
     def whole(self, completions: list[Completion]) -> object:
-        """Make the JSON of an answer that is not streamed. Raises HttpError for a prompt that could not run."""
+        """Make the JSON of an answer that is not streamed. Raises HttpError for a prompt that cannot run."""
 
     def events(self, subscription: Subscription) -> AsyncIterator[bytes]:
         """Make the events of an answer that is streamed."""
@@ -126,8 +126,8 @@ class Hub:
         self._is_waking = False
 
     async def answer(self, request: Request, reply: Reply) -> Response:
-        """Ask the engine and answer the client. What still runs when the client has left is aborted. Raises what
-        `reply.asked`, `reply.whole` and `Engine.submit` raise."""
+        """Run the request and answer the client; abort its sequences if the client disconnects. Raises the errors of
+        `reply.asked`, `reply.whole` and `Engine.submit`."""
         if reply.is_streamed:
             subscription = await self.subscribe(reply.asked, streamed=True)
             return EventStream(reply.events(subscription), on_end=partial(self.leave, subscription))
@@ -145,8 +145,8 @@ class Hub:
             self.leave(subscription)
 
     async def subscribe(self, prepare: Callable[[], Asked], *, streamed: bool) -> Subscription:
-        """Run `prepare` in a thread and queue its requests. Call `leave` at the end. Raises what `prepare`
-        and `Engine.submit` raise."""
+        """Run `prepare` in a thread and queue its requests. Call `leave` at the end. Raises the errors of `prepare`
+        and `Engine.submit`."""
         subscription = Subscription(self)
 
         def submit() -> list[list[str]]:
@@ -161,7 +161,7 @@ class Hub:
             return missing, [] if missing else submit()
 
         missing, groups = await self._in_thread(begin, subscription)
-        if missing:  # a grammar may take long, and there are few threads: nobody waits in them
+        if missing:  # a grammar may take long, and there are few intake threads: wait in the event loop
             await asyncio.wait([asyncio.wrap_future(grammar) for grammar in missing])
             groups = await self._in_thread(submit, subscription)
         ids = [id for group in groups for id in group]
@@ -173,26 +173,31 @@ class Hub:
         running = self.loop.run_in_executor(self._intake, run)
         try:
             return await asyncio.shield(running)
-        except asyncio.CancelledError:  # a thread cannot be stopped: let go of what it queues
-            running.add_done_callback(lambda done: done.exception() or self._withdraw_soon(subscription))
+        except asyncio.CancelledError:  # a thread cannot be stopped: withdraw the requests that it queues
+
+            def withdraw(done: asyncio.Future[T]) -> None:
+                if done.exception() is None:
+                    self._withdraw_soon(subscription)
+
+            running.add_done_callback(withdraw)
             raise
 
     def leave(self, subscription: Subscription) -> None:
-        """Nobody waits for these any more: abort what still runs, after the step under way."""
+        """Abort the subscription's open sequences, after the current step."""
         if subscription.num_open:
             subscription.num_open = 0
             self._withdraw_soon(subscription)
 
     def post(self, subscription: Subscription, news: StreamChunk | EngineStopped) -> None:
-        """From the engine's thread."""
+        """Pass a chunk or an error to the event loop. Called by the engine's thread."""
         self._news.append((subscription, news))
         if not self._is_waking:
             self._is_waking = True
-            with suppress(RuntimeError):  # the event loop is closed: nobody is there to be told
+            with suppress(RuntimeError):  # the event loop is closed, and its subscriptions with it
                 self.loop.call_soon_threadsafe(self._hand_out)
 
     def _hand_out(self) -> None:
-        self._is_waking = False  # before the look: what comes after it wakes the loop again
+        self._is_waking = False  # before the queue is read: news after that wake the loop again
         while self._news:
             subscription, news = self._news.popleft()
             subscription.deliver(news)
@@ -208,12 +213,12 @@ class Hub:
         if leaving:
             try:
                 self.engine.requests.withdraw(leaving)
-            except Exception:  # a thread's edge: nobody looks at what it returns
+            except Exception:  # the last frame of this thread's task: its result is not read
                 logger.exception("requests of %d clients that have left could not be aborted", len(leaving))
 
 
 def hub_of(app: Starlette) -> Hub:
-    """The hub of the event loop that runs now; made with the first request."""
+    """Return the hub of the running event loop; make it with the first request."""
     hub = getattr(app.state, "hub", None)
     if hub is None or hub.loop is not asyncio.get_running_loop():
         hub = app.state.hub = Hub(app.state.service.engine)

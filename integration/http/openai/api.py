@@ -71,7 +71,7 @@ class OpenAIReply:
         return answer(self.request, completions, self.received)
 
     async def events(self, subscription: Subscription) -> AsyncIterator[bytes]:
-        """Make the events: chunks hold what is new, as OpenAI's do."""
+        """Make the events: as with OpenAI, a chunk holds only new output."""
         head, empty_usage = chunk_head(self.request), {"usage": None} if self.request.include_usage else {}
         num_chars = [0] * len(subscription.index_of)
         answers: dict[int, Completion] = {}
@@ -102,7 +102,7 @@ class OpenAIReply:
         yield DONE
 
     def _first_choices(self, subscription: Subscription, num_chars: list[int]) -> list[dict[str, object]]:
-        """What comes before the first token: the role of a chat's author, or the prompt that is echoed."""
+        """Make the chunks before the first token: the role of a chat's author, or the echoed prompt."""
         found = []
         for index in range(len(num_chars)):
             prompt_ids = subscription.asked.prompts[index // self.request.n]

@@ -1,4 +1,4 @@
-"""What an OpenAI client asks, from its JSON object: the fields of both calls, and SGLang's extras."""
+"""The fields of OpenAI's two calls, and SGLang's extras, read from a JSON object."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..generation.body import REFUSED as REFUSED_BY_GENERATE
 from ..generation.meta import Wanted
 from ..generation.subscriptions import Asked
 
-DEFAULT_MAX_TOKENS = 16  # of a completion; a chat goes on to the end of the context
+DEFAULT_MAX_TOKENS = 16  # of a completion; the default of a chat is the rest of the context
 REFUSED = (
     *REFUSED_BY_GENERATE, "json_schema", "structural_tag", "guided_json", "guided_regex", "guided_choice",
     "guided_grammar", "use_beam_search", "return_input_ids_in_sglext", "return_output_ids_in_sglext",
@@ -34,11 +34,13 @@ REFUSED_BY_CHAT = (
 
 
 class StreamOptions(Body):
+    """Settings of a streamed answer."""
+
     include_usage: bool = False
 
 
 class CommonBody(Body):
-    """What both calls take. Names are OpenAI's; those from top_k on are SGLang's."""
+    """Fields of both calls. Names are OpenAI's; the names from top_k on are SGLang's."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -101,7 +103,7 @@ class ChatBody(CommonBody):
 
 @dataclass(frozen=True)
 class OpenAIRequest:
-    """A request whose fields fit together."""
+    """A checked request."""
 
     id: str
     model: str
@@ -113,7 +115,7 @@ class OpenAIRequest:
     wanted: Wanted
     num_top: int
     echo: bool
-    prompts: list[Any]  # texts or token ids; a chat's is made by `asked`
+    prompts: list[Any]  # texts or token ids; empty for a chat, whose prompt `asked` makes
     return_token_ids: bool
     return_prompt_token_ids: bool
     return_meta_info: bool
@@ -122,7 +124,7 @@ class OpenAIRequest:
 
 
 def read_completion(values: dict[str, object], engine: Engine, model: str) -> OpenAIRequest:
-    """Raises BadField."""
+    """Read and check the fields of a completion. Raises BadField."""
     refuse_unsupported(values, (*REFUSED, *REFUSED_BY_COMPLETIONS))
     body = fields_of(CompletionBody, values)
     if body.best_of not in (None, body.n):
@@ -150,7 +152,7 @@ def read_completion(values: dict[str, object], engine: Engine, model: str) -> Op
 
 
 def read_chat(values: dict[str, object], engine: Engine, model: str) -> OpenAIRequest:
-    """Raises BadField."""
+    """Read and check the fields of a chat completion. Raises BadField."""
     refuse_unsupported(values, (*REFUSED, *REFUSED_BY_CHAT))
     body = fields_of(ChatBody, values)
     if body.tool_choice not in (None, "none", "auto"):
@@ -169,8 +171,11 @@ def read_chat(values: dict[str, object], engine: Engine, model: str) -> OpenAIRe
     id = body.rid or f"chatcmpl-{uuid.uuid4().hex}"
 
     def asked() -> Asked:
-        prompt = body.input_ids if messages is None else apply_template(engine, messages, body)
-        field = "input_ids" if messages is None else "messages"
+        if body.input_ids is not None:
+            prompt, field = body.input_ids, "input_ids"
+        else:
+            assert messages is not None  # one of the two is given: checked above
+            prompt, field = apply_template(engine, messages, body), "messages"
         [token_ids] = token_ids_of(engine, [prompt], field, [params])
         room = max(engine.max_model_len - len(token_ids), 1)
         its_params = params if max_tokens is not None else replace(params, max_new_tokens=room)
@@ -183,7 +188,7 @@ def read_chat(values: dict[str, object], engine: Engine, model: str) -> OpenAIRe
 
 
 def apply_template(engine: Engine, messages: list[dict[str, Any]], body: ChatBody) -> list[int]:
-    """The token ids of a conversation by the tokenizer's chat template. Raises BadField."""
+    """Convert a conversation to token ids by the tokenizer's chat template. Raises BadField."""
     tokenizer = engine.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         raise BadField("messages", "this model has no chat template: send input_ids")
@@ -196,7 +201,7 @@ def apply_template(engine: Engine, messages: list[dict[str, Any]], body: ChatBod
     if asks_for_answer is None:
         asks_for_answer = not body.continue_final_message
     try:
-        encoded = tokenizer.apply_chat_template(
+        encoded: Any = tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=asks_for_answer,
             continue_final_message=body.continue_final_message,
@@ -204,23 +209,24 @@ def apply_template(engine: Engine, messages: list[dict[str, Any]], body: ChatBod
             return_dict=True,
             **extra,
         )
-    # What a template does with a message that it does not expect is up to its author.
+    # A template may fail in any of these ways on a message that its author did not expect.
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise BadField("messages", f"the chat template refuses them: {error}") from None
     return list(encoded["input_ids"])
 
 
 def format_settings(given: object) -> dict[str, object]:
-    """What a response_format means in sampling parameters. Raises BadField."""
+    """Translate a response_format to sampling parameters. Raises BadField."""
     if given is None:
         return {}
-    kind = given.get("type") if isinstance(given, Mapping) else None
+    fields: Mapping[str, object] = given if isinstance(given, Mapping) else {}
+    kind = fields.get("type")
     if kind == "text":
         return {}
     if kind == "json_object":
         return {"json_schema": {"type": "object", "additionalProperties": True}}
     if kind == "json_schema":
-        described = given.get("json_schema")
+        described = fields.get("json_schema")
         if not isinstance(described, Mapping) or not isinstance(described.get("schema"), Mapping):
             raise BadField("response_format", "needs json_schema.schema, an object")
         return {"json_schema": described["schema"]}
@@ -264,10 +270,10 @@ def _request(
 
 
 def _decoder(engine: Engine, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
-    tokenizer = engine.tokenizer
-    if tokenizer is None:
+    if engine.tokenizer is None:
         return lambda ids: ""
-    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+    decode: Callable[..., Any] = engine.tokenizer.decode  # typed as a list of texts, too, which it is for batches only
+    return lambda ids: decode(list(ids), skip_special_tokens=skip_special_tokens)
 
 
 def _params(body: CommonBody, max_new_tokens: int) -> SamplingParams:
@@ -281,7 +287,7 @@ def _params(body: CommonBody, max_new_tokens: int) -> SamplingParams:
     given["max_new_tokens"] = max_new_tokens
     given |= format_settings(body.response_format)
     if body.stream and (body.return_token_ids or getattr(body, "logprobs", None) not in (None, False)):
-        # Chunks that only add cannot take tokens back, as jumps by text would have to.
+        # A jump by text may replace tokens, but chunks can only add tokens.
         if given["jump_forward"] == "text":
             raise BadField("jump_forward", '"text" cannot be streamed with logprobs or token ids')
         given["jump_forward"] = given["jump_forward"] or "exact"
@@ -300,7 +306,7 @@ def _check_count(num_sequences: int) -> None:
 
 
 def _prompts(given: str | list[Any]) -> list[Any]:
-    """A list of texts or of lists of token ids. Raises BadField."""
+    """Return the prompts as a list of texts or of lists of token ids. Raises BadField."""
     if not given:
         raise BadField("prompt", "must not be empty")
     if isinstance(given, str) or all(isinstance(entry, int) and not isinstance(entry, bool) for entry in given):
@@ -311,14 +317,15 @@ def _prompts(given: str | list[Any]) -> list[Any]:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content is one text. Raises BadField for content that is no text."""
+    """Return the message with one text as content. Raises BadField for content that is no text."""
     if not isinstance(message.get("role"), str):
         raise BadField("messages", "each needs a role")
     content = message.get("content")
     if content is None or isinstance(content, str):
         return message
     parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+    given = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    texts = [text for text in given if isinstance(text, str)]
+    if len(texts) < len(parts):
         raise BadField("messages", "only content of the type text is supported")
     return {**message, "content": "".join(texts)}

@@ -1,8 +1,8 @@
-"""Answers in OpenAI's shapes, whole and in chunks, with SGLang's extras."""
+"""Answers in OpenAI's format, whole and in chunks, with SGLang's extras."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ....rollout.completion import Completion, FinishReason, StreamChunk, TopLogprobs
 from ..generation.meta import Wanted, meta_info
@@ -10,7 +10,7 @@ from .body import OpenAIRequest
 
 
 def answer(ask: OpenAIRequest, completions: Sequence[Completion], received: float) -> dict[str, object]:
-    """The body of an answer that is not streamed."""
+    """Make the body of an answer that is not streamed."""
     last = completions[-1]
     metadata: dict[str, object] = {"weight_version": last.weight_version, "weight_digest": last.weight_digest}
     if len(completions) == 1:
@@ -29,6 +29,7 @@ def answer(ask: OpenAIRequest, completions: Sequence[Completion], received: floa
 
 
 def choice(ask: OpenAIRequest, completion: Completion, index: int, received: float) -> dict[str, object]:
+    """Make one choice of an answer that is not streamed. received: time of the request, by time.monotonic()."""
     c = completion
     found: dict[str, object] = {"index": index}
     if ask.is_chat:
@@ -42,7 +43,7 @@ def choice(ask: OpenAIRequest, completion: Completion, index: int, received: flo
 
 
 def ending(reason: FinishReason | None) -> dict[str, object]:
-    """How a choice ended; null while it has not."""
+    """Make the fields that say how a choice ended; null while the sequence runs."""
     return {
         "finish_reason": None if reason is None else reason.type,
         "matched_stop": None if reason is None else reason.matched,
@@ -50,23 +51,24 @@ def ending(reason: FinishReason | None) -> dict[str, object]:
 
 
 def extras(ask: OpenAIRequest, completion: Completion, received: float) -> dict[str, object]:
+    """Make the fields of SGLang's that the request asks for: token ids and meta_info."""
     found: dict[str, object] = {}
     if ask.return_prompt_token_ids or ask.return_token_ids:
         found["prompt_token_ids"] = completion.prompt_ids
     if ask.return_token_ids:
         found |= token_ids(completion.token_ids)
-    if ask.return_meta_info:  # the log-probabilities are there whoever asked
+    if ask.return_meta_info:  # with log-probabilities, also where `logprobs` is not set
         found["meta_info"] = meta_info(completion, Wanted(logprobs=True), received)
     return found
 
 
 def token_ids(ids: Sequence[int]) -> dict[str, object]:
-    """Under both names that clients look for."""
+    """Make the output's token ids under both names that clients read."""
     return {"token_ids": ids, "response_token_ids": ids}
 
 
 def usage(ask: OpenAIRequest, completions: Sequence[Completion]) -> dict[str, object]:
-    """A prompt counts once, however many samples it has."""
+    """Count the tokens of an answer. A prompt with several samples counts once."""
     first_samples = completions[:: ask.n]
     num_prompt = sum(len(c.prompt_ids) for c in first_samples)
     num_new = sum(len(c.token_ids) for c in completions)
@@ -79,14 +81,15 @@ def usage(ask: OpenAIRequest, completions: Sequence[Completion]) -> dict[str, ob
 
 
 def echoed(ask: OpenAIRequest, index: int, prompt_ids: Sequence[int]) -> str:
-    """The prompt's text, where it is to come first."""
+    """Return the prompt's text if the request echoes it, else an empty text."""
     if not ask.echo:
         return ""
     prompt = ask.prompts[index // ask.n]
     return prompt if isinstance(prompt, str) else ask.decode(prompt_ids)
 
 
-def text_of(ask: OpenAIRequest):
+def text_of(ask: OpenAIRequest) -> Callable[[int], str]:
+    """Return a function from a token id to its text, which is empty without a tokenizer."""
     return ask.wanted.text_of or (lambda token_id: "")
 
 
@@ -94,13 +97,13 @@ def text_of(ask: OpenAIRequest):
 
 
 def chunk_head(ask: OpenAIRequest) -> dict[str, object]:
-    """What every chunk of a stream begins with."""
+    """Make the fields that are the same in every chunk of a stream."""
     kind = "chat.completion.chunk" if ask.is_chat else "text_completion"
     return {"id": ask.id, "object": kind, "created": ask.created, "model": ask.model}
 
 
 def chunk_choice(ask: OpenAIRequest, chunk: StreamChunk, index: int, offset: int) -> dict[str, object]:
-    """What a step added. offset: characters before it, for completions."""
+    """Make the choice of a chunk from a step's output. offset: number of earlier characters, for completions."""
     found: dict[str, object] = {"index": index}
     if ask.is_chat:
         found["delta"] = {"content": chunk.text}
@@ -122,17 +125,18 @@ def chunk_choice(ask: OpenAIRequest, chunk: StreamChunk, index: int, offset: int
 def chat_logprobs(
     ask: OpenAIRequest, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[TopLogprobs] | None
 ) -> dict[str, object]:
+    """Make the `logprobs` object of /v1/chat/completions. top: per token its likeliest alternatives."""
     content = [
-        {**_token(ask, *one), "top_logprobs": [_token(ask, id, logprob) for logprob, id in others]}
-        for *one, others in zip(ids, logprobs, top or [()] * len(ids), strict=True)
+        {**_token(ask, id, logprob), "top_logprobs": [_token(ask, other, its_own) for its_own, other in others]}
+        for id, logprob, others in zip(ids, logprobs, top or [()] * len(ids), strict=True)
     ]
     return {"content": content, "refusal": None}
 
 
 def _token(ask: OpenAIRequest, token_id: int, logprob: float) -> dict[str, object]:
-    [logprob, _, text] = ask.wanted.triple(logprob, token_id)
+    finite_logprob, _, text = ask.wanted.triple(logprob, token_id)
     text = text or ""
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
+    return {"token": text, "logprob": finite_logprob, "bytes": list(text.encode(errors="replace"))}
 
 
 def token_logprobs(
@@ -142,7 +146,7 @@ def token_logprobs(
     top: Sequence[TopLogprobs | None] | None,
     offset: int,
 ) -> dict[str, object]:
-    """The object of /v1/completions."""
+    """Make the `logprobs` object of /v1/completions. offset: number of characters before the first token."""
     text = text_of(ask)
     tokens = [text(id) for id in ids]
     offsets = []
@@ -161,7 +165,7 @@ def token_logprobs(
 
 
 def _by_text(ask: OpenAIRequest, ranked: TopLogprobs) -> dict[str, float | None]:
-    """Alternatives, likeliest first. Of those with the same text it is the likeliest that counts."""
+    """Return the alternatives' log-probabilities by text, likeliest first. Equal texts keep the likeliest value."""
     found: dict[str, float | None] = {}
     for logprob, token_id in ranked:
         found.setdefault(text_of(ask)(token_id), ask.wanted.triple(logprob, token_id)[0])

@@ -1,4 +1,4 @@
-"""The benchmarks of the prefix cache, on loads so small that only their logic is tested."""
+"""Tests of the benchmarks of the prefix cache, on small loads: they test the logic, not the speed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TINY_SCALE = 0.02  # prompts of 63 to 300 tokens
 
 @pytest.fixture(autouse=True)
 def one_thread(restore_threads):
-    """These models are too small to share out."""
+    """Run with one thread: these models are too small for more."""
     torch.set_num_threads(1)
 
 
@@ -142,7 +142,7 @@ def test_the_pin_command_prints_a_line_for_each_depth_and_writes_a_chart(capsys,
     lines = capsys.readouterr().out.splitlines()
     at = lines.index(next(line for line in lines if line.split()[:2] == ["depth", "prompt_tokens"]))
     assert [line.split()[:2] for line in lines[at + 1 : at + 3]] == [["0", "63"], ["2", "96"]]
-    assert len({len(line) for line in lines[at : at + 3]}) == 1  # columns stand under each other
+    assert len({len(line) for line in lines[at : at + 3]}) == 1  # columns are aligned
 
 
 # -- cache -----------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_the_cache_command_prints_the_agreed_keys(capsys):
 
 
 def test_insert_and_match_cost_no_more_per_token_in_a_longer_prompt_or_a_larger_cache():
-    """A loose form of the benchmark's bar, in time of this thread: a quadratic step anywhere would break it."""
+    """Check a loose form of the benchmark's bar, in CPU time of this thread: a quadratic step would fail it."""
     small, large = cache.FilledCache(1100, 16384), cache.FilledCache(11000, 16384)
     short, long = large.median_ms(2048, repeats=9), large.median_ms(16384, repeats=9)
     assert long < 2.5 * 8 * short

@@ -1,4 +1,4 @@
-"""The benchmarks of decode steps, memory and GPUs, on loads so small that only what they count is tested."""
+"""Tests of the benchmarks of decode steps, memory and GPUs, on small loads: they test the counts, not the speed."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ PEAKS = Peaks(bytes_per_s=1e9, operations_per_s=1e10)
 
 @pytest.fixture(autouse=True)
 def one_thread(restore_threads):
-    """These models are too small to share out."""
+    """Run with one thread: these models are too small for more."""
     torch.set_num_threads(1)
 
 
@@ -50,7 +50,7 @@ def test_decode_steps_run_at_the_context_that_was_asked_for_without_its_prefill(
         assert not engine.has_work
         assert contexts == [[length] * 3 for length in range(contexts[0][0], contexts[0][0] + 4)]
         assert abs(contexts[0][0] - 300) < 8
-        assert engine.metrics.num_rows - num_rows == 3 * (300 - 4 // 2 + 4)  # prompts, steps that warm up, and these
+        assert engine.metrics.num_rows - num_rows == 3 * (300 - 4 // 2 + 4)  # prompts, warm-up, measured steps
     engine.close()
 
 

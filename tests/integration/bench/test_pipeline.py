@@ -1,4 +1,4 @@
-"""The pipeline benchmark: its figures are there, whole, and of the load that was asked for."""
+"""Tests of the pipeline benchmark: its figures are complete and belong to the requested load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks, on loads so small that only their arithmetic is tested."""
+"""Tests of the benchmarks on small loads: they test the arithmetic, not the speed."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ LOAD = Load(batch=3, prompt_tokens=20, new_tokens=5)
 
 @pytest.fixture(autouse=True)
 def one_thread(restore_threads):
-    """These models are too small to share out."""
+    """Run with one thread: these models are too small for more."""
     torch.set_num_threads(1)
 
 
@@ -119,7 +119,7 @@ def test_engines_end_each_sequence_at_its_drawn_length_and_groups_hit_the_prefix
     prompts = load.prompts(16384, 0)
     assert runs.run_engine(engine, load, prompts, 0).seconds > 0
     assert engine.metrics.num_output_tokens == load.num_new_tokens(0)
-    assert engine.metrics.num_cached_tokens == 2 * 32  # one member of each group finds the whole blocks of the other
+    assert engine.metrics.num_cached_tokens == 2 * 32  # one member of each group hits the full blocks of the other
     assert runs.run_transformers(tiny, load, prompts, 0).seconds > 0
 
 

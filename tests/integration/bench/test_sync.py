@@ -1,4 +1,4 @@
-"""`lockstep bench sync` on a model so small that only its arithmetic, and that every path lands, is tested."""
+"""Tests of `lockstep bench sync` on a small model: its arithmetic, and delivery by every path."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ def options(*arguments: str) -> argparse.Namespace:
 
 
 def sample(**changes: float) -> Sample:
-    """One second for everything, except for `changes`."""
+    """Build a sample of one second for each item, except for `changes`."""
     names = ("raw_broadcast", "raw_shm", "raw_hashlib", "checksum", "verify", "memcpy", "in_place", "digest")
     kinds = [*PATHS, *(f"{path} transaction" for path in PATHS)]
     return {**dict.fromkeys([*names, *kinds, "delta_1_ratio", "delta_5_ratio"], 1.0), **changes}
@@ -46,7 +46,7 @@ def test_a_run_reports_every_path_and_both_ends_agree_after_each_push(capsys, tm
         ["bench", "sync", "--preset", "tiny", "--bucket-mib", "2", "--repetitions", "2", "--folder", str(folder),
          "--json"]
     )  # fmt: skip
-    assert code == 0  # digests that differ raise
+    assert code == 0  # different digests would raise
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(report) >= PROMISED
     assert report["bytes"] == 14_685_184 and report["bucket_bytes"] == 2 * MIB and report["num_repetitions"] == 2
@@ -55,7 +55,7 @@ def test_a_run_reports_every_path_and_both_ends_agree_after_each_push(capsys, tm
     assert all(0 < path["plain_s"] < 60 and 0 < path["transaction_s"] < 60 for path in report["paths"].values())
     assert 0.001 < report["delta_1_ratio"] < report["delta_5_ratio"] < 0.05
     assert set(report["peak_extra_bytes"]) == {"distributed", "tensor", "disk", "delta"}
-    # Both map the segment, a bucket that is counted once.
+    # Both processes map the segment; it counts once.
     tensor = report["peak_extra_bytes"]["tensor"]
     assert min(tensor["sender"], tensor["receiver"]) > MIB
     assert tensor["total"] < tensor["sender"] + tensor["receiver"]
@@ -114,7 +114,7 @@ def test_the_peak_of_memory_is_what_was_resident_at_most_since_it_was_restarted(
 
 
 def touch(num_bytes: int) -> None:
-    """Take fresh memory, not what an allocator holds, and give it back."""
+    """Map new memory, outside the allocator's, touch it and unmap it."""
     with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
         for _ in range(num_bytes // MIB):
             pages.write(b"x" * MIB)

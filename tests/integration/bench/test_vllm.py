@@ -1,4 +1,4 @@
-"""The rival process of `lockstep bench rollout --against vllm`, on a stand-in for vLLM with its own small interface."""
+"""Tests of the rival process of `lockstep bench rollout --against vllm`, with a small stand-in for vLLM."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from lockstep.integration.cli import main as cli
 
 LOAD = Load(batch=4, prompt_tokens=6, new_tokens=3, group=2, lengths="lognormal")
 
-# What the worker asks of vLLM, answered at once; it writes down what it was asked.
+# The part of vLLM that the worker uses. It answers at once and records its calls.
 VLLM = """
 import json, os, pathlib, sys
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ class LLM:
 
 @pytest.fixture
 def python(tmp_path, monkeypatch):
-    """A Python whose `vllm` is the stand-in."""
+    """Make a Python whose `vllm` is the stand-in."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "vllm.py").write_text(VLLM)
     executable = tmp_path / "bin" / "python"

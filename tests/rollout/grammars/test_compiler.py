@@ -28,7 +28,7 @@ def compiler(text):
 
 
 def allowed_ids(mask: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return the token ids that a mask allows."""
+    """Return the ids whose bits are set in a mask."""
     return np.flatnonzero(np.unpackbits(mask, bitorder="little", count=vocab_size))
 
 

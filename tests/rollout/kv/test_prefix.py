@@ -18,7 +18,7 @@ def hashes(prefix: Prefix, num_blocks: int) -> list[int]:
 
 
 def test_names_are_what_they_were_when_caches_were_last_shared():
-    """Hold the numbers: a change is a change of the wire, and routers and engines would no longer mean the same
+    """Keep these numbers fixed: a change breaks the wire, and routers and engines would no longer mean the same
     block."""
     assert root_hash() == 2549633117408344349
     assert hashes(Prefix([1, 2, 3, 4, 5, 6, 7, 8], SIZE, "tenant"), 2) == [

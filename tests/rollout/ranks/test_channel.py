@@ -1,4 +1,4 @@
-"""Votes, gathered values and verbs among the ranks of a replica."""
+"""Tests of votes, gathered values and verbs among the ranks of a replica."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_rank_gets_every_answer_and_verbs_run_everywhere(run_world: RunWor
             ranks.gather_json(None if rank else "not yet"),
         ]
 
-        def vote(word: str) -> list[object]:  # handlers may talk to each other
+        def vote(word: str) -> list[object]:  # handlers may communicate with each other
             return ranks.gather_json([word, rank])
 
         def fail_on(rank_that_fails: int) -> int:
@@ -75,7 +75,7 @@ def test_every_rank_gets_every_answer_and_verbs_run_everywhere(run_world: RunWor
 def test_a_rank_that_does_not_come_to_a_vote_is_named(run_world: RunWorld) -> None:
     def rank(rank: int) -> object:
         ranks = open_channel(Mesh.build(1, 2, timeout_s=TIMEOUT_S), 3.0)
-        if rank == 1:  # alive, and elsewhere
+        if rank == 1:  # it runs, but takes no part
             end = time.monotonic() + 60
             while ranks.watch.failure is None and time.monotonic() < end:
                 threading.Event().wait(0.05)

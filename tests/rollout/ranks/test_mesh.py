@@ -1,4 +1,4 @@
-"""Where ranks stand in a mesh, and that its groups reach whom they should and nobody else."""
+"""Tests of the places of ranks in a mesh, and of the members of its groups."""
 
 from __future__ import annotations
 

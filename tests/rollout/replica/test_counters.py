@@ -1,4 +1,4 @@
-"""The published example of both counters, on two real ranks: 1000 tokens in two chunks through two stages."""
+"""A test of the published example of both counters on two real ranks: 1000 tokens in two chunks through two stages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 
-PATIENCE = 60.0  # seconds that nothing here comes near
+PATIENCE = 60.0  # seconds, far longer than any test here takes
 
 
 class Points:
-    """Where the two ranks wait for each other."""
+    """The points at which the two ranks wait for each other."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("fork")
@@ -26,7 +26,7 @@ class Points:
 
 
 def first_stage(engine: Engine, points: Points) -> list[tuple[int, int]]:
-    """(step, stage) counters of the controller at the four times of the example."""
+    """Return the controller's (step, stage) counters at the four times of the example."""
     trace, num_forwards = [], [0]
 
     def note() -> None:
@@ -48,7 +48,7 @@ def first_stage(engine: Engine, points: Points) -> list[tuple[int, int]]:
 
     engine.model.module.base_model.register_forward_pre_hook(before_forward)
     engine.add([i % 250 for i in range(1000)], SamplingParams(max_new_tokens=2, ignore_eos=True), rid="a")
-    engine.step()  # the first chunk has landed
+    engine.step()  # the first chunk is delivered
     points.wait(points.begun[1])
     note()  # time 2: the first stage has completed tokens 500-1000, the second 0-500
     assert engine.parts.sequences.request("a").sequence.num_output_tokens == 0
@@ -60,7 +60,7 @@ def first_stage(engine: Engine, points: Points) -> list[tuple[int, int]]:
 
 
 def second_stage(engine: Engine, points: Points, until: Callable[..., None]) -> list[tuple[int, int]]:
-    """Likewise of the rank that follows. What all stages have done it hears with the controller's next message."""
+    """Return the follower's (step, stage) counters. It learns the step counter with the controller's next message."""
     trace, num_forwards, workers = [], [0], engine.parts.runner.stage.workers
 
     def before_forward(*_: object) -> None:
@@ -77,7 +77,7 @@ def second_stage(engine: Engine, points: Points, until: Callable[..., None]) -> 
     def note_times() -> None:
         for now, noted in zip(points.now, points.noted, strict=True):
             points.wait(now)
-            if now is points.now[-1]:  # the decode's message, which tells it, is on its way
+            if now is points.now[-1]:  # the decode's message, which reports it, has not arrived
                 until(lambda: counters()[0] == 1000)
             trace.append(counters())
             noted.set()

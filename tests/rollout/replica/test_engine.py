@@ -1,4 +1,4 @@
-"""Engines of several ranks: the same bits as one rank, one controller, and everybody's calls end together."""
+"""Tests of engines of several ranks: the same bits as one rank, one controller, and calls that end together."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RunReplica = Callable[..., list[object]]
 
 
 def outcome(completions: list[Completion]) -> list[tuple[object, ...]]:
-    """All that does not depend on names and clocks."""
+    """Return the fields of the completions that do not depend on names and clocks."""
     return [
         (c.index, c.prompt_ids, c.token_ids, c.logprobs, c.finish_reason, c.weight_versions, c.top_logprobs,
          c.prompt_logprobs, c.prompt_top_logprobs, c.listed_logprobs, c.prompt_listed_logprobs)
@@ -52,7 +52,7 @@ def alone(model: PreTrainedModel) -> list[tuple[object, ...]]:
 
 @pytest.fixture(params=[(1, 2), (2, 1), (2, 2)], ids=["pp2", "tp2", "tp2-pp2"])
 def run_replica(run_world: RunWorld, request: pytest.FixtureRequest) -> RunReplica:
-    """run_replica(model, call): what `call(engine)` returned on each rank of a replica, the controller's first."""
+    """run_replica(model, call): return `call(engine)` of each rank of a replica, the controller's first."""
     tp, pp = request.param
 
     def run(model: PreTrainedModel, call: Callable[[Engine], object], **config: object) -> list[object]:

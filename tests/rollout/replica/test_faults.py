@@ -1,4 +1,4 @@
-"""A rank of the job is killed or stopped, in every phase: the others name it, none hangs, and the job goes on."""
+"""Tests of jobs in which a rank is killed or stopped, in every phase: the others name it, and the job goes on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS = [
     "engine.k_blocks=2", f"engine.rank_timeout_s={RANK_TIMEOUT_S}", "reward=faults_of_test:by_text",
     "train.learning_rate=1e-3",
 ]  # fmt: skip
-# A fault strikes in the training step that follows so many.
+# The fault happens in the training step after this many.
 REWARD = """
 import os, signal, threading, urllib.request
 from pathlib import Path
@@ -102,13 +102,13 @@ LAST_LINE = re.compile(
 
 
 def layout_of(fault: tuple[str, str, int]) -> str:
-    """Each phase meets either layout, which makes no difference to the numbers."""
+    """Choose a layout for a phase, so that both are used. The numbers do not depend on it."""
     _, kind, rank = fault
     return "parallel.tp=2" if (rank == 1) == (kind == "SIGSTOP") else "parallel.pp=2"
 
 
 def run_job(folder: Path, layout: str, num_steps: int, fault: tuple[str, str, int], num_steps_before: int) -> int:
-    """Run the job to its end or until it meets the fault, its output in `folder`/log; returns the exit code."""
+    """Run the job to its end or to its fault, with its output in `folder`/log; returns the exit code."""
     (folder / "faults_of_test.py").write_text(REWARD)
     port = free_port()
     fault_text = " ".join(map(str, (*fault, num_steps_before)))

@@ -1,7 +1,7 @@
-"""Interruption of engines of several ranks: the tests of one rank, again on real ranks, and random traces.
+"""Tests of interruption on engines of several ranks: the tests of one rank, again on real ranks, and random traces.
 
 Each mesh is started once. On its controller the functions of test_interruption.py and test_interruption_random.py run
-as they are; what they make with `make_engine` all ranks make, and the others follow it.
+unchanged; all ranks make the engines of `make_engine`, and the other ranks follow them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ K_BLOCKS = 2  # of every engine here, so that one rank gives the bits of two
 
 
 def load(name: str) -> ModuleType:
-    """A test module of the folder above, as a copy of its own."""
+    """Load a test module of the folder above as a separate copy."""
     spec = importlib.util.spec_from_file_location(f"{name}_on_ranks", Path(__file__).parents[1] / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
@@ -42,14 +42,14 @@ def load(name: str) -> ModuleType:
 
 
 class Replica:
-    """At the controller: engines that all ranks make, one after the other."""
+    """The controller's maker of engines: all ranks make them, one after the other."""
 
     def __init__(self, model: PreTrainedModel, tp: int, pp: int) -> None:
         self._model, self._shape = model, {"tp": tp, "pp": pp, "k_blocks": K_BLOCKS, "state_check_steps": 7}
         self._engine: Engine | None = None
 
     def make(self, **config: Any) -> Engine:
-        """Like `make_engine` of the tests; the engine before is closed."""
+        """Make an engine like the tests' `make_engine`, and close the engine before."""
         self._close()
         settings = {"kv_cache": "32 blocks", "max_num_seqs": 3, "max_num_batched_tokens": 256, **config, **self._shape}
         dist.broadcast_object_list([settings], src=0)
@@ -57,7 +57,7 @@ class Replica:
         return self._engine
 
     def end(self) -> None:
-        """Let the followers go."""
+        """Release the followers."""
         self._close()
         dist.broadcast_object_list([None], src=0)
 
@@ -67,7 +67,7 @@ class Replica:
 
 
 def follow(model: PreTrainedModel) -> None:
-    """At another rank: make what the controller makes, and follow it."""
+    """Make the controller's engines at another rank, and follow each."""
     box: list[dict[str, Any] | None] = [None]
     while True:
         dist.broadcast_object_list(box, src=0)
@@ -82,7 +82,7 @@ def run_on_ranks(
     run_world: Callable[..., list[object]], model: PreTrainedModel, shape: tuple[int, int],
     cases: Callable[[Replica], object],
 ) -> object:  # fmt: skip
-    """What `cases` returned at the controller."""
+    """Run `cases` at the controller of a mesh and return its result."""
 
     def rank(rank: int) -> object:
         if rank > 0:

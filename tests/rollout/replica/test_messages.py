@@ -1,4 +1,4 @@
-"""What the controller writes of a trace of events, a follower reads: equal managers, few words."""
+"""Tests of the controller's messages: a follower that reads a trace of events has an equal manager, in few words."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_request(id: str, prompt: list[int], params: SamplingParams | None = Non
 
 
 class Pair:
-    """A controller's manager with its writer, and a follower's with its reader."""
+    """A controller's manager with its writer, and a follower's manager with its reader."""
 
     def __init__(self) -> None:
         self.writer, self.reader = EventWriter(), EventReader()
@@ -51,7 +51,7 @@ class Pair:
         self.controller.free(id)
 
     def send(self) -> int:
-        """Bring the follower up to date; returns the bytes that took."""
+        """Send all events to the follower; returns the number of bytes."""
         self.writer.check(self.controller.state_hash())
         message = self.writer.take()
         follower = self.follower
@@ -121,7 +121,7 @@ def test_masks_and_jumps_cross_with_their_step_and_are_undone_by_a_preemption() 
     jumping = item("a", 2, 4, 7, 8)._replace(jump=Jump(1, (5, 6, 7)), num_blocks_kept=0, allowed=b"\xff" * 8)
     pair.schedule(ScheduleOutput(2, (jumping,)))
     pair.send()
-    assert not pair.requests["a"].params.is_constrained  # the masks say it all
+    assert not pair.requests["a"].params.is_constrained  # followers need the masks only
     follower = pair.follower
     assert follower.sequence("a").token_ids == [1, 2, 3, 5, 6, 7] and follower.block_table("a") == [7, 8]
     pair.preempt("a")

@@ -1,4 +1,4 @@
-"""Several steps in the air: real layers in stages of one process answer as one stage does, bit for bit."""
+"""Tests of several steps in flight: real layers in stages of one process answer as one stage does, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.rollout.sequences.request import RequestOptions
 from lockstep.tests.support.callers import soon, submit, wait_until
 
 STAGES = pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.slow)])
-PATIENCE = 60.0  # seconds that nothing here comes near
+PATIENCE = 60.0  # seconds, far longer than any test here takes
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def _one_thread(restore_threads):
 
 @pytest.fixture
 def make_engine(make_model, in_stages):
-    """make_engine(2, kv_cache=...): an engine of so many stages, in its rollout phase until the test is over."""
+    """make_engine(2, kv_cache=...): make an engine of so many stages, in its rollout phase until the test ends."""
     with ExitStack() as phases:
 
         def make(num_stages: int = 1, *, layers: int = 4, context: int = 512, **config: object) -> Engine:
@@ -88,7 +88,7 @@ def test_stages_that_run_out_of_blocks_answer_as_one_stage_with_plenty_does(make
 
 @STAGES
 def test_a_block_that_changed_hands_in_the_air_is_not_written_by_its_former_owner(make_engine, num_stages):
-    """The last stage is held back until later steps, with the victims' blocks in other hands, wait behind it."""
+    """Hold the last stage back until later steps, in which other sequences own the victims' blocks, wait for it."""
     expected = generate(make_engine())
     engine = make_engine(num_stages, kv_cache="11 blocks", chunked_prefill_size=16, admission_ratio=0.0)
     runner, launched = engine.parts.runner, threading.Semaphore(0)
@@ -110,7 +110,7 @@ def test_a_block_that_changed_hands_in_the_air_is_not_written_by_its_former_owne
 
 @STAGES
 def test_equal_prompts_samples_and_penalties_are_as_with_one_stage(make_engine, num_stages):
-    """Samples of one prompt wait until its blocks are through all stages, and hit them."""
+    """Check that samples of one prompt wait until its blocks are through all stages, and hit them."""
     asked = params(3, 12, n=5, temperature=1.0, repetition_penalty=1.3, frequency_penalty=0.5)
     answers = {}
     for stages in (1, num_stages):
@@ -122,17 +122,17 @@ def test_equal_prompts_samples_and_penalties_are_as_with_one_stage(make_engine, 
     assert answers[num_stages] == answers[1]
 
 
-# -- what is in the air ----------------------------------------------------------------------------
+# -- steps in flight -------------------------------------------------------------------------------
 
 
 class Air:
-    """Watches an engine of stages: which rows are in which step, and which steps are in the air with it."""
+    """A record of an engine's steps in flight: the rows of each step, and the steps in flight at its launch."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.steps: list[list[tuple[str, int, int]]] = []  # (id, start, rows)
-        self.at_once: list[list[int]] = []  # for each launch the steps in the air, itself included
-        self.num_preempted = 0  # while rows of them were in the air
+        self.at_once: list[list[int]] = []  # for each launch the steps in flight, itself included
+        self.num_preempted = 0  # sequences that were preempted with rows in flight
         launch = engine.parts.runner.launch
 
         def watch(output, requests):
@@ -145,7 +145,7 @@ class Air:
         engine.parts.runner.launch = watch
 
     def check(self, output) -> None:
-        """A sequence with a token in the air is in no other step."""
+        """Check that a sequence with a token in flight is in no other step."""
         for flight in self.engine.gate.loop._flights:
             for item in flight.output.scheduled:
                 self.num_preempted += item.id in output.preempted
@@ -170,7 +170,7 @@ def test_decodes_are_shared_out_so_that_every_stage_has_a_step(make_engine, num_
 
 @pytest.mark.parametrize("num_stages", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_nobody_is_left_out_of_two_rounds_of_shares(make_engine, num_stages):
-    """However many decode: between two steps of one sequence, no other is in more than two."""
+    """Check that between two steps of one sequence no other sequence is in more than two, for any number of them."""
     engine = make_engine(num_stages, kv_cache="128 blocks")
     air = Air(engine)
     for count in (3, 4, 5, 7):
@@ -199,8 +199,10 @@ def test_chunks_of_one_prompt_follow_each_other_through_the_stages_if_they_may(m
 
 
 def test_thousand_tokens_pass_two_real_stages_as_in_the_published_example(make_engine):
-    """(through all stages, through the first, through the second), at the four times of the example. The stages are
-    held at the points that it shows: a stage ends when the test lets it."""
+    """Check (rows through all stages, through the first, through the second) at the four times of the example.
+
+    The test holds the stages at the points that the example shows: a stage ends when the test releases it.
+    """
     engine = make_engine(
         2, layers=2, context=1024, kv_cache="64 blocks", chunked_prefill_size=500,
         max_num_batched_tokens=500,

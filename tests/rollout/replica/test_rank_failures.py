@@ -1,4 +1,4 @@
-"""A rank that dies, stops, hangs or fails ends the call on all ranks of its replica, and all of them name it."""
+"""Tests of ranks that end, stop, hang or fail: the call ends on all ranks of the replica, and all name the rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_engine(model: PreTrainedModel, shape: tuple[int, int]) -> Engine:
 
 
 def generate_until_lost(engine: Engine) -> tuple[RankFailure, float]:
-    """Generate without end; what ended it, and when."""
+    """Generate again and again; returns the error that ended it, and the time."""
     while True:
         try:
             engine.generate([[5, 6, 7]] * 4 if engine.is_controller else None, ENDLESS)
@@ -89,7 +89,7 @@ def test_a_rank_lost_in_generation_is_named_by_all(
 def test_a_rank_that_stopped_between_two_calls_is_missed_by_who_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, is_followed: bool
 ) -> None:
-    """In a vote, long before the vote's own deadline, and by a follower, who has none."""
+    """Check it in a vote, long before the vote's own deadline, and at a follower, which has no deadline."""
     launcher = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # outlives the ranks
     for name, value in (("TORCHELASTIC_USE_AGENT_STORE", "True"), ("MASTER_ADDR", "127.0.0.1"),
                         ("MASTER_PORT", str(launcher.port))):  # fmt: skip
@@ -99,7 +99,7 @@ def test_a_rank_that_stopped_between_two_calls_is_missed_by_who_waits_for_it(
         ranks = open_channel(Mesh.build(1, 2, timeout_s=60.0), 3.0)
         ranks.gather_json(None)
         if rank == victim:
-            threading.Event().wait(1.0)  # until it was heard that it is away
+            threading.Event().wait(1.0)  # until the others have read that it is away
             os.kill(os.getpid(), signal.SIGSTOP)
         if is_followed:
             ranks.send(Kind.HERE)

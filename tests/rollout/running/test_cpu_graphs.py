@@ -1,4 +1,4 @@
-"""Recorded calls: the results of plain ones on other data, in memory that is used again, and never without a trial."""
+"""Tests of recorded calls: the results of plain calls on other data, in reused memory, and never without a trial."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _as_a_step_runs(restore_threads):
 
 
 class Counted:
-    """A step over one input buffer, and how often its Python ran."""
+    """A step over one input buffer that counts the runs of its Python."""
 
     def __init__(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self.x, self.compute, self.num_runs = x, compute, 0
@@ -46,7 +46,7 @@ def step_of(run: Counted, module: nn.Module | None = None) -> _Step:
 
 
 def results(step: _Step, x: Tensor, count: int, seed: int = 0) -> list[Tensor]:
-    """Of so many steps, each on other numbers."""
+    """Run `count` steps, each on other numbers, and return their results."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(count):
@@ -109,9 +109,9 @@ def test_a_sum_and_the_norm_behind_it_are_one_call(dtype):
     assert all(map(torch.equal, found, results(Counted(layers, again), again, 20)))
     names = [getattr(function, "__name__", "") for function, _ in step._record.calls]
     assert step.is_trusted
-    assert names.count("lockstep_rms_norm") == 2  # the first, and the one of rows that a weight was added to
+    assert names.count("lockstep_rms_norm") == 2  # the first, and the norm of rows that a weight was added to
     assert names.count("lockstep_add_rms_norm") == 3
-    assert len(names) == 10 + (dtype is torch.bfloat16)  # 3 products; those two sums that no joined norm follows
+    assert len(names) == 10 + (dtype is torch.bfloat16)  # 3 products; the two sums without a joined norm after them
 
 
 def test_weights_are_read_at_every_replay():
@@ -136,7 +136,7 @@ def test_a_step_that_cannot_be_recorded_stays_a_plain_call(compute, caplog):
         for _ in range(20):
             step()
     assert step.is_trusted is False and step._record is None
-    assert run.num_runs == 21  # the one that was given up half-way was run once more
+    assert run.num_runs == 21  # the run that was given up half-way was repeated
     [line] = caplog.messages
     assert line.startswith("decode steps are not replayed: aten.")
 

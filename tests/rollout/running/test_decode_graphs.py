@@ -1,4 +1,4 @@
-"""Decode steps at recorded sizes: the numbers of plain steps, the same memory in every step, never a stale record."""
+"""Tests of decode steps at recorded sizes: plain steps' numbers, the same memory in every step, no stale record."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def graphs_of(engine: Engine) -> DecodeGraphs:
 
 
 class Counting:
-    """A recorder that counts what another one records."""
+    """A recorder that counts the records of another recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self.num_recorded = recorder, 0
@@ -58,7 +58,7 @@ class Counting:
 
 
 def count_records(engine: Engine) -> Counting:
-    """From now on; a fresh engine has recorded nothing."""
+    """Count the records of a fresh engine from now on."""
     graphs = graphs_of(engine)
     assert not graphs._records
     graphs._recorder = counting = Counting(graphs._recorder)
@@ -66,7 +66,7 @@ def count_records(engine: Engine) -> Counting:
 
 
 def addresses(graphs: DecodeGraphs) -> list[int]:
-    """Of all buffers."""
+    """Return the addresses of all buffers."""
     owners = (graphs._buffers, graphs._buffers.settings)
     values = [getattr(owner, field.name) for owner in owners for field in fields(owner)]
     return [value.data_ptr() for value in values if isinstance(value, torch.Tensor)]
@@ -165,7 +165,7 @@ def test_memory_that_was_released_or_moved_is_recorded_anew(make_model, tmp_path
     records = count_records(engine)
     assert answers(engine) == expected
     engine.weights.release_kv()
-    assert not graphs_of(engine)._records  # they would keep what they need alive
+    assert not graphs_of(engine)._records  # they would keep their memory
     engine.weights.resume_kv()
     assert answers(engine) == expected
     assert records.num_recorded == 2
@@ -198,7 +198,7 @@ def test_weights_that_were_released_are_recorded_anew(make_model, tmp_path):
 
 
 class Unruly:
-    """A recorder that, as a capture does, runs a step before it is asked to, and several times."""
+    """A recorder that runs a step several times before its first call, as a capture does."""
 
     def __init__(self) -> None:
         self.num_runs = 0
@@ -316,5 +316,5 @@ def test_a_cpu_records_steps_of_modules_that_ask_nothing_of_the_data(make_model)
     default = EngineConfig(kv_cache="8 blocks", max_num_seqs=2)
     graphs = graphs_of(Engine(make_model("qwen3"), default))
     assert graphs.sizes == (1, 2) and isinstance(graphs._recorder, CPUGraphs)
-    assert graphs_of(Engine(make_model("qwen3_moe"), default)) is None  # which experts are chosen
+    assert graphs_of(Engine(make_model("qwen3_moe"), default)) is None  # the chosen experts depend on the data
     assert isinstance(graphs_of(make_engine(make_model("qwen3_moe"), 4))._recorder, PlainCalls)

@@ -1,4 +1,4 @@
-"""What is sampled against exact probabilities, and what is reported against the trainer's formula."""
+"""Tests of sampled tokens against exact probabilities, and of reported numbers against the trainer's formula."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def choose(logits: torch.Tensor, requests: list[Request]) -> list[int]:
 
 
 def naive_probabilities(logits: list[float], temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0) -> list[float]:
-    """The filters one by one on plain numbers, each judged on the full distribution."""
+    """Apply the filters one by one to plain numbers, each to the full distribution."""
     weights = [math.exp(x / temperature) for x in logits]
     p = [w / sum(weights) for w in weights]
     order = sorted(range(len(p)), key=lambda i: -p[i])
@@ -196,7 +196,7 @@ def naive_reshaped(logits: list[float], prompt, output, params: SamplingParams, 
     ids=lambda s: ",".join(s),
 )
 def test_reshaped_choice_equals_the_naive_reference_as_the_output_grows(settings):
-    """Greedy on reshaped logits, step by step, with one sampler that keeps its counts."""
+    """Sample greedily from reshaped logits, step by step, with one sampler that keeps its counts."""
     request = a_request(prompt=(1, 2, 3, 3), temperature=0.0, max_new_tokens=100, **settings)
     sampler = Sampler(frozenset({EOS}))
     steps = some_logits(40, seed=3)

@@ -1,4 +1,4 @@
-"""Text that grows token by token: whole characters, leading spaces, and stops found where they are."""
+"""Tests of text that grows token by token: complete characters, leading spaces, and the places of stops."""
 
 import json
 import time
@@ -32,7 +32,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def metaspace() -> PreTrainedTokenizerFast:
-    """Leading spaces as U+2581 and unknown characters as byte tokens, like sentencepiece models."""
+    """Make a tokenizer with leading spaces as U+2581 and unknown characters as byte tokens, like sentencepiece."""
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trained.train_from_iterator(CORPUS[:1] * 3, trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", *SPECIAL]))
@@ -70,7 +70,7 @@ def token_of_each_byte(text: str) -> list[int]:
 
 
 def stream(detokenizer: IncrementalDetokenizer, token_ids: list[int]) -> list[str]:
-    """Append token by token until a stop; the pieces a streaming client gets."""
+    """Append token by token until a stop; returns the pieces that a streaming client gets."""
     pieces, num_sent = [], 0
     for token_id in token_ids:
         match = detokenizer.append([token_id])

@@ -1,4 +1,4 @@
-"""Events move sequences: the controller's manager and a worker's, fed one log, agree."""
+"""Tests of events and states: the controller's manager and a worker's agree after the same log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life of one sequence: which state leads where, and what its counters may say."""
+"""Tests of one sequence: the transitions between its states, and the limits of its counters."""
 
 from __future__ import annotations
 
