@@ -1,6 +1,6 @@
-"""What many tests stand on: models, ranks, and waiting for things to happen.
+"""Fixtures of many tests: models, ranks, and waiting for a condition.
 
-Every test loads this file, tests of modules without torch too: fixtures import what they need when they are used.
+Every test loads this file, tests of modules without torch too: fixtures import their modules when they are used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def has_gpu() -> bool:
-    """Ask torch whether it has a GPU; where there is no driver it has none, and is not imported for that."""
+    """Return whether torch has a GPU. Without a driver it has none, and torch is not imported."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -37,12 +37,12 @@ pytest_plugins = ("lockstep.tests.support.time_limits",)
 # Where no GPU can run its kernels Triton interprets them. It reads this as it is imported, which transformers does.
 os.environ.setdefault("TRITON_INTERPRET", str(int(not has_gpu())))
 
-# A forked rank must not collect what this process left unreachable: a process group's end waits for its threads, which
-# a fork does not have, and aborts.
+# A forked rank must not collect this process's unreachable objects: a process group's destructor waits for its threads,
+# which a fork does not have, and aborts.
 os.register_at_fork(after_in_child=gc.freeze)
 
-# The modules that take longest: begun first, the longest of them first, lest one process end with them while the others
-# are idle.
+# The modules that take longest, in descending order. They run first, so that no process runs one of them in the end
+# while the others are idle.
 LONGEST = (
     "replica/test_faults", "kernels/linear/test_linear", "replica/test_rank_failures",
     "attention/test_triton_kernels", "rollout/test_invariance_table", "http/test_replica", "replica/test_interruption",
@@ -61,7 +61,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def make_model() -> Callable[..., PreTrainedModel]:
-    """make_model("gemma2", dtype=torch.bfloat16): a random model whose logits are far from uniform."""
+    """Return a function of family and options, as make_model("gemma2", dtype=torch.bfloat16).
+
+    It makes a random model whose logits are far from uniform.
+    """
     from lockstep.tests.support.random_models import random_model
 
     return random_model
@@ -69,7 +72,7 @@ def make_model() -> Callable[..., PreTrainedModel]:
 
 @pytest.fixture
 def model(make_model: Callable[..., PreTrainedModel], restore_threads: None) -> PreTrainedModel:
-    """The model of most tests of a served engine; torch has one thread."""
+    """Make the model of most tests of a served engine; torch has one thread."""
     import torch
 
     torch.set_num_threads(1)
@@ -78,7 +81,7 @@ def model(make_model: Callable[..., PreTrainedModel], restore_threads: None) -> 
 
 @pytest.fixture
 def shm() -> Iterator[Path]:
-    """A folder for segments and checkpoints; what is left in it at the end was forgotten."""
+    """Make a folder for segments and checkpoints; fails if a file is left in it at the end."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
         yield Path(path)
         assert list(Path(path).iterdir()) == []
@@ -86,7 +89,7 @@ def shm() -> Iterator[Path]:
 
 @pytest.fixture
 def restore_threads():
-    """Put torch's thread count back after a test that changes it."""
+    """Restore torch's thread count after a test that changes it."""
     import torch
 
     num_threads = torch.get_num_threads()
@@ -96,13 +99,13 @@ def restore_threads():
 
 @pytest.fixture
 def until() -> Callable[..., None]:
-    """until(condition): see `wait_until`."""
+    """Return `wait_until`, for until(condition)."""
     return wait_until
 
 
 @pytest.fixture
 def run_world() -> Callable[..., list[object]]:
-    """run_world(4, rank_function): see `world.run_world`."""
+    """Return `world.run_world`, for run_world(4, rank_function)."""
     from lockstep.tests.support.world import run_world
 
     return run_world
@@ -110,14 +113,14 @@ def run_world() -> Callable[..., list[object]]:
 
 @pytest.fixture(scope="session")
 def bpe_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 1,000 tokens: see `train_tokenizer`."""
+    """Make a byte-level BPE of 1,000 tokens with `train_tokenizer`."""
     from lockstep.tests.support.bpe_tokenizer import train_tokenizer
 
     return train_tokenizer()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what tests recorded as their figures (`record_property("figures", ...)`), whichever process they ran in."""
+    """Print the figures that tests recorded (`record_property("figures", ...)`), of all processes."""
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
         for name, text in getattr(report, "user_properties", ()):
             if name == "figures" and report.when == "call":

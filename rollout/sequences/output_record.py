@@ -11,7 +11,7 @@ from .step import NewToken, SequenceResult
 
 
 class SpanStart(NamedTuple):
-    """From output token `start` on, until the next one: the weights that the tokens were sampled from."""
+    """The weights of the output tokens from `start` to the next span's start."""
 
     version: str
     digest: str | None
@@ -20,26 +20,26 @@ class SpanStart(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class OutputRecord:
-    """Records each output token beside the sequence, which has the token ids; a rollback cuts all lists together."""
+    """Record data of each output token; the sequence has the token ids. A rollback cuts all lists together."""
 
     wants_top: bool  # whether alternatives are reported at each position
-    wants_listed: bool  # whether the log-probabilities of named tokens are
+    wants_listed: bool  # whether log-probabilities of named tokens are reported
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     listed_logprobs: list[ListedLogprobs] = field(default_factory=list)
-    forced: list[bool] = field(default_factory=list)  # with a grammar: whether it, not the model, chose the token
-    masked_probs: list[float] = field(default_factory=list)  # with a grammar: among what it allowed
+    forced: list[bool] = field(default_factory=list)  # with a grammar: whether it left no choice of the token
+    masked_probs: list[float] = field(default_factory=list)  # with a grammar: probabilities among the allowed tokens
     span_starts: list[SpanStart] = field(default_factory=list)  # of the weights' versions over the output
     prompt_logprobs: list[float | None] = field(default_factory=list)  # these three: never cut
     prompt_top_logprobs: list[TopLogprobs | None] = field(default_factory=list)
     prompt_listed_logprobs: list[ListedLogprobs | None] = field(default_factory=list)
-    num_jump_forward_tokens: int = 0  # output tokens that needed no step of their own
+    num_jump_forward_tokens: int = 0  # output tokens without a step of their own
     newest_jump: Jump = NO_JUMP  # of the newest step
     num_undelivered: int = 0  # tokens of that step, its jump's included, that are not text yet
-    num_kept: int | None = None  # tokens that no rollback has reached since this was last set to None; None: all
+    num_kept: int | None = None  # tokens that no rollback has cut since this was last set to None; None: all
 
     def begin_prompt(self) -> None:
-        """Record that nothing comes before the first prompt token."""
+        """Record that the first prompt token has no log-probability."""
         self.prompt_logprobs.append(None)
         if self.wants_top:
             self.prompt_top_logprobs.append(None)
@@ -53,14 +53,14 @@ class OutputRecord:
         self.prompt_listed_logprobs += result.prompt_listed_logprobs
 
     def begin_tokens(self, jump: Jump) -> None:
-        """Prepare for the tokens of a step that come after this jump."""
+        """Prepare for the tokens of a step with this jump: cut the tokens that it rolls back."""
         self.newest_jump, self.num_undelivered = jump, 0
         self.num_jump_forward_tokens -= min(jump.num_rolled_back, len(jump.token_ids))
         if jump.num_rolled_back:
             self.roll_back(jump.num_rolled_back)
 
     def add_sampled(self, result: SequenceResult) -> None:
-        """Record a step's only token; the sequence has it already. As `begin_tokens` and `add`, which jumps need."""
+        """Record a step's only token, which the sequence has already. Steps with jumps use `begin_tokens` and `add`."""
         assert result.logprob is not None
         self.newest_jump, self.num_undelivered = NO_JUMP, 1
         self.logprobs.append(result.logprob)
@@ -73,7 +73,7 @@ class OutputRecord:
             self.forced.append(result.was_only_choice)
 
     def add(self, token: NewToken) -> None:
-        """Record one more output token; the sequence has it already."""
+        """Record one more output token, which the sequence has already."""
         self.logprobs.append(token.logprob)
         if self.wants_top:
             self.top_logprobs.append(token.top_logprobs)
@@ -92,7 +92,7 @@ class OutputRecord:
             self.span_starts.append(SpanStart(version, digest, len(self.logprobs) - 1))
 
     def roll_back(self, num_tokens: int) -> None:
-        """Forget the last output tokens. The sequence's tokens are changed elsewhere."""
+        """Remove the last output tokens from all lists. The sequence's tokens are changed elsewhere."""
         num_kept = len(self.logprobs) - num_tokens
         assert num_kept >= 0, self
         for values in (self.logprobs, self.top_logprobs, self.listed_logprobs, self.forced, self.masked_probs):
@@ -103,6 +103,6 @@ class OutputRecord:
 
     @property
     def spans(self) -> list[WeightSpan]:
-        """Which version of the weights each output token was sampled from, contiguous."""
+        """The contiguous spans of output tokens that were sampled from one version of the weights each."""
         ends = [*(span.start for span in self.span_starts[1:]), len(self.logprobs)]
         return [WeightSpan(*span, end) for span, end in zip(self.span_starts, ends, strict=False)]

@@ -1,4 +1,4 @@
-"""A request as the controller keeps it: one sequence, what was asked, and what has been answered so far."""
+"""A request of the controller: one sequence, its settings, and its output so far."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .sequence import Sequence
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What a caller may ask besides how to sample."""
+    """A caller's options besides the sampling parameters."""
 
     logprob_start_len: int = -1  # prompt log-probabilities from this position on; -1: none
-    top_logprobs_num: int = 0  # how many alternatives to report at each position
+    top_logprobs_num: int = 0  # number of alternatives to report at each position
     token_ids_logprob: tuple[int, ...] = ()  # tokens whose log-probabilities to report at each position
     extra_key: str = ""  # separates prefix caches: requests share KV only under equal keys
 
@@ -34,20 +34,20 @@ class RequestOptions:
             raise ValueError("; ".join(wrong))
 
 
-@dataclass(eq=False)  # a request is itself: identity, so that it can be a dict key
+@dataclass(eq=False)  # equal by identity, so that it can be a dict key
 class Request:
     """One sequence of a request with its settings and its record of tokens, log-probabilities and weight versions."""
 
     sequence: Sequence
     params: SamplingParams
     options: RequestOptions
-    index: int  # which of the n samples
+    index: int  # of the sample, from 0 to n - 1
     seed: int  # of the counter-based noise
     arrival_time: float  # seconds of time.monotonic()
     arrival_index: int
     detokenizer: IncrementalDetokenizer | None
-    grammar: GrammarState | None = None  # that its output follows
-    base_id: str = ""  # of the request whose sample this is
+    grammar: GrammarState | None = None  # the grammar that its output follows
+    base_id: str = ""  # the id of the request that this is a sample of
     record: OutputRecord = field(init=False)
     in_flight: InFlight = field(init=False, default_factory=InFlight)
     next_token: NextToken | None = None
@@ -55,8 +55,8 @@ class Request:
     num_retractions: int = 0  # also the incarnation: results of an earlier one are dropped
     finish_reason: FinishReason | None = None
     # Seconds of time.monotonic(); None: not yet.
-    first_step_time: float | None = None  # as its first rows were launched
-    first_token_time: float | None = None  # as it was delivered
+    first_step_time: float | None = None  # when its first rows were launched
+    first_token_time: float | None = None  # when it was delivered
     last_token_time: float | None = None
 
     def __post_init__(self) -> None:
@@ -75,32 +75,34 @@ class Request:
 
     @property
     def num_tokens_ahead(self) -> int:
-        """Tokens there will be when the steps in the air are done."""
+        """The number of tokens after the steps in flight."""
         return len(self.sequence.token_ids) + self.in_flight.num_tokens
 
     @property
     def num_processed_ahead(self) -> int:
-        """Tokens that will have gone through this stage then."""
+        """The number of tokens that this stage will have processed after the steps in flight."""
         return self.sequence.num_tokens_stage_processed + self.in_flight.num_rows
 
     @property
     def is_prefilling_ahead(self) -> bool:
-        """Whether known tokens beyond the last one will still lack KV then."""
-        sequence, in_flight = self.sequence, self.in_flight  # spelled out: asked of every running request in every step
+        """Whether known tokens before the last one will still lack KV after the steps in flight."""
+        sequence, in_flight = self.sequence, self.in_flight  # inlined: read for every running request in every step
         num_processed = sequence.num_tokens_stage_processed + in_flight.num_rows
         return num_processed < len(sequence.token_ids) + in_flight.num_tokens - 1
 
     @property
     def is_ending(self) -> bool:
-        """Whether the step in the air will reach the length that was asked for."""
+        """Whether the step in flight will reach the requested length."""
         if not self.in_flight.num_tokens:
             return False
         return self.sequence.num_output_tokens + self.in_flight.num_tokens >= self.params.max_new_tokens
 
     @property
     def max_reusable_tokens(self) -> int:
-        """Known tokens whose KV may come from the cache: one row at least must run, and prompt log-probabilities that
-        are still owed need the rows before their tokens."""
+        """The number of known tokens whose KV may come from the cache.
+
+        At least one row must run, and missing prompt log-probabilities need the rows before their tokens.
+        """
         limit = self.sequence.num_tokens - 1
         if self.wants_prompt_logprobs:
             done = self.options.logprob_start_len + len(self.record.prompt_logprobs)
@@ -111,22 +113,22 @@ class Request:
     def cut_output(self, num_tokens: int) -> None:
         """End the output after its first `num_tokens` tokens."""
         self.record.roll_back(len(self.record.logprobs) - num_tokens)
-        self.sequence.undo_jump()  # of the next step, which is not wanted either
+        self.sequence.undo_jump()  # the jump belongs to the next step, which will not run
         del self.sequence.token_ids[self.sequence.num_prompt_tokens + num_tokens :]
 
     def text(self, *, final: bool) -> str:
-        """Text so far: all of it when `final`, otherwise what can no longer change."""
+        """Return the text so far: all of it if `final`, otherwise the part that can no longer change."""
         if self.detokenizer is None:
             return ""
         if final:
             return self.detokenizer.text
         try:
             return self.detokenizer.streamable_text
-        except StopRegexTimeout:  # nothing new can be given out; the next token ends the request for this reason
+        except StopRegexTimeout:  # no new text is certain; the next token ends the request with this error
             return ""
 
     def completion(self, version: str, digest: str | None) -> Completion:
-        """The answer as it stands; `version` and `digest` are those of the weights now."""
+        """Return the answer so far. version and digest: of the current weights."""
         sequence, record = self.sequence, self.record
         has_top, has_listed = record.wants_top, record.wants_listed
         has_prompt = self.wants_prompt_logprobs

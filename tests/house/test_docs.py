@@ -1,4 +1,4 @@
-"""README.md and docs/ tell the truth: commands, code, files, settings, variables, metrics and paths that they name."""
+"""Checks of README.md and docs/: their commands, code, files, settings, variables, metrics and paths exist and work."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ METRIC = re.compile(r"\b(?:lockstep|sglang):[a-z0-9_]+")
 
 
 def blocks(text: str, *languages: str) -> list[tuple[str, str]]:
-    """(info string, code) of the fenced blocks in these languages."""
+    """Return (info string, code) of the fenced blocks in these languages."""
     return [(info.strip(), code) for info, code in FENCE.findall(text) if info.split(" ")[0].strip() in languages]
 
 
 def spans(text: str) -> list[str]:
-    """The inline code of a page."""
+    """Return the inline code of a page."""
     return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", FENCE.sub("", text))
 
 
 def all_spans() -> Iterator[tuple[str, str]]:
-    """(page, span) of every page."""
+    """Yield (page, span) for the inline code of every page."""
     return ((name, span) for name, text in TEXTS.items() for span in spans(text))
 
 
 @pytest.fixture(scope="module")
 def reference() -> ModuleType:
-    """docs/make_reference.py, which is in no package."""
+    """Load docs/make_reference.py, which is in no package."""
     spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs" / "make_reference.py")
     assert spec is not None
     assert spec.loader is not None
@@ -69,7 +69,7 @@ def test_no_placeholder_is_left():
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -106,7 +106,7 @@ def test_every_file_that_a_page_names_is_there():
 
 
 def exists(page: str, path: str) -> bool:
-    """Whether a path is there, seen from the root or from the page."""
+    """Return whether a path exists, relative to the root or to the page."""
     return (ROOT / path).exists() or (ROOT / page).parent.joinpath(path).exists()
 
 
@@ -144,7 +144,7 @@ def test_python_blocks_compile_and_their_imports_resolve(name, index):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """A folder in which the pages' code runs: it has a very small model where README's has the trained one."""
+    """Make a folder in which the pages' code runs, with a very small model in place of README's trained one."""
     from lockstep.integration.grpo.arithmetic import VOCAB_SIZE, build_tokenizer
     from lockstep.tests.support.random_models import random_model
 
@@ -156,7 +156,7 @@ def home(tmp_path_factory) -> Path:
 
 
 def policy_loss(model: Any, samples: list[Any]) -> Any:
-    """A reader's own loss, as far as README's loop cares."""
+    """Return a loss of the form that README's loop expects from its reader."""
     import torch
 
     ids = torch.tensor([[*samples[0].prompt_ids, *samples[0].token_ids]])
@@ -198,7 +198,7 @@ def test_methods_that_a_page_names_exist():
 
 
 def commands_of(text: str) -> list[str]:
-    """The commands of a page's shell blocks, and of its inline code where that has no placeholder."""
+    """Return the commands in a page's shell blocks, and in its inline code without placeholders."""
     found = []
     for _, code in blocks(text, "bash", "sh", "shell", "console", ""):
         found += [line.strip() for line in code.replace("\\\n", " ").splitlines()]
@@ -217,7 +217,7 @@ def test_pages_show_the_commands_that_matter():
 
 
 def makefile_targets() -> set[str]:
-    """What `make` knows."""
+    """Return the targets that the Makefile declares."""
     return set(re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split())
 
 
@@ -257,7 +257,7 @@ def values_of(variable: str, arguments: list[str]) -> list[str]:
 
 
 def check_module(page: str, reference: ModuleType, module: str, arguments: list[str]) -> None:
-    """`-m MODULE ARGUMENTS`."""
+    """Check the command `-m MODULE ARGUMENTS`."""
     if module == "lockstep.integration.grpo":
         check_job(page, [word for word in arguments if word not in ("--check", "--resume")])
     else:
@@ -266,7 +266,7 @@ def check_module(page: str, reference: ModuleType, module: str, arguments: list[
 
 
 def check_job(page: str, arguments: list[str]) -> None:
-    """CONFIG key=value ...: the job's own reader takes them."""
+    """Check that the job's own reader accepts CONFIG key=value ..."""
     from lockstep.integration.grpo.config import load_config
 
     config, *overrides = arguments
@@ -275,7 +275,7 @@ def check_job(page: str, arguments: list[str]) -> None:
 
 
 def check_lockstep(page: str, reference: ModuleType, arguments: list[str]) -> None:
-    """Parsed as the command would, and settings looked up."""
+    """Parse the arguments with the command's own parser, and check that named settings exist."""
     from lockstep import EngineConfig, SamplingParams
 
     num_words = 2 if arguments[0] == "bench" and len(arguments) > 1 else 1
@@ -301,7 +301,7 @@ def check_lockstep(page: str, reference: ModuleType, arguments: list[str]) -> No
 
 
 def job_settings(cls: type | None = None, prefix: str = "") -> dict[str, object]:
-    """Every key of the job's config with its default."""
+    """Return every key of the job's config with its default."""
     from lockstep.integration.grpo.config import JobConfig
 
     found: dict[str, object] = {}
@@ -354,7 +354,7 @@ def test_settings_that_a_page_names_exist():
 
 
 def variables_of_the_code() -> set[str]:
-    """Environment variables that the package reads."""
+    """Return the environment variables that the package reads."""
     found: set[str] = set()
     for path in modules().values():
         text = path.read_text()

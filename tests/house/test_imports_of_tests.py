@@ -1,4 +1,4 @@
-"""A test of a module without torch runs without torch."""
+"""Check that tests of modules without torch do not import torch."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The house: which folders are packages, who may import whom, and what the wheel is made of."""
+"""The layout of the tree: its packages, the imports that are allowed, and the content of the wheel."""
 
 import ast
 import configparser
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NOT_PACKAGES = {"tests", "configs", "docs", "examples", "build", "dist", "runs"}  # data, and what tools leave behind
+NOT_PACKAGES = {"tests", "configs", "docs", "examples", "build", "dist", "runs"}  # data, and output of tools
 ROOMS = {  # room: the rooms that it may import
     "kernels": {"kernels"},
     "rollout": {"rollout", "kernels"},
@@ -144,7 +144,7 @@ PLACES = {
 
 
 def package_folders() -> Iterator[Path]:
-    """Folders below the root that hold Python files of ours."""
+    """Yield the folders below the root that hold the project's Python files."""
     for folder in sorted(ROOT.rglob("*/")):
         parts = folder.relative_to(ROOT).parts
         if not parts or parts[0] in NOT_PACKAGES or any(p.startswith((".", "__")) for p in parts):
@@ -154,13 +154,13 @@ def package_folders() -> Iterator[Path]:
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package by its dotted name without the leading `lockstep.`."""
+    """Return every module of the package by its dotted name without the leading `lockstep.`."""
     files = [path for folder in package_folders() for path in sorted(folder.glob("*.py"))]
     return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
 
 
 def imported_modules(name: str, source: str, known: set[str]) -> set[str]:
-    """Modules of ours that `source`, the text of module `name`, imports anywhere, TYPE_CHECKING included."""
+    """Return the known modules that `source`, the text of module `name`, imports anywhere, TYPE_CHECKING included."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -191,7 +191,7 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def wrong_arrows(graph: dict[str, set[str]]) -> list[str]:
-    """Imports from a room that stands above, or beside."""
+    """Return imports from a room above, or from an independent one."""
     return [
         f"{name} imports {target}"
         for name, targets in graph.items()
@@ -201,13 +201,13 @@ def wrong_arrows(graph: dict[str, set[str]]) -> list[str]:
 
 
 def place_of(module: str, places: Iterable[str]) -> str:
-    """The place that a module stands in: itself, or the innermost sub-room."""
+    """Return the place of a module: itself, or the innermost sub-room."""
     parts = module.split(".")
     return next(place for n in range(len(parts), 0, -1) if (place := ".".join(parts[:n])) in places)
 
 
 def arrows(graph: dict[str, set[str]], places: Iterable[str]) -> dict[str, set[str]]:
-    """The places of the same room that each place imports, without the room's name."""
+    """Return the places of the same room that each place imports, without the room's name."""
     found: dict[str, set[str]] = {place: set() for place in places}
     for name, targets in graph.items():
         if name.endswith("__init__"):
@@ -219,7 +219,7 @@ def arrows(graph: dict[str, set[str]], places: Iterable[str]) -> dict[str, set[s
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """The modules that lie on import cycles or lead only to them; empty where there is no cycle."""
+    """Return the modules that lie on import cycles or lead only to them; empty without a cycle."""
     left = {name: targets & graph.keys() for name, targets in graph.items()}
     while free := {name for name, targets in left.items() if not targets}:
         left = {name: targets - free for name, targets in left.items() if name not in free}

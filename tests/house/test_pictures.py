@@ -1,4 +1,4 @@
-"""The pictures of the documentation are drawn by the scripts beside them, and from nothing else."""
+"""Check that the documentation's pictures are the output of the scripts beside them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names that `lockstep` itself hands out."""
+"""The public names of `lockstep`."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A test that hangs is named within its limit, wherever it hangs, and the tests after it still run."""
+"""Check that a hanging test is named within its time limit, and that the tests after it still run."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Fixtures of engines. They import what they need when they are used: many tests here need no model."""
+"""Fixtures of engines. They import their modules when they are used: many tests here need no model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def in_stages() -> Callable[[int], MakeRunner]:
-    """Engine(..., make_runner=in_stages(2)): an engine that runs steps in two stages, each a thread of this process.
+    """Return a function of the number of stages, for Engine(..., make_runner=in_stages(2)).
 
-    One stage is an engine's own way. The runner is `engine.parts.runner`.
+    Each stage is a thread of this process; with one stage the engine has its normal runner. The runner is
+    `engine.parts.runner`.
     """
     from lockstep.rollout.loop.assemble import make_runner
     from lockstep.tests.support.staged_runner import StagedRunner

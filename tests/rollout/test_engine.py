@@ -1,4 +1,4 @@
-"""The engine as its callers see it: generate, stream, drive by hand, abort, commit, release."""
+"""The engine as its callers see it: generate, stream, step by hand, abort, commit, release."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def talker(make_engine, tokenizer) -> Engine:
-    """An engine that speaks text."""
+    """Make an engine with a tokenizer."""
     return make_engine(tokenizer=tokenizer, model={"vocab_size": len(tokenizer)})
 
 
@@ -58,7 +58,7 @@ def sampled(**params: object) -> SamplingParams:
 
 
 def trainer_logprobs(engine: Engine, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-    """Of tokens 1, 2, ... by the trainer's forward."""
+    """Return the log-probabilities of tokens 1, 2, ... by the trainer's forward."""
     ids = torch.tensor([token_ids])
     with engine.model.training_numerics():
         logits = engine.model.module(ids, use_cache=False).logits[0, :-1]
@@ -184,7 +184,7 @@ def test_samples_of_a_group_count_what_the_first_of_them_computed(make_engine, c
 
 
 def flood(engine: Engine, num_prompts: int = 20) -> None:
-    """Push everything out of the cache that may be pushed out."""
+    """Evict every cached block that may be evicted."""
     engine.generate(
         [[(31 * i + j * 7 + 1) % 250 for j in range(64)] for i in range(num_prompts)], sampled(max_new_tokens=2)
     )
@@ -744,7 +744,7 @@ def test_kv_of_older_weights_is_never_reused(make_engine):
     with torch.no_grad():
         engine.model.module.model.layers[0].mlp.down_proj.weight.mul_(1.5)
     report = engine.weights.commit_weights("v2", None)
-    assert report.num_blocks_dropped == 4  # what nobody reads; the rest is never found
+    assert report.num_blocks_dropped == 4  # the blocks without a holder; the others are never found again
     assert engine.epoch == 1
     [fresh] = engine.generate(LONG, sampled(), options=RequestOptions(extra_key=""))
     assert fresh.num_cached_tokens == 0
@@ -823,7 +823,7 @@ def test_closed_engine_gives_everything_back(make_engine):
 
 
 def marks(module: torch.nn.Module) -> list[tuple]:
-    """Everything about a module that a rollout might change."""
+    """Return every property of a module that a rollout might change."""
     return (
         [
             (

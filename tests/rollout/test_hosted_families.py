@@ -1,4 +1,4 @@
-"""Every promised family rolls out as transformers does: same greedy tokens, same log-probabilities."""
+"""Rollouts of every promised family against transformers: same greedy tokens, same log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interruption at any step: nothing is lost, and what resumes is what would have been, bit for bit."""
+"""Interruption at any step: no request is lost, and the answers equal an uninterrupted run's, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from lockstep.rollout.sampling_params import SamplingParams
 
 MODES = ("abort", "retract", "in_place")
 PATIENCE = 30.0  # seconds that nothing here comes near
-# How an engine runs its steps: one after another, one planned while another runs, or several in the air.
+# Ways of an engine to run steps: one after another, one planned while another runs, or several in flight.
 WAYS: dict[str, dict[str, object]] = {
     "plain": {}, "overlap": {"overlap": True}, "2 stages": {"stages": 2}, "4 stages": {"stages": 4},
-    "ahead": {"overlap": True, "cuda_graph_batch_sizes": (2, 3)},  # a decode step begins before the last has landed
+    "ahead": {"overlap": True, "cuda_graph_batch_sizes": (2, 3)},  # a decode step begins before the last is committed
 }  # fmt: skip
 WAY = pytest.mark.parametrize("way", ["plain", "overlap", "ahead", "2 stages"])
 
@@ -36,7 +36,7 @@ def _one_thread(restore_threads):
 
 @pytest.fixture
 def make_engine(make_model, in_stages):
-    """Engines in their rollout phase, whose end would wait for the steps in flight, until the test is over."""
+    """Make engines in their rollout phase until the end of the test: its end waits for the steps in flight."""
     with ExitStack() as phases:
 
         def make(stages: int = 1, **config: object) -> Engine:
@@ -76,7 +76,7 @@ SCRIPT = (
 
 
 class ByHand:
-    """Drives an engine step by step; every answer is kept, and there is one a request."""
+    """Run an engine step by step and keep every answer; checks that there is one per request."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -94,7 +94,7 @@ class ByHand:
         self.num_steps += 1
 
     def step_of_nothing(self) -> None:
-        """As any caller may try while paused."""
+        """Try a step during a pause, as any caller may."""
         before = self.engine.state()
         self.engine.step()
         assert self.engine.state() == before
@@ -117,7 +117,7 @@ class ByHand:
         return completion
 
     def answers(self) -> list[Completion]:
-        """Of all requests in order of arrival; checks that nothing is left behind."""
+        """Return all answers in order of arrival; checks that no request or block is left."""
         for id in self.ids:
             [chunk] = self.engine.mailboxes.take([id])
             assert chunk.completion is not None
@@ -135,7 +135,7 @@ class ByHand:
 def play(
     engine: Engine, temperature: float, interrupt: Callable[[ByHand], None] | None = None, at: int = -1
 ) -> tuple[list[Completion], int]:
-    """Run the script from an empty cache, calling `interrupt` before step `at`; the answers and the number of steps."""
+    """Run the script from an empty cache, with `interrupt` before step `at`; returns answers and number of steps."""
     assert engine.flush_cache().success
     run, arrivals = ByHand(engine), list(SCRIPT)
     while True:
@@ -254,7 +254,7 @@ def test_blocks_chunks_and_overlap_change_no_bit_without_a_pause(make_engine, wa
 
 @WAY
 def test_pausing_around_a_stop_token_changes_no_bit(make_engine, way):
-    """A stop is known only when its step is done: with overlap the next one has been scheduled by then."""
+    """Pause around a stop, which is known only after its step: with overlap the next one is scheduled by then."""
     engine = make_engine(**WAYS[way])
     [free] = engine.generate([1, 2, 3], params(4, 12))
     stop = {"stop_token_ids": [free.token_ids[5]]}
@@ -500,7 +500,7 @@ def test_base_id_of_n_samples_aborts_them_all_and_one_samples_id_only_that_one(m
 
 
 def oversubscribe(engine: Engine) -> tuple[ByHand, list[Completion]]:
-    """12 requests for 3 places, a few steps in; and what they would answer undisturbed."""
+    """Add 12 requests for 3 places and run a few steps; returns also the answers of an undisturbed run."""
     load = [([(17 * i + j) % 250 for j in range(25)], params(i, 6)) for i in range(12)]
     whole = engine.generate([prompt for prompt, _ in load], [its_params for _, its_params in load])
     assert engine.flush_cache().success
@@ -589,7 +589,7 @@ def change_weights(engine: Engine, version: str) -> None:
 
 
 def trainer_logprobs(engine: Engine, completion: Completion) -> list[float]:
-    """Of the output tokens, by the trainer's forward with the weights of now."""
+    """Return the log-probabilities of the output tokens by the trainer's forward with the current weights."""
     ids = torch.tensor([completion.prompt_ids + completion.token_ids])
     with engine.model.training_numerics():
         logits = engine.model.module(ids, use_cache=False).logits[0, :-1]
@@ -629,7 +629,7 @@ def test_kv_that_older_weights_computed_never_matches_though_its_sequence_ran_on
     run.add(prompt, params(1, 20))
     run.steps(4)
     engine.pause_generation("in_place")
-    assert not engine.flush_cache().success  # what a flush cannot reach now, the epoch does
+    assert not engine.flush_cache().success  # the flush is refused; the new epoch drops the blocks
     change_weights(engine, "v2")
     engine.continue_generation()
     run.step()

@@ -1,4 +1,4 @@
-"""Random traces of everything that may happen to an engine, checked after every event, and replayed from their log."""
+"""Random traces of all events of an engine, checked after every event, and replayed from their log."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def make_engine(overlap: bool, make_runner: MakeRunner) -> Engine:
         pin_budget=1.0,
     )
     engine = Engine(tiny_model(), config, make_runner=make_runner)
-    engine.model.rollout_phase().__enter__()  # for good: its end would wait for the steps in flight
+    engine.model.rollout_phase().__enter__()  # never ended: its end would wait for the steps in flight
     return engine
 
 
 def prompt_of(kind: int) -> list[int]:
-    """A dozen prompts, of which some share a block or more, and one that no context holds."""
+    """Return one of a dozen prompts: some share a block or more, and one is longer than the context."""
     if kind == NUM_KINDS - 1:
         return [1] * 129
     return [(kind % 3 + i * (1 + kind % 2)) % 64 for i in range(3 + 5 * kind)]
@@ -82,13 +82,13 @@ def params_of(kind: int, num_new: int) -> SamplingParams:
 
 @functools.cache
 def undisturbed(kind: int) -> Completion:
-    """What a request of this kind answers when nothing ever happens to it, at its longest."""
+    """Return the longest answer of a request of this kind in an undisturbed run."""
     [whole] = Engine(tiny_model(), EngineConfig(kv_cache=NUM_BLOCKS)).generate(prompt_of(kind), params_of(kind, 40))
     return whole
 
 
 class Trace:
-    """An engine under random events, and what must be true of it after each of them."""
+    """An engine under random events, and the invariants that must hold after each of them."""
 
     def __init__(self, overlap: bool, make_runner: MakeRunner) -> None:
         self.engine = make_engine(overlap, make_runner)
@@ -100,7 +100,7 @@ class Trace:
         self.pinned: list[tuple[int, str]] = []  # every pin that was ever set: hash and owner
 
     def event(self, name: str, number: int) -> None:
-        """One event; `number` chooses what it is about."""
+        """Run one event; `number` selects its subject."""
         engine, live = self.engine, list(self.kinds)
         self.counts[name] += 1
         if name == "add":
@@ -154,7 +154,7 @@ class Trace:
         self.kinds[ids[0]] = kind
 
     def check(self) -> None:
-        """Every request is in one container or answered once, and the ledger sums up."""
+        """Check that every request is in one container or answered once, and that the ledger adds up."""
         engine = self.engine
         for id in list(self.kinds):
             chunks = engine.mailboxes.take([id])
@@ -187,7 +187,7 @@ class Trace:
         self.counts["preempted"] += answer.num_retractions
 
     def drain(self) -> None:
-        """Let everything finish, and see that it did."""
+        """Run all requests to their end, and check that none is left."""
         self.engine.continue_generation()
         limit = 5000
         while self.engine.has_work:
@@ -204,7 +204,7 @@ class Trace:
         assert self.answers["abort"] == self.counts["cut"]
 
     def check_replay(self) -> None:
-        """Fresh managers that are fed the log stand where the engine's stand."""
+        """Replay the log with new managers, and check that their state equals the engine's managers'."""
         engine = self.engine
         num_stages = engine.parts.runner.num_stages
         controller = EngineSequenceManager(engine.parts.eos_token_ids, engine.max_model_len, num_stages)
@@ -218,7 +218,7 @@ class Trace:
             assert controller.request(request.id).record.logprobs == request.record.logprobs
 
 
-# How often each event comes: steps most, so that requests also live to their end.
+# The frequency of each event: steps come most often, so that some requests reach their end.
 WEIGHTS = {
     "step": 60,
     "add": 14,
@@ -264,7 +264,7 @@ def test_ten_thousand_random_events_lose_nothing(in_stages, seed, overlap, num_s
     ids=["plain", "overlap", "2 stages", "3 stages"],
 )  # fmt: skip
 def test_short_traces_that_shrink(in_stages, overlap, num_stages):
-    """As above, with traces that hypothesis makes: a failing one is cut down to the few events that matter."""
+    """Run the same traces as hypothesis generates them: a failing one shrinks to the few events that matter."""
     trace = Trace(overlap, in_stages(num_stages))
 
     @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

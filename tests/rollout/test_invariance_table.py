@@ -1,7 +1,7 @@
-"""The invariance table: a token's log-probability is the trainer's, in every bit, whatever stood beside it.
+"""The invariance table: a token's log-probability equals the trainer's in every bit, in any batch.
 
 Rows: batch mates, chunk sizes, prefix hits, thread counts, preemption. Columns: float32 and bfloat16, the native and
-the PyTorch attention. The truth is always the trainer's forward over the whole sequence, alone, with gradients enabled.
+the PyTorch attention. The reference is the trainer's forward over the whole sequence, alone, with gradients enabled.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def make_engine(model, **config: object) -> Engine:
 
 
 def trainer_logprobs(engine: Engine, completion: Completion) -> list[float]:
-    """Of every token after the first, prompt included, by the forward whose loss would be backpropagated."""
+    """Return the log-probabilities of all tokens after the first, prompt included, by the trainer's forward."""
     ids = torch.tensor([completion.prompt_ids + completion.token_ids])
     with engine.model.training_numerics():
         logits = engine.model.module(ids, use_cache=False).logits[0, :-1]

@@ -1,4 +1,4 @@
-"""What a decode step does in Python: as much for a long context as for a short one."""
+"""The Python work of a decode step, which must be the same for long and short contexts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_STEPS = 20  # more than a block
 
 
 class Watched(list):
-    """Token ids that remember how many of them were looked at together."""
+    """Token ids that count how many of them are read in one operation."""
 
     most = 0
 
@@ -34,8 +34,11 @@ class Watched(list):
 
 
 def decode(model, num_prompt_tokens: int, **config: object) -> tuple[Counter, int]:
-    """The functions that NUM_STEPS decode steps of three sequences call, by name, and how many tokens were looked at
-    together. The module is not run: its own calls are not the step's."""
+    """Run NUM_STEPS decode steps of three sequences; returns the calls by function name, and the number of tokens read
+    together.
+
+    The module does not run: its own calls are not part of the step.
+    """
     engine = Engine(model, EngineConfig(kv_cache="128 blocks", max_num_seqs=4, **config))
     vocab_size = engine.model.vocab_size
     engine.model.forward = lambda token_ids, positions, rows, step: torch.zeros(len(rows), vocab_size)

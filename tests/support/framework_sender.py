@@ -1,4 +1,4 @@
-"""The sender of the frameworks' pickled payloads, as an SGLang engine's trainer is one."""
+"""A sender of the frameworks' pickled payloads, as an SGLang engine's trainer has one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.weight_sync.same_host.cuda_ipc import visible_uuids
 
 
 def serialize_for_engine(named_tensors: NamedTensors, load_format: LoadFormat | None = None) -> str:
-    """The payload that `read_framework_payload`, or an SGLang engine, reads: base64 text for one rank.
+    """Return the payload of one rank as base64 text, which `read_framework_payload` or an SGLang engine reads.
 
     CPU tensors are copied into named shared memory, which torch frees after they were read once. CUDA tensors travel as
     IPC handles, with their device's UUID: keep them unchanged until the reply. Raises ValueError for a load format that
@@ -40,7 +40,7 @@ def serialize_for_engine(named_tensors: NamedTensors, load_format: LoadFormat | 
 
 
 class _Pickler(reduction.ForkingPickler):
-    """Names CUDA devices by UUID, as SGLang's patch of torch does."""
+    """Pickle CUDA devices by UUID, as SGLang's patch of torch does."""
 
     def reducer_override(self, value: object) -> object:
         if not isinstance(value, Tensor) or not value.is_cuda:
@@ -62,7 +62,7 @@ def _dump(value: object) -> bytes:
 
 
 def _dump_bucket(tensors: list[tuple[str, Tensor]]) -> bytes:
-    """A flattened bucket, its metadata under SGLang's class, which this process need not have: opcodes by hand."""
+    """Pickle a flattened bucket with metadata of SGLang's class, by hand-written opcodes: SGLang need not be there."""
     devices = {tensor.device for _, tensor in tensors}
     if len(devices) > 1:
         raise ValueError(f"a flattened bucket of tensors on several devices: {', '.join(sorted(map(str, devices)))}")

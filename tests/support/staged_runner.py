@@ -21,9 +21,11 @@ from lockstep.rollout.sequences.worker_manager import WorkerSequenceManager
 
 
 class StagedRunner:
-    """Runs steps in stages as the ranks of a pipeline do: each on a thread with a worker manager of its own, which
-    knows what the messages of the launches tell it. The layers, their KV and the hidden states are real; only the wires
-    are queues. For modules built as Llama's are. A module of few layers may have stages without one.
+    """Run steps in stages as the ranks of a pipeline do.
+
+    Each stage is a thread with its own worker manager, which the messages of the launches update. The layers, their KV
+    and the hidden states are real; queues replace the network. For modules built like Llama's. In a module of few
+    layers some stages may have none.
 
     before_stage(stage, output), if set, is called on the stage's thread before it runs a step.
     """
@@ -108,7 +110,7 @@ class StagedRunner:
 
 
 class StagedStep:
-    """A step on its way through the stages of a StagedRunner."""
+    """A step in flight through the stages of a StagedRunner."""
 
     def __init__(self, runner: StagedRunner) -> None:
         self._runner = runner

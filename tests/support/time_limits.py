@@ -1,8 +1,8 @@
-"""A time limit for each test, so that a hang names its test.
+"""A time limit for each test, so that a hanging test is named.
 
-pytest-timeout fails the test from a signal: it shows where each thread stands, and the fixtures still clean up. No
-signal reaches a thread that hangs in C, so a quarter of the limit later faulthandler shows the same and ends the
-process; a process of xdist that ends is replaced, and its test is named.
+pytest-timeout fails the test from a signal: it prints the stack of each thread, and the fixtures still clean up. A
+signal does not reach a thread that hangs in C, so a quarter of the limit later faulthandler prints the stacks and ends
+the process. xdist replaces a process that ends, and names its test.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-# Several times what the longest takes on two busy cores, and more than the deadlines that tests themselves set.
+# Several times the longest test's time on two busy cores, and more than the deadlines that tests themselves set.
 QUICK_S, SLOW_S, EXHAUSTIVE_S = 120, 600, 1800
 _STDERR = pytest.StashKey[int]()
 
@@ -27,7 +27,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give a test its kind's limit, unless it has one of its own: `@pytest.mark.timeout(600)`."""
+    """Give a test the limit of its kind, unless it has its own: `@pytest.mark.timeout(600)`."""
     for item in items:
         if item.get_closest_marker("timeout") is None:
             kinds = (("exhaustive", EXHAUSTIVE_S), ("slow", SLOW_S))

@@ -1,7 +1,7 @@
-"""Triton's interpreter, made quicker without a change of what it computes.
+"""A faster Triton interpreter with the same results.
 
-For each launch and each function that a kernel calls it looks through all that `triton.language` has for the functions
-to replace, which took a third of the time. They are the same every time.
+For each launch and each function that a kernel calls, the interpreter searches all names of `triton.language` for
+functions to replace, which took a third of the time. The functions are the same every time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def _builtins_of(package: object) -> tuple[str, ...]:
 def _patch_builtin(package: object, builder: object, scope: interpreter._LangPatchScope) -> None:
     for name in _builtins_of(package):
         member = getattr(package, name)
-        if tl.core.is_builtin(member):  # else a function around this one has it replaced already
+        if tl.core.is_builtin(member):  # otherwise an outer function has replaced it already
             interpreter._patch_attr(package, name, member, builder, scope)
 
 
 def remember_builtins() -> None:
-    """Let the interpreter look only at the names that were functions of Triton's when it first looked."""
+    """Make the interpreter check only the names that it found in its first search."""
     interpreter._patch_builtin = _patch_builtin

@@ -1,4 +1,4 @@
-"""A torch.distributed job of forked processes. For ranks that die, hang or refuse there is `forked_ranks`."""
+"""A torch.distributed job of forked processes. `forked_ranks` is for ranks that end, hang or refuse."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 
 def run_world(num_ranks: int, rank_function: Callable[[int], object], timeout_s: float = 120.0) -> list[object]:
-    """Return what rank_function(rank) returned on each rank of a torch.distributed job (gloo).
+    """Return the result of rank_function(rank) on each rank of a torch.distributed job (gloo).
 
-    Each rank is a forked process with one thread and a default group. Fails with the rank and the traceback where one
-    raised, died, or was not done in `timeout_s`. What is returned must pickle; tensors are copied through a file.
+    Each rank is a forked process with one thread and a default group. Fails with the exit codes if a rank raised, ended
+    early, or was not done in `timeout_s`. Results must pickle; tensors are copied through a file.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -43,7 +43,7 @@ def _run_rank(rank_function: Callable[[int], object], rank: int, num_ranks: int,
     init, timeout = f"file://{folder}/store", timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=num_ranks, timeout=timeout)
     torch.save(rank_function(rank), f"{folder}/result.{rank}")
-    dist.barrier()  # nobody leaves while another still talks to it
+    dist.barrier()  # no rank ends while another still sends to it
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

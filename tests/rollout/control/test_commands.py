@@ -31,7 +31,7 @@ def _one_thread(restore_threads):
 
 @pytest.fixture
 def make_engine(make_model):
-    """Engines in their rollout phase; whatever a test did, none is left paused or driven by a thread."""
+    """Make engines in their rollout phase; in the end each is continued and its thread stopped."""
     with ExitStack() as undo:
 
         def make(**config: object) -> Engine:
@@ -46,7 +46,7 @@ def make_engine(make_model):
 
 @pytest.fixture(params=[False, True], ids=["plain", "overlap"])
 def background(make_engine, request) -> Engine:
-    """An engine whose loop a thread of its own drives."""
+    """Make an engine whose own thread runs the steps."""
     engine = make_engine(overlap=request.param)
     engine.start()
     return engine
@@ -63,7 +63,7 @@ def assert_empty(engine: Engine) -> None:
 
 
 class Gate:
-    """Holds the model's forward, so that a step lasts as long as a test wants."""
+    """Block the model's forward, so that a step lasts as long as a test needs."""
 
     def __init__(self, engine: Engine) -> None:
         self.entered, self._open = threading.Event(), threading.Event()
@@ -194,7 +194,7 @@ def test_commands_without_an_op_id_are_each_their_own(make_engine):
 
 
 def every_command(engine: Engine) -> None:
-    """All of them, several times over; each must answer, and in the end the engine is not paused."""
+    """Run all commands several times; each must answer, and in the end the engine is not paused."""
     for mode in MODES * 2:
         assert engine.pause_generation(mode, timeout_s=PATIENCE).mode == mode
         assert engine.abort_request("nobody", timeout_s=PATIENCE).unknown == ("nobody",)
@@ -223,7 +223,7 @@ def test_commands_are_answered_to_several_threads_at_once(background, load):
 
 
 def test_commands_of_other_threads_are_answered_without_a_background_loop(make_engine):
-    """Whoever drives takes them; with nobody driving, the caller does."""
+    """Send commands while another thread runs the steps, which runs them, and while none does: the caller runs them."""
     engine = make_engine()
     soon(submit(every_command, engine))
     drives = submit(engine.generate, [[1, 2], [3, 4]], params(200))
@@ -348,7 +348,7 @@ def test_async_stream_that_is_left_aborts_its_request(background):
 
 
 def cpu_share(seconds: float = 2.0) -> float:
-    """Of one core, by this process, all its threads."""
+    """Return the share of one core that this process uses, with all its threads."""
     wall, cpu = time.monotonic(), time.process_time()
     threading.Event().wait(seconds)
     return (time.process_time() - cpu) / (time.monotonic() - wall)
@@ -405,7 +405,7 @@ def test_commands_of_two_threads_lose_no_reply_and_hang_nobody(make_engine, seco
     end = time.monotonic() + seconds
 
     def load(index: int) -> int:
-        """Answers got; every one is whole or a part of what it would be."""
+        """Return the number of answers; each equals the undisturbed answer or a beginning of it."""
         num_answers = 0
         while time.monotonic() < end:
             [answer] = engine.generate([index, index + 1], params(60, index))
@@ -416,7 +416,7 @@ def test_commands_of_two_threads_lose_no_reply_and_hang_nobody(make_engine, seco
         return num_answers
 
     def command(seed: int) -> Counter:
-        """Replies got, by verb."""
+        """Return the number of replies per command."""
         dice, replies = random.Random(seed), Counter()
         while time.monotonic() < end:
             verb = dice.choice(["pause", "continue", "continue", "abort", "flush", "state", "commit"])

@@ -240,7 +240,7 @@ def test_check_finds_a_leaked_a_doubly_free_and_a_shared_block():
 
 
 class Walk:
-    """A seeded random walk, with a model of the prefix that each published block may hold."""
+    """Run a seeded random walk beside a model of the prefix that each published block may hold."""
 
     def __init__(self, seed: int, ledger: KVLedger) -> None:
         self.random = random.Random(seed)

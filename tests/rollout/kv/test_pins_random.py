@@ -1,4 +1,4 @@
-"""Random walks over everything that may happen to a ledger with pins, checked after every event against a plain model.
+"""Random walks over all events of a ledger with pins, checked after every event against a plain model.
 
 The model knows the prefix that each block's KV was computed for, the current pins, and, from the events alone, the
 content of the cache.

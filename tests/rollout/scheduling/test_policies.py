@@ -277,7 +277,7 @@ def test_equal_ranks_give_way_by_fewest_generated_then_longest_input(name):
 
 
 class Overload:
-    """More requests than can run: of all lengths, with one step a second, and one second a row for the predictor."""
+    """Add more requests than can run, of all lengths; steps take one second, and rows too for the predictor."""
 
     def __init__(self, policy: str, seed: int) -> None:
         self.now = 0.0

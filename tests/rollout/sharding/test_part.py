@@ -56,7 +56,7 @@ class Rank:
 
 
 def _neighbour(mesh: Mesh, num_stages: int) -> int:
-    """World rank of the same place so many stages on."""
+    """Return the world rank of the same place `num_stages` stages later."""
     return mesh.plan.rank_of(Coords(mesh.dp_rank, mesh.pp_rank + num_stages, mesh.tp_rank))
 
 
