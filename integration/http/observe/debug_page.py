@@ -37,7 +37,7 @@ def page() -> str:
 
 @cache
 def security_policy(text: str) -> str:
-    """Make a policy that lets a browser run only the page's own script and styles, by their hashes, and load nothing."""
+    """Make a policy: a browser may run only the page's own script and styles, by their hashes, and load nothing."""
     allowed = {
         tag: " ".join(_source(body) for body in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL))
         for tag in ("script", "style")
