@@ -1,4 +1,4 @@
-"""Tests of malformed requests beside clients that generate: no server error, no lost or altered answer, no leaked KV."""
+"""Tests of malformed requests beside clients that generate: no server error, no lost or altered answer, no leak."""
 
 from __future__ import annotations
 

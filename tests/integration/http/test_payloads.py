@@ -157,7 +157,7 @@ def test_slimes_disk_delta_lands_on_its_base_and_is_refused_by_any_other(client,
 def published(model, tmp_path) -> tuple[Path, dict[int, nn.Module]]:
     """Publish a checkpoint, version 1, and two deltas after it. Returns the weights of each version."""
     source, states = tmp_path / "shared", {1: model}
-    model.save_pretrained(tmp_path / "first")  # with what a folder has beside its tensors
+    model.save_pretrained(tmp_path / "first")  # with the other files of a model folder
     extra = {"config.json": (tmp_path / "first" / "config.json").read_bytes()}
     save_folder(source / "weight_v000001", named(model), "1", extra_files=extra)
     for version in (2, 4):
