@@ -1,1 +1,1 @@
-"""The HTTP surface of a service: what RL frameworks, OpenAI clients and a person debugging expect."""
+"""The HTTP server of a service: endpoints for RL frameworks, OpenAI clients, monitoring and debugging."""

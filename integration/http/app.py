@@ -1,4 +1,4 @@
-"""The application: every router of the surface over one service."""
+"""The application: all endpoints over one service."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ ROUTERS = (
 
 
 def create_app(service: RolloutService, config: HttpConfig | None = None) -> FastAPI:
-    """The HTTP surface of a service. Somebody has to drive the engine's loop: `server` starts it.
+    """Make the HTTP application of a service. The caller must run the engine's loop; `server` starts it.
 
-    Handlers find in `app.state`: service, config, reads and operations (where blocking calls run), updates (the gate),
-    pause_lease, profiler, traffic, plain_paths (those without parameters), is_closing (the server is about to end).
+    Handlers find in `app.state`: service, config, reads and operations (they run blocking calls), updates (the gate),
+    pause_lease, profiler, traffic, plain_paths (paths without parameters), is_closing (the server is about to end).
     """
     config = config or HttpConfig()
     app = FastAPI(title="Lockstep", version=version(), docs_url=None, redoc_url=None)
     app.state.service = service
     app.state.config = config
-    app.state.reads = Threads(config.max_admin_calls)  # apart: a report is given while every other call waits
+    app.state.reads = Threads(config.max_admin_calls)  # separate: reports are answered while all operations wait
     app.state.operations = Operations(Threads(config.max_admin_calls), service.engine.driver.once_per_id)
     app.state.updates = UpdateGate()
     app.state.pause_lease = PauseLease(service)

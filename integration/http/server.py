@@ -1,4 +1,4 @@
-"""Listening: a server for a process of its own, and one in a thread beside a trainer."""
+"""Servers of the application: one for a process of its own, and one in a thread beside a trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _START_TIMEOUT_S = 30.0
 
 
 class _Server(uvicorn.Server):
-    """Says when it listens, and that it is about to end before it does."""
+    """A server that reports when it listens, and marks the application before it ends."""
 
     def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
         super().__init__(config)
@@ -30,7 +30,9 @@ class _Server(uvicorn.Server):
         self._on_listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.config.app.state.is_closing = True
+        app = self.config.app
+        assert isinstance(app, FastAPI)
+        app.state.is_closing = True
         await super().shutdown(sockets)
 
 
@@ -38,7 +40,8 @@ class BackgroundServer:
     """A server in a thread of this process, which the process does not wait for."""
 
     def __init__(self, service: RolloutService, config: HttpConfig) -> None:
-        """Raises ValueError for an address that is refused, OSError for one that cannot be had."""
+        """Bind the address. Raises ValueError for an address without the admin key that it needs, OSError for an
+        address that cannot be bound."""
         config.check_bind()
         self._service = service
         self.app = create_app(service, config)
@@ -51,6 +54,7 @@ class BackgroundServer:
 
     @property
     def url(self) -> str:
+        """Address of the server, with its port."""
         return _url(self._socket)
 
     def start(self) -> None:
@@ -61,8 +65,8 @@ class BackgroundServer:
             raise OSError(f"the server on {self.url} did not start within {_START_TIMEOUT_S:g} s")
 
     def close(self) -> None:
-        """Stop listening: what is being answered has `shutdown_timeout_s`, then its connection is closed. The engine
-        is driven on if it was before. Idempotent; the service stays its owner's."""
+        """Stop the server. Open requests have `shutdown_timeout_s` seconds, then their connections are closed.
+        The engine's loop is stopped only if `start` started it. Idempotent; the caller still owns the service."""
         self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join()
@@ -81,8 +85,8 @@ class BackgroundServer:
 
 
 def serve_in_background(service: RolloutService, config: HttpConfig | None = None) -> BackgroundServer:
-    """Put the HTTP surface on a service of this process; it answers while the engine is paused and while the trainer
-    trains, for as long as the server is not closed. Raises ValueError and OSError as `BackgroundServer`.
+    """Serve a service of this process over HTTP. The server answers until it is closed, also while the engine is paused
+    and while the trainer trains. Raises ValueError and OSError as `BackgroundServer`.
 
     Example: `server = serve_in_background(service, HttpConfig(port=0)); print(server.url)`
     """
@@ -94,8 +98,9 @@ def serve_in_background(service: RolloutService, config: HttpConfig | None = Non
 def serve(service: RolloutService, config: HttpConfig, on_listening: Callable[[str], None] = lambda url: None) -> None:
     """Serve in the main thread until SIGINT or SIGTERM, then close the service. on_listening: called with the url.
 
-    Raises ValueError and OSError as `BackgroundServer`, what the signal raises, and RankFailure where a rank of the
-    replica is lost: what is open has been answered with it then, and nothing is closed, for that would wait for it."""
+    Raises ValueError and OSError as `BackgroundServer`, the exception of the signal, and RankFailure if a rank of the
+    replica is lost: open requests have been answered with the failure then. The service is not closed in that case,
+    because closing would wait for the lost rank."""
     config.check_bind()
     listening = _listen(config)
     signal.signal(signal.SIGTERM, _end)  # uvicorn ends first, then raises the signal again
@@ -139,7 +144,7 @@ def _listen(config: HttpConfig) -> socket.socket:
 def _uvicorn_config(app: FastAPI, config: HttpConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        log_config=None,  # the process's logging is its owner's
+        log_config=None,  # the program configures logging
         log_level="warning",
         access_log=False,
         lifespan="off",

@@ -1,4 +1,4 @@
-"""Fixtures of served engines. They import what they need when they are used: many tests here need no model."""
+"""Fixtures of served engines. They import packages when they are used: many tests here need no model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def service(model: PreTrainedModel, tmp_path: Path) -> Iterator[RolloutService]:
-    """A service whose engine has read `model` from a folder."""
+    """Yield a service whose engine has read `model` from a folder."""
     from lockstep.integration.service import RolloutService
     from lockstep.rollout.config import EngineConfig
     from lockstep.rollout.engine import Engine
@@ -29,7 +29,7 @@ def service(model: PreTrainedModel, tmp_path: Path) -> Iterator[RolloutService]:
 
 @pytest.fixture
 def server(service):
-    """The test's service behind HTTP, without keys."""
+    """Serve the test's service over HTTP, without keys."""
     from lockstep.integration.http.edge.config import HttpConfig
     from lockstep.integration.http.server import serve_in_background
 
@@ -39,6 +39,7 @@ def server(service):
 
 @pytest.fixture
 def client(server):
+    """Yield an HTTP client of the server."""
     import httpx
 
     with httpx.Client(base_url=server.url, timeout=60) as client:

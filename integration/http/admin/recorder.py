@@ -1,4 +1,4 @@
-"""Records profiles as two Chrome traces, torch's operations and the engine's steps; one profile at a time."""
+"""The recorder of profiles, one at a time: a Chrome trace of torch's operations, and one of the engine's steps."""
 
 from __future__ import annotations
 

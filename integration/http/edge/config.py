@@ -62,7 +62,7 @@ class HttpConfig:
         """Refuse an address other than loopback without an admin key. Raises ValueError that names the remedy."""
         if not self.is_loopback and not self.admin_api_key:
             raise ValueError(
-                f"refusing to listen on {self.host!r} without an admin key: whoever reaches it could replace the "
+                f"refusing to listen on {self.host!r} without an admin key: any client could replace the "
                 f"weights. Set an admin key (--admin-api-key, or the environment's {ADMIN_KEY_VARIABLES[0]}), or "
                 "listen on 127.0.0.1"
             )

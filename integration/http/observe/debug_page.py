@@ -1,4 +1,4 @@
-"""GET /: one static page to look at an engine and to drive it by hand. It uses the same endpoints as everybody."""
+"""GET /: one static page to inspect an engine and to control it by hand. It calls the same endpoints as any client."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ router = APIRouter()
 
 @router.get("/", response_class=HTMLResponse, include_in_schema=False)
 async def debug_page() -> HTMLResponse:
-    """The page; nothing in it comes from anywhere but its file."""
+    """Show the debug page; all of it comes from one file."""
     text = page()
     return HTMLResponse(text, headers={**_HEADERS, "Content-Security-Policy": security_policy(text)})
 
 
 @cache
 def page() -> str:
-    """The page's text."""
+    """Read the page's text."""
     return _FILE.read_text(encoding="utf-8")
 
 
 @cache
 def security_policy(text: str) -> str:
-    """A policy under which a browser runs the page's own script and styles, by their hashes, and loads nothing else."""
+    """Make a policy: a browser may run only the page's own script and styles, by their hashes, and load nothing."""
     allowed = {
         tag: " ".join(_source(body) for body in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL))
         for tag in ("script", "style")

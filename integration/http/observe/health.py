@@ -1,4 +1,4 @@
-"""GET /health and its kin: whether the engine lives, and would serve a request. Changes nothing."""
+"""GET /health, /ping and /ready: checks that the engine is alive and serves requests. They change no state."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ router = APIRouter(tags=["information"])
 
 
 def is_alive(app: FastAPI) -> bool:
-    """Whether the loop's heart beats and the server is not ending; also while paused, released or training. Waits for
-    nobody."""
+    """Return whether the loop's heartbeat is recent and the server is not ending; True also while the engine is paused,
+    released or training. Does not block."""
     engine = app.state.service.engine
     age_s = time.monotonic() - engine.driver.heartbeat
     return not app.state.is_closing and engine.failure is None and age_s < app.state.config.stall_timeout_s
@@ -25,7 +25,7 @@ def is_alive(app: FastAPI) -> bool:
 @router.get("/health_generate", response_class=Response, responses={503: {"description": "the loop has ended"}})
 @router.get("/ping", response_class=Response, responses={503: {"description": "the loop has ended"}})
 async def health(request: Request) -> Response:
-    """Whether the engine lives, by its loop's heartbeat. A replica that has lost a rank says which."""
+    """Check that the engine is alive, by its loop's heartbeat. A replica that has lost a rank answers which."""
     if is_alive(request.app):
         return Response()
     failure = service_of(request).engine.failure
@@ -34,6 +34,6 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready", response_class=Response, responses={503: {"description": "not alive, or paused"}})
 async def ready(request: Request) -> Response:
-    """Whether a request would be served now: alive, and not paused."""
+    """Check that a request would be served now: alive, and not paused."""
     is_ready = is_alive(request.app) and not service_of(request).engine.is_paused
     return Response(status_code=200 if is_ready else 503)

@@ -1,4 +1,4 @@
-"""GET /v1/loads: how much the engine has to do. Changes nothing."""
+"""GET /v1/loads: the engine's load. Changes no state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOAD_GAUGES = ("num_running_reqs", "num_waiting_reqs", "token_usage", "gen_thro
 
 @router.get("/v1/loads")
 async def loads(request: Request, include: str = "core", dp_rank: int | None = None, format: str = "json") -> Response:
-    """How much the engine has to do."""
+    """Report the engine's load: sequences, tokens, KV pool and throughput."""
     if unknown := sorted(set(include.split(",")) - set(_INCLUDES)):
         raise BadField("include", f"unknown: {', '.join(unknown)}; known: {', '.join(_INCLUDES)}")
     if dp_rank not in (None, 0):
@@ -77,4 +77,5 @@ def _load(request: Request, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def num_accelerators(engine: Engine) -> int:
+    """Return the number of GPUs that the engine's ranks use; 0 on a CPU."""
     return engine.ranks.mesh.num_ranks if engine.model.device.type == "cuda" else 0

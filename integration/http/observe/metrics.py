@@ -1,13 +1,14 @@
-"""GET /metrics: what the engine, its weights and the server have counted, in Prometheus' formats.
+"""GET /metrics: counters of the engine, its weights and the server, in Prometheus' formats.
 
-The counters are plain ones of the engine and the service, read as they stand at each scrape. Names that start with
-`sglang:` mean what SGLang's do; the others are ours.
+The engine and the service keep plain counters, which each scrape reads. Names that start with `sglang:` have the
+meaning of SGLang's metrics; the others are Lockstep's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client.core import (
@@ -28,10 +29,12 @@ from .traffic import TrafficCollector
 
 router = APIRouter()
 
+Key = TypeVar("Key", bound=tuple[str, ...])  # values of a counter's labels after model_name
+
 
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
-    """Prometheus text, or OpenMetrics where the scraper asks for it."""
+    """Report the metrics as Prometheus text, or as OpenMetrics if the scraper asks for it."""
     state = request.app.state
     registry = CollectorRegistry(auto_describe=False)
     model_name = served_name(state.service, state.config)
@@ -42,17 +45,17 @@ async def metrics(request: Request) -> Response:
 
 
 class ServiceCollector(Collector):
-    """Reads a service at each scrape. Waits for the step under way, and changes nothing."""
+    """Read a service at each scrape. Waits for the current step, and changes no state."""
 
     def __init__(self, service: RolloutService, model_name: str) -> None:
         self._service = service
         self._labels = {"model_name": model_name}
 
     def collect(self) -> Iterator[Metric]:
-        """One family each, all with the label model_name."""
-        engine = self._service.engine
-        state, sequences = self._service.state(), engine.live_sequences(0)
-        counted: dict[str, float] = state["metrics"]  # type: ignore[assignment]
+        """Make one family per metric, all with the label model_name."""
+        state: dict[str, Any] = self._service.state()
+        sequences = self._service.engine.live_sequences(0)
+        counted: dict[str, float] = state["metrics"]
         yield from self._requests(state, sum(s.state == State.WAITING_PREEMPT.value for s in sequences))
         yield from self._totals(state, counted)
         yield from self._blocks(state)
@@ -74,32 +77,36 @@ class ServiceCollector(Collector):
         yield self._gauge("sglang:gen_throughput", "Tokens per second of the newest step.", throughput)
         yield self._gauge("lockstep:paused", "1 while generation is paused.", is_paused)
         yield self._gauge(
-            "lockstep:refusing", "1 while no step may run though nothing is paused.", bool(state["refusal"])
+            "lockstep:refusing", "1 while no step may run although the engine is not paused.", bool(state["refusal"])
         )
 
     def _totals(self, state: Mapping[str, object], counted: Mapping[str, float]) -> Iterator[Metric]:
         for name, what, value in (
-            ("sglang:num_requests", "Sequences taken up.", counted["num_requests"]),
+            ("sglang:num_requests", "Sequences accepted.", counted["num_requests"]),
             ("sglang:num_aborted_requests", "Sequences that were aborted.", counted["num_aborted"]),
             ("sglang:num_retracted_requests", "Times a sequence gave its blocks back.", counted["num_retractions"]),
-            ("sglang:prompt_tokens", "Prompt tokens of sequences taken up.", counted["num_prompt_tokens"]),
+            ("sglang:prompt_tokens", "Prompt tokens of accepted sequences.", counted["num_prompt_tokens"]),
             (
                 "sglang:generation_tokens",
                 "Output tokens of sequences that were answered.",
                 counted["num_output_tokens"],
             ),
-            ("sglang:cached_tokens", "Prompt tokens whose KV was reused, likewise.", counted["num_cached_tokens"]),
+            (
+                "sglang:cached_tokens",
+                "Prompt tokens with reused KV, of sequences that were answered.",
+                counted["num_cached_tokens"],
+            ),
             ("lockstep:steps", "Steps run.", counted["num_steps"]),
             ("lockstep:step_seconds", "Time that steps took.", counted["step_seconds"]),
             ("lockstep:rows", "Prefill and decode rows run.", counted["num_rows"]),
             ("lockstep:pauses", "Pauses of generation.", counted["num_pauses"]),
-            ("lockstep:jump_forward_tokens", "Tokens put there without sampling.", counted["num_jump_forward_tokens"]),
-            ("lockstep:forwards_saved", "Steps of one sequence those would have taken.", counted["num_forwards_saved"]),
+            ("lockstep:jump_forward_tokens", "Tokens added without sampling.", counted["num_jump_forward_tokens"]),
+            ("lockstep:forwards_saved", "Steps of one sequence that jumps saved.", counted["num_forwards_saved"]),
             ("lockstep:jump_forward_rollbacks", "Jumps that replaced tokens.", counted["num_jump_rollbacks"]),
-            ("lockstep:retokenisations", "Looks at tokens sampled after a jump.", counted["num_retokenisations"]),
+            ("lockstep:retokenisations", "Checks of tokens sampled after a jump.", counted["num_retokenisations"]),
             ("lockstep:jump_forward_seconds", "Time spent planning jumps.", counted["jump_forward_seconds"]),
             ("lockstep:grammar_seconds", "Time spent on grammars in steps.", counted["grammar_seconds"]),
-            ("lockstep:evicted_blocks", "Cached blocks that made room.", _number(state["num_evicted_blocks"])),
+            ("lockstep:evicted_blocks", "Cached blocks evicted to make room.", _number(state["num_evicted_blocks"])),
         ):
             yield self._counter(name, what, {(): value})
         answered = {"completed": "num_finished", "aborted": "num_aborted", "ignored": "num_ignored"}
@@ -115,7 +122,7 @@ class ServiceCollector(Collector):
         yield self._gauge(
             "sglang:num_used_tokens", "Tokens of KV that sequences hold, in whole blocks.", num_held * size
         )
-        yield self._gauge("sglang:max_total_num_tokens", "Tokens of KV that the pool has room for.", num_blocks * size)
+        yield self._gauge("sglang:max_total_num_tokens", "Capacity of the KV pool in tokens.", num_blocks * size)
         rate = hit / looked_up if looked_up else 0.0
         yield self._gauge("sglang:cache_hit_rate", "Share of looked-up tokens that were cached, since the start.", rate)
         family = GaugeMetricFamily("lockstep:kv_blocks", "Blocks of the KV pool.", labels=[*self._labels, "state"])
@@ -128,29 +135,31 @@ class ServiceCollector(Collector):
 
     def _latencies(self) -> Iterator[Metric]:
         latencies = self._service.engine.parts.reports.latencies
-        yield self._histogram("sglang:time_to_first_token_seconds", "Arrival to first token.", latencies.first_token)
         yield self._histogram(
-            "sglang:inter_token_latency_seconds", "Between two tokens of a sequence.", latencies.inter_token
+            "sglang:time_to_first_token_seconds", "Time from arrival to first token.", latencies.first_token
+        )
+        yield self._histogram(
+            "sglang:inter_token_latency_seconds", "Time between two tokens of a sequence.", latencies.inter_token
         )
         yield self._histogram(
             "sglang:e2e_request_latency_seconds",
-            "Arrival to answer, where it ended by stop or length.",
+            "Time from arrival to answer, of sequences that ended by stop or length.",
             latencies.request,
         )
-        yield self._histogram("sglang:queue_time_seconds", "Arrival to first step.", latencies.queue)
+        yield self._histogram("sglang:queue_time_seconds", "Time from arrival to first step.", latencies.queue)
 
     def _weights(self, state: Mapping[str, object], counted: Mapping[str, float]) -> Iterator[Metric]:
         weights = self._service.sessions.metrics.copy()
         family = GaugeMetricFamily(
-            "sglang:weight_load_duration_seconds", "Of the newest update.", labels=[*self._labels, "source"]
+            "sglang:weight_load_duration_seconds", "Duration of the newest update.", labels=[*self._labels, "source"]
         )
         for path, seconds in weights.last_seconds.items():
             family.add_metric([*self._labels.values(), path], seconds)
         yield family
         for name, what, values in (
-            ("lockstep:weight_updates", "Updates written whole.", weights.num_updates),
-            ("lockstep:weight_update_bytes", "Bytes of those.", weights.num_bytes),
-            ("lockstep:weight_update_seconds", "Time that those took.", weights.seconds),
+            ("lockstep:weight_updates", "Updates written completely.", weights.num_updates),
+            ("lockstep:weight_update_bytes", "Bytes of completely written updates.", weights.num_bytes),
+            ("lockstep:weight_update_seconds", "Time of completely written updates.", weights.seconds),
         ):
             yield self._counter(name, what, {(path,): value for path, value in values.items()}, "source")
         yield self._counter(
@@ -159,9 +168,11 @@ class ServiceCollector(Collector):
         )  # fmt: skip
         yield self._counter("lockstep:weight_commits", "Versions committed.", {(): counted["num_weight_commits"]})
         verified = {(): float(weights.num_digests_verified)}
-        yield self._counter("lockstep:weight_digests_verified", "Tensors found to be the sender's.", verified)
+        yield self._counter(
+            "lockstep:weight_digests_verified", "Tensors whose digest was found equal to the sender's.", verified
+        )
         family = GaugeMetricFamily(
-            "lockstep:weights_info", "1, for the weights that stand.", labels=[*self._labels, "version", "digest"]
+            "lockstep:weights_info", "1, for the current weights.", labels=[*self._labels, "version", "digest"]
         )
         family.add_metric([*self._labels.values(), str(state["weight_version"]), str(state["weight_digest"] or "")], 1)
         yield family
@@ -171,7 +182,7 @@ class ServiceCollector(Collector):
         family.add_metric(list(self._labels.values()), value)
         return family
 
-    def _counter(self, name: str, what: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
+    def _counter(self, name: str, what: str, values: Mapping[Key, float], *labels: str) -> Metric:
         family = CounterMetricFamily(name, what, labels=[*self._labels, *labels])
         for key, value in values.items():
             family.add_metric([*self._labels.values(), *key], value)

@@ -1,4 +1,4 @@
-"""/model_info, /v1/models and the weight version: which model is served. Changes nothing."""
+"""/model_info, /v1/models and the weight version: reports of the served model. They change no state."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ STARTED = time.time()
 
 
 class InfoBody(AdminBody):
-    pass
+    """Fields of model_info."""
 
 
 def model_path(app: FastAPI) -> str:
-    """Where the weights came from last: a folder, or the name of the module's class."""
+    """Return the source of the newest weights: a folder, or the name of the module's class."""
     return app.state.updated_from or first_path(app.state.service, app.state.config)
 
 
 def model_name(app: FastAPI) -> str:
-    """As clients of /v1 call the model; without a name of its own that is where the weights came from last."""
+    """Return the model's name for clients of /v1: the configured name, or else the source of the newest weights."""
     return app.state.config.model_name or model_path(app)
 
 
 def first_path(service: RolloutService, config: HttpConfig) -> str:
-    """Where the first weights came from."""
+    """Return the source of the first weights: a folder, or the name of the module's class."""
     module = service.engine.model.module
     return config.model_path or getattr(module, "name_or_path", "") or type(module).__name__
 
 
 def served_name(service: RolloutService, config: HttpConfig) -> str:
-    """The model's name, as it does not change with updates."""
+    """Return a name of the model that updates do not change."""
     return config.model_name or first_path(service, config)
 
 
 @endpoint(router, "/model_info", InfoBody, methods=("GET", "POST"))
 @endpoint(router, "/get_model_info", InfoBody, methods=("GET", "POST"))
 async def model_info(request: Request, body: InfoBody) -> Response:
-    """The model, its weights' version and digest, and the engine's state in short."""
+    """Report the model, its weights' version and digest, and the engine's state in short."""
     if (skip := skipped(request, body)) is not None:
         return skip
     state, engine = await read_state(request), service_of(request).engine
@@ -93,7 +93,7 @@ async def model_info(request: Request, body: InfoBody) -> Response:
 
 @router.get("/get_weight_version")
 async def get_weight_version(request: Request) -> Response:
-    """The version that was committed last."""
+    """Report the version that was committed last."""
     return json_response({"weight_version": service_of(request).get_weight_version()})
 
 
@@ -111,13 +111,13 @@ def _card(app: FastAPI) -> dict[str, object]:
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    """The one model."""
+    """List the served model."""
     return json_response({"object": "list", "data": [_card(request.app)]})
 
 
 @router.get("/v1/models/{model:path}")
 async def get_model(request: Request, model: str) -> Response:
-    """The model of that name, or 404."""
+    """Report the served model, or 404 for another name."""
     if model != model_name(request.app):
         raise HttpError(404, f"the model {model!r} does not exist", param="model", code="model_not_found")
     return json_response(_card(request.app))

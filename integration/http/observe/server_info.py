@@ -1,4 +1,4 @@
-"""GET /server_info: every setting and the engine's state, without the keys. Changes nothing."""
+"""GET /server_info: every setting and the engine's state, without the keys. Changes no state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SECRETS = ("api_key", "admin_api_key")
 @router.get("/server_info")
 @router.get("/get_server_info", operation_id="get_server_info_old")
 async def server_info(request: Request) -> Response:
-    """Every setting under SGLang's names where it has one, and the engine's state."""
+    """Report the engine's state and every setting, under SGLang's name if SGLang has the setting."""
     state = await read_state(request)
     return json_response({**_settings(request.app, state), **_live(request, state)})
 
@@ -69,7 +69,7 @@ def _settings(app: FastAPI, state: dict[str, Any]) -> dict[str, object]:
         "engine_config": asdict(engine.config),
     }
     given = {key: value for key, value in config.extra_server_args.items() if "api_key" not in key}
-    return _redacted({**ours, **given}, config)  # type: ignore[return-value]
+    return {name: _redacted(value, config) for name, value in {**ours, **given}.items()}
 
 
 def _live(request: Request, state: dict[str, Any]) -> dict[str, object]:
@@ -108,7 +108,7 @@ def _live(request: Request, state: dict[str, Any]) -> dict[str, object]:
 
 
 def _without_keys(arguments: list[str]) -> list[str]:
-    """A command line without what follows --api-key and --admin-api-key."""
+    """Hide the values of --api-key and --admin-api-key in a command line."""
     shown, hide = [], False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
@@ -119,7 +119,7 @@ def _without_keys(arguments: list[str]) -> list[str]:
 
 
 def _redacted(value: object, config: HttpConfig) -> object:
-    """The same without the keys, wherever they stand."""
+    """Hide the keys in every text of a value."""
     if isinstance(value, str):
         for key in (config.api_key, config.admin_api_key):
             value = value.replace(key, "***") if key else value

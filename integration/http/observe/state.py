@@ -1,4 +1,4 @@
-"""GET /state: the whole state report. Changes nothing."""
+"""GET /state: the whole state report. Changes no state."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ router = APIRouter(tags=["information"])
 
 
 async def read_state(request: Request) -> dict[str, Any]:
-    """The service's state, read beside the event loop."""
+    """Read the service's state on a thread beside the event loop."""
     return await request.app.state.reads.run(service_of(request).state)
 
 
 @router.get("/state")
 async def get_state(request: Request) -> Response:
-    """The whole state report: sequences, blocks, weights, groups, and a pause's lease."""
+    """Report the whole state: sequences, blocks, weights, groups, and a pause's lease."""
     lease, updates = request.app.state.pause_lease, request.app.state.updates
     state = await read_state(request)
     return json_response({**state, "pause_seconds_left": lease.seconds_left, "update_age_s": updates.age_s})

@@ -1,7 +1,7 @@
-"""What came over HTTP: answers by path, method and status, and how long each path took; for GET /metrics.
+"""Counters of HTTP traffic for GET /metrics: answers by path, method and status, and the time of each path.
 
-Labels are bounded by the application's own routes: a path is its template, and what is no route of ours is "other", as
-is a method that no route of ours has. All of it belongs to the event loop's thread; a scrape reads beside it.
+The application's own routes bound the number of labels: a path is the template of its route, and an unknown path or
+method is "other". Only the event loop's thread writes the counters; a scrape reads them from another thread.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ _METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"})
 
 @dataclass
 class Traffic:
-    """Since the application was made."""
+    """Counters since the application was made."""
 
     answers: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # path, method, status
     seconds: dict[str, Histogram] = field(default_factory=dict)  # by path: from the request to its answer's last byte
     num_open: int = 0  # being answered now
 
     def add(self, path: str, method: str, status: int, seconds: float) -> None:
-        """A request was answered."""
+        """Count an answered request."""
         self.answers[path, method if method in _METHODS else OTHER, str(status)] += 1
         self.seconds.setdefault(path, Histogram(REQUEST_BOUNDS)).observe(seconds)
 
 
 class TrafficMiddleware:
-    """Counts every request but scrapes, whoever answers it."""
+    """Count every request except scrapes, also requests that other middleware answers."""
 
     def __init__(self, app: ASGIApp, traffic: Traffic) -> None:
         self._app = app
         self._traffic = traffic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == "/metrics":  # a scrape changes nothing
+        if scope["type"] != "http" or scope["path"] == "/metrics":  # a scrape must not change the counters
             await self._app(scope, receive, send)
             return
-        began, status = time.perf_counter(), 500  # of what raises; whoever is outside answers so
+        began, status = time.perf_counter(), 500  # an exception becomes a 500 outside of this middleware
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -64,7 +64,7 @@ class TrafficMiddleware:
 
 
 def _template(scope: Scope) -> str:
-    """The path of the route that answers; of one that was refused before it got there, the route it would have had."""
+    """Return the path of the route that answers, or that would have answered a request that was refused earlier."""
     route = scope.get("route")
     if route is None:
         known = scope["app"].state.plain_paths
@@ -73,14 +73,14 @@ def _template(scope: Scope) -> str:
 
 
 class TrafficCollector(Collector):
-    """Reads the traffic at each scrape; changes nothing."""
+    """Read the traffic at each scrape; changes no state."""
 
     def __init__(self, traffic: Traffic, model_name: str) -> None:
         self._traffic = traffic
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        """Three families, all with the label model_name."""
+        """Make three families, all with the label model_name."""
         answers = CounterMetricFamily(
             "lockstep:http_requests", "Requests answered.", labels=["model_name", "path", "method", "status"]
         )
@@ -89,7 +89,7 @@ class TrafficCollector(Collector):
         yield answers
         seconds = HistogramMetricFamily(
             "lockstep:http_request_seconds",
-            "From a request's head to the last byte of its answer.",
+            "Time from a request's head to the last byte of its answer.",
             labels=["model_name", "path"],
         )
         for path, histogram in sorted(self._traffic.seconds.copy().items()):

@@ -1,4 +1,4 @@
-"""The server as a whole: how it starts and ends, what it makes of bodies, errors, deadlines and repeated calls."""
+"""Tests of the whole server: start and end, bodies, errors, deadlines and repeated calls."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_every_wrong_setting_is_named_and_no_key_is_quoted():
 
 def test_a_request_that_never_ends_does_not_keep_the_server_from_closing(service, until):
     server = serve_in_background(service, HttpConfig(port=0, shutdown_timeout_s=1))
-    # Nobody comes: it would wait for the rendezvous' own deadline.
+    # No other member joins: without an end it would wait for the rendezvous' own deadline.
     group = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
     group |= {"backend": "gloo"}
     answers = []

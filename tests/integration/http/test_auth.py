@@ -1,4 +1,4 @@
-"""Who may do what: levels of paths, keys from arguments and environment, and that keys appear nowhere."""
+"""Tests of access: levels of paths, keys from arguments and environment, and that no key is ever shown."""
 
 from __future__ import annotations
 

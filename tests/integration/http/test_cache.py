@@ -1,4 +1,4 @@
-"""Pins, eviction and the tree over a socket."""
+"""Tests of pins, eviction and the tree over a socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pause, continue, abort, flush and profiles over a socket, with requests that are under way."""
+"""Tests of pause, continue, abort, flush and profiles over a socket, with requests that run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def service(make_model, tmp_path):
 
 
 class Asked:
-    """A completion that is asked for in a thread, and how many of its chunks have come."""
+    """A completion requested by a thread, and the number of its chunks so far."""
 
     def __init__(self, engine: Engine, prompt: list[int] = PROMPT, params: SamplingParams = LONG) -> None:
         self._stream = engine.stream(prompt, params)
@@ -79,7 +79,7 @@ def test_a_paused_request_goes_on_with_the_same_tokens(client, service, expected
     until(lambda: client.get("/state").json()["num_waiting"] == 1 + (mode == "retract"))
     flushed = client.get("/flush_cache")
     assert flushed.status_code == (200 if mode == "retract" else 400)
-    assert asked.num_chunks - num_chunks <= 1 and waiting.num_chunks == 0  # one may have been on its way
+    assert asked.num_chunks - num_chunks <= 1 and waiting.num_chunks == 0  # one may have been sent before the pause
     continued = client.post("/continue_generation", json={})
     assert (continued.json()["message"], continued.json()["status"]) == ("Generation continued successfully.", "ok")
     assert asked.result().token_ids == expected.token_ids

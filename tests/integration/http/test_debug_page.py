@@ -1,4 +1,4 @@
-"""The debug page: its file against the app's own paths, and, where there is a Chromium, in a browser without a head."""
+"""Tests of the debug page: its file against the app's own paths, and in a headless Chromium if there is one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.weight_sync.digests.model_digest import model_digest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-PATIENCE = 30.0  # seconds that nothing here comes near
+PATIENCE = 30.0  # seconds; no test comes near them
 KEY = "an-admin-key"
 NASTY = '<img src=x onerror="document.title=\'pwned\'"><script>document.title="pwned"</script>'
 
@@ -38,7 +38,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: 
 
 
 class Page(HTMLParser):
-    """Tags, ids and attributes, in order; and whether every tag that is opened is closed."""
+    """A parser that collects tags, ids and attributes in order, and checks that every opened tag is closed."""
 
     VOID = frozenset({"meta", "input", "link", "br", "img"})
 
@@ -121,7 +121,7 @@ _WAIT = """new Promise((resolve, reject) => {
 
 
 class Browser:
-    """Chromium without a head, driven by the DevTools protocol over two pipes."""
+    """Headless Chromium, controlled by the DevTools protocol over two pipes."""
 
     def __init__(self, profile: Path) -> None:
         to_browser, self._out = os.pipe()
@@ -142,7 +142,7 @@ class Browser:
         os.close(to_browser)
         os.close(from_browser)
         self._buffer, self._num, self.session = b"", 0, ""
-        self.errors: list[str] = []  # what the page's console and its policy complained about
+        self.errors: list[str] = []  # of the page's console and of its content policy
         targets = self._call("Target.getTargets")["targetInfos"]
         target = next(t["targetId"] for t in targets if t["type"] == "page")
         self.session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -154,7 +154,7 @@ class Browser:
         self._call("Page.navigate", url=url)
 
     def run(self, expression: str) -> object:
-        """The value of an expression in the page."""
+        """Return the value of an expression in the page."""
         answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
@@ -169,7 +169,7 @@ class Browser:
         self.run(f"document.getElementById({id!r}).value = {json.dumps(value)}")
 
     def wait_for(self, expression: str) -> object:
-        """The first value of the expression that is true."""
+        """Wait until the expression is true and return its value."""
         return self.run(_WAIT % (PATIENCE * 1000, expression))
 
     def wait_for_text(self, id: str, part: str) -> None:

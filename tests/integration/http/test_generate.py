@@ -1,4 +1,4 @@
-"""/generate over a real socket: the request's fields, the answer's shapes, streams, aborts, and who leaves early."""
+"""Tests of /generate over a real socket: fields of requests, shapes of answers, streams, aborts, and disconnects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.tests.support.random_models import random_model
 
-PATIENCE = 30.0  # seconds that nothing here comes near
+PATIENCE = 30.0  # seconds; no test comes near them
 CONTEXT = 512
 NUM_BLOCKS = 24  # of 16 tokens: fewer than one whole context
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
@@ -32,12 +32,12 @@ LONG = {"temperature": 0, "max_new_tokens": 340, "ignore_eos": True}
 
 
 def small_model() -> PreTrainedModel:
-    """With a token for each of the tokenizer's."""
+    """Make a model with every token of the tokenizer."""
     return random_model("qwen3", vocab_size=128, max_position_embeddings=CONTEXT)
 
 
 class Server:
-    """A service behind HTTP, and a client of it."""
+    """A service behind HTTP, and its client."""
 
     def __init__(self, service: RolloutService, url: str) -> None:
         self.service, self.engine, self.url = service, service.engine, url
@@ -52,7 +52,7 @@ class Server:
         return response.json()
 
     def stream(self, **body: object) -> list[dict]:
-        """Every chunk of a stream that ends as it should."""
+        """Return every chunk of a stream, and check its end."""
         with self.client.stream("POST", "/generate", json={**body, "stream": True}) as response:
             assert response.status_code == 200, response.read()
             assert response.headers["content-type"].startswith("text/event-stream")
@@ -81,7 +81,7 @@ def running() -> Iterator[Server]:
 
 @pytest.fixture
 def server(running: Server) -> Iterator[Server]:
-    """Idle before and after, with an empty cache and nothing leaked."""
+    """Yield a server that is idle before and after the test, with an empty cache and no leaked block."""
     running.engine.flush_cache()
     yield running
     eventually(lambda: running.engine.state()["num_running"] + running.engine.state()["num_waiting"] == 0)
@@ -102,7 +102,7 @@ def ids_of(server: Server, text: str = PROMPT) -> list[int]:
 
 
 def reference_logprobs(server: Server, token_ids: list[int]) -> torch.Tensor:
-    """transformers' own, [len(token_ids), V]: row i is about token i + 1."""
+    """Return transformers' log-probabilities, [len(token_ids), V]: row i is for token i + 1."""
     with torch.no_grad():
         return torch.log_softmax(small_model()(torch.tensor([token_ids])).logits[0], -1)
 
@@ -239,7 +239,7 @@ def test_rescoring_gives_no_token_and_one_log_probability_of_what_would_have_com
     assert meta["input_token_logprobs"] == [[None, prompt[-1], None]]
 
 
-# -- what is refused and what is ignored ----------------------------------------------------------------------------
+# -- refused and ignored fields -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -453,7 +453,7 @@ def test_equal_prefixes_are_reused_under_equal_keys_only(server):
     assert cached(extra_key="a") > 0 and cached(cache_salt="b") > 0 and cached(extra_key="a", cache_salt="b") > 0
 
 
-# -- those who leave ------------------------------------------------------------------------------------------------
+# -- disconnects ----------------------------------------------------------------------------------------------------
 
 
 class HalfWay:
@@ -468,7 +468,7 @@ class HalfWay:
 
 @contextmanager
 def half_way(server: Server, **body: object) -> Iterator[HalfWay]:
-    """A long stream that has begun."""
+    """Begin a long stream."""
     ask = {"text": PROMPT, "sampling_params": LONG, "stream": True, **body}
     with (
         httpx.Client(base_url=server.url, timeout=PATIENCE) as client,
@@ -507,7 +507,7 @@ def test_client_that_leaves_while_the_engine_is_paused_is_aborted_in_the_queue(s
 
 
 def test_many_waiting_requests_do_not_keep_others_from_being_served(server):
-    """No thread waits for a request: forty of them wait, and the engine is still asked and answers."""
+    """No thread waits for a request: while forty requests wait, the engine still answers others."""
     expected = server.ok(text=PROMPT, sampling_params=GREEDY)["text"]
     server.engine.pause_generation("in_place")
     with ThreadPoolExecutor(40) as threads:

@@ -1,4 +1,4 @@
-"""Grammars over HTTP: their fields, OpenAI's response_format, what an answer tells, streams, and mistakes."""
+"""Tests of grammars over HTTP: fields, OpenAI's response_format, facts in answers, streams, and errors."""
 
 from __future__ import annotations
 

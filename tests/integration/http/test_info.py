@@ -1,4 +1,4 @@
-"""Health by the loop's heartbeat, and what the server says of itself."""
+"""Tests of health by the loop's heartbeat, and of the server's reports about itself."""
 
 from __future__ import annotations
 

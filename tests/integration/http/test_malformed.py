@@ -1,4 +1,4 @@
-"""Malformed requests while others generate: no error of the server's, no answer lost or altered, no block leaked."""
+"""Tests of malformed requests beside clients that generate: no server error, no lost or altered answer, no leak."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ FOLDERS = ("output_dir", "local_checkpoint_dir", "source_dir", "model_path")
 
 @dataclass(frozen=True)
 class Case:
-    """A request as it goes over the wire."""
+    """The bytes of one request, and the expected kind of answer."""
 
     name: str
     data: bytes
-    is_wrong: bool = False  # nothing but a 4xx will do
-    ends: bool = False  # the client has nothing more to say after it
+    is_wrong: bool = False  # the answer must be a 4xx
+    ends: bool = False  # the client sends nothing after it
 
 
 def request(
@@ -60,7 +60,7 @@ def request(
     return Case(f"{name}: {method} {target[:60]}", b"\r\n".join(lines) + b"\r\n\r\n" + body, is_wrong)
 
 
-# -- what is sent -----------------------------------------------------------------------------------------------------
+# -- cases ------------------------------------------------------------------------------------------------------------
 
 NO_OBJECTS = [
     b"{", b"[1]", b"null", b'"text"', b"7", b'{"a": NaN}', b'{"a": -Infinity}', b'{"a": 1e999}', b'{"a": "\xff\xfe"}',
@@ -81,7 +81,7 @@ PARAMETERS = [
 
 
 def operations_of(description: dict) -> list[tuple[str, str, dict]]:
-    """(method, path, properties of the body) of everything that the server says it answers."""
+    """List (method, path, properties of the body) of every operation in the server's OpenAPI document."""
     found = []
     for path, methods in description["paths"].items():
         for method, what in methods.items():
@@ -92,7 +92,7 @@ def operations_of(description: dict) -> list[tuple[str, str, dict]]:
 
 
 def of_no_object(description: dict, key: str) -> list[Case]:
-    """Bodies that are no JSON objects, to everything that reads one."""
+    """Make bodies that are not JSON objects, for every operation with a body."""
     reads = [(m, path) for m, path, properties in operations_of(description) if properties]
     return [
         request("no object", method, path, body, key, is_wrong=True)
@@ -101,7 +101,7 @@ def of_no_object(description: dict, key: str) -> list[Case]:
 
 
 def of_wrong_types(description: dict, key: str) -> list[Case]:
-    """One field each has a type that no leniency makes its own."""
+    """Make bodies with one field of a type that even lenient reading refuses."""
     cases = []
     for method, path, properties in operations_of(description):
         for name, schema in properties.items():
@@ -118,7 +118,7 @@ def of_wrong_types(description: dict, key: str) -> list[Case]:
 
 
 def of_generation(description: dict, generator: random.Random) -> list[Case]:
-    """Generation with one or two fields out of place; some of it is sound after all."""
+    """Make generation requests with one or two odd fields; some of them are valid nevertheless."""
     fields = {path: sorted(properties) for _, path, properties in operations_of(description) if path in SOUND}
     cases = []
     for path, sound in SOUND.items():
@@ -139,7 +139,7 @@ def of_generation(description: dict, generator: random.Random) -> list[Case]:
 
 
 def of_queries(description: dict, generator: random.Random) -> list[Case]:
-    """Paths and queries that are no text, without a key."""
+    """Make paths and queries that are not valid text, without a key."""
     texts = ["%ff%fe", "%00", "%ed%a0%80", quote("\U0001f600"), "a" * 5000, "%", "..%2f..%2fetc", "1e999", "-1", "nan"]
     cases = []
     for method, path, _ in operations_of(description):
@@ -152,7 +152,7 @@ def of_queries(description: dict, generator: random.Random) -> list[Case]:
 
 
 def of_nesting(key: str) -> list[Case]:
-    """Values that nest as deep as JSON is still read, where anything may stand, and a little deeper."""
+    """Make values nested to the limit of the JSON parser and a little deeper, in fields that accept any value."""
     places = [
         ("/generate", '{{"text": "1", "sampling_params": {{"max_new_tokens": 2, "custom_params": {{"a": {}}}}}}}'),
         ("/generate", '{{"text": "1", "sampling_params": {{"max_new_tokens": 2, "logit_bias": {}}}}}'),
@@ -178,7 +178,7 @@ def of_nesting(key: str) -> list[Case]:
 
 
 def of_headers(generator: random.Random) -> list[Case]:
-    """Headers that say what nobody understands."""
+    """Make requests with invalid headers."""
     junk = [b"", b"\xff\xfe", b"a" * 4000, b"1e999", b"-1", b"'; --", b"\x01", b"Bearer", b"Bearer \xff", b"Basic \xe9"]
     names = [b"Authorization", b"Accept", b"Content-Encoding", b"Origin", b"X-Forwarded-For", b"Range", b"Cookie",
              b"Expect", b"Upgrade", b"Transfer-Encoding", b"Accept-Encoding", b"If-None-Match", b"Host"]  # fmt: skip
@@ -191,7 +191,7 @@ def of_headers(generator: random.Random) -> list[Case]:
 
 
 def of_bytes(generator: random.Random, count: int) -> list[Case]:
-    """What is no HTTP, or half of it."""
+    """Make bytes that are not HTTP, or an incomplete request."""
     whole = request("cut", "POST", "/generate", json.dumps(SOUND["/generate"]).encode()).data
     cases = []
     for index in range(count):
@@ -215,7 +215,7 @@ def of_bytes(generator: random.Random, count: int) -> list[Case]:
 
 
 def of_schemathesis(description: dict, keys: dict[Level, tuple[str | None, int]], folder: str) -> list[Case]:
-    """What schemathesis makes of our own description, sound and not; keys: with which, and how many, for a level."""
+    """Make valid and invalid requests from the OpenAPI document. keys: by level the key and the number of cases."""
     import schemathesis  # takes two seconds
 
     cases = []
@@ -229,7 +229,7 @@ def of_schemathesis(description: dict, keys: dict[Level, tuple[str | None, int]]
 
 
 def _draw(strategy: st.SearchStrategy, count: int) -> list:
-    """The first values of a strategy; none where there is nothing wrong to be found about an operation."""
+    """Return the first values of a strategy; none for an operation without invalid values."""
     drawn = []
 
     @seed(11)
@@ -264,7 +264,7 @@ def _as_request(case, key: str | None, name: str, folder: str) -> Case:
 
 
 class Malice:
-    """Sends cases from several threads and counts the answers."""
+    """Send cases from several threads and count the answers."""
 
     def __init__(self, server: BackgroundServer) -> None:
         self._address = ("127.0.0.1", server.port)
@@ -294,7 +294,7 @@ class Malice:
                 self.faults.append(f"{case.name} -> {status}: {fault} <- {case.data[-200:]!r}")
 
     def _exchange(self, case: Case) -> bytes:
-        """What comes back until the server closes, or the client has seen enough of it."""
+        """Return the bytes of the answer until the server closes, or as many as the client needs."""
         answer = b""
         with socket.create_connection(self._address, timeout=PATIENCE_S) as connection:
             try:
@@ -303,23 +303,23 @@ class Malice:
                     connection.shutdown(socket.SHUT_WR)
                 while part := connection.recv(1 << 16):
                     answer += part
-            except ConnectionError:  # it had said all it had to say about a body that it did not read
+            except ConnectionError:  # the server had answered without reading the whole body
                 pass
         return answer
 
 
-# -- those who generate -----------------------------------------------------------------------------------------------
+# -- clients that generate --------------------------------------------------------------------------------------------
 
 
 def ask(index: int) -> dict[str, object]:
-    """What a client asks for: seeded noise or greedy, streamed or not."""
+    """Make the fields of a client's request: seeded sampling or greedy, streamed or not."""
     params = {"max_new_tokens": 12 + index, "ignore_eos": True, "temperature": index % 2, "sampling_seed": 100 + index}
     prompt = [(7 * index + at * at) % 120 for at in range(5 + 3 * index)]
     return {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "stream": index % 4 > 1}
 
 
 def generate(client: httpx.Client, body: dict[str, object]) -> tuple[object, ...]:
-    """The last word on a request: tokens, their log-probabilities, and how it ended."""
+    """Return the final answer to a request: tokens, their log-probabilities, and the finish reason."""
     answer = client.post("/generate", json=body)
     assert answer.status_code == 200, answer.text
     if body["stream"]:
@@ -334,7 +334,7 @@ def generate(client: httpx.Client, body: dict[str, object]) -> tuple[object, ...
 
 @contextmanager
 def generating(url: str, solo: Sequence[tuple[object, ...]]) -> Iterator[Counter[str]]:
-    """Clients that ask again and again in here, each for the same; counts what is as it was solo and what is not."""
+    """Run clients that repeat one request each. Counts the answers equal to those of a solo run, and the others."""
     over, counts, lock = threading.Event(), Counter[str](), threading.Lock()
 
     def client(index: int) -> None:
@@ -356,7 +356,7 @@ def generating(url: str, solo: Sequence[tuple[object, ...]]) -> Iterator[Counter
 
 @pytest.fixture
 def served(make_model, tmp_path, monkeypatch) -> Iterator[tuple[RolloutService, BackgroundServer]]:
-    """A server with an admin key, over an engine with weights of its own."""
+    """Yield a server with an admin key, over an engine with weights of its own."""
     monkeypatch.chdir(tmp_path)
     make_model("qwen3", vocab_size=128).save_pretrained(tmp_path / "model")
     engine = Engine(
@@ -375,7 +375,7 @@ def solo_answers(url: str, count: int) -> list[tuple[object, ...]]:
 
 
 def settle(service: RolloutService, until) -> None:
-    """Nothing runs any more, and the ledger is exact."""
+    """Wait until no sequence runs, and check the ledger of blocks."""
     state = service.engine.state
     until(lambda: state()["num_running"] + state()["num_waiting"] == 0)
     service.engine.check_integrity()
@@ -431,7 +431,7 @@ def test_administrative_verbs_with_the_key_survive_whatever_schemathesis_sends(s
     malice.send(cases, is_allowed_503=False)
     print(f"{len(cases)} administrative requests: {dict(malice.statuses)}")
     assert not malice.faults, "\n".join(malice.faults)
-    # A paused engine, released memory, an open session: all that may be left behind can be put right.
+    # The cases may leave a paused engine, released memory or an open session: all of them can be undone.
     admin = httpx.Client(base_url=server.url, timeout=PATIENCE_S, headers={"Authorization": f"Bearer {KEY}"})
     with admin:
         admin.post("/stop_profile", json={})

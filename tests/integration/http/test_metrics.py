@@ -1,4 +1,4 @@
-"""GET /metrics: that every number is the engine's own, and that reading changes none."""
+"""Tests of GET /metrics: every number equals the engine's own, and a scrape changes none."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ HISTOGRAMS = (
     "e2e_request_latency_seconds",
     "queue_time_seconds",
 )
-PATIENCE = 20.0  # seconds that nothing here comes near
+PATIENCE = 20.0  # seconds; no test comes near them
 PROMPT = list(range(40))
 LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)
 
 
 def wait_for(is_so: Callable[[], object]) -> None:
-    """Return as soon as it is; fail where it never is."""
+    """Wait until the condition is true; fail after PATIENCE seconds."""
     deadline = time.monotonic() + PATIENCE
     while not is_so():
         assert time.monotonic() < deadline
@@ -57,7 +57,7 @@ def server(service) -> Iterator[BackgroundServer]:
 
 
 class Scrape:
-    """What one scrape said."""
+    """The samples of one scrape."""
 
     def __init__(self, url: str) -> None:
         response = httpx.get(f"{url}/metrics")  # without a key: it is open
@@ -235,7 +235,7 @@ def test_a_histogram_counts_each_bound_inclusively():
         assert list(bounds) == sorted(set(bounds))
 
 
-# -- what came over HTTP ----------------------------------------------------------------------------------------------
+# -- HTTP traffic -----------------------------------------------------------------------------------------------------
 
 
 def test_answers_are_counted_by_path_method_and_status_and_timed_by_path(scrape, server):

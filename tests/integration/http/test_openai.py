@@ -1,4 +1,4 @@
-"""The OpenAI surface, driven by the openai package over a real socket."""
+"""Tests of OpenAI's endpoints by the openai package over a real socket."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ AS_ONE = "system: Add.\nuser: 1 + 2?\nassistant: "
 
 
 def small_model() -> PreTrainedModel:
-    """With a token for each of the tokenizer's."""
+    """Make a model with every token of the tokenizer."""
     return random_model("qwen3", vocab_size=128, max_position_embeddings=CONTEXT)
 
 
@@ -69,7 +69,7 @@ def client(url: str, service: RolloutService) -> Iterator[openai.OpenAI]:
 
 
 def direct(service: RolloutService, prompt, **params):
-    """What the Python API answers, to one prompt."""
+    """Return the Python API's answer to one prompt."""
     return service.engine.generate([prompt], SamplingParams(**params))[0]
 
 

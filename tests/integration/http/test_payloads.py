@@ -1,4 +1,4 @@
-"""Payloads and folders of the frameworks over a socket: verl's tensors by rank, disk deltas, pulled checkpoints."""
+"""Tests of frameworks' payloads and folders over a socket: verl's tensors by rank, disk deltas, pulled checkpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model(model) -> nn.Module:
 
 
 def later(model: nn.Module, seed: int) -> nn.Module:
-    """The model some steps later: one element in ten has changed."""
+    """Make the model of some steps later: one element in ten has changed."""
     other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     for parameter in other.parameters():
         chosen = torch.rand(parameter.shape, generator=generator) < 0.1
@@ -66,7 +66,7 @@ def refused(client: httpx.Client, path: str, **body: object) -> str:
 
 
 def stands(service: RolloutService, model: nn.Module) -> str:
-    """Checks that the engine has these weights and generates what transformers does; the version of the answer."""
+    """Check that the engine has these weights and generates as transformers does. Returns the answer's version."""
     assert service.model_digest() == model_digest(model.named_parameters())
     [completion] = service.engine.generate([PROMPT], GREEDY)
     whole = model.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)[0]
@@ -79,7 +79,7 @@ def stands(service: RolloutService, model: nn.Module) -> str:
 
 @pytest.fixture
 def per_rank() -> Iterator[Callable]:
-    """per_rank(module, values): SGLang's LocalSerializedTensor of that module. Its names exist for this test only."""
+    """Make per_rank(module, values): SGLang's LocalSerializedTensor in that module, which exists for this test only."""
     made = {}
     for module in RUNNERS:
         parts = module.split(".")
@@ -97,7 +97,7 @@ def per_rank() -> Iterator[Callable]:
 
 
 def serialize(value: object) -> bytes:
-    """As SGLang's MultiprocessingSerializer."""
+    """Pickle as SGLang's MultiprocessingSerializer does."""
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump(value)
     return buffer.getvalue()
@@ -109,7 +109,7 @@ def as_text(value: object) -> str:
 
 @pytest.mark.parametrize("module", RUNNERS)
 def test_tensors_that_are_serialized_for_each_rank_land(client, service, model, per_rank, module):
-    """verl's ServerAdapter: weights back, buckets without a load format that flush, then the KV."""
+    """Play verl's ServerAdapter: resume the weights, send buckets without a load format that flush, resume the KV."""
     newer = later(model, 1)
     assert client.post("/release_memory_occupation", json={"tags": ["kv_cache", "weights"]}).json() is None
     assert client.post("/resume_memory_occupation", json={"tags": ["weights"]}).json() is None
@@ -139,7 +139,7 @@ def test_what_is_hidden_in_a_ranks_own_pickle_is_not_run(client, service, model,
 def test_slimes_disk_delta_lands_on_its_base_and_is_refused_by_any_other(client, service, model, tmp_path):
     newer = later(model, 1)
     save_delta(tmp_path / "weight_v000002", "1", "2", encode_delta(dict(named(model)), named(newer)))
-    for _ in range(2):  # sent again it changes nothing
+    for _ in range(2):  # the second time it changes nothing
         client.post("/pause_generation", json={})
         assert client.get("/flush_cache").status_code == 200
         post(client, "update_weights_from_disk", model_path=str(tmp_path / "weight_v000002"), weight_version="2")
@@ -155,9 +155,9 @@ def test_slimes_disk_delta_lands_on_its_base_and_is_refused_by_any_other(client,
 
 @pytest.fixture
 def published(model, tmp_path) -> tuple[Path, dict[int, nn.Module]]:
-    """A checkpoint, version 1, and two deltas after it; what each version is."""
+    """Publish a checkpoint, version 1, and two deltas after it. Returns the weights of each version."""
     source, states = tmp_path / "shared", {1: model}
-    model.save_pretrained(tmp_path / "first")  # with what a folder has beside its tensors
+    model.save_pretrained(tmp_path / "first")  # with the other files of a model folder
     extra = {"config.json": (tmp_path / "first" / "config.json").read_bytes()}
     save_folder(source / "weight_v000001", named(model), "1", extra_files=extra)
     for version in (2, 4):
@@ -194,7 +194,7 @@ def test_a_pull_goes_on_beside_generation_and_twice_is_once(client, service, pub
     stream = service.engine.stream(PROMPT, SamplingParams(max_new_tokens=40, ignore_eos=True))
     next(stream)
     assert post(client, "pull_weights", **body)["report"]["deltas"] == [2, 4]
-    assert post(client, "pull_weights", **body)["report"]["base_version"] is None  # it is there
+    assert post(client, "pull_weights", **body)["report"]["base_version"] is None  # the checkpoint is there already
     assert [c.completion.finish_reason.type for c in stream if c.completion] == ["length"]
     assert stands(service, states[1]) == "default"
 

@@ -1,4 +1,4 @@
-"""A trainer's module over HTTP: updates that come while it trains wait for its rollout phase, under their deadline."""
+"""Tests of a trainer's module over HTTP: an update during training waits for the rollout phase, under its deadline."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ HOST = "127.0.0.1"
 
 @pytest.fixture
 def model(model) -> nn.Module:
-    """The module that the engine is colocated with."""
+    """Make the module that the trainer and the engine share."""
     return model.requires_grad_(False)
 
 
 @pytest.fixture
 def newer(model) -> nn.Module:
-    """What somebody else sends to it."""
+    """Make the weights that another client sends."""
     other, generator = copy.deepcopy(model), torch.Generator().manual_seed(5)
     for parameter in other.parameters():
         parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
@@ -72,7 +72,7 @@ def named(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def generates(service: RolloutService, model: nn.Module) -> str:
-    """Checks that the engine answers as transformers does with these weights; the answer's version."""
+    """Check that the engine answers as transformers does with these weights. Returns the answer's version."""
     [completion] = service.engine.generate([PROMPT], GREEDY)
     whole = model.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)[0]
     assert list(completion.token_ids) == whole[len(PROMPT) :].tolist()
@@ -116,7 +116,7 @@ def test_an_update_that_comes_while_the_trainer_trains_lands_as_the_phase_opens(
     before = service.model_digest()
     answer = threads.submit(client.post, f"/{verb}", json=body | {"weight_version": "7"})
     until(lambda: server.app.state.updates.age_s is not None)
-    assert client.get("/state").json()["weight_version"] == "default"  # reports are given meanwhile
+    assert client.get("/state").json()["weight_version"] == "default"  # reports are answered meanwhile
     assert client.post("/pause_generation", json={"mode": "in_place"}).status_code == 200  # and commands run
     assert client.post("/continue_generation", json={}).status_code == 200
     with service.training_numerics():
@@ -133,7 +133,7 @@ def test_a_broadcast_waits_for_the_phase_too(client, server, service, newer, thr
     port = free_port()
     joining = {"master_address": HOST, "master_port": port, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
     joined = threads.submit(client.post, "/init_weights_update_group", json=joining)
-    # A group is joined at once: nothing is written by that.
+    # A group is joined at once: that writes no weights.
     group = join_group(HOST, port, 0, 2, "weight_update_group", "gloo", PATIENCE_S)
     assert joined.result(PATIENCE_S).status_code == 200
     tensors = named(newer)
@@ -193,7 +193,7 @@ def test_a_whole_session_of_a_pusher_waits_for_the_phase(
     target = HttpTarget(server.url)
     pusher = WeightPusher([target], TRANSPORTS[transport](tmp_path), timeout_s=PATIENCE_S)
     pushed = threads.submit(pusher.push, newer, "7")
-    until(lambda: service.engine.is_paused)  # as much of it as does not need the module
+    until(lambda: service.engine.is_paused)  # the part of the call that does not need the module
     assert not threading.Event().wait(0.2) and not pushed.done()
     with service.rollout():
         pushed.result(PATIENCE_S)

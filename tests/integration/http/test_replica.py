@@ -1,4 +1,4 @@
-"""Replicas of several ranks behind HTTP: torchrun serves them, and what one process answers they answer, per rank."""
+"""Tests of replicas of several ranks behind HTTP: torchrun serves them, they answer as one process does, per rank."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PATIENCE = 120.0
 
 
 class Served:
-    """`lockstep serve` under torchrun: its address, its processes by rank, and what they print."""
+    """`lockstep serve` under torchrun: its address, its processes by rank, and their output."""
 
     def __init__(self, folder: Path, num_ranks: int, *engine: str) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
@@ -61,7 +61,7 @@ class Served:
         self.pids = self._pids()
 
     def wait_for(self, pattern: str) -> tuple[str, ...]:
-        """The groups of the first line that matches."""
+        """Wait for a line that matches and return its groups."""
 
         def found() -> re.Match[str] | None:
             return next(filter(None, (re.search(pattern, line) for line in self.lines)), None)
@@ -80,9 +80,9 @@ class Served:
         return httpx.Client(base_url=self.url, timeout=PATIENCE, trust_env=False)
 
     def ended(self) -> int:
-        """Wait until all of its processes have; the launcher's exit code."""
+        """Wait until all processes have ended. Returns the launcher's exit code."""
         code = self.process.wait(PATIENCE)
-        self._reader.join(PATIENCE)  # the last that could print has ended
+        self._reader.join(PATIENCE)  # the last process that could print has ended
         assert not self._reader.is_alive()
         return code
 
@@ -104,7 +104,7 @@ class Served:
             self._news.notify_all()
 
     def _pids(self) -> dict[int, int]:
-        """Process ids of the launcher's children, by rank."""
+        """Return the process ids of the launcher's children, by rank."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         pids = {}
         for pid in map(int, children):
@@ -116,7 +116,7 @@ class Served:
 
 @pytest.fixture
 def served() -> Iterator[Callable[..., Served]]:
-    """served(folder, 2, "tp=2"): see `Served`."""
+    """Make served(folder, 2, "tp=2"), see `Served`."""
     all_served: list[Served] = []
 
     def serve(folder: Path, num_ranks: int, *engine: str) -> Served:
@@ -135,7 +135,7 @@ def _one_thread(restore_threads) -> None:
 
 
 def plain(answer: dict) -> tuple[object, ...]:
-    """What of an answer does not depend on names and clocks."""
+    """Return the part of an answer that does not depend on names and clocks."""
     meta = answer["meta_info"]
     return answer["output_ids"], meta["output_token_logprobs"], meta["input_token_logprobs"], meta["weight_version"]
 
@@ -148,7 +148,7 @@ def ask(client: httpx.Client, **fields: object) -> dict:
 
 
 def alone(folder: Path) -> dict:
-    """The same of a server of one rank, at equal k_blocks."""
+    """Return the same part of the answer of a server of one rank, with equal k_blocks."""
     service = RolloutService(Engine(folder, EngineConfig.from_dict(SETTINGS)))
     with serve_in_background(service, HttpConfig(port=0)) as server, httpx.Client(base_url=server.url) as client:
         answer = ask(client)
@@ -211,7 +211,7 @@ def test_torchrun_serves_a_replica_until_a_signal(
 
 
 def later(model: PreTrainedModel, step: int) -> PreTrainedModel:
-    """The trainer's model some steps later."""
+    """Make the trainer's model of some steps later."""
     newer, generator = copy.deepcopy(model), torch.Generator().manual_seed(step)
     with torch.no_grad():
         for parameter in newer.parameters():
@@ -230,7 +230,7 @@ def ranks_of(reply: dict) -> list[tuple[int, bool]]:
 
 
 def send_over_a_group(client: httpx.Client, model: PreTrainedModel) -> list[dict]:
-    """The trainer is rank 0 of a group whose others are the ranks of the replica; the replies to its three calls."""
+    """Send weights as rank 0 of a group with the ranks of the replica. Returns the replies to the three calls."""
     port = free_port()
     named = list(model.named_parameters())
     manifest = Manifest("group", specs_of(named))
@@ -273,7 +273,7 @@ def test_control_weights_and_memory_reach_every_rank_over_a_socket(
         assert ranks_of(post(client, "update_weights_from_disk", **disk)) == everybody
         assert client.get("/model_info").json()["weight_digest"] == digests["disk"]
         named = list(newer["tensor"].named_parameters())
-        payloads = [serialize_for_engine(named, "flattened_bucket") for _ in range(2)]  # each can be opened once
+        payloads = [serialize_for_engine(named, "flattened_bucket") for _ in range(2)]  # each can be deserialised once
         body = {"load_format": "flattened_bucket", "serialized_named_tensors": payloads}
         assert ranks_of(post(client, "update_weights_from_tensor", **body)) == everybody
         for reply in send_over_a_group(client, newer["group"]):
@@ -346,7 +346,7 @@ def test_a_lost_rank_ends_every_open_request_naming_it(
     replica.wait_for(r"(rank 0 stops while serving: rank 1 )")
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{replica.url}/health", trust_env=False)
-    if number is signal.SIGSTOP:  # the launcher's own patience with it is longer than ours
+    if number is signal.SIGSTOP:  # the launcher would wait longer for it than this test does
         os.kill(replica.pids[1], signal.SIGKILL)
     assert replica.ended() != 0
 

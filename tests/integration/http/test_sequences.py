@@ -1,7 +1,7 @@
-"""The call sequences of slime, Miles and verl, played against `lockstep serve` by a small trainer with real groups.
+"""Tests with the call sequences of slime, Miles and verl, sent to `lockstep serve` by a small trainer with real groups.
 
-Engines are processes of their own; after every update what they generate is compared with transformers. The order of
-calls is that of the frameworks (August 2026); each test's docstring names its part.
+Engines are processes of their own. After every update their output is compared with transformers. The order of calls is
+that of the frameworks (August 2026); each test's docstring names the framework's section.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Named = tuple[str, torch.Tensor]
 
 
 class Trainer:
-    """Rank 0 of the groups: a model that changes, and its weights in buckets."""
+    """A trainer, rank 0 of the groups: a model that changes, and its weights in buckets."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)
@@ -54,7 +54,7 @@ class Trainer:
         return [tensors[i::num] for i in range(num)]
 
     def expected(self, prompt: Sequence[int] = PROMPT) -> tuple[list[int], list[float]]:
-        """Greedy tokens, and their log-probabilities."""
+        """Return transformers' greedy tokens and their log-probabilities."""
         whole = self.model.generate(torch.tensor([list(prompt)]), max_new_tokens=NUM_TOKENS, do_sample=False)[0]
         logprobs = self.model(whole[None]).logits.log_softmax(-1)[0]
         ids = whole[len(prompt) :].tolist()
@@ -62,7 +62,7 @@ class Trainer:
 
 
 class Worker:
-    """An engine, as the frameworks' clients call it: a status of 400 and more raises."""
+    """An engine, called as the frameworks' clients do: a status of 400 or more raises."""
 
     def __init__(self, process: subprocess.Popen, url: str) -> None:
         self.process, self.url = process, url
@@ -74,7 +74,7 @@ class Worker:
         if not answer.content:
             return None
         said = answer.json()
-        assert not (isinstance(said, dict) and said.get("success") is False)  # Miles looks at that, too
+        assert not (isinstance(said, dict) and said.get("success") is False)  # Miles checks that, too
         return said
 
     def flush(self, method: str = "GET") -> None:
@@ -85,7 +85,7 @@ class Worker:
         return self.client.get("/get_weight_version").json()["weight_version"]
 
     def check(self, trainer: Trainer, version: str) -> None:
-        """It generates what transformers does with the trainer's weights, and says which they are."""
+        """Check that the engine generates as transformers with the trainer's weights, and reports their version."""
         params = {"max_new_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True}
         answer = self.post("/generate", {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True})
         ids, logprobs = trainer.expected()
@@ -96,7 +96,7 @@ class Worker:
         assert meta["weight_version"] == version == self.version()
 
     def drain(self, until: Callable[..., None]) -> None:
-        """slime's early stop: abort everything, and look at the loads until nothing is left."""
+        """Abort all requests and wait until the loads are zero, as slime's early stop does."""
         self.post("/abort_request", {"abort_all": True})
         until(lambda: all(
             load["num_running_reqs"] + load["num_waiting_reqs"] == 0
@@ -112,7 +112,7 @@ def trainer() -> Trainer:
 
 @pytest.fixture(scope="module")
 def workers(trainer, tmp_path_factory) -> Iterator[list[Worker]]:
-    """Two engines that have just been started on the trainer's first weights."""
+    """Start two engines on the trainer's first weights."""
     folder = tmp_path_factory.mktemp("model")
     trainer.model.save_pretrained(folder)
     command = [sys.executable, "-m", "lockstep.integration.cli", "serve", "--model", str(folder), "--port", "0"]
@@ -130,7 +130,7 @@ def workers(trainer, tmp_path_factory) -> Iterator[list[Worker]]:
 
 @pytest.fixture(autouse=True)
 def watched(workers) -> Iterator[None]:
-    """slime's monitor looks at every engine all the while; one bad answer would have an engine killed."""
+    """Check every engine's health all the time, as slime's monitor does, which kills an engine after one bad answer."""
     bad, stop = [], threading.Event()
 
     def watch() -> None:
@@ -152,7 +152,7 @@ def watched(workers) -> Iterator[None]:
 
 
 class Group:
-    """A group of the trainer with every worker, joined by the frameworks' recipe."""
+    """A group of the trainer with every worker, joined as the frameworks do."""
 
     def __init__(self, workers: list[Worker], name: str) -> None:
         self._workers, self.name = workers, name
@@ -168,7 +168,7 @@ class Group:
         return [self._pool.submit(worker.post, path, body(i)) for i, worker in enumerate(self._workers)]
 
     def send(self, bucket: list[Named], **body: object) -> None:
-        """One bucket: the calls are posted first, then the tensors are broadcast, then the replies awaited."""
+        """Send one bucket: post the calls, broadcast the tensors, then wait for the replies."""
         plan = {
             "names": [name for name, _ in bucket],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -196,7 +196,7 @@ class Group:
 
 
 def test_slime_start_up_proves_that_the_first_sync_lands(workers, trainer):
-    """5.1, with --check-weight-update-equal."""
+    """Section 5.1, with --check-weight-update-equal."""
     worker = workers[0]
     worker.post("/weights_checker", {"action": "snapshot"})
     worker.post("/weights_checker", {"action": "reset_tensors"})
@@ -208,7 +208,7 @@ def test_slime_start_up_proves_that_the_first_sync_lands(workers, trainer):
 
 
 def test_slime_colocated(workers, trainer):
-    """5.3, offload on: everything between resume of the weights and of the KV happens while the KV is released."""
+    """Section 5.3, offload on: all calls between resume of the weights and of the KV run while the KV is released."""
     worker = workers[0]
     for version in ("2", "3"):
         worker.flush()
@@ -235,7 +235,7 @@ def _slime_colocated_step(worker: Worker, trainer: Trainer, version: str) -> Non
 
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
 def test_slime_disaggregated(workers, trainer, load_format, until):
-    """5.0 and 5.3: two engines in one group, two groups at once, requests under way at the pause, a reconnect."""
+    """Sections 5.0 and 5.3: two engines in a group, two groups at once, requests that run at the pause, a reconnect."""
     groups = [Group(workers, f"slime-pp_{stage}") for stage in range(2)]
     for version in ("11", "12", "13"):
         trainer.step()
@@ -262,7 +262,7 @@ def test_slime_disaggregated(workers, trainer, load_format, until):
 
 
 def test_slime_early_stop_and_disk(workers, trainer, tmp_path, until):
-    """5.2 and 5.3: abort until the loads are zero, then a folder; the version is read before generation continues."""
+    """Sections 5.2 and 5.3: abort until the loads are zero, then a folder; the version is read before continue."""
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(workers[0].post, "/generate", LONG) for _ in range(4)]
         until(lambda: workers[0].client.get("/v1/loads").json()["loads"][0]["num_running_reqs"])
@@ -285,7 +285,7 @@ def test_slime_early_stop_and_disk(workers, trainer, tmp_path, until):
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
 def test_miles_disaggregated(workers, trainer, mode, until):
-    """5.4: a session around the buckets, and requests that go on afterwards unless they are aborted."""
+    """Section 5.4: a session around the buckets, and requests that continue afterwards unless they are aborted."""
     group = Group(workers, "miles-pp_0")
     before = workers[0].version()
     trainer.step()
@@ -300,7 +300,7 @@ def test_miles_disaggregated(workers, trainer, mode, until):
             worker.post("/begin_weight_update", {"selector": "all"})
         for bucket in trainer.buckets():
             group.send(bucket, selector="all", weight_version=f"3{mode}")
-        assert workers[0].version() == before  # nobody sees half of it
+        assert workers[0].version() == before  # no client sees a partial update
         for worker in workers:
             worker.post("/update_weight_version", {"new_version": f"3{mode}", "abort_all_requests": False})
             worker.post("/end_weight_update", {})
@@ -321,7 +321,7 @@ def test_miles_disaggregated(workers, trainer, mode, until):
 
 
 def test_miles_colocated(workers, trainer):
-    """5.4, Megatron: flush, release everything, resume the weights, a session, continue, resume the KV."""
+    """Section 5.4, Megatron: flush, release everything, resume the weights, a session, continue, resume the KV."""
     worker = workers[1]
     for version in ("41", "42"):
         worker.flush()
@@ -342,7 +342,7 @@ def test_miles_colocated(workers, trainer):
 
 
 def test_miles_fsdp(workers, trainer, until):
-    """5.4, FSDP: pause and flush at the same time, and a flush after every bucket inside the session."""
+    """Section 5.4, FSDP: pause and flush at the same time, and a flush after every bucket inside the session."""
     worker = workers[1]
     trainer.step()
     with ThreadPoolExecutor(3) as pool:
@@ -368,7 +368,7 @@ def test_miles_fsdp(workers, trainer, until):
 
 
 def test_verl_every_call_twice(workers, trainer):
-    """5.5, the HTTP part: no pause and no session, flush_cache left at its default, and retries of everything."""
+    """Section 5.5, the HTTP part: no pause, no session, flush_cache left at its default, and retries of every call."""
     worker = workers[0]
     for version in ("61", "62"):
         for _ in range(2):
@@ -404,7 +404,7 @@ def _url_of(process: subprocess.Popen) -> str:
 
 
 def _foreign_group(port: int, world_size: int, name: str) -> dist.ProcessGroup:
-    """The trainer's end: the steps of SGLang's init_custom_process_group, private names and all."""
+    """Join a group as the trainer: the steps of SGLang's init_custom_process_group, with its private names."""
     from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world, rendezvous
 
     timeout = timedelta(seconds=30)

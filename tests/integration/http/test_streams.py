@@ -1,4 +1,4 @@
-"""Hundreds of clients that stream at the same time, many of whom leave: nobody else's answer changes, nothing leaks."""
+"""Tests with hundreds of streaming clients, of which many disconnect: other answers stay equal, no block leaks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATIENCE = 240.0
 
 @dataclass(frozen=True)
 class Ask:
-    """What one client asks, and after how many chunks it leaves; None: it stays."""
+    """One client's request, and the number of chunks after which it disconnects; None: it stays."""
 
     prompt: list[int]
     params: dict[str, object]
@@ -43,7 +43,7 @@ def small_model() -> Qwen3ForCausalLM:
 
 
 def asks_of(rng: random.Random) -> list[Ask]:
-    """Some share their beginnings, lengths differ, a third leaves: a few before the first token."""
+    """Make requests: some share a prefix, lengths differ, a third disconnects, a few before the first token."""
     beginnings = [[rng.randrange(4, 100) for _ in range(32)] for _ in range(4)]
     leavers = set(rng.sample(range(NUM_CLIENTS), NUM_CLIENTS // 3))
     asks = []
@@ -58,8 +58,8 @@ def asks_of(rng: random.Random) -> list[Ask]:
 
 
 async def play(client: httpx.AsyncClient, ask: Ask, delay: float) -> dict | None:
-    """The last chunk, each of which continued the one before; None for a client that left."""
-    await asyncio.sleep(delay)  # arrivals are spread; nothing is waited for
+    """Return the last chunk, and check that each continues the one before; None for a client that disconnected."""
+    await asyncio.sleep(delay)  # spreads the arrivals
     body = {"input_ids": ask.prompt, "sampling_params": ask.params, "stream": True, "return_logprob": True}
     last, num_chunks = None, 0
     async with client.stream("POST", "/generate", json=body) as response:
@@ -88,7 +88,7 @@ def test_a_third_of_256_streams_is_left_and_every_other_answer_is_as_if_alone(ov
     torch.set_num_threads(1)
     rng = random.Random(7)
     asks, delays = asks_of(rng), [rng.random() for _ in range(NUM_CLIENTS)]
-    # Fewer blocks than the load wants, and no room kept: some are retracted on the way.
+    # Fewer blocks than the load needs, and none reserved: some sequences are retracted.
     config = EngineConfig(kv_cache=240, max_num_seqs=96, admission_ratio=0.0, overlap=overlap)
     engine = Engine(small_model(), config, tokenizer=build_tokenizer())
     service = RolloutService(engine)
@@ -123,7 +123,7 @@ def test_a_third_of_256_streams_is_left_and_every_other_answer_is_as_if_alone(ov
 
 
 async def idle(url: str) -> None:
-    """Return when nobody runs or waits: those who left have been let go."""
+    """Wait until no sequence runs or waits: the sequences of disconnected clients have ended."""
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
         while True:
             [load] = (await client.get("/v1/loads")).json()["loads"]

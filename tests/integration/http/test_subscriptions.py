@@ -1,4 +1,4 @@
-"""Between the engine's thread and the event loop: who is told what, and what becomes of those that nobody waits for."""
+"""Tests of subscriptions between the engine's thread and the event loop: delivery, failures, and withdrawn requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONG = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
 
 @pytest.fixture
 def engine(make_model) -> Iterator[Engine]:
-    """Started, and idle at the end with nothing leaked."""
+    """Yield a started engine, which must be idle at the end, without leaked blocks."""
     torch.set_num_threads(1)
     engine = Engine(make_model("qwen3"), EngineConfig(kv_cache=64))
     with engine.model.rollout_phase():
@@ -40,7 +40,7 @@ def engine(make_model) -> Iterator[Engine]:
 
 
 class Told:
-    """A listener that keeps what it is told."""
+    """A listener that keeps chunks and failures."""
 
     def __init__(self) -> None:
         self.chunks: list[StreamChunk] = []
@@ -105,7 +105,7 @@ def test_withdrawn_listener_hears_nothing_more_and_others_are_not_touched(engine
     engine.requests.submit(PROMPTS, [LONG] * 2, mine, rids=["a", "b"])
     engine.requests.submit(PROMPTS[:1], [PARAMS], others, rids=["c"])
     assert sorted(engine.requests.withdraw([mine])) == ["a", "b"] and engine.requests.withdraw([mine]) == []
-    engine.requests.submit(PROMPTS[:1], [PARAMS], others, rids=["a"])  # the id is free again, and another's now
+    engine.requests.submit(PROMPTS[:1], [PARAMS], others, rids=["a"])  # the id is free again: another request has it
     assert engine.requests.withdraw([mine]) == []
     engine.continue_generation()
     assert {completion.id for completion in others.wait(2)} == {"a", "c"}
@@ -125,7 +125,7 @@ def test_listener_is_told_when_the_loop_ends(engine):
 
 
 def test_subscription_that_is_cancelled_while_it_is_queued_leaves_nothing(engine):
-    """The thread that queues it cannot be stopped: what it queues is withdrawn."""
+    """The thread that queues the requests cannot be stopped, so they are withdrawn afterwards."""
     began, go_on = threading.Event(), threading.Event()
 
     def prepare() -> Asked:

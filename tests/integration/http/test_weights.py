@@ -1,4 +1,4 @@
-"""The weight verbs over a socket: replies, sessions, versions, the checker, memory, and one update at a time."""
+"""Tests of the weight verbs over a socket: replies, sessions, versions, the checker, memory, one update at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder(make_model, tmp_path):
 
 @pytest.fixture
 def trainer(make_model):
-    """The model whose weights are sent: the engine's, a step later."""
+    """Make the model whose weights are sent: the engine's model, a step later."""
     model = make_model("qwen2")
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def _send(client: httpx.Client, model, **body: object) -> dict:
 
 
 def _generates(service: RolloutService, model) -> str:
-    """Checks that the engine gives what transformers does with these weights; the version of the answer."""
+    """Check that the engine generates as transformers does with these weights. Returns the answer's version."""
     [completion] = service.engine.generate([PROMPT], GREEDY)
     whole = model.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)
     assert list(completion.token_ids) == whole[0, len(PROMPT) :].tolist()
