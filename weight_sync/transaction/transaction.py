@@ -159,7 +159,7 @@ class WeightTransaction:
         """Return this rank's part of a tensor in its present state. Raises ValueError for an unknown name."""
         return self._entry(name).held.local.tensor
 
-    # -- what was written ---------------------------------------------------------------------------------------------
+    # -- written bytes ------------------------------------------------------------------------------------------------
 
     def tensor_name(self, name: str) -> str:
         """Return the name under which a tensor is resident, for any of its names."""
