@@ -135,7 +135,7 @@ class RolloutService(WeightVerbs):
             yield
         except BaseException as error:
             self._torn = f"an optimizer step failed ({type(error).__name__}: {error})"
-            self.engine.weights.refuse_sampling(f"the weights may be torn: {self._torn}: {_MEND}")
+            self.engine.weights.refuse_sampling(f"the weights may be partly written: {self._torn}: {_MEND}")
             raise
         self._torn = None
 

@@ -219,7 +219,7 @@ def _assemble(staging: Path, route: _Route, target: Path, version: int, deadline
         except (DigestMismatch, ValueError) as error:
             # The pull was killed within a chunk, or the machine lost bytes that were not flushed: start this route
             # again.
-            logger.warning("what an earlier pull of version %d left cannot be completed: %s", version, error)
+            logger.warning("an earlier unfinished pull of version %d cannot be completed: %s", version, error)
             shutil.rmtree(staging)
             return _assemble(staging, route, target, version, deadline)
     return _go_on(staging, state, route, target, version, deadline)

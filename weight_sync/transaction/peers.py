@@ -31,7 +31,7 @@ class Tally:
         listed = "; ".join(f"rank {rank}: {problem}" for rank, problem in self.problems.items())
         if own is not None:
             if len(self.problems) > 1:
-                own.add_note(f"the ranks of this model said: {listed}")
+                own.add_note(f"the ranks of this model report: {listed}")
             raise own
         if self.problems:
             raise PeerFailed(listed)

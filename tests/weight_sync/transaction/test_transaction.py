@@ -60,7 +60,7 @@ def write_all(transaction: WeightTransaction, tensors: dict[str, torch.Tensor], 
         transaction.write(name, 0, noise(tensor, seed))
 
 
-# -- what may be written ----------------------------------------------------------------------------------------------
+# -- permitted writes -------------------------------------------------------------------------------------------------
 
 
 def test_expect_lists_every_offender_and_changes_nothing():
