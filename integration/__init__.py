@@ -1,1 +1,1 @@
-"""Where the rooms meet: the service, the training job and the command line."""
+"""The outer layer: the service, its HTTP server, the training job and the command line."""

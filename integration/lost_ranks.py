@@ -1,4 +1,5 @@
-"""How a rank that shares an engine with others ends: one line that names who was lost, for people and the launcher."""
+"""The end of a rank that shares an engine with others: one line that names the lost rank, for people and the
+launcher."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ _LAST_WORDS_S = 5.0
 
 
 def outlive_sigterm() -> None:
-    """SIGTERM, which the launcher sends as soon as another rank has died, ends this process after a few seconds: in
-    them it finds out and says which rank it was, in what phase. Main thread only."""
+    """Delay the end by SIGTERM for a few seconds. The launcher sends it as soon as another rank has ended; meanwhile
+    this process finds and reports the lost rank and its phase. Main thread only."""
 
     def end_soon(signum: int, _frame: object) -> None:
         timer = threading.Timer(_LAST_WORDS_S, os._exit, (128 + signum,))
@@ -33,9 +34,9 @@ def outlive_sigterm() -> None:
 
 
 def loss_of(error: Exception, ranks: RankChannel | None) -> RankFailure | None:
-    """The rank whose loss is behind an error, if one's is. ranks: of this rank's engine, where it is several ranks'.
+    """Find the rank whose loss caused an error, if any. ranks: of this rank's engine, where several ranks share it.
 
-    Waits a little for signs of life where the error does not say it.
+    Waits a little for signs of life where the error does not name the rank.
     """
     if isinstance(error, RankFailure):
         return error
@@ -45,9 +46,9 @@ def loss_of(error: Exception, ranks: RankChannel | None) -> RankFailure | None:
 
 
 def leave(error: Exception, rank: int, where: str) -> NoReturn:
-    """Say in one line who was lost, or what failed, on stderr and in torchrun's error file, and end this process.
+    """Report the lost rank, or the failure, in one line on stderr and in torchrun's error file, and end this process.
 
-    Nothing is closed: whatever has to do with other ranks would wait for them. where: in the job.
+    Nothing is closed, because closing would wait for other ranks. where: the place in the job.
     """
     what = str(error)
     if not isinstance(error, RankFailure):

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def in_one_line(error: BaseException) -> str:
-    """Name the error's class, and what it says where it says something."""
+    """Return the name of the error's class, and its message if it has one."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,4 +1,4 @@
-"""This process among the job's ranks, as a value that is passed."""
+"""This process's place among the job's ranks, as a value that is passed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which rank this is, of how many, and on what device."""
+    """This process's rank, the number of ranks, and its device."""
 
     rank: int
     num_ranks: int
@@ -27,26 +27,26 @@ class Ranks:
         return self.rank == 0
 
     def total(self, value: float) -> float:
-        """Sum of one number over all ranks, on every rank."""
+        """Return the sum of one number over all ranks, on every rank."""
         return self._reduce(value, dist.ReduceOp.SUM)
 
     def largest(self, value: float) -> float:
-        """Largest of one number over all ranks, on every rank."""
+        """Return the largest of one number over all ranks, on every rank."""
         return self._reduce(value, dist.ReduceOp.MAX)
 
-    def _reduce(self, value: float, op: dist.ReduceOp) -> float:
+    def _reduce(self, value: float, op: dist.ReduceOp.RedOpType) -> float:
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=op)
         return tensor.item()
 
 
 def is_launched() -> bool:
-    """Whether torchrun, or something that sets the same variables, started this process."""
+    """Return whether torchrun, or a launcher that sets the same variables, started this process."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
 
 
 def this_rank(device: str = "") -> Ranks:
-    """From torchrun's environment; a process of its own is rank 0 of 1. Joins nothing.
+    """Read this process's rank from torchrun's environment; a process without it is rank 0 of 1. Joins no group.
 
     Raises ValueError for a CUDA device where there is none.
     """
@@ -60,19 +60,22 @@ def this_rank(device: str = "") -> Ranks:
 
 @contextmanager
 def process_group(ranks: Ranks, timeout_s: int) -> Iterator[None]:
-    """The job's default process group: NCCL on GPUs, gloo on CPUs. A collective that waits longer than `timeout_s`
-    fails on every rank that waits.
+    """Open the job's default process group for the block: NCCL on GPUs, gloo on CPUs. A collective that waits longer
+    than `timeout_s` fails on every rank that waits.
 
-    What holds the group beyond this block can hang the process: gloo's threads take the GIL to drop a tensor, and a
-    group that ends with the object that holds it, a DDP module say, joins them without giving the GIL up. So locals of
-    functions that have returned are freed in here, those of an exception's frames too.
+    An object that holds the group beyond this block can hang the process: gloo's threads take the GIL to drop a tensor,
+    and a group that ends with the object that holds it, for example a DDP module, joins them without releasing the GIL.
+    Therefore locals of functions that have returned are freed inside the block, also those of an exception's frames.
     """
     store = None if is_launched() else dist.HashStore()
     backend = "nccl" if ranks.device.type == "cuda" else "gloo"
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
-    options = {"store": store, "rank": 0, "world_size": 1} if store is not None else {}
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **options)
+    timeout = timedelta(seconds=timeout_s)
+    if store is None:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""An engine with its weights: the verbs that HTTP, the command line, the job and the trainer adapters talk to."""
+"""An engine with its weights: the interface for HTTP, the command line, the job and the trainer adapters."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ _MEND = "complete one, or restore a checkpoint (weights_restored), and commit"
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The memory behind one tag, before and after."""
+    """The size of the memory behind one tag, before and after a change."""
 
     bytes_before: int
     bytes_after: int
 
 
 class RolloutService(WeightVerbs):
-    """Joins an engine and the weight verbs. Methods that have an HTTP verb bear its name.
+    """Connects an engine and the weight verbs. Methods with an HTTP verb have its name.
 
     Example, in a training rank whose `model` the engine was made from:
+
         service = RolloutService(Engine(model))
         with service.rollout():
             completions = service.engine.generate(prompts, params)
@@ -64,7 +65,7 @@ class RolloutService(WeightVerbs):
         self._receiver = TensorReceiver(self.config.shared_memory_folder)
         self._shared_memory = SharedMemory(self._receiver)
         self._checks = WeightChecks(engine, self.sessions, self.replica)
-        self._torn: str | None = None  # why the weights that the trainer writes are not to be published
+        self._torn: str | None = None  # why the weights that the trainer writes must not be published
         self.replica.how_it_stands = self._how_it_stands
         serve_verbs(self)
         self.replica.stands()
@@ -73,10 +74,10 @@ class RolloutService(WeightVerbs):
 
     @contextmanager
     def rollout(self, *, release_kv: bool = False) -> Iterator[None]:
-        """The rollout phase: the module generates. KV released before is resumed.
+        """Run the rollout phase, in which the module generates. KV memory released before is resumed.
 
-        With `release_kv` the pool is given back at the end, for the trainer to use its memory; that raises NotIdle
-        where sequences are still running.
+        With `release_kv` the pool is released at the end, for the trainer to use its memory; that raises NotIdle where
+        sequences are still running.
         """
         if self.replica.is_alone or self.engine.kv_bytes:
             self.engine.weights.resume_kv()
@@ -87,23 +88,23 @@ class RolloutService(WeightVerbs):
             yield
         if release_kv and self.replica.is_alone:
             self.engine.weights.release_kv()
-        elif release_kv:  # on all ranks or none: only the controller knows who runs
+        elif release_kv:  # on all ranks or none: only the controller knows the running sequences
             self.release_memory_occupation(["kv_cache"])
 
     @contextmanager
     def weights_turn(self, what: str, timeout_s: float | None = None) -> Iterator[float]:
-        """For whoever is not the trainer: write weights in here. Waits for a rollout phase where the module is a
-        trainer's, and that phase ends after it; yields the seconds left. Re-entrant.
+        """Wait for a turn to write weights outside of the trainer, and yield the seconds left. Re-entrant.
 
-        Raises DeadlineExceeded, naming `what` and what it waited for, where none comes in `timeout_s` (None: the
-        service's `weight_timeout_s`). The trainer itself, which knows its phases, calls the verbs without it.
+        Where the module is a trainer's it waits for a rollout phase, and that phase ends after the block. Raises
+        DeadlineExceeded, naming `what` and what it waited for, where no phase comes in `timeout_s` (None: the service's
+        `weight_timeout_s`). The trainer itself, which knows its phases, calls the verbs without it.
         """
         with self.engine.model.borrowed(what, timeout_s or self.config.weight_timeout_s) as seconds_left:
             yield seconds_left
 
     @contextmanager
     def turn_to_commit(self, what: str, timeout_s: float | None = None) -> Iterator[None]:
-        """`weights_turn` for what commits an implicit session, where one is open; else at once."""
+        """Wait as `weights_turn` for a call that commits an implicit session, where one is open; else do not wait."""
         if self.sessions.state()["state"] != "open" or self.sessions.is_open:
             yield
         else:
@@ -112,15 +113,20 @@ class RolloutService(WeightVerbs):
 
     @contextmanager
     def training_numerics(self) -> Iterator[None]:
-        """Run the trainer's forward and backward in here: then its log-probabilities are the engine's, bit for bit."""
+        """Run the trainer's forward and backward in the block, so that its log-probabilities are the engine's, bit for
+        bit."""
         with self.engine.model.training_numerics():
             yield
 
     @contextmanager
     def optimizer_step(self) -> Iterator[None]:
-        """Announce that the shared weights are being written. From here to the next commit the engine refuses to
-        sample. After an exception in here they may be torn, and only a step that completes, or `weights_restored`,
-        allows a commit again. Raises SessionError, and runs nothing, while a weight-update session is open."""
+        """Announce that the trainer writes the shared weights in the block. From here to the next commit the engine
+        refuses to sample.
+
+        After an exception in the block the weights may be partly written; only a step that completes, or
+        `weights_restored`, allows a commit again. Raises SessionError, and runs nothing, while a weight-update session
+        is open.
+        """
         self.finish_digest()
         self.sessions.let_write("optimizer_step")
         self.engine.weights.refuse_sampling("the trainer is writing the weights: commit them first")
@@ -129,26 +135,27 @@ class RolloutService(WeightVerbs):
             yield
         except BaseException as error:
             self._torn = f"an optimizer step failed ({type(error).__name__}: {error})"
-            self.engine.weights.refuse_sampling(f"the weights may be torn: {self._torn}: {_MEND}")
+            self.engine.weights.refuse_sampling(f"the weights may be partly written: {self._torn}: {_MEND}")
             raise
         self._torn = None
 
     def weights_restored(self) -> None:
-        """The trainer has put a checkpoint into the shared weights: they may be committed, whatever a step left."""
+        """Note that the trainer has loaded a checkpoint into the shared weights. They may be committed, also after a
+        failed step."""
         self._torn = None
 
     # -- weights in place -------------------------------------------------------------------------------------------
 
     def commit_in_place(self, version: str, *, source: NamedTensors, digest: DigestTime = "now") -> Commit:
-        """Publish what the trainer wrote into the shared storage as `version`; starts a KV epoch.
+        """Publish the weights that the trainer wrote into the shared storage as `version`. Starts a KV epoch.
 
         source: the trainer's parameters by Hugging Face name, checked to be the engine's own memory. With
         `digest="later"` the digest is None until `finish_digest`, which `optimizer_step` calls before the next write.
         Raises ValueError listing tensors that are not shared, Poisoned after a step that failed, SessionError while a
         weight-update session is open; then nothing is committed.
 
-        Ranks that share the model call this together. Where a rank's source is cut as its engine is, the engine takes
-        on that storage; where it is whole, as it is for data-parallel trainers, each rank copies its part.
+        Ranks that share the model call this together. Where a rank's source is sharded as its engine is, the engine
+        uses that storage; where it is whole, as it is for data-parallel trainers, each rank copies its part.
         """
         if digest not in ("now", "later"):
             raise ValueError(f'digest must be "now" or "later", not {digest!r}')
@@ -173,44 +180,45 @@ class RolloutService(WeightVerbs):
 
     @on_all_ranks
     def finish_digest(self) -> str | None:
-        """Compute the digest that a commit put off, if one is owed; returns the digest of the weights now."""
+        """Compute the digest that a commit left for later, if one is owed. Returns the digest of the present
+        weights."""
         return self.sessions.finish_digest()
 
     @on_all_ranks
     def model_digest(self) -> str:
-        """SHA-256 tree over the resident tensors as they are now (docs/architecture.md), in hex, of all ranks
-        together. Changes nothing."""
+        """Compute the SHA-256 tree over the resident tensors as they are now (docs/architecture.md), in hex, over all
+        ranks. Changes nothing."""
         return self.sessions.model_digest()
 
     @on_all_ranks
     def weights_checker(
         self, action: str = "checksum", *, skip_tensor_list: Sequence[str] = (), seed: int | None = None
     ) -> dict[str, object]:
-        """Look at the weights between two steps: checksum, snapshot, compare, reset_tensors; see `WeightChecks`."""
+        """Check the weights between two steps: checksum, snapshot, compare, reset_tensors; see `WeightChecks`."""
         return self._checks.run(action, skip_tensor_list, seed)
 
     # -- memory and state -------------------------------------------------------------------------------------------
 
     @on_all_ranks
     def release_memory_occupation(self, tags: Iterable[str] | None = None) -> dict[str, MemoryReport]:
-        """Free the memory behind each tag, all of them by default. What is free already, or the trainer's, stays as it
-        is.
+        """Free the memory behind each tag, all tags by default. Memory that is free already, or the trainer's, is left
+        as it is.
 
         Raises ValueError for an unknown tag and NotIdle while sequences hold blocks, then nothing was released; and
         SessionError for weights that an open session writes. Bytes are those of all ranks.
         """
         free = {"kv_cache": self.engine.weights.release_kv, "weights": self.sessions.release_weights}
-        if not self.replica.is_alone:  # only the controller knows who runs
+        if not self.replica.is_alone:  # only the controller knows the running sequences
             self.replica.require_idle("release_memory_occupation")
-        # The pool first: whoever runs is found before the weights go.
+        # The pool first: running sequences are noticed before the weights are released.
         return self._memory_reports(known_tags(tags), free)
 
     @on_all_ranks
     def resume_memory_occupation(self, tags: Iterable[str] | None = None) -> dict[str, MemoryReport]:
-        """Allocate again what was released. What is there stays as it is.
+        """Allocate released memory again. Memory that was not released is left as it is.
 
-        Weights come back undefined: nothing is sampled before an update has written all of them. The KV pool's return
-        commits an implicit weight-update session.
+        Weights have undefined values afterwards: nothing is sampled before an update has written all of them. Resuming
+        the KV pool commits an implicit weight-update session.
         """
 
         def resume_kv() -> None:
@@ -220,9 +228,9 @@ class RolloutService(WeightVerbs):
         return self._memory_reports(known_tags(tags), {"kv_cache": resume_kv, "weights": self.sessions.resume_weights})
 
     def state(self) -> dict[str, object]:
-        """The engine's state and the weights'. Changes nothing.
+        """Return the engine's state and the weights'. Changes nothing.
 
-        `ranks`: how things stand on each rank of the replica, as it said itself; a block of the pool has its share of
+        `ranks`: the state of each rank of the replica, as that rank reported it; a block of the pool has its share of
         memory on each of them.
         """
         state = self.engine.state()
@@ -240,7 +248,8 @@ class RolloutService(WeightVerbs):
     def _how_it_stands(self) -> dict[str, object]:
         engine, model, update = self.engine, self.engine.model, self.sessions.state()
         return {
-            # Without what changes by itself, as the time left does: the controller hears of changes after a verb.
+            # Only values that verbs change, not for example the time left: the controller receives changes after a
+            # verb.
             "weight_update": {key: update[key] for key in ("state", "version", "why", "num_undefined")},
             "weight_version": engine.weight_version,
             "weight_digest": engine.weight_digest,
@@ -252,7 +261,7 @@ class RolloutService(WeightVerbs):
         }
 
     def close(self) -> None:
-        """Leave every group, give up an open session, and close the engine."""
+        """Leave every group, roll back an open session, and close the engine."""
         self.groups.close()
         self._receiver.close()
         self.sessions.close()
@@ -261,7 +270,7 @@ class RolloutService(WeightVerbs):
     def _memory_reports(
         self, tags: Sequence[str], change: Mapping[str, Callable[[], object]]
     ) -> dict[str, MemoryReport]:
-        """Do what is to be done for each tag, on this rank; the bytes of all ranks before and after."""
+        """Run the change of each tag on this rank. Returns the bytes of all ranks before and after."""
         own = {}
         for tag in tags:
             before = self._bytes(tag)
@@ -272,11 +281,12 @@ class RolloutService(WeightVerbs):
         return {tag: MemoryReport(*(sum(r[tag][i] for r in ranks) for i in (0, 1))) for tag in tags}
 
     def _give_up_session(self) -> None:
-        """The time of an explicit session is over. In a job whose ranks run the same program the next verb finds it."""
+        """Roll back an explicit session whose lease has expired. In a job whose ranks run the same program the next
+        verb does this."""
         if self.replica.asks_followers:
             try:
                 self.abort_weight_update("it expired")
-            except (SessionError, PeerFailed) as ended:  # somebody was faster
+            except (SessionError, PeerFailed) as ended:  # another call was faster
                 logger.info("the expired weight-update session: %s", ended)
 
     def _bytes(self, tag: str) -> int:

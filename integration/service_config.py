@@ -1,4 +1,4 @@
-"""Settings of a service beside its engine's: how weights may come, how long anybody waits, and the names of memory."""
+"""Settings of a service beside its engine's: accepted forms of weights, time limits, and the names of memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 
 @dataclass(frozen=True)
 class ServiceConfig:
-    """Raises ValueError for a limit that is not positive."""
+    """Settings of a service. Raises ValueError for a limit that is not positive."""
 
-    allow_pickle: bool = True  # take the pickled payloads of existing frameworks, through a closed table of names
+    allow_pickle: bool = True  # accept the pickled payloads of existing frameworks, through a closed table of names
     max_pickle_bytes: int = 64 << 20  # of one such payload; it holds handles, not weights
-    weight_timeout_s: float = 300.0  # deadline of every wait of an update that names none
-    shared_memory_folder: Path = Path("/dev/shm")  # where segments of the shared-memory wire may lie
+    weight_timeout_s: float = 300.0  # deadline of every wait of an update that gives none
+    shared_memory_folder: Path = Path("/dev/shm")  # where segments of shared memory must lie
 
     def __post_init__(self) -> None:
         wrong = [

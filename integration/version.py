@@ -1,4 +1,4 @@
-"""Which version of Lockstep this is."""
+"""The version of Lockstep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PACKAGE = __package__.split(".")[0]
 
 
 def version() -> str:
-    """Of the installed package, or of the checkout that this is."""
+    """Return the version of the installed package, or of this checkout."""
     try:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""An engine behind HTTP, as a target of weight updates."""
+"""An engine behind HTTP as a target of weight updates."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from ..one_line import in_one_line
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S = 5.0  # beyond a verb's own deadline: its answer says more than our silence
+_GRACE_S = 5.0  # beyond a verb's own deadline, because the engine's own error is more precise
 _CONNECT_S = 10.0
-# What a proxy answers where it cannot reach the engine: that engine has said nothing.
+# A proxy's answers where it cannot reach the engine: they are not the engine's.
 _FROM_A_PROXY = frozenset({502, 504})
 
 
 class HttpTarget:
-    """A served engine; implements `weight_sync.target.Target` over POST /lockstep/VERB. Any thread may call.
+    """A served engine; implements `weight_sync.target.Target` over POST /lockstep/VERB. Thread-safe.
 
     A router is one target, too: it passes each verb to all of its workers, gives each its own ranks of a process group,
-    and answers with what they agree in. A worker that fails is named in its message.
+    and returns the answer on which they agree. Its message names a worker that fails.
     """
 
     def __init__(self, url: str, admin_key: str | None = None, *, name: str | None = None) -> None:
-        """name: as errors call it; the url by default. Raises ValueError for what is no http or https address."""
+        """Connect to a server. name: used in errors; the url by default. Raises ValueError for a url that is not http
+        or https."""
         parsed = httpx.URL(url)
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ValueError(f"a target's url is http://HOST:PORT, not {url!r}")
         self.url = url.rstrip("/")
         self._name = name or self.url
         headers = {} if admin_key is None else {"Authorization": f"Bearer {admin_key}"}
-        # An engine is never behind a proxy of the environment; calls that wait for each other each need a connection.
+        # An engine is never behind a proxy of the environment. Calls that wait for each other each need a connection.
         self._client = httpx.Client(
             headers=headers, trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=4)
         )
@@ -47,8 +48,8 @@ class HttpTarget:
         return self._name
 
     def call(self, verb: str, *, timeout_s: float, **arguments: object) -> dict[str, object]:
-        """See `Target.call`. An error's kind is its class name there; for what was refused before the engine saw it,
-        the status in words."""
+        """Call a verb; see `Target.call`. An error's kind is its class name on the server; where the request was
+        refused before the engine received it, the kind is the status in words."""
         timeout = httpx.Timeout(timeout_s + _GRACE_S, connect=min(timeout_s, _CONNECT_S))
         body = json.dumps({"timeout_s": timeout_s, **arguments})
         try:
@@ -74,16 +75,18 @@ class HttpTarget:
 
 
 def targets_behind(router_url: str, admin_key: str | None = None, *, timeout_s: float = 10.0) -> list[HttpTarget]:
-    """List the healthy workers of a router as targets, each reached at its own address.
+    """List the healthy workers of a router as targets, each at its own address.
 
-    For a `WeightPusher` that calls each engine itself: every engine is then a target of its own, by its own name in
-    errors. `HttpTarget(router_url)` is the other way: one target, whose verbs the router hands on to all its workers.
+    Use it for a `WeightPusher` that calls each engine itself: every engine is then a target of its own, with its own
+    name in errors. The alternative is `HttpTarget(router_url)`: one target, whose verbs the router passes on to all its
+    workers.
 
         pusher = WeightPusher(targets_behind("http://127.0.0.1:30080", admin_key), transport)
 
     admin_key: of the router and of the workers. timeout_s: for the router's answer. Workers that are not healthy are
-    logged and left out; one that returns with other weights gets no requests of the router before an update. The caller
-    closes the targets. Raises TargetError where the router does not answer, or has no healthy workers, saying why.
+    logged and left out; a worker that returns with other weights gets no requests from the router before an update. The
+    caller closes the targets. Raises TargetError with the reason where the router does not answer or has no healthy
+    workers.
     """
     router = HttpTarget(router_url, admin_key)
     try:
@@ -105,7 +108,8 @@ def targets_behind(router_url: str, admin_key: str | None = None, *, timeout_s: 
 
 
 def _split_by_health(workers: object) -> tuple[Sequence[str], Sequence[str]]:
-    """URLs of the healthy workers, and the others with what is wrong. A router that does not say has healthy ones."""
+    """Return the URLs of the healthy workers, and the problems of the others. A router that reports no health has only
+    healthy ones."""
     healthy, unhealthy = [], []
     for entry in workers if isinstance(workers, list) else ():
         if not isinstance(entry, dict) or "url" not in entry:
@@ -126,7 +130,8 @@ def _json_of(response: httpx.Response) -> object:
 
 
 def _error_of(response: httpx.Response, answer: object) -> tuple[str, str]:
-    """Message and kind of an answer that is an error; the kind is "" where it does not say that nothing was done."""
+    """Return message and kind of an error answer. The kind is "" where the answer does not state that nothing was
+    done."""
     error = answer.get("error") if isinstance(answer, dict) else None
     if not isinstance(error, dict) or "message" not in error:
         kind = "" if response.status_code in _FROM_A_PROXY else f"HTTP {response.status_code}"
@@ -134,5 +139,5 @@ def _error_of(response: httpx.Response, answer: object) -> tuple[str, str]:
     assert isinstance(answer, dict)
     results = answer.get("results")
     if isinstance(results, list) and any(isinstance(one, dict) and one.get("success") for one in results):
-        return str(error["message"]), ""  # a router's: some of its workers have done it
+        return str(error["message"]), ""  # a router's answer: some of its workers have run the verb
     return str(error["message"]), str(error.get("type") or f"HTTP {response.status_code}")

@@ -1,4 +1,4 @@
-"""A service in this process, as a target; and the verbs that every target answers."""
+"""A service in this process as a target, and the verbs that every target answers."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ VERBS: dict[str, bool] = {
 def run_verb(
     service: RolloutService, verb: str, timeout_s: float, arguments: Mapping[str, object]
 ) -> dict[str, object]:
-    """Run a verb by name; the report as a JSON object, with `rank_results` where several ranks ran it.
+    """Run a verb by name and return its report as a JSON object, with `rank_results` where several ranks ran it.
 
-    Raises ValueError for an unknown verb, and what the verb raises.
+    Raises ValueError for an unknown verb, and the verb's own exceptions.
     """
     if verb not in VERBS:
         raise ValueError(f"unknown verb {verb!r}")
     call = find_verb(service, verb)
-    service.replica.take_results()  # those of an earlier verb
+    service.replica.take_results()  # drops the results of an earlier verb
     report = plain(call(**arguments, timeout_s=timeout_s) if VERBS[verb] else call(**arguments))
     report = report if isinstance(report, dict) else {"result": report}
     results = service.replica.take_results()
@@ -56,7 +56,7 @@ def run_verb(
 
 
 def find_verb(service: RolloutService, verb: str) -> Callable[..., object]:
-    """The service's method of that name, or else its engine's."""
+    """Find the service's method of that name, or else its engine's."""
     return getattr(service, verb, None) or getattr(service.engine, verb)
 
 
@@ -72,11 +72,11 @@ class LocalTarget:
         return self._name
 
     def call(self, verb: str, *, timeout_s: float, **arguments: object) -> dict[str, object]:
-        """See `Target.call`."""
+        """Call a verb; see `Target.call`."""
         try:
             return run_verb(self.service, verb, timeout_s, arguments)
         except (LockstepError, WeightSyncError, ValueError, OSError) as error:
             raise TargetError(self._name, verb, str(error), type(error).__name__) from error
 
     def close(self) -> None:
-        """Does nothing: the service is its owner's."""
+        """Do nothing: the owner closes the service."""

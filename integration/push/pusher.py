@@ -1,4 +1,4 @@
-"""From a trainer's model to a fleet of engines, so that all of them have the new version or all of them the old one."""
+"""Pushes of a trainer's weights to many engines. All engines get the new version, or all keep the old one."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class PushFailed(WeightSyncError):
-    """No target has the new version; the message says which failed, and how.
+    """No target has the new version; the message names each failed target and its error.
 
-    failures: what went wrong by target name, "" for this process. stranded: targets that could not be brought back or
-    not be reached: what they hold is not known, and they must not generate before a full update.
+    failures: errors by target name, "" for this process. stranded: targets that could not be restored or not be
+    reached; their weights are not known, and they must not generate before a full update.
     """
 
     def __init__(self, version: str, failures: dict[str, str], stranded: Sequence[str] = ()) -> None:
@@ -36,17 +36,17 @@ class PushFailed(WeightSyncError):
 
 @dataclass(frozen=True)
 class Pushed:
-    """A push that landed."""
+    """Record of a push that was committed."""
 
     version: str
-    digest: str | None  # the model digest, as this side computed it; None without verify
+    digest: str | None  # the model digest as the sender computed it; None without verify
     sent: Sent
     seconds: float
 
 
 @dataclass
 class _Digests:
-    """Tensor roots, taken as the tensors pass by."""
+    """Computes tensor roots of tensors as they are sent."""
 
     roots: dict[str, bytes] = field(default_factory=dict)
 
@@ -59,9 +59,9 @@ class _Digests:
 class WeightPusher:
     """Pushes a trainer's weights: pause, flush, begin, buckets, verify, commit, continue.
 
-    On every rank of the trainer `push` is called together, since gathering sharded weights is a collective; the rank
-    that sends has the targets, the others have none. `share(error)`: makes the sender's error (or None) known to all
-    ranks, so that all of them raise; a job of one rank needs none.
+    All ranks of the trainer call `push` together, since gathering sharded weights is a collective; the rank that sends
+    has the targets, the others have none. `share(error)` sends the sender's error (or None) to all ranks, so that all
+    of them raise; a job of one rank needs none.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class WeightPusher:
         timeout_s: float = 120.0,
         share: Callable[[str | None], str | None] = lambda error: error,
     ) -> None:
-        """dtype: what weights are cast to on the way; timeout_s: deadline of every single wait."""
+        """Keep the settings. dtype: the weights are cast to it before they are sent; timeout_s: deadline of every
+        single wait."""
         if targets and transport is None:
             raise ValueError("targets need a transport")
         names = [target.name for target in targets]
@@ -90,14 +91,15 @@ class WeightPusher:
         self._share = share
 
     def push(self, model: nn.Module, version: str) -> Pushed | None:
-        """Bring the model's weights to every target as `version`; None on ranks without targets.
+        """Send the model's weights to every target as `version`. Returns None on ranks without targets.
 
-        Raises PushFailed; then every target that can be reached has what it had, and generates on where it did.
+        Raises PushFailed; then every target that can be reached has its old weights, and continues to generate if it
+        did before.
         """
         return self.push_tensors(trainer_tensors(model, self._dtype), trainer_specs(model, self._dtype), version)
 
     def push_tensors(self, tensors: NamedTensors, specs: Sequence[TensorSpec], version: str) -> Pushed | None:
-        """As `push`, for tensors that somebody gathers; they are drawn to the end whatever happens, in the order of
+        """Push tensors that the caller gathers, as `push` does. They are read to the end in any case, in the order of
         `specs`."""
         tensors = iter(tensors)
         error: Exception | None = None
@@ -109,7 +111,7 @@ class WeightPusher:
             finally:
                 for _ in tensors:  # the other ranks gather to the end, and would wait for this one
                     pass
-        except Exception as failed:  # noqa: BLE001 - the other ranks have to be told, whatever it is
+        except Exception as failed:  # noqa: BLE001 - any exception has to be sent to the other ranks
             error = failed
         shared = self._share(None if error is None else str(error))
         if error is not None:
@@ -119,7 +121,7 @@ class WeightPusher:
         return pushed
 
     def close(self) -> None:
-        """Give the transport's groups, segments and folders back."""
+        """Release the transport's groups, segments and folders."""
         if self._transport is not None:
             self._transport.close()
 
@@ -146,12 +148,12 @@ class WeightPusher:
         return Pushed(version, digest, sent, time.perf_counter() - started)
 
     def _prepare(self, version: str) -> list[Target]:
-        """Pause, flush and begin everywhere; returns the targets that were not paused before."""
+        """Pause, flush and begin on every target. Returns the targets that were not paused before."""
         was_paused: dict[str, bool] = {}
 
         def prepare(target: Target) -> None:
             was_paused[target.name] = bool(self._call(target, "state")["paused"])
-            # Paused first: nothing may be admitted between the flush and the session.
+            # Paused first: no request may be admitted between the flush and the session.
             self._call(target, "pause_generation", mode=self._pause_mode)
             self._call(target, "flush_cache")
             self._call(
@@ -162,7 +164,8 @@ class WeightPusher:
         failures = on_all(self.targets, prepare)
         resume = [target for target in self.targets if was_paused.get(target.name) is False]
         if failures:
-            # One that answered with an error has begun nothing: what is open there is somebody else's.
+            # A target that answered with an error has begun nothing: a session that is open there belongs to another
+            # caller.
             answered = [name for name, error in failures.items() if getattr(error, "kind", "")]
             self._tell([t for t in self.targets if t.name not in answered], "abort_weight_update")
             self._tell(resume, "continue_generation")
@@ -170,15 +173,16 @@ class WeightPusher:
         return resume
 
     def _commit(self, version: str, resume: Sequence[Target]) -> None:
-        """Commit everywhere, or nowhere. Everybody has verified: what fails now is a target that is gone."""
+        """Commit on every target, or on none. All targets have verified, so a failure now means that a target is
+        gone."""
         failures = on_all(self.targets, lambda target: self._call(target, "end_weight_update"))
         if failures:
             stranded = self._take_back(resume)
             raise PushFailed(version, {name: str(error) for name, error in failures.items()}, stranded)
 
     def _take_back(self, resume: Sequence[Target]) -> list[str]:
-        """Bring the old weights back everywhere, and let those go on that may; returns the names of those where that
-        could not be done."""
+        """Restore the old weights on every target, and continue generation where possible. Returns the names of the
+        targets where that failed."""
 
         def take_back(target: Target) -> None:
             try:
@@ -186,7 +190,7 @@ class WeightPusher:
             except TargetError as error:
                 if error.kind != "SessionError":
                     raise
-                self._call(target, "revert_weight_update")  # none is open, so it has committed
+                self._call(target, "revert_weight_update")  # no session is open, so it has committed
             if self._call(target, "state")["weight_update"]["state"] == "poisoned":  # type: ignore[index]
                 raise TargetError(target.name, "abort_weight_update", "its weights are poisoned")
 
@@ -202,7 +206,7 @@ class WeightPusher:
         raise_failures(on_all(self.targets, lambda target: self._call(target, verb, **arguments)))
 
     def _tell(self, targets: Sequence[Target], verb: str) -> None:
-        """A verb whose failure does not change what was decided: it is logged."""
+        """Call a verb whose failure does not change the decision; the failure is logged."""
         for name, error in on_all(targets, lambda target: self._call(target, verb)).items():
             logger.warning("%s: %s failed: %s", name, verb, error)
 
@@ -211,7 +215,7 @@ class WeightPusher:
 
 
 def _failures(error: Exception) -> dict[str, str]:
-    """What failed by target name; "" is this process."""
+    """Return the errors by target name; "" is this process."""
     if isinstance(error, TargetsFailed):
         return {name: str(failure) for name, failure in error.failures.items()}
     return {error.target if isinstance(error, TargetError) else "": str(error)}

@@ -1,9 +1,9 @@
-"""An engine in a process of its own, driven over a Unix socket with one JSON object a line.
+"""An engine in a process of its own, controlled over a Unix socket with one JSON object a line.
 
     python -m lockstep.integration.push.remote_engine --model FOLDER --socket PATH [setting=value ...]
 
-It ends when its standard input does, so that it never outlives whoever started it. A request is {"verb", "timeout_s",
-"arguments"}, the answer {"result"} or {"error": {"kind", "message"}}; one connection for each.
+It ends when its standard input does, so it always ends with the process that started it. A request is {"verb",
+"timeout_s", "arguments"}, the answer {"result"} or {"error": {"kind", "message"}}; each uses its own connection.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from ...weight_sync.target import TargetError
 
 logger = logging.getLogger(__name__)
 
 _READY = "ready"
-_GRACE_S = 2.0  # beyond a verb's own deadline: its answer says more than our silence
+_GRACE_S = 2.0  # beyond a verb's own deadline, because the engine's own error is more precise
 
 
 class RemoteTarget:
-    """The client's side; implements `weight_sync.target.Target`."""
+    """The client of an engine process; implements `weight_sync.target.Target`."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self._path = path
@@ -39,7 +40,7 @@ class RemoteTarget:
         return self._name
 
     def call(self, verb: str, *, timeout_s: float, **arguments: object) -> dict[str, object]:
-        """See `Target.call`."""
+        """Call a verb; see `Target.call`."""
         request = json.dumps({"verb": verb, "timeout_s": timeout_s, "arguments": arguments}) + "\n"
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -58,16 +59,16 @@ class RemoteTarget:
         return answer["result"]
 
     def close(self) -> None:
-        """Does nothing: each call has a connection of its own."""
+        """Do nothing: each call has a connection of its own."""
 
 
 class RemoteEngine(RemoteTarget):
-    """An engine process that this one starts and ends."""
+    """An engine process that this process starts and ends."""
 
     def __init__(
         self, model: str | Path, folder: Path, name: str, settings: Mapping[str, object], *, timeout_s: float = 120.0
     ) -> None:
-        """Start it on a model folder; returns when it answers. folder: where its socket and its log lie.
+        """Start the process on a model folder and wait until it answers. folder: of its socket and its log.
 
         Raises TargetError, with the end of its log, when it is not ready within `timeout_s`.
         """
@@ -86,12 +87,12 @@ class RemoteEngine(RemoteTarget):
     def generate(
         self, prompts: Sequence[object], sampling_params: Sequence[Mapping[str, object]], timeout_s: float
     ) -> list[dict[str, object]]:
-        """Completions as plain values, in the order of the prompts."""
+        """Generate completions and return them as plain values, in the order of the prompts."""
         answer = self.call("generate", timeout_s=timeout_s, prompts=prompts, sampling_params=sampling_params)
-        return answer["completions"]  # type: ignore[return-value]
+        return cast("list[dict[str, object]]", answer["completions"])
 
     def close(self) -> None:
-        """End the process, by its standard input; by force where that does not help within 10 s."""
+        """End the process by closing its standard input; kill it where that does not help within 10 s."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         try:
@@ -102,9 +103,10 @@ class RemoteEngine(RemoteTarget):
         self.process.stdout.close()
 
     def _wait_until_ready(self, timeout_s: float) -> None:
-        assert self.process.stdout is not None
+        stdout = self.process.stdout
+        assert stdout is not None
         lines: list[str] = []
-        reader = threading.Thread(target=lambda: lines.append(self.process.stdout.readline()), daemon=True)
+        reader = threading.Thread(target=lambda: lines.append(stdout.readline()), daemon=True)
         reader.start()
         reader.join(timeout_s)
         if not lines or lines[0].strip() != _READY:
@@ -116,7 +118,7 @@ class RemoteEngine(RemoteTarget):
 
 
 def _environment() -> dict[str, str]:
-    """Ours, without what torchrun set for this rank: the engine is no rank of the job."""
+    """Return our environment without torchrun's variables for this rank: the engine is no rank of the job."""
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     return {k: v for k, v in os.environ.items() if k not in ranks and not k.startswith("TORCHELASTIC_")}
 
@@ -125,12 +127,13 @@ class VerbServer:
     """Answers verbs on a Unix socket, each connection in a thread of its own."""
 
     def __init__(self, path: Path, run: Callable[[str, float, dict[str, object]], dict[str, object]]) -> None:
-        """run(verb, timeout_s, arguments): its report; what it raises is answered as an error."""
+        """Open the socket. run(verb, timeout_s, arguments) returns the report; its exceptions are answered as
+        errors."""
         self._run = run
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         path.unlink(missing_ok=True)
-        before = os.umask(0o177)  # nobody else may connect
+        before = os.umask(0o177)  # only this user may connect
         try:
             self._socket.bind(str(path))
         finally:
@@ -160,7 +163,7 @@ class VerbServer:
         with connection, connection.makefile("r", encoding="utf-8") as lines:
             line = lines.readline()
             if not line.endswith("\n"):
-                return  # the caller went away
+                return  # the caller closed the connection
             answer = self._result_of(line)
             try:
                 connection.sendall(json.dumps(answer).encode() + b"\n")
@@ -198,9 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     service = RolloutService(Engine(options.model, EngineConfig.from_dict(settings)))
     service.engine.start()
 
-    def run(verb: str, timeout_s: float, arguments: dict[str, object]) -> dict[str, object]:
+    def run(verb: str, timeout_s: float, arguments: dict[str, Any]) -> dict[str, object]:
         if verb == "generate":
-            return {"completions": plain(service.engine.generate(**arguments))}  # type: ignore[dict-item,arg-type]
+            return {"completions": plain(service.engine.generate(**arguments))}
         return run_verb(service, verb, timeout_s, arguments)
 
     server = VerbServer(options.socket, run)

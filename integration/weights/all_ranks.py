@@ -1,8 +1,8 @@
-"""The ranks that hold a service's model together: what one of them is asked to do, all of them do.
+"""The ranks that hold a service's model together: a verb that is called on one of them runs on all.
 
-Two ways lead there. In a job whose ranks run the same program every rank calls the verb itself. Where the others
+There are two ways. In a job whose ranks run the same program every rank calls the verb itself. Where the other ranks
 follow the controller (`Engine.follow`, or inside a call of `generate`) the controller's call runs it on all of them.
-Either way each rank runs the same code, and the ranks vote inside it: it happens on all of them or on none.
+Either way each rank runs the same code, and the ranks vote inside it: the verb takes effect on all of them or on none.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from ...rollout.ranks.follower_channel import FollowerChannel
 from ...weight_sync.transaction.peers import PeerFailed, Peers
 from ..plain_values import plain
 
-_NUM_WAITS = 4  # of a verb, for other ranks or its sender, each under a deadline of its own
-P, T = ParamSpec("P"), TypeVar("T")
+_NUM_WAITS = 4  # longest number of waits in one verb, for other ranks or its sender, each with its own deadline
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Replica:
-    """The ranks of one engine. With one rank there is nobody to ask, and a verb just runs."""
+    """The ranks of one engine. A single rank runs each verb directly."""
 
     def __init__(self, engine: Engine, timeout_s: float) -> None:
-        """timeout_s: how long ranks wait for each other, who may be receiving."""
+        """Connect to the engine's ranks. timeout_s: how long ranks wait for each other while they may be receiving."""
         self._engine, self._ranks = engine, engine.ranks
         self._timeout_s = max(timeout_s, engine.ranks.timeout_s)
         mesh = engine.ranks.mesh
         exchange = functools.partial(engine.ranks.gather_json, timeout_s=self._timeout_s)
         self.peers = Peers(mesh.local_rank, mesh.num_ranks, exchange)
-        self.how_it_stands: Callable[[], dict[str, object]] = dict  # what other ranks are to know of this one
+        self.how_it_stands: Callable[[], dict[str, object]] = dict  # returns the state of this rank for the other ranks
         self._said: dict[str, object] = {}
-        # .in_verb: this thread runs a verb for all ranks; .results: of one that it brought to them
+        # .in_verb: this thread runs a verb for all ranks; .results: the results of a verb that it ran on all ranks
         self._here = threading.local()
 
     @property
@@ -49,28 +50,28 @@ class Replica:
 
     @property
     def asks_followers(self) -> bool:
-        """Whether a verb that is called here has to be brought to the other ranks: they follow this one, instead of
-        calling it themselves. Waits until they did one or the other."""
+        """Whether a verb that is called here must be run on the other ranks too, because they follow this one and do
+        not call it themselves. Waits until they follow or call it."""
         ranks = self._ranks
         if self.is_alone or getattr(self._here, "in_verb", False) or not isinstance(ranks, ControllerChannel):
             return False
         return ranks.are_following(ranks.timeout_s)
 
     def take_results(self) -> list[dict[str, object]]:
-        """What each rank said to the first verb that this thread brought to all of them since it last asked for this;
-        nothing where there was none."""
+        """Return each rank's result of the first verb that this thread ran on all ranks since the last call of this
+        method. Returns an empty list where there was none."""
         results, self._here.results = getattr(self._here, "results", []), []
         return results
 
     def stands(self) -> None:
-        """Something may have changed: let the controller know how things stand on this rank."""
+        """Send this rank's state to the controller if it has changed."""
         if isinstance(self._ranks, FollowerChannel) and (facts := self.how_it_stands()) != self._said:
             self._said = facts
             self._ranks.say_how_it_stands(facts)
 
     def states(self) -> list[dict[str, object]]:
-        """How things stand on each rank, by local rank: here now, on the others as they said after the last change. A
-        follower knows itself alone. Waits for nobody."""
+        """Return the state of each rank, by local rank: the present state of this rank, the last reported state of the
+        others. A follower knows only its own state. Does not wait."""
         mesh, told = self._ranks.mesh, {}
         if isinstance(self._ranks, ControllerChannel):
             told = self._ranks.how_they_stand()
@@ -83,7 +84,7 @@ class Replica:
         return found
 
     def serve(self, verb: str, run: Callable[..., object]) -> None:
-        """Other ranks may ask for this verb here, with JSON arguments by name."""
+        """Let other ranks run this verb here, with JSON arguments by name."""
 
         def handle(**arguments: object) -> object:
             was_in_verb, self._here.in_verb = getattr(self._here, "in_verb", False), True
@@ -100,14 +101,15 @@ class Replica:
         self._ranks.handlers[verb] = handle
 
     def ask(self, verb: str, arguments: Mapping[str, object]) -> Any:
-        """Run a verb on all ranks, with nothing in flight; what it returned here.
+        """Run a verb on all ranks, with no step in flight, and return its result on this rank.
 
-        Raises what it raised here, else PeerFailed naming the ranks where it failed; RankFailure where one is lost.
+        Raises this rank's exception, else PeerFailed naming the ranks where it failed; RankFailure where one is lost.
         """
         here = self._here
         here.error = here.value = None
+        values = {name: plain(value) for name, value in arguments.items()}
         found = self._engine.between_steps(
-            verb, lambda: self._ranks.run_everywhere(verb, plain(arguments), _NUM_WAITS * self._timeout_s)
+            verb, lambda: self._ranks.run_everywhere(verb, values, _NUM_WAITS * self._timeout_s)
         )
         here.results = getattr(here, "results", None) or [result.as_dict() for result in found]
         failures = {result.rank: f"{result.error}: {result.message}" for result in found if not result.success}
@@ -119,7 +121,7 @@ class Replica:
 
     def require_idle(self, what: str, why: str = "") -> None:
         """Raise NotIdle, with `why` before its message, on every rank where sequences hold KV blocks, PeerFailed on the
-        others; a collective."""
+        others. A collective."""
 
         def check() -> None:
             if num_running := self._engine.num_running:
@@ -128,12 +130,12 @@ class Replica:
         self.peers.together(what, check)
 
     def gather(self, value: object) -> list[Any]:
-        """A JSON value of each rank, by local rank; a collective."""
+        """Return every rank's JSON value, by local rank. A collective."""
         return [value] if self.is_alone else list(self.peers.exchange(value))
 
 
 class OfAReplica(Protocol):
-    """What has verbs that run on all ranks."""
+    """An object whose verbs run on all ranks."""
 
     replica: Replica
 
@@ -141,7 +143,7 @@ class OfAReplica(Protocol):
 def on_all_ranks(
     method: Callable[Concatenate[Any, P], T],
 ) -> Callable[Concatenate[Any, P], T]:
-    """A verb that the controller brings to its followers. Its arguments must be JSON values then."""
+    """Mark a verb that the controller also runs on its followers. Its arguments must then be JSON values."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
@@ -159,7 +161,7 @@ def on_all_ranks(
 
 
 def serve_verbs(verbs: OfAReplica) -> None:
-    """Let other ranks ask for every method that `on_all_ranks` marks."""
+    """Let other ranks run every method that `on_all_ranks` marks."""
     for name, method in inspect.getmembers(verbs, inspect.ismethod):
         if getattr(method, "runs_on_all_ranks", False):
             verbs.replica.serve(name, method)

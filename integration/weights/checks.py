@@ -1,9 +1,10 @@
-"""The weights checker: what stands in the engine's tensors, against digests and against an earlier look."""
+"""The weights checker, which compares the engine's tensors with digests and with an earlier snapshot."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from ...weight_sync.manifest import NamedTensors
 from .all_ranks import Replica
 from .sessions import WeightSessions
 
-_NUM_NAMED = 8  # tensors, in a message
+_NUM_NAMED = 8  # most tensors named in one message
 ACTIONS = ("checksum", "snapshot", "compare", "reset_tensors")
 
 
@@ -28,17 +29,19 @@ class WeightChecks:
         self._snapshot: dict[str, Tensor] | None = None
 
     def run(self, action: str, skip: Sequence[str], seed: int | None) -> dict[str, object]:
-        """The action's report, with `success` and `message`. Raises ValueError for an unknown action.
+        """Run an action and return its report, with `success` and `message`. Raises ValueError for an unknown action.
 
-        checksum: SHA-256 per tensor, the rank's digest over them, the model digest, the digests in SGLang's form, and
-        the names of tensors that are not what was published (`differing`, of each rank by itself);
-        snapshot: keep a copy on the host; compare: against it, naming what is missing, unexpected or changed;
-        reset_tensors: overwrite with random values, after which nothing is sampled before a full update.
-        Of several ranks each looks at what it holds; `rank_results` has what each said.
+        - checksum: SHA-256 per tensor, the rank's digest over them, the model digest, the digests in SGLang's form, and
+          the names of tensors that differ from the published ones (`differing`, of each rank by itself).
+        - snapshot: keep a copy on the host.
+        - compare: compare with the snapshot, naming tensors that are missing, unexpected or changed.
+        - reset_tensors: overwrite with random values; sampling is then refused until a full update.
+
+        Of several ranks each checks the tensors that it holds; `rank_results` has each rank's report.
         """
         if action not in ACTIONS:
             raise ValueError(f"Unsupported action={action!r}")
-        if action == "reset_tensors":  # without the engine's lock: this waits for the session's
+        if action == "reset_tensors":  # without the engine's lock, because this waits for the session's lock
             self._sessions.finish_digest()
             self._sessions.let_write(f"weights_checker {action}")
         report = self._engine.between_steps(f"weights_checker {action}", lambda: self._run(action, skip, seed))
@@ -57,8 +60,8 @@ class WeightChecks:
         self._sessions.weights_were_lost(set(names))
         return {"success": True, "message": f"{len(names)} tensors hold random values now"}
 
-    def _of_all_ranks(self, own: dict[str, object]) -> dict[str, object]:
-        """This rank's report, with what all ranks said beside it, and success only where all of them had it."""
+    def _of_all_ranks(self, own: dict[str, Any]) -> dict[str, Any]:
+        """Add all ranks' reports to this rank's report. It is a success only where every rank succeeded."""
         mesh = self._engine.ranks.mesh
         place = {"rank": mesh.rank, "tp_rank": mesh.tp_rank, "pp_rank": mesh.pp_rank}
         said = self._replica.gather({**place, **own})
@@ -82,7 +85,7 @@ class WeightChecks:
             "success": digest is not None,
             "message": message,
             "ranks": [record],
-            "per_engine_checksum": per_engine_checksum([record["per_gpu_checksum"]]),
+            "per_engine_checksum": per_engine_checksum([str(record["per_gpu_checksum"])]),
             "tensors": report.tensors,
             "rank_digest": report.rank_digest,
             "num_bytes": report.num_bytes,

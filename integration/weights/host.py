@@ -1,4 +1,4 @@
-"""The engine as a host of weight-update sessions: what is held while one is open, and what its commit publishes."""
+"""The engine as a host of weight-update sessions: holds sampling while a session is open, and publishes its commit."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from .known_roots import KnownRoots
 from .options import DigestTime, UpdateOptions
 from .rank_weights import ReplicaWeights
 
-# Keys of refusals to sample.
+# The reasons to refuse sampling.
 _SESSION, _REVERT, _POISONED, _UNWRITTEN, _TORN = "session", "revert", "poisoned", "unwritten", "torn"
 
 
 @dataclass(frozen=True)
 class Commit:
-    """A weight version that landed."""
+    """A committed weight version."""
 
     version: str
-    digest: str | None  # None while a digest asked for "later" is owed
+    digest: str | None  # None while a digest with digest="later" is not computed yet
     bytes_copied: int
-    num_blocks_dropped: int  # cached KV of the version before
+    num_blocks_dropped: int  # cached KV blocks of the version before
     num_unpinned: int  # pinned blocks among them
     session: SessionRecord | None = None  # None: committed in place
 
 
 @dataclass(frozen=True)
 class _Standing:
-    """The weights before a commit, as a revert brings them back."""
+    """The weights before a commit, as a revert restores them."""
 
     version: str
     digest: str | None
-    undefined: frozenset[str]  # tensors that held nothing of worth
-    refusals: Mapping[str, str]  # to sample from them, which the commit lifted
+    undefined: frozenset[str]  # tensors with undefined values
+    refusals: Mapping[str, str]  # reasons to refuse sampling from them, which the commit removed
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What a commit is about to publish."""
+    """The values that a commit is about to publish."""
 
     roots: Mapping[str, bytes]
     digest: str | None
@@ -55,7 +55,7 @@ class _Prepared:
 
 
 class EngineHost(SessionHost):
-    """Holds an engine's sampling while its weights are written, and publishes what was written."""
+    """Stops an engine's sampling while its weights are written, and publishes the written weights."""
 
     def __init__(
         self,
@@ -66,7 +66,8 @@ class EngineHost(SessionHost):
         commit_everywhere: Callable[[], None],
         on_lease_over: Callable[[], None],
     ) -> None:
-        """commit_everywhere: commits an implicit session on all ranks. on_lease_over: see `SessionHost`."""
+        """Wrap an engine. commit_everywhere: commits an implicit session on all ranks. on_lease_over: see
+        `SessionHost`."""
         self._engine, self._replica, self._weights, self._roots = engine, replica, weights, roots
         self._commit_everywhere, self._on_lease_over = commit_everywhere, on_lease_over
         self.last_commit: Commit | None = None
@@ -78,7 +79,7 @@ class EngineHost(SessionHost):
     # -- callbacks of the manager -----------------------------------------------------------------------------------
 
     def make_transaction(self, coverage: Coverage, undo: Undo) -> WeightTransaction:
-        """See `SessionHost`. A digest that is owed is computed before the next write, or never."""
+        """Open a transaction; see `SessionHost`. A digest that is owed is computed before the next write, or never."""
         self._roots.finish_digest()
         self._roots.forget_fresh()
         self._digest_time = "now"
@@ -86,11 +87,12 @@ class EngineHost(SessionHost):
         return self._transaction
 
     def digest_roots(self, names: Sequence[str]) -> dict[str, bytes]:
-        """See `SessionHost`."""
+        """Compute tensor roots; see `SessionHost`."""
         return self._roots.of_session(names)
 
     def prepare_commit(self, record: SessionRecord) -> None:
-        """See `SessionHost`. The digest takes all ranks, and reading all bytes, so it comes before the decision."""
+        """Prepare a commit; see `SessionHost`. The digest needs all ranks and reads all bytes, so it comes before the
+        decision."""
         assert self._transaction is not None
         written = set(self._transaction.written_names())
         undefined = self._roots.undefined - written
@@ -101,7 +103,7 @@ class EngineHost(SessionHost):
         self._next = _Prepared(roots, digest, undefined)
 
     def publish(self, record: SessionRecord) -> None:
-        """See `SessionHost`."""
+        """Publish a commit; see `SessionHost`."""
         engine, ready = self._engine, self._next
         lift = [_SESSION, _POISONED, _UNWRITTEN]
         if record.coverage == "full":
@@ -118,7 +120,7 @@ class EngineHost(SessionHost):
         )
 
     def unpublish(self) -> None:
-        """See `SessionHost`. Version and digest are those of before the last commit again."""
+        """Take the last publication back; see `SessionHost`. Version and digest are again those before the commit."""
         before, roots = self._before, self._roots
         roots.forget()
         roots.undefined = before.undefined
@@ -126,7 +128,7 @@ class EngineHost(SessionHost):
         roots.owes_digest = before.digest is None
 
     def on_rollback(self, why: str, is_poisoned: bool) -> None:
-        """See `SessionHost`. The engine may sample again, unless the weights are poisoned."""
+        """Record a rollback; see `SessionHost`. The engine may sample again, unless the weights are poisoned."""
         self._drop_transaction()
         if is_poisoned:
             self._roots.forget()
@@ -136,14 +138,14 @@ class EngineHost(SessionHost):
         self._engine.weights.allow_sampling(_SESSION)
 
     def on_dropped(self) -> None:
-        """See `SessionHost`."""
+        """Record a session without writes; see `SessionHost`."""
         self._drop_transaction()
         self._engine.weights.before_sampling = None
-        if not self._replica.is_alone:  # it was held here, and could not be elsewhere
+        if not self._replica.is_alone:  # sampling was stopped here, and could not be stopped on another rank
             self._engine.weights.allow_sampling(_SESSION)
 
     def on_lease_over(self) -> None:
-        """See `SessionHost`."""
+        """Roll back an expired session; see `SessionHost`."""
         self._on_lease_over()
 
     def _drop_transaction(self) -> None:
@@ -153,7 +155,7 @@ class EngineHost(SessionHost):
     # -- the engine -------------------------------------------------------------------------------------------------
 
     def hold_for_session(self, digest: DigestTime, options: UpdateOptions) -> HoldReport:
-        """Hold the engine from begin to end of an explicit session. digest: when that of its commit is computed.
+        """Stop sampling from begin to end of an explicit session. digest: when the digest of its commit is computed.
         Raises NotIdle where requests run."""
         why = "a weight-update session is open: end it (end_weight_update) or give it up (abort_weight_update)"
         report = self._engine.weights.hold_for_update(
@@ -164,7 +166,7 @@ class EngineHost(SessionHost):
         return report
 
     def hold_for_update(self, options: UpdateOptions) -> None:
-        """Hold the engine for an update of an implicit session, which is committed before the next request is sampled.
+        """Stop sampling for an update of an implicit session, which is committed before the next request is sampled.
         Raises NotIdle where requests run."""
         self._engine.weights.hold_for_update(
             before_sampling=self._commit_before_sampling, abort_all=options.abort_all_requests,
@@ -172,7 +174,7 @@ class EngineHost(SessionHost):
         )  # fmt: skip
 
     def revert(self, take_back: Callable[[], object]) -> str:
-        """Refuse to sample while `take_back` puts the old bytes back, then publish them; returns their version."""
+        """Refuse to sample while `take_back` restores the old bytes, then publish them. Returns their version."""
         self._engine.weights.hold_for_update(refusal=(_REVERT, "a weight update is being reverted"))
         try:
             take_back()
@@ -189,7 +191,7 @@ class EngineHost(SessionHost):
         return self.last_commit
 
     def forget_bytes(self) -> None:
-        """Forget what is known of the weights' bytes: they are written, or were, without a session."""
+        """Forget all digests of the weights, because they are written, or were, without a session."""
         self._roots.forget()
         self._transaction = None
 
@@ -208,7 +210,7 @@ class EngineHost(SessionHost):
 
 
 def _refusal_of(undefined: Collection[str]) -> dict[str, str]:
-    """To sample while these hold nothing of worth: why, by key."""
+    """Return the reason to refuse sampling while these tensors are undefined, by key."""
     if not undefined:
         return {}
     return {_UNWRITTEN: f"{len(undefined)} weights hold nothing since they were released or reset: update them first"}

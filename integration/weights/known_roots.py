@@ -1,7 +1,7 @@
-"""The tensor roots of an engine's weights, as far as they are known, and the model digest over them.
+"""The known tensor roots of an engine's weights, and the model digest over them.
 
-_committed   of the weights that stand: published, or computed for a digest
-_fresh       of tensors that the open session wrote, where a digest of them was asked for
+_committed   roots of the committed weights: published, or computed for a digest
+_fresh       roots of tensors that the open session wrote, where their digest was asked for
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from .rank_weights import ReplicaWeights
 
 
 class KnownRoots:
-    """Remembers roots and computes those that are missing. Where several ranks hold the model, every method that
-    computes is called on all of them."""
+    """Keeps roots and computes those that are missing. Where several ranks hold the model, every method that computes
+    is called on all of them."""
 
     def __init__(self, engine: Engine, weights: ReplicaWeights) -> None:
-        self.owes_digest = False  # the last commit put its digest off
-        self.undefined: frozenset[str] = frozenset()  # tensors that hold nothing of worth: released or reset
+        self.owes_digest = False  # the last commit left its digest for later
+        self.undefined: frozenset[str] = frozenset()  # tensors with undefined values: released or reset
         self._engine, self._weights = engine, weights
-        self._digesting = threading.Lock()  # held to compute a digest that is owed; taken after the session's lock
+        self._digesting = threading.Lock()  # held while an owed digest is computed; taken after the session's lock
         self._committed: dict[str, bytes] = {}  # by resident name
-        self._fresh: dict[str, bytes] = {}  # likewise
+        self._fresh: dict[str, bytes] = {}  # by resident name
         self._parts = PublishedParts()
 
     # -- digests ----------------------------------------------------------------------------------------------------
 
     def finish_digest(self) -> str | None:
-        """Compute the digest that a commit put off, if one is owed; returns that of the weights now."""
+        """Compute the digest that a commit left for later, if one is owed. Returns the digest of the present
+        weights."""
         with self._digesting:
             if self.owes_digest and not self.undefined:
                 self._engine.weights.set_weight_digest(self.complete())
@@ -40,18 +41,20 @@ class KnownRoots:
         return self._engine.weight_digest
 
     def complete(self) -> str:
-        """Compute the committed roots that are missing; returns the model digest."""
+        """Compute the committed roots that are missing, and return the model digest."""
         self._committed |= self._missing(self._committed)
         return model_root(self._committed.items())
 
     def model_digest(self) -> str:
-        """Compute the digest of the weights as they are now, of all ranks. Changes nothing."""
+        """Compute the digest of the weights as they are now, over all ranks. Changes nothing."""
         return model_root(self._missing(()).items())
 
     def look(self) -> tuple[str | None, list[str]]:
-        """Compute the model digest of the weights as they are now, None where ranks that hold the same bytes do not
-        agree; and list the tensors that are not as they were published on this rank, as far as their digests were
-        computed. Changes nothing."""
+        """Compare the weights as they are now with the published ones. Changes nothing.
+
+        Returns the model digest, None where ranks that hold the same bytes do not agree; and the tensors of this rank
+        that differ from the published ones, as far as their digests were computed.
+        """
         names = self._weights.names()
         own, roots = self._weights.digests(names)
         digest = model_root(roots.items()) if len(roots) == len(names) else None
@@ -69,31 +72,32 @@ class KnownRoots:
             self._fresh.pop(self._weights.resident_name(name), None)
 
     def of_session(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Compute the roots of what the open session wrote; see `SessionHost.digest_roots`."""
+        """Compute the roots of the tensors that the open session wrote; see `SessionHost.digest_roots`."""
         roots = self._roots_now(names)
         parameters = set(self._weights.names())
         self._fresh |= {name: root for name, root in roots.items() if name in parameters}
         return roots
 
     def after(self, written: Collection[str]) -> dict[str, bytes]:
-        """Give the roots that are known once the open session, which wrote these tensors, is committed."""
-        # A tensor that was digested and then put back is not among the written ones.
+        """Return the roots that are known once the open session, which wrote these tensors, is committed."""
+        # A tensor that was digested and then restored is not among the written ones.
         fresh = {name: root for name, root in self._fresh.items() if name in written}
         return {name: root for name, root in self._committed.items() if name not in written} | fresh
 
     def completed(self, roots: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Compute the roots that are missing among these. Raises DigestMismatch where ranks differ about some."""
+        """Return these roots completed by the missing ones, which are computed. Raises DigestMismatch where ranks
+        differ about some."""
         return {**roots, **self._missing(roots)}
 
-    # -- what stands ------------------------------------------------------------------------------------------------
+    # -- committed weights ------------------------------------------------------------------------------------------
 
     def publish(self, roots: Mapping[str, bytes], undefined: frozenset[str], owes_digest: bool) -> None:
-        """Take these as the roots of the committed weights."""
+        """Set the roots of the committed weights."""
         self._committed, self.undefined, self.owes_digest = dict(roots), undefined, owes_digest
         self.keep_published()
 
     def keep_published(self) -> None:
-        """Remember this rank's part of each committed tensor, and of no others."""
+        """Keep this rank's part of each committed tensor, and of no others."""
         self._parts.keep(self._committed)
 
     def forget(self) -> None:
@@ -101,7 +105,8 @@ class KnownRoots:
         self._committed = {}
 
     def _missing(self, known: Collection[str]) -> dict[str, bytes]:
-        """The roots of the parameters that are not known. Raises DigestMismatch where ranks differ about some."""
+        """Compute the roots of the parameters that are not known. Raises DigestMismatch where ranks differ about
+        some."""
         names = [name for name in self._weights.names() if name not in known]
         found = self._roots_now(names)
         if differing := [name for name in names if name not in found]:

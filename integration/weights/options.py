@@ -1,4 +1,4 @@
-"""How one weight update is to be made."""
+"""The options of one weight update."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ DigestTime = Literal["now", "later"]
 class UpdateOptions:
     """The common arguments of the weight verbs; see `WeightVerbs`."""
 
-    weight_version: str | None  # visible once the weights are committed
+    weight_version: str | None  # published when the weights are committed
     timeout_s: float  # the deadline of every wait
     verify: Mapping[str, str] | None = None  # the sender's tensor roots in hex, by name
-    abort_all_requests: bool = False  # end what runs first
-    keep_running: bool = False  # let what is paused in_place go on with the new weights
+    abort_all_requests: bool = False  # abort running requests first
+    keep_running: bool = False  # let requests that are paused in_place continue with the new weights

@@ -1,4 +1,4 @@
-"""Which rank holds other bytes than were published: each remembers its part of every tensor, by the tensor's root."""
+"""Digests of this rank's parts of tensors, which show the ranks whose bytes differ from the published ones."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from collections.abc import Mapping
 
 
 class PublishedParts:
-    """What this rank's parts of tensors were, digested, when the whole tensors had the roots that were seen."""
+    """The digests of this rank's parts of tensors, by name and the root of the whole tensor at that time."""
 
     def __init__(self) -> None:
         self._parts: dict[str, dict[bytes, str]] = {}  # by name and the whole tensor's root
 
     def saw(self, own: Mapping[str, object], roots: Mapping[str, bytes]) -> None:
-        """Remember these parts (`local_digests`) of tensors that have these roots."""
+        """Keep the digests of these parts (`local_digests`) of tensors that have these roots."""
         for name in own.keys() & roots.keys():
             self._parts.setdefault(name, {})[roots[name]] = _digest(own[name])
 
     def keep(self, published: Mapping[str, bytes]) -> None:
-        """These roots are published: forget all others."""
+        """Keep only the parts of tensors with these roots, which are published."""
         known = {name: self._parts.get(name, {}).get(root) for name, root in published.items()}
         self._parts = {name: {published[name]: part} for name, part in known.items() if part is not None}
 
     def differing(
         self, own: Mapping[str, object], roots: Mapping[str, bytes], published: Mapping[str, bytes]
     ) -> list[str]:
-        """Names of the tensors that are not as published, by this rank's part where it is known what that was, else by
-        the whole. own, roots: as they are now; a tensor without a root differs among the ranks that hold it."""
+        """Return the names of the tensors that differ from the published ones. A tensor is judged by this rank's part
+        where its published digest is known, else by the whole. own, roots: the present ones; a tensor without a root
+        differs among the ranks that hold it."""
         names = []
         for name in own.keys() & published.keys():
             part = self._parts.get(name, {}).get(published[name])

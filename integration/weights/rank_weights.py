@@ -1,4 +1,4 @@
-"""The weights of an engine as all ranks that share it hold them: names, digests and values of whole tensors."""
+"""The weights of an engine over all ranks that share it: names, digests and values of whole tensors."""
 
 from __future__ import annotations
 
@@ -18,29 +18,31 @@ from .all_ranks import Replica
 
 
 class ReplicaWeights:
-    """Reads them; where several ranks hold the model every method but `resident_name` and `transaction` is called on
-    all of them. Changes nothing."""
+    """Reads the weights and changes nothing. Where several ranks hold the model every method but `resident_name` and
+    `transaction` is called on all of them."""
 
     def __init__(self, engine: Engine, replica: Replica) -> None:
-        """Raises ValueError where ranks share the model in a way that its digest cannot be computed."""
+        """Check the ranks' shares. Raises ValueError where ranks share the model in a way in which its digest cannot be
+        computed."""
         self._engine, self._replica = engine, replica
         if not replica.is_alone:
             require_whole_cells(engine.model.shards)
         self._tied = engine.model.tied_names()
 
     def names(self) -> list[str]:
-        """Resident names of the whole model."""
+        """Return the resident names of the whole model."""
         if self._replica.is_alone:
             return [name for name, _ in self._engine.weights.resident_tensors()]
         return list(self._engine.model.full_specs)
 
     def resident_name(self, name: str) -> str:
-        """The name under which a tied parameter is resident."""
+        """Return the name under which a tied parameter is resident."""
         return self._tied.get(name, name)
 
     def digests(self, names: Sequence[str]) -> tuple[Mapping[str, object], dict[str, bytes]]:
-        """This rank's digests of what is resident, and the tensor roots, of all ranks; a root covers the name under
-        which it is asked for. What has no root the ranks that hold the same bytes of it do not agree about."""
+        """Return this rank's digests of its resident tensors, and the tensor roots over all ranks. A root covers the
+        name under which it is asked for. A tensor has no root where ranks that hold the same bytes of it do not
+        agree."""
         model = self._engine.model
         resident = dict([*model.resident_tensors(), *model.buffers()])
         here = {name: resident[r] for name in names if (r := self.resident_name(name)) in resident}
@@ -54,8 +56,8 @@ class ReplicaWeights:
         return own, merged_roots(specs, self._replica.gather(own))
 
     def first_entries(self, name: str, limit: int) -> Tensor:
-        """The first `limit` entries along each dimension of a whole parameter, on the CPU. Raises ValueError for an
-        unknown name."""
+        """Return the first `limit` entries along each dimension of a whole parameter, on the CPU. Raises ValueError for
+        an unknown name."""
         model, resident = self._engine.model, self.resident_name(name)
         tensor = dict(self._engine.weights.resident_tensors()).get(resident)
         if self._replica.is_alone:
@@ -73,10 +75,11 @@ class ReplicaWeights:
         return value
 
     def transaction(self, coverage: Coverage, undo: Undo) -> WeightTransaction:
-        """One that writes this rank's part of them."""
+        """Open a transaction that writes this rank's part of the weights."""
         model = self._engine.model
         resident = list(model.resident_tensors())
-        shards, elsewhere = {}, []
+        shards: Mapping[str, Shard] = {}
+        elsewhere: list[TensorSpec] = []
         if not self._replica.is_alone:
             here = {name for name, _ in resident}
             shards = model.shards
@@ -88,7 +91,8 @@ class ReplicaWeights:
 
 
 def _first_entries(part: Tensor, shard: Shard, limit: int) -> list[list[object]]:
-    """Of the first `limit` entries along each dimension of the whole: what is here, as dimension, range and values."""
+    """Return this rank's share of the first `limit` entries along each dimension: lists of dimension, start, stop and
+    values."""
     if not shard.full_shape:
         return [[0, 0, 1, part.tolist()]]
     found, done = [], 0

@@ -7,8 +7,8 @@
 Where several ranks hold the model (`replica`) every method but `state`, `is_open` and `release_undo` is called on all
 of them, each of which has its part of the tensors; roots are merged, and they vote (`SessionManager`).
 
-No step runs while bytes are written. The order of locks is session, then engine: whoever holds the engine's never waits
-for a session (`EngineWeights.before_sampling` is called without it).
+No step runs while bytes are written. The order of locks is session, then engine: a thread that holds the engine's lock
+never waits for a session (`EngineWeights.before_sampling` is called without it).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .rank_weights import ReplicaWeights
 
 
 class WeightSessions:
-    """Joins an engine and a `SessionManager`."""
+    """Connects an engine and a `SessionManager`."""
 
     def __init__(
         self,
@@ -45,9 +45,12 @@ class WeightSessions:
         commit_before_sampling: Callable[[], None],
         on_lease_over: Callable[[], None],
     ) -> None:
-        """timeout_s: how long a call waits for another one that is under way. commit_before_sampling: `commit_implicit`
-        on all ranks. on_lease_over: gives up the session of several ranks whose time is over. Raises ValueError where
-        ranks share the model in a way that its digest cannot be computed."""
+        """Make the manager. Raises ValueError where ranks share the model in a way in which its digest cannot be
+        computed.
+
+        timeout_s: how long a call waits for another running call. commit_before_sampling: `commit_implicit` on all
+        ranks. on_lease_over: rolls back a session of several ranks whose lease has expired.
+        """
         self._engine, self._replica = engine, replica
         self.weights = ReplicaWeights(engine, replica)
         self.metrics = WeightMetrics()
@@ -60,7 +63,7 @@ class WeightSessions:
     def begin(
         self, coverage: Coverage, undo: Undo, digest: DigestTime, lease_s: float | None, options: UpdateOptions
     ) -> HoldReport:
-        """Open one and hold the engine. Where requests run nothing is opened."""
+        """Open an explicit session and stop sampling. Where requests run no session is opened."""
         if digest not in ("now", "later"):
             raise ValueError(f'digest must be "now" or "later", not {digest!r}')
         reports: list[HoldReport] = []
@@ -72,7 +75,7 @@ class WeightSessions:
         return reports[0]
 
     def verify(self, digests: Mapping[str, str]) -> None:
-        """Compare what was written with the sender's digests; see `SessionManager.verify`."""
+        """Compare the written tensors with the sender's digests; see `SessionManager.verify`."""
         with self.metrics.attempt("verify"):
             self._manager.verify(digests)
         self.metrics.verified(len(digests))
@@ -85,25 +88,25 @@ class WeightSessions:
         return self._host.last_commit
 
     def abort(self, why: str) -> None:
-        """Give the open session up: every byte is what it was. Raises SessionError where none is open."""
+        """Roll back the open session and restore every byte. Raises SessionError where none is open."""
         self._manager.rollback(why)
 
     def revert(self) -> str:
-        """Take the last commit back: its weights, version and digest; returns the version that stands again.
+        """Take the last commit back, with its weights, version and digest. Returns the version that is current again.
 
-        Raises SessionError where what it overwrote is not kept any more, or a session is open.
+        Raises SessionError where its undo data is not kept any more, or a session is open.
         """
-        self.finish_digest()  # or somebody might be at it while the bytes change
+        self.finish_digest()  # else another thread could compute it while the bytes change
         return self._host.revert(self._manager.revert)
 
     def release_undo(self) -> None:
-        """The last commit stands: free what it overwrote."""
+        """Free the undo data of the last commit, which then cannot be reverted."""
         self._manager.release_undo()
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
     def update(self, source: str, receive: Receive, options: UpdateOptions) -> UpdateRecord:
-        """Write through the open session, or through an implicit one, which whoever samples next commits."""
+        """Write through the open session, or through an implicit one, which is committed before the next sampling."""
         received: list[str] = []
 
         def receive_noted(sink: Sink) -> Sequence[TensorSpec]:
@@ -122,8 +125,8 @@ class WeightSessions:
         return record
 
     def commit_implicit(self) -> None:
-        """Commit the implicit session that is open, if one is, after the update that is under way. Raises what
-        `SessionManager.commit` does."""
+        """Commit the open implicit session, if there is one, after a running update has ended. Raises as
+        `SessionManager.commit`."""
         with self.metrics.attempt("commit"):
             self._manager.commit_implicit()
 
@@ -133,7 +136,7 @@ class WeightSessions:
         return self._manager.is_explicit
 
     def name_version(self, version: str) -> None:
-        """The open session, or else the weights that stand, bear this version."""
+        """Set the version of the open session, or else of the current weights."""
         if self.state()["state"] == "open":
             self._manager.name_version(version)
         else:
@@ -143,55 +146,57 @@ class WeightSessions:
 
     @property
     def owes_digest(self) -> bool:
-        """Whether the last commit put its digest off."""
+        """Whether the last commit left its digest for later."""
         return self._roots.owes_digest
 
     def finish_digest(self) -> str | None:
-        """Compute the digest that a commit put off, if one is owed; returns that of the weights now."""
+        """Compute the digest that a commit left for later, if one is owed. Returns the digest of the present
+        weights."""
         return self._roots.finish_digest()
 
     def model_digest(self) -> str:
-        """Of the weights as they are now, of all ranks. Changes nothing."""
+        """Compute the digest of the weights as they are now, over all ranks. Changes nothing."""
         return self._roots.model_digest()
 
     def look(self) -> tuple[str | None, list[str]]:
-        """Compare the weights as they are now with what was published; see `KnownRoots.look`."""
+        """Compare the weights as they are now with the published ones; see `KnownRoots.look`."""
         return self._roots.look()
 
     # -- writers beside the sessions ----------------------------------------------------------------------------------
 
     def let_write(self, who: str) -> None:
-        """Somebody else is going to write, or has written, the weights: what is known of their bytes, and what is kept
-        of those before, is of no use any more. Raises SessionError while a session is open."""
+        """Prepare for writes of the weights outside of sessions, before or after they happen. Known digests and kept
+        undo data become invalid. Raises SessionError while a session is open."""
         if self.state()["state"] == "open":
             raise SessionError(f"{who}: a weight-update session is open: end it or give it up first")
         self.release_undo()
         self._host.forget_bytes()
 
     def commit_in_place(self, version: str, digest: DigestTime, bytes_copied: int) -> Commit:
-        """Publish what was written without us. Raises SessionError while a session is open."""
+        """Publish weights that were written without a session. Raises SessionError while a session is open."""
         self.let_write("commit_in_place")
-        self._roots.owes_digest = False  # that of the version before cannot be had any more
+        self._roots.owes_digest = False  # the digest of the previous version cannot be computed any more
         value = self._roots.complete() if digest == "now" else None
         self._roots.keep_published()
-        self._replica.peers.together("commit_in_place", lambda: None)  # nobody publishes before everybody can
+        self._replica.peers.together("commit_in_place", lambda: None)  # no rank publishes before all can
         return self._host.commit_in_place(version, value, bytes_copied)
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
     def release_weights(self) -> int:
-        """Give the weights' memory back where the engine owns it; returns the bytes.
+        """Free the weights' memory where the engine owns it, and return the number of bytes.
 
         Raises SessionError while a session is open, NotIdle where sequences hold blocks.
         """
         if not (self._engine.model.owned and self._engine.model.holds_weights):
             return 0
         self.finish_digest()
-        self.let_write("release_memory_occupation")  # what is kept for a revert would keep the memory, too
+        self.let_write("release_memory_occupation")  # the undo data of a revert would keep the memory
         return self._engine.weights.release_weights()
 
     def resume_weights(self) -> int:
-        """Allocate them again; returns the bytes. What they hold is undefined, so all have to be written first."""
+        """Allocate the weights' memory again, and return the number of bytes. Their values are undefined, so all have
+        to be written first."""
         num_bytes = self._engine.weights.resume_weights()
         if num_bytes:
             self.weights_were_lost(set(self.weights.names()))
@@ -203,12 +208,12 @@ class WeightSessions:
         self._host.weights_were_lost(lost & set(self.weights.names()))
 
     def close(self) -> None:
-        """Give up what is open on this rank, and free what is kept for a revert."""
+        """Roll back an open session on this rank, and free the undo data of the last commit."""
         self._manager.close("the service was closed")
         self.release_undo()
 
     def state(self) -> dict[str, object]:
-        """For the state report. Waits for nobody."""
+        """Return the data of the state report. Does not wait."""
         commit = self._host.last_commit
         return self._manager.state() | {
             "num_undefined": len(self._roots.undefined),

@@ -1,6 +1,6 @@
-"""Where the bytes of an update come from: each function returns what fills a sink and says which tensors it wrote.
+"""The sources of an update's bytes. Each function returns a function that fills a sink and returns the written tensors.
 
-Reading begins when the session calls it, which then holds the engine; what is wrong with the arguments is said before.
+Reading begins when the session calls it, while the engine's sampling is stopped; wrong arguments are refused before.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def from_group(
     group: WeightGroup, load_format: str | None, specs: tuple[Sequence, Sequence, Sequence], manifest: str | None,
     check: Check, timeout_s: float,
 ) -> Receive:  # fmt: skip
-    """Broadcasts of rank 0, in our own sender's protocol ("lockstep", "delta") or in the frameworks', which need
-    specs: names, dtypes and shapes. Raises ValueError for an unknown format."""
+    """Receive broadcasts of rank 0, in our own sender's protocol ("lockstep", "delta") or in other frameworks' formats,
+    which need specs: names, dtypes and shapes. Raises ValueError for an unknown format."""
     expected = None if manifest is None else Manifest.from_json(manifest)
 
     def whole(sink: Sink) -> Sequence[TensorSpec]:
@@ -57,7 +57,8 @@ def from_group(
 
 
 class SharedMemory:
-    """What our own sender describes (`tensors.SharedMemorySender`); keeps the buckets of a delta until the last one."""
+    """Buckets of our own sender (`SharedMemorySender`) in shared memory. Keeps the buckets of a delta until the last
+    one."""
 
     def __init__(self, receiver: TensorReceiver) -> None:
         self._receiver = receiver
@@ -66,7 +67,7 @@ class SharedMemory:
     def source(
         self, description: Mapping[str, object], load_format: str | None, check: Check, timeout_s: float
     ) -> Receive:
-        """A bucket, or with load_format "delta" a bucket of changes, which are applied with the last one."""
+        """Read a bucket, or with load_format "delta" a bucket of changes, which are applied with the last one."""
 
         def whole(sink: Sink) -> Sequence[TensorSpec]:
             return self._receiver.receive(description, sink)
@@ -84,7 +85,7 @@ class SharedMemory:
 
 
 def from_payload(payload: str, load_format: str | None, config: ServiceConfig) -> Receive:
-    """The frameworks' pickled tensors."""
+    """Read other frameworks' pickled tensors."""
 
     def receive(sink: Sink) -> Sequence[TensorSpec]:
         tensors = read_framework_payload(
@@ -96,8 +97,8 @@ def from_payload(payload: str, load_format: str | None, config: ServiceConfig) -
 
 
 def from_named_tensors(named_tensors: NamedTensors, to_the_end: bool) -> Receive:
-    """Tensors of this process, one at a time as the iterator yields them. to_the_end: it is drawn to its end also where
-    that fails, since gathering may be a collective."""
+    """Write tensors of this process, one at a time as the iterator yields them. to_the_end: read the iterator to its
+    end also after a failure, since gathering may be a collective."""
     tensors = named_tensors if isinstance(named_tensors, Sequence) else iter(named_tensors)
 
     def receive(sink: Sink) -> Sequence[TensorSpec]:
@@ -111,13 +112,15 @@ def from_named_tensors(named_tensors: NamedTensors, to_the_end: bool) -> Receive
 
 
 def from_folder(path: Path, digests: dict[str, str] | None, check: Check, timeout_s: float) -> Receive:
-    """A folder in Hugging Face layout, or one with a delta. digests, if given, is filled with those that it brings."""
+    """Read a folder in Hugging Face layout, or a delta folder. digests, if given, is filled with the folder's
+    digests."""
 
     def receive(sink: Sink) -> Sequence[TensorSpec]:
         if (path / DELTA_MANIFEST_FILE).is_file():
             delta = load_delta(path)
             apply_delta(delta.specs, delta.chunks(), sink, check=check, timeout_s=timeout_s)
-            manifest, specs = delta.manifest.manifest, delta.specs
+            manifest: Manifest | None = delta.manifest.manifest
+            specs = delta.specs
         else:
             plan = load_folder(path, sink, timeout_s=timeout_s)
             manifest, specs = plan.manifest, plan.specs
@@ -129,7 +132,7 @@ def from_folder(path: Path, digests: dict[str, str] | None, check: Check, timeou
 
 
 def _write_all(named_tensors: NamedTensors, sink: Sink) -> Sequence[TensorSpec]:
-    """Write whole tensors as they come; a list of them is checked as a whole before the first byte."""
+    """Write whole tensors as they come. A list of tensors is checked as a whole before the first byte."""
     is_whole = isinstance(named_tensors, Sequence)
     if is_whole:
         sink.expect(specs_of(named_tensors))

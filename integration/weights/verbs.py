@@ -1,9 +1,10 @@
-"""The weight verbs of a service, under the names of their HTTP verbs. Every one may be called from any thread."""
+"""The weight verbs of a service, under the names of their HTTP verbs. All are thread-safe."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -27,15 +28,17 @@ from .sessions import WeightSessions
 from .sources import SharedMemory, from_folder, from_group, from_named_tensors, from_payload
 
 GROUP_NAME = "weight_update_group"
+T = TypeVar("T")
 
 
 class WeightVerbs:
-    """What a service does with weights that come to it. Its heir sets the fields.
+    """The methods of a service that update its weights. The subclass sets the fields.
 
-    Common arguments: weight_version, the label of the weights, visible once they are committed; verify, the sender's
-    tensor roots (`digest.tensor_root`, hex) by name; abort_all_requests, end what runs first; keep_running, let what
-    is paused in_place go on with the new weights (inside a session `begin_weight_update` has both); delta_check, how
-    closely a delta looks at what it changes (`delta.Check`); timeout_s, the deadline of every wait.
+    Common arguments: weight_version, the label of the weights, published when they are committed; verify, the sender's
+    tensor roots (`model_digest.tensor_root`, hex) by name; abort_all_requests, abort running requests first;
+    keep_running, let requests that are paused in_place continue with the new weights (inside a session
+    `begin_weight_update` has both); delta_check, how closely a delta checks the bytes that it changes
+    (`delta.apply.Check`); timeout_s, the deadline of every wait.
     """
 
     engine: Engine
@@ -60,12 +63,12 @@ class WeightVerbs:
         keep_running: bool = False,
         timeout_s: float | None = None,
     ) -> HoldReport:
-        """Open a session; nothing is sampled until it ends. One that is not ended within `lease_s` is rolled back, so
-        that a client that died leaves nothing open.
+        """Open a session; nothing is sampled until it ends. A session that does not end within `lease_s` is rolled
+        back, so that a lost client leaves none open.
 
-        coverage "full": every parameter has to be written before it can end. undo "none" keeps nothing to go back to,
-        and a failure poisons the weights. digest: when the model digest is computed, at the end or by `finish_digest`.
-        Raises SessionError where one is open, NotIdle, naming the remedies, where requests run.
+        coverage "full": every parameter has to be written before the session can end. undo "none": no old bytes are
+        kept, and a failure poisons the weights. digest: compute the model digest at the end, or later by
+        `finish_digest`. Raises SessionError where a session is open, NotIdle, naming the remedies, where requests run.
         """
         self._check_resident()
         options = UpdateOptions(
@@ -75,10 +78,10 @@ class WeightVerbs:
 
     @on_all_ranks
     def verify_weight_update(self, digests: Mapping[str, str]) -> None:
-        """Compare everything the open session wrote with the sender's tensor roots, hex by name.
+        """Compare all tensors that the open session wrote with the sender's tensor roots, hex by name.
 
-        Raises DigestMismatch naming the tensors that differ: they are restored, and sending only those again repairs
-        the session, which stays open. Raises ValueError for names that were not written.
+        Raises DigestMismatch naming the tensors that differ: they are restored, and sending only them again repairs the
+        session, which stays open. Raises ValueError for names that were not written.
         """
         self.sessions.verify(digests)
 
@@ -86,24 +89,25 @@ class WeightVerbs:
     def end_weight_update(self, *, weight_version: str | None = None) -> Commit:
         """Commit the open session: its version and digest are published and a KV epoch starts.
 
-        Raises SessionError where none is open, ValueError listing what a full session misses; that one stays open.
+        Raises SessionError where none is open, ValueError listing the missing tensors of a full session, which stays
+        open.
         """
         return self.sessions.end(weight_version)
 
     @on_all_ranks
     def abort_weight_update(self, why: str = "asked for") -> None:
-        """Give the open session up: every byte is what it was, or the weights are poisoned where nothing was kept."""
+        """Roll back the open session and restore every byte. Where no old bytes were kept the weights are poisoned."""
         self.sessions.abort(why)
 
     @on_all_ranks
     def revert_weight_update(self) -> str:
-        """Take the last commit back while what it overwrote is kept (until `release_weight_undo` or the next update);
-        returns the version that stands again."""
+        """Take the last commit back while its undo data is kept (until `release_weight_undo` or the next update).
+        Returns the version that is current again."""
         return self.sessions.revert()
 
     @on_all_ranks
     def release_weight_undo(self) -> None:
-        """The last commit stands: free what it overwrote."""
+        """Free the undo data of the last commit, which then cannot be reverted."""
         self.replica.peers.together("release_weight_undo", self.sessions.release_undo)
 
     def continue_generation(self, *, op_id: str | None = None, timeout_s: float | None = None) -> ContinueReport:
@@ -114,7 +118,7 @@ class WeightVerbs:
         if self.sessions.is_open:
             raise SessionError("a weight-update session is open: end it or give it up before generation continues")
         self.commit_implicit_update()
-        if not self.engine.is_controller:  # the controller's generation continues
+        if not self.engine.is_controller:  # on the other ranks the controller's generation continues
             return ContinueReport(False, 0, 0)
         if (why := self.engine.refusal) is not None:
             raise SamplingRefused(f"generation cannot continue: {why}")
@@ -139,14 +143,14 @@ class WeightVerbs:
         *,
         timeout_s: float | None = None,
     ) -> None:
-        """Join a group as rank `rank_offset`; rank 0 is the sender. Blocks until all have joined, without holding the
-        engine up. Raises ValueError for a group that exists, TransferFailed when not all came in time.
+        """Join a group as rank `rank_offset`; rank 0 is the sender. Blocks until all have joined, while the engine
+        keeps running. Raises ValueError for a group that exists, TransferFailed when not all ranks came in time.
 
-        Of several ranks that hold the model each joins, at `rank_offset` and its place among them, and the engine runs
-        no step meanwhile.
+        Where several ranks hold the model each joins, as `rank_offset` plus its local rank, and the engine runs no step
+        meanwhile.
         """
         device = self.engine.model.device if backend == "nccl" else None
-        # The frameworks send the port as text, too.
+        # Other frameworks send the port also as text.
         rendezvous = Rendezvous(
             master_address, int(master_port), rank_offset + self.replica.local_rank, world_size, group_name,
             backend, self._timeout_s(timeout_s), device,  # type: ignore[arg-type]
@@ -159,7 +163,7 @@ class WeightVerbs:
 
     @on_all_ranks
     def destroy_weights_update_group(self, group_name: str = GROUP_NAME) -> None:
-        """Leave a group; ends a rendezvous that still waits. Raises ValueError for an unknown one."""
+        """Leave a group, or end a rendezvous that still waits. Raises ValueError for an unknown one."""
         self.replica.peers.together("destroy_weights_update_group", lambda: self.groups.destroy(group_name))
 
     @on_all_ranks
@@ -182,8 +186,8 @@ class WeightVerbs:
         """Receive tensors from rank 0 of a group.
 
         load_format None: one broadcast per tensor, in the order of the lists; "flattened_bucket": one of all their
-        bytes; "lockstep": our own sender's protocol (`distributed.send_update`), and with `manifest` (JSON) its plan;
-        "delta": the same with changes against the weights that are here.
+        bytes; "lockstep": our own sender's protocol (`group.protocol.send_update`), and with `manifest` (JSON) its
+        plan; "delta": the same with changes against the present weights.
         """
         group, timeout_s = self.groups.get(group_name), self._timeout_s(timeout_s)
         specs = (names or (), dtypes or (), shapes or ())
@@ -207,11 +211,11 @@ class WeightVerbs:
         keep_running: bool = False,
         timeout_s: float | None = None,
     ) -> UpdateRecord:
-        """Take tensors from memory of this host; returns when the copy is complete and nothing refers to them any more.
+        """Read tensors from memory of this host. Returns when the copy is complete and nothing refers to them any more.
 
-        descriptions: what our own sender yields (`tensors.SharedMemorySender`), one entry for each rank of this
-        engine, or one that all of them read. serialized_named_tensors: the frameworks' pickled payload likewise, with
-        load_format None, "direct" or "flattened_bucket"; refused where the service's `allow_pickle` is off.
+        descriptions: yielded by our own sender (`SharedMemorySender`), one entry for each rank of this engine, or one
+        that all of them read. serialized_named_tensors: the frameworks' pickled payload likewise, with load_format
+        None, "direct" or "flattened_bucket"; refused where the service's `allow_pickle` is off.
         """
         if (serialized_named_tensors is None) == (descriptions is None):
             raise ValueError("pass either serialized_named_tensors or descriptions")
@@ -237,9 +241,9 @@ class WeightVerbs:
     ) -> UpdateRecord:
         """Copy tensors of this process, one at a time as the iterator yields them.
 
-        Ranks that share the model call this together, each with the same whole tensors, of which it keeps its part; an
-        iterator is drawn to its end, also where that fails, since gathering may be a collective. Raises ValueError
-        where the other ranks follow this one: they have no such tensors.
+        Ranks that share the model call this together, each with the same whole tensors, of which it keeps its part. An
+        iterator is read to its end, also after a failure, since gathering may be a collective. Raises ValueError where
+        the other ranks follow this one: they have no such tensors.
         """
         if self.replica.asks_followers:
             raise ValueError("the other ranks follow this one: call update_weights_from_named_tensors on all of them")
@@ -265,13 +269,13 @@ class WeightVerbs:
         keep_running: bool = False,
         timeout_s: float | None = None,
     ) -> UpdateRecord:
-        """Read a folder of safetensors in Hugging Face layout, or a delta folder against the weights that are here.
+        """Read a folder of safetensors in Hugging Face layout, or a delta folder against the present weights.
 
-        Everything is checked before anything is written. verify True: with the digests that the folder brings, if it
-        does. keep_pause: generation is paused afterwards also if it was not before.
+        Everything is checked before anything is written. verify True: compare with the folder's own digests, if it has
+        any. keep_pause: generation stays paused afterwards, also if it was not paused before.
         """
         path, timeout_s = Path(model_path), self._timeout_s(timeout_s)
-        digests: dict[str, str] = {}  # filled while reading: the session compares when the tensors are there
+        digests: dict[str, str] = {}  # filled while reading; compared after the tensors have arrived
         receive = from_folder(path, digests if verify is True else None, delta_check, timeout_s)
         given = digests if isinstance(verify, bool) else verify
         options = UpdateOptions(weight_version, timeout_s, given, abort_all_requests, keep_running)
@@ -288,7 +292,7 @@ class WeightVerbs:
         *,
         timeout_s: float | None = None,
     ) -> PullRecord:
-        """Bring the full checkpoint of a version into a local folder from versioned folders, deltas among them."""
+        """Assemble the full checkpoint of a version in a local folder from versioned folders, deltas among them."""
         return pull_weights(
             Path(local_checkpoint_dir), Path(source_dir), target_version, timeout_s=self._timeout_s(timeout_s)
         )
@@ -296,20 +300,20 @@ class WeightVerbs:
     # -- versions and values ----------------------------------------------------------------------------------------
 
     def get_weight_version(self) -> str:
-        """The version that was committed last."""
+        """Return the version that was committed last."""
         return self.engine.weight_version
 
     @on_all_ranks
     def update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> None:
-        """Label the weights: those of the open session, or else those that stand. Aborts everything unless told not
-        to."""
+        """Set the version of the open session's weights, or else of the current weights. Aborts all requests unless
+        told not to."""
         if abort_all_requests and self.engine.is_controller:
             self.engine.abort_request(abort_all=True, message="the weight version changed")
         self.replica.peers.together("update_weight_version", lambda: self.sessions.name_version(new_version))
 
     @on_all_ranks
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[object]:
-        """Values of a parameter as nested lists, each dimension cut to `truncate_size`. Raises ValueError for an
+        """Return values of a parameter as nested lists, each dimension cut to `truncate_size`. Raises ValueError for an
         unknown name."""
         self._check_resident()
         if truncate_size < 1:
@@ -322,15 +326,15 @@ class WeightVerbs:
         self._check_resident()
         return self.sessions.update(source, receive, options)
 
-    def _own(self, items: Sequence[object], what: str) -> object:
-        """This rank's entry, or the one that is for all ranks."""
+    def _own(self, items: Sequence[T], what: str) -> T:
+        """Return this rank's entry, or the one entry that is for all ranks."""
         num_ranks = self.replica.peers.num_ranks
         if len(items) not in (1, num_ranks):
             raise ValueError(f"{what} has {len(items)} entries, one for each rank: this engine has {num_ranks}")
         return items[self.replica.local_rank if len(items) == num_ranks else 0]
 
     def _timeout_s(self, timeout_s: float | None) -> float:
-        """The time given, else the service's. Raises ValueError unless it is positive."""
+        """Return the given time, else the service's. Raises ValueError unless it is positive."""
         if timeout_s is not None and not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, not {timeout_s}")
         return self.config.weight_timeout_s if timeout_s is None else timeout_s

@@ -1,4 +1,4 @@
-"""The engine joined to its weights: commits in place, phases, torn weights, memory."""
+"""The service: commits in place, phases, partly written weights, memory."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_nothing_is_sampled_between_an_optimizer_step_and_the_next_commit(model,
         service.engine.generate([[1, 2, 3]], PARAMS)
     with pytest.raises(SamplingRefused, match="commit"):
         service.engine.generate([[1, 2, 3]], PARAMS)
-    assert service.state()["num_waiting"] == 0  # the refused request left nothing behind
+    assert service.state()["num_waiting"] == 0  # the refused request left no state behind
     service.commit_in_place("1", source=model.named_parameters())
     assert len(service.engine.generate([[1, 2, 3]], PARAMS)) == 1
 

@@ -1,1 +1,1 @@
-"""Sends only what changed."""
+"""Deltas: only the changed weights are sent."""

@@ -1,20 +1,24 @@
 """Deltas applied to resident tensors, chunk by chunk.
 
-A chunk knows the digests of what it expects and of what it leaves:
-- it is applied where the resident bytes are the base's, skipped where they are the result already, and refused
-  elsewhere; so a delta may be applied twice, and one that was interrupted between two chunks can be completed;
-- what was refused wrote nothing of its chunk; earlier chunks are undone by the transaction underneath.
+A chunk carries the digests of the bytes before it (the base) and after it (the result):
 
-What the checks cost, beside the few bytes of the changed elements, which are always hashed:
-  check       the receiver reads and hashes          a wrong base is refused
-  touched     nothing else                           where it differs in an element that the delta changes
-  pre         every chunk once                       wherever it differs
-  pre+post    every chunk that changes twice         the same, and what was written is read back
+- It is applied where the resident bytes are the base's, skipped where they are the result's, and refused elsewhere.
+- So a delta may be applied twice, and one that was interrupted between two chunks can be completed.
+- A refused chunk writes nothing; earlier chunks are undone by the transaction underneath.
+
+Cost of the checks, beside the few bytes of the changed elements, which are always hashed:
+
+ check       the receiver reads and hashes          a wrong base is refused
+ touched     nothing else                           where it differs in an element that the delta changes
+ pre         every chunk once                       wherever it differs
+ pre+post    every chunk that changes twice         the same, and the written bytes are read back
+
 "touched" is right where the receiver knows by other means that it holds the base (its own model digest), or verifies
 the digests of the result.
 
-Where only a part of a tensor is held (`ShardBytes`) the digests of a chunk can be compared only if all of it is; else
-it is applied unseen, the sink is told (`leave_unchecked`), and the digests of the result have to be verified.
+Where only a part of a tensor is held (`ShardBytes`) the digests of a chunk can be compared only if all of the chunk is
+held. Else it is applied without a check, the sink is informed (`leave_unchecked`), and the digests of the result have
+to be verified.
 """
 
 from __future__ import annotations
@@ -48,12 +52,12 @@ def apply_delta(
     num_threads: int = 2,
     timeout_s: float | None = None,
 ) -> int:
-    """Apply a delta of these tensors to what `sink` holds; returns the number of chunks whose result was not there
+    """Apply a delta of these tensors to the bytes of `sink`. Returns the number of chunks whose result was not there
     already. Chunks are decoded, and resident chunks hashed, in threads while earlier ones are written.
 
     Raises ValueError as `sink.expect` does, before the first byte; DigestMismatch for the wrong base and for damaged
     chunks; TransferFailed for chunks that are missing or out of order, and past the deadline. After any of these the
-    chunks before stay applied until the caller rolls back; applying the same delta again completes it.
+    earlier chunks stay applied until the caller rolls back; applying the same delta again completes it.
     """
     deadline = Deadline.within(timeout_s)
     sink.expect(specs)
@@ -86,7 +90,7 @@ def apply_delta(
 
 @dataclass(frozen=True)
 class PreparedChunk:
-    """A chunk after everything that may be done before it is its turn."""
+    """A chunk that is decoded and, where possible, compared ahead of its turn."""
 
     header: ChunkHeader
     payload: Tensor
@@ -94,6 +98,20 @@ class PreparedChunk:
     positions: Tensor | None  # int64 [n], and
     xors: np.ndarray | None  # [n] words for "elements", the whole chunk for "xor"
     digest: str | None  # of the resident chunk
+
+    def elements(self) -> tuple[Tensor, np.ndarray]:
+        """Decode a chunk and hash the resident bytes that it replaces. Changes nothing.
+
+        Raises ValueError where the chunk does not fit the resident tensor, does not decode, or lacks the digests that
+        `check` needs; DigestMismatch where it is damaged.
+        """
+        assert self.positions is not None and self.xors is not None
+        return self.positions, self.xors
+
+    def changed(self, old: Tensor) -> Tensor:
+        """Return the new bytes of an "xor" chunk, uint8 [n], for its old bytes on the CPU. Does not change `old`."""
+        assert self.xors is not None
+        return torch.from_numpy((old.numpy().view(self.xors.dtype) ^ self.xors).view(np.uint8))
 
 
 def prepare(chunk: DeltaChunk, sink: Sink, check: Check) -> PreparedChunk:
@@ -112,7 +130,8 @@ def prepare(chunk: DeltaChunk, sink: Sink, check: Check) -> PreparedChunk:
         raise ValueError(f'{header.describe()}: made without chunk digests, so only check="touched" can apply it')
     if chunk.payload.numel() != sum(header.parts) or sha256(chunk.payload) != header.payload_sha256:
         raise DigestMismatch([header.name], f"the delta chunk of {header.describe()} was damaged on its way")
-    positions = xors = None
+    positions: Tensor | None = None
+    xors: np.ndarray | None = None
     try:
         if header.kind == "elements":
             positions, xors = decode_elements(chunk)
@@ -121,24 +140,24 @@ def prepare(chunk: DeltaChunk, sink: Sink, check: Check) -> PreparedChunk:
             xors = expand(chunk.payload, word, header.num_bytes // word.itemsize)
     except ValueError as error:
         raise ValueError(f"the delta chunk of {header.describe()} {error}") from error
-    # An XOR applied twice would undo itself: its digest is taken when nothing before it can be writing any more,
-    # as a tensor that is tied to this one may be.
+    # An XOR applied twice would undo itself. Its digest is computed later, when no earlier chunk can still be writing
+    # to a tensor that is tied to this one.
     hashable = check != "touched" and header.kind != "xor" and held.holds_all_of(*header.byte_range)
     digest = sha256(_resident_bytes(held, header)) if hashable else None
     return PreparedChunk(header, chunk.payload, held, positions, xors, digest)
 
 
 def write(prepared: PreparedChunk, sink: Sink, check: Check) -> bool:
-    """Write a chunk; or find that its result is there already and return False: then nothing is written, and the tensor
-    counts as written all the same. Raises DigestMismatch where the resident bytes are neither its base nor its result.
-    """
+    """Write a chunk, and return whether anything was written. Where its result is there already nothing is written, and
+    the tensor still counts as written. Raises DigestMismatch where the resident bytes are neither its base nor its
+    result."""
     header, held = prepared.header, prepared.held
     if not held.holds_all_of(*header.byte_range):
         return _write_part(prepared, sink, check)
     resident = _resident_bytes(held, header) if header.kind == "xor" else None
     digest = prepared.digest if resident is None else sha256(resident)
     if digest is not None and digest not in (header.pre, header.post):
-        # A tied tensor may have been in the middle of being written when it was hashed ahead.
+        # A tied tensor may have been partly written when it was hashed ahead.
         digest = sha256(_resident_bytes(held, header))
         if digest not in (header.pre, header.post):
             raise _wrong_base(header)
@@ -146,20 +165,21 @@ def write(prepared: PreparedChunk, sink: Sink, check: Check) -> bool:
         _skip(header, sink)
         return False
     if header.kind == "elements":
-        before = _resident_elements(held, prepared.positions)
+        positions, xors = prepared.elements()
+        assert header.touched is not None  # `parse_header` and the encoder see to it
+        before = _resident_elements(held, positions)
         touched = sha256(before)
         if touched not in header.touched:
             raise _wrong_base(header)
         if touched == header.touched[1]:
             _skip(header, sink)
             return False
-        after = before ^ torch.from_numpy(prepared.xors).view(before.dtype)
+        after = before ^ torch.from_numpy(xors).view(before.dtype)
         if sha256(after) != header.touched[1]:
             raise DigestMismatch([header.name], f"the delta chunk of {header.describe()} makes something else")
-        sink.write_elements(header.name, prepared.positions, after)
-    elif header.kind == "xor":
-        after = resident.numpy().view(prepared.xors.dtype) ^ prepared.xors
-        sink.write(header.name, header.offset, torch.from_numpy(after.view(np.uint8)))
+        sink.write_elements(header.name, positions, after)
+    elif resident is not None:
+        sink.write(header.name, header.offset, prepared.changed(resident))
     else:
         sink.write(header.name, header.offset, prepared.payload)
     if check == "pre+post" and sha256(_resident_bytes(held, header)) != header.post:
@@ -168,20 +188,21 @@ def write(prepared: PreparedChunk, sink: Sink, check: Check) -> bool:
 
 
 def _write_part(prepared: PreparedChunk, sink: Sink, check: Check) -> bool:
-    """Apply a chunk of which only a part is here. Its digests are of all of it and cannot be compared, so the tensor is
-    left unchecked, unless nothing of the chunk is here, or the caller asked for no more than is certain anyway."""
+    """Apply a chunk of which only a part is held. Its digests are of the whole chunk and cannot be compared, so the
+    tensor is left unchecked, unless none of the chunk is held, or the result is certain at the `check` that the caller
+    asked for."""
     header, held = prepared.header, prepared.held
     first, last = held.local_range(*header.byte_range)
     is_certain = first == last or (header.kind in ("same", "full") and check == "touched")
     if header.kind == "elements":
-        here, local = held.local_elements(prepared.positions)
+        positions, xors = prepared.elements()
+        here, local = held.local_elements(positions)
         before = held.local.take(local).cpu()
-        after = before ^ torch.from_numpy(prepared.xors).view(before.dtype)[here]
-        sink.write_elements(header.name, prepared.positions[here], after)
+        after = before ^ torch.from_numpy(xors).view(before.dtype)[here]
+        sink.write_elements(header.name, positions[here], after)
     elif header.kind == "xor":
         data = held.read(header.offset, torch.zeros(header.num_bytes, dtype=torch.uint8))
-        after = data.numpy().view(prepared.xors.dtype) ^ prepared.xors
-        sink.write(header.name, header.offset, torch.from_numpy(after.view(np.uint8)))
+        sink.write(header.name, header.offset, prepared.changed(data))
     elif header.kind == "full":
         sink.write(header.name, header.offset, prepared.payload)
     else:
@@ -201,13 +222,13 @@ def _wrong_base(header: ChunkHeader) -> DigestMismatch:
 
 
 def _resident_bytes(held: ShardBytes, header: ChunkHeader) -> Tensor:
-    """The chunk as it is now, uint8 [n] on the CPU: a view where it can be. All of it must be here."""
+    """Return the present bytes of the chunk, uint8 [n] on the CPU: a view where possible. All of it must be held."""
     if (lent := held.lend(*header.byte_range)) is not None:
         return lent.cpu()
     return held.read(header.offset, torch.empty(header.num_bytes, dtype=torch.uint8))
 
 
 def _resident_elements(held: ShardBytes, positions: Tensor) -> Tensor:
-    """These elements as they are now, words [n] on the CPU. All of them must be here."""
+    """Return the present values of these elements, words [n] on the CPU. All of them must be held."""
     local = positions if held.is_whole else held.local_elements(positions)[1]
     return held.local.take(local).cpu()

@@ -1,13 +1,13 @@
-"""A chunk of a delta: the header that says what it changes, and the payload that says how.
+"""A chunk of a delta: a header that describes the change, and its payload.
 
-kind      payload
-same      nothing: the chunk has the same bytes before and after
-elements  the gaps between changed elements, then the old elements XOR the new ones
-xor       all old bytes XOR the new ones
-full      the new bytes as they are
+ kind      payload
+ same      nothing: the chunk has the same bytes before and after
+ elements  the gaps between changed elements, then the old elements XOR the new ones
+ xor       all old bytes XOR the new ones
+ full      the new bytes as they are
 
-Gaps and XORs travel as byte planes (all lowest bytes, then all next ones, ...), each deflated with run lengths and
-Huffman codes only: on what an optimizer step changes that is both smaller and faster than deflate's string matching
+Gaps and XORs are stored as byte planes (all lowest bytes, then all next ones, ...), each deflated with run lengths and
+Huffman codes only. For the changes of an optimizer step that is both smaller and faster than deflate's string matching
 (bfloat16, 1 to 14 % of the elements changed: 7.7 to 11.7 bits for each, at 170 to 290 MB/s).
 """
 
@@ -18,7 +18,7 @@ import json
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ Kind = Literal["same", "elements", "xor", "full"]
 
 @dataclass(frozen=True)
 class ChunkHeader:
-    """What one chunk does to a byte range of a tensor."""
+    """The change of one byte range of a tensor."""
 
     name: str
     dtype: str
@@ -45,7 +45,7 @@ class ChunkHeader:
     parts: tuple[int, ...]  # bytes of the payload: gaps and XORs, or all of it
     gap_bytes: int  # size of one gap; 0 except for "elements"
     pre: str | None  # SHA-256 of the range before; None where the encoder was told to leave it out
-    post: str | None  # and after
+    post: str | None  # SHA-256 of the range after; None likewise
     touched: tuple[str, str] | None  # SHA-256 of the changed elements before and after, for "elements"
     payload_sha256: str
 
@@ -59,15 +59,15 @@ class ChunkHeader:
 
     @property
     def byte_range(self) -> tuple[int, int]:
-        """Of the tensor, half-open."""
+        """Half-open byte range in the tensor."""
         return self.offset, self.offset + self.num_bytes
 
     def describe(self) -> str:
-        """As error messages show it."""
+        """Describe the range for error messages."""
         return f"{self.name} bytes [{self.offset}, {self.offset + self.num_bytes})"
 
     def to_json(self) -> str:
-        """One JSON object; `parse_header` reads it back."""
+        """Write one JSON object; `parse_header` reads it back."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
 
@@ -80,8 +80,8 @@ class DeltaChunk:
 
 
 def parse_header(text: bytes) -> ChunkHeader:
-    """The header of that JSON. Raises ValueError for anything that is no sound header, naming every field."""
-    values = parse_object(text)
+    """Read a header from JSON. Raises ValueError for anything that is no valid header, naming every bad field."""
+    values: dict[str, Any] = parse_object(text)
     if set(values) != set(ChunkHeader.__dataclass_fields__):
         raise ValueError("is not the header of a delta chunk")
     sizes = [values[key] for key in ("offset", "num_bytes", "num_changed", "gap_bytes")]
@@ -105,23 +105,23 @@ def parse_header(text: bytes) -> ChunkHeader:
 
 
 def sha256(data: Tensor | np.ndarray) -> str:
-    """Hex SHA-256 of contiguous CPU bytes."""
+    """Return the hex SHA-256 of contiguous CPU bytes."""
     return hashlib.sha256(data.numpy() if isinstance(data, Tensor) else data).hexdigest()
 
 
 def word_dtype(itemsize: int) -> np.dtype:
-    """The unsigned integer that elements of a size are compared as; two of them for the 16 bytes of complex128."""
+    """Return the unsigned integer dtype that elements of a size are compared as; complex128 has two such words."""
     return np.dtype(f"<u{min(itemsize, 8)}")
 
 
 def make_payload(parts: Sequence[bytes]) -> Tensor:
-    """Parts after each other, uint8 [n]."""
+    """Join the parts to a payload, uint8 [n]."""
     joined = bytearray(b"".join(parts))
     return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
 
 
 def squeeze(values: np.ndarray) -> bytes:
-    """Integers as byte planes, deflated where that makes them smaller."""
+    """Write integers as byte planes, deflated where that makes them smaller."""
     planes = values.view(np.uint8).reshape(-1, values.itemsize)
     raw = planes.tobytes() if values.itemsize == 1 else np.ascontiguousarray(planes.T).tobytes()
     deflate = zlib.compressobj(1, zlib.DEFLATED, 15, 9, zlib.Z_RLE)
@@ -130,13 +130,13 @@ def squeeze(values: np.ndarray) -> bytes:
 
 
 def expand(part: Tensor, dtype: np.dtype, count: int) -> np.ndarray:
-    """`count` integers from what `squeeze` made of them. Raises ValueError for anything else."""
+    """Read `count` integers that `squeeze` wrote. Raises ValueError for anything else."""
     size = count * dtype.itemsize
     raw = part.numpy()
-    if raw.size != size:  # what does not shrink is stored raw, so the size tells
+    if raw.size != size:  # data that does not shrink is stored raw, so its size shows which
         inflate = zlib.decompressobj()
         try:
-            # One byte more than there should be, so that a stream that goes on is seen and no bomb unfolds.
+            # One byte more than expected, so that a longer stream is noticed and cannot fill the memory.
             raw = np.frombuffer(bytearray(inflate.decompress(raw, size + 1)), np.uint8)
         except zlib.error as error:
             raise ValueError(f"does not inflate: {error}") from error
@@ -148,9 +148,9 @@ def expand(part: Tensor, dtype: np.dtype, count: int) -> np.ndarray:
 
 
 def decode_elements(chunk: DeltaChunk) -> tuple[Tensor, np.ndarray]:
-    """Of an "elements" chunk: int64 [n] positions in the flattened tensor, and [n] old XOR new.
+    """Decode an "elements" chunk: int64 [n] positions in the flattened tensor, and words [n], old XOR new.
 
-    Raises ValueError where the payload does not hold as many, or a position lies outside the chunk.
+    Raises ValueError where the payload does not hold as many, or a position is outside the chunk.
     """
     header = chunk.header
     itemsize = parse_dtype(header.dtype).itemsize
@@ -167,7 +167,7 @@ def decode_elements(chunk: DeltaChunk) -> tuple[Tensor, np.ndarray]:
 
 @dataclass(frozen=True)
 class DeltaStats:
-    """How much of a tensor, or of several, a delta changes and carries."""
+    """The amount of changed and sent data of one tensor, or of several."""
 
     num_changed: int = 0
     num_elements: int = 0
@@ -188,7 +188,7 @@ class DeltaStats:
 
 
 def stats_by_tensor(headers: Iterable[ChunkHeader]) -> dict[str, DeltaStats]:
-    """By tensor name; `sum(…values(), DeltaStats())` is the whole delta."""
+    """Return the statistics by tensor name; `sum(…values(), DeltaStats())` is the whole delta."""
     stats: dict[str, DeltaStats] = {}
     for header in headers:
         moved = sum(header.parts) + len(header.to_json())

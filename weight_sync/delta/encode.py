@@ -1,7 +1,7 @@
 """Lossless differences between two states of one model.
 
-Tensors are compared as bytes, in chunks, so NaNs and negative zeros count as what they are. A chunk knows the digests
-of what it expects and of what it leaves; `apply.py` says how they are used.
+Tensors are compared as bytes, in chunks, so NaNs and negative zeros are compared exactly. A chunk carries the digests
+of its bytes before and after; `apply.py` describes their use.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def encode_delta(
     chunk_digests: bool = True,
     num_threads: int = 2,
 ) -> Iterator[DeltaChunk]:
-    """The chunks that turn `base` into `new`, tensor by tensor in the order of `new`; changes neither.
+    """Encode the chunks that turn `base` into `new`, tensor by tensor in the order of `new`. Changes neither.
 
-    A chunk of which more than `density_limit` of the elements change travels in full, a view of the new tensor: consume
-    it before that is overwritten. Else it is the smaller one of changed elements and XOR (estimated from a sample).
-    Without `chunk_digests` the digests of whole chunks are left out, which is most of the time, and only
-    `check="touched"` can apply it. A tensor of `new` is not needed any more when the next one is taken.
+    A chunk of which more than `density_limit` of the elements change is sent in full, as a view of the new tensor:
+    consume it before that is overwritten. Else it is the smaller one of changed elements and XOR (estimated from a
+    sample). Without `chunk_digests` the digests of whole chunks are left out, which saves most of the time, and only
+    `check="touched"` can apply the delta. A tensor of `new` is not needed any more when the next one is taken.
 
     Raises ValueError for a chunk size that is not a positive multiple of the alignment, and listing every tensor that
-    only one side has, that has another shape or dtype there, or that comes twice; chunks may have been yielded before.
+    only one state has, that has another shape or dtype there, or that comes twice; chunks may have been yielded before.
     """
     if chunk_bytes <= 0 or chunk_bytes % ALIGNMENT:
         raise ValueError(f"chunk_bytes must be a positive multiple of {ALIGNMENT}, not {chunk_bytes}")
@@ -52,13 +52,13 @@ def encode_delta(
             wrong += _mismatch(bases.get(name), TensorSpec.of(name, tensor), seen)
             seen.add(name)
             if wrong:
-                continue  # only to list them all
+                continue  # keep going, to list all of them
             spec = TensorSpec.of(name, tensor)
             old, now = byte_view(bases[name]), byte_view(tensor)
 
             def encode(offset: int, spec: TensorSpec = spec, old: Tensor = old, now: Tensor = now) -> DeltaChunk:
-                pair = (flat[offset : offset + chunk_bytes].cpu().numpy() for flat in (old, now))
-                return _encode_chunk(spec, offset, *pair, density_limit, chunk_digests)
+                before, after = (flat[offset : offset + chunk_bytes].cpu().numpy() for flat in (old, now))
+                return _encode_chunk(spec, offset, before, after, density_limit, chunk_digests)
 
             yield from in_order(pool, encode, range(0, max(1, spec.num_bytes), chunk_bytes), num_threads)
     wrong += [f"{name}: only the base has it" for name in bases if name not in seen]
@@ -78,7 +78,7 @@ def _mismatch(base: Tensor | None, spec: TensorSpec, seen: set[str]) -> list[str
 def _encode_chunk(
     spec: TensorSpec, offset: int, old: np.ndarray, new: np.ndarray, density_limit: float, digests: bool
 ) -> DeltaChunk:
-    """old, new: uint8 [n], the same bytes of the tensor before and after."""
+    """Encode one chunk. old, new: uint8 [n], the same bytes of the tensor before and after."""
     itemsize = spec.dtype.itemsize
     word = word_dtype(itemsize)
     before, after = old.view(word), new.view(word)
@@ -118,7 +118,7 @@ def _encode_chunk(
 def _smaller(
     before: np.ndarray, after: np.ndarray, changed: np.ndarray, itemsize: int
 ) -> tuple[Kind, list[bytes], int]:
-    """The smallest of elements, XOR and full: its kind, payload and gap size."""
+    """Return the smallest of elements, XOR and full: its kind, payload and gap size."""
     best: tuple[Kind, list[bytes], int] = ("full", [], 0)
     size = before.nbytes
     if itemsize == before.itemsize:

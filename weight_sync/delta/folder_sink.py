@@ -1,4 +1,4 @@
-"""The files of a checkpoint folder as the tensors of an update, so that a delta can be applied to them."""
+"""A sink that writes an update into the files of a checkpoint folder, so that a delta can be applied to them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..manifest import TensorSpec
 
 
 class FolderSink:
-    """A `Sink` over the files of a checkpoint folder, written in place through memory maps; nothing can be undone."""
+    """A `Sink` over the files of a checkpoint folder, written in place through memory maps. Nothing can be undone."""
 
     def __init__(self, plan: DiskPlan) -> None:
         self._maps: dict[str, mmap.mmap] = {}
@@ -26,13 +26,13 @@ class FolderSink:
         self._tensors: dict[str, StoredTensor] = {tensor.spec.name: tensor for tensor in plan.tensors}
 
     def expect(self, specs: Sequence[TensorSpec]) -> None:
-        """Raises ValueError listing every tensor that the folder does not have so."""
+        """Raise ValueError listing every tensor that the folder does not have with this shape and dtype."""
         wrong = [s.describe() for s in specs if s.name not in self._tensors or self._tensors[s.name].spec != s]
         if wrong:
             raise ValueError(f"the folder has no {'; '.join(wrong)}")
 
     def destination(self, name: str, offset: int, num_bytes: int) -> Tensor | None:
-        """The bytes of this range in the file, uint8 [num_bytes]."""
+        """Return the bytes of this range in the file, uint8 [num_bytes]."""
         return torch.from_numpy(self._bytes(name)[offset : offset + num_bytes])
 
     def write(self, name: str, offset: int, data: Tensor) -> None:
@@ -40,13 +40,13 @@ class FolderSink:
         self._bytes(name)[offset : offset + data.numel()] = data.cpu().numpy()
 
     def write_elements(self, name: str, positions: Tensor, values: Tensor) -> None:
-        """Overwrite elements in the file. numpy, because a tensor of a file need not be aligned to its dtype."""
+        """Overwrite elements in the file. Uses numpy, because a tensor of a file need not be aligned to its dtype."""
         if positions.numel():
             word = np.dtype(f"u{values.itemsize}")
             self._bytes(name).view(word)[positions.numpy()] = values.view(torch.uint8).numpy().view(word)
 
     def resident(self, name: str) -> Tensor:
-        """The tensor as it is in the file: a view of the map where it is aligned, else a copy."""
+        """Return the tensor as it is in the file: a view of the map where it is aligned, else a copy."""
         data = torch.from_numpy(self._bytes(name))
         spec = self._tensors[name].spec
         if data.data_ptr() % spec.dtype.itemsize:
@@ -54,15 +54,15 @@ class FolderSink:
         return data.view(spec.dtype).reshape(spec.shape)
 
     def held(self, name: str) -> ShardBytes:
-        """See `Sink.held`."""
+        """Return the whole tensor; see `Sink.held`."""
         return ShardBytes(name, self.resident(name))
 
     def leave_unchecked(self, name: str, why: str) -> None:
-        """Files are whole, so everything can be checked."""
+        """Do nothing: files hold whole tensors, so everything can be checked."""
         raise ValueError(f"{name}: {why}")
 
     def flush(self) -> None:
-        """Bring what was written to the disk."""
+        """Flush the written bytes to the disk."""
         for map_ in self._maps.values():
             map_.flush()
 

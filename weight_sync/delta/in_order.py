@@ -1,4 +1,4 @@
-"""Work in threads whose results come in order."""
+"""Work in threads whose results are used in order."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-_Item, _Result = TypeVar("_Item"), TypeVar("_Result")
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 def in_order(
     pool: ThreadPoolExecutor, function: Callable[[_Item], _Result], items: Iterable[_Item], num_threads: int
 ) -> Iterator[_Result]:
-    """Map in threads, in order, never more than one result a thread and one besides ahead of the consumer."""
+    """Map in threads and yield the results in order. At most `num_threads` + 1 results are computed ahead of the
+    consumer."""
     waiting: deque[Future[_Result]] = deque()
     try:
         for item in items:

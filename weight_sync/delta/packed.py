@@ -1,4 +1,4 @@
-"""Byte buffers that travel over a weight wire as if they were tensors: the stream of a delta, before it is applied."""
+"""Byte buffers that are sent as if they were tensors: the stream of a delta, before it is applied."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ..manifest import TensorSpec
 from .apply import Check, apply_delta
 from .stream import unpack_chunks
 
-MAX_BYTES = 64 << 30  # of one stream: what a request may make us allocate
+MAX_BYTES = 64 << 30  # of one stream: limits the memory that a request can allocate
 
 
 class BufferSink:
-    """A `Sink` that allocates what it is told to expect and keeps it, in that order."""
+    """A `Sink` that allocates the expected buffers and keeps them in that order."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._num_missing: dict[str, int] = {}  # bytes
 
     def expect(self, specs: Sequence[TensorSpec]) -> None:
-        """See `Sink.expect`. Takes uint8 vectors only; those that are known already are left alone."""
+        """Allocate buffers; see `Sink.expect`. Takes uint8 vectors only and ignores those that are known already."""
         wrong = [spec.describe() for spec in specs if spec.dtype != torch.uint8 or len(spec.shape) != 1]
         if wrong:
             raise ValueError(f"not byte buffers: {', '.join(wrong)}")
@@ -36,41 +36,41 @@ class BufferSink:
                 self._num_missing[spec.name] = spec.num_bytes
 
     def destination(self, name: str, offset: int, num_bytes: int) -> Tensor | None:
-        """See `Sink.destination`."""
+        """Return a range of a buffer; see `Sink.destination`."""
         self._num_missing[name] -= num_bytes
         return self._buffers[name][offset : offset + num_bytes]
 
     def write(self, name: str, offset: int, data: Tensor) -> None:
-        """See `Sink.write`."""
+        """Write into a buffer; see `Sink.write`."""
         self._num_missing[name] -= data.numel()
         self._buffers[name][offset : offset + data.numel()].copy_(data)
 
     def write_elements(self, name: str, positions: Tensor, values: Tensor) -> None:
-        """Bytes come whole."""
+        """Raise ValueError: buffers are sent as whole ranges of bytes."""
         raise ValueError(f"{name}: a byte buffer takes no single elements")
 
     def held(self, name: str) -> ShardBytes:
-        """See `Sink.held`."""
+        """Return a buffer; see `Sink.held`."""
         return ShardBytes(name, self._buffers[name])
 
     def leave_unchecked(self, name: str, why: str) -> None:
-        """Bytes come whole."""
+        """Raise ValueError: buffers hold all their bytes."""
         raise ValueError(f"{name}: {why}")
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything that is expected has come."""
+        """Whether all expected bytes have arrived."""
         return bool(self._buffers) and all(num_missing == 0 for num_missing in self._num_missing.values())
 
     def buffers(self) -> Iterator[Tensor]:
-        """The buffers in the order in which they were expected."""
+        """Return the buffers in the order in which they were expected."""
         yield from self._buffers.values()
 
 
 def apply_stream(
     buffers: Iterator[Tensor], sink: Sink, *, check: Check = "pre", timeout_s: float | None = None
 ) -> tuple[TensorSpec, ...]:
-    """Apply a delta that came as buffers (`delta_wire.pack_chunks`); returns its tensors.
+    """Apply a delta that came as buffers (`stream.pack_chunks`) and return its tensors.
 
     Raises as `unpack_chunks`, before the first byte is written, and as `apply_delta`.
     """

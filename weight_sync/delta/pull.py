@@ -1,11 +1,12 @@
-"""Versioned weight folders on a shared disk, assembled into one full checkpoint on the local one.
+"""Versioned weight folders on a shared disk, assembled into one full checkpoint on the local disk.
 
     source_dir/weight_v000004/   a full checkpoint, or
     source_dir/weight_v000005/   a delta against an earlier version: 4 -> 5 -> 7 is a chain
 
-The checkpoint is put together in a folder beside the local one (`.<name>.pull`) and takes its place by two renames, so
-that a reader sees the old one, for a moment none, then the new one, and never a part of either. A pull that was killed
-goes on where it stopped: at the first file not copied, the first delta chunk not applied, or the second rename.
+The checkpoint is assembled in a folder beside the local one (`.<name>.pull`) and takes its place by two renames, so
+that a reader sees the old checkpoint, for a moment none, then the new one, and never a part of either. A pull that was
+killed is continued where it stopped: at the first file not copied, the first delta chunk not applied, or the second
+rename.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from ..disk.folder import INDEX_FILE, MANIFEST_FILE, DiskPlan, FileState, read_f
 from ..errors import DigestMismatch, TransferFailed
 from ..layout.json_values import parse_object
 from ..manifest import Manifest
-from .apply import apply_delta
+from .apply import Check, apply_delta
 from .folder_sink import FolderSink
 from .stream import DATA_FILE, DELTA_MANIFEST_FILE, StoredDelta, load_delta
 
-PULL_FILE = "lockstep_pull.json"  # marks a folder that a pull made and the next one may replace
+PULL_FILE = "lockstep_pull.json"  # marks a folder that a pull made and the next pull may replace
 COPY_BYTES = 64 << 20
 
 logger = logging.getLogger(__name__)
@@ -41,20 +42,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PullRecord:
-    """What a pull did."""
+    """Record of one pull."""
 
     folder: Path  # the full checkpoint
     version: int
-    base_version: int | None  # what was copied; None where nothing had to be done
-    is_local_base: bool  # whether that was the local folder itself
-    deltas: tuple[int, ...]  # versions whose deltas were applied to it
-    verified: bool  # whether every tensor had a digest to be compared with
-    bytes_read: int  # of checkpoint and deltas, what an earlier pull had done included
+    base_version: int | None  # the version that was copied; None where nothing had to be done
+    is_local_base: bool  # whether the base was the local folder itself
+    deltas: tuple[int, ...]  # versions of the deltas that were applied to it
+    verified: bool  # whether every tensor was compared with a digest
+    bytes_read: int  # of checkpoint and deltas, an earlier pull's share included
 
 
 @dataclass(frozen=True)
 class _Route:
-    """One way to the target: a folder to copy and deltas to apply to it, in order."""
+    """One way to the target version: a folder to copy and deltas to apply to it, in order."""
 
     base: Path
     base_version: int
@@ -63,28 +64,28 @@ class _Route:
 
     @property
     def key(self) -> str:
-        """Tells whether a staging folder was begun on this very route."""
+        """The identity of the route, by which a staging folder is recognized as begun on it."""
         return json.dumps([_fingerprint(folder) for folder in (self.base, *(delta.folder for delta in self.deltas))])
 
 
 def version_folder(source_dir: str | Path, version: int) -> Path:
-    """Where a version lies."""
+    """Return the folder of a version."""
     return Path(source_dir) / f"weight_v{version:06d}"
 
 
 def pull_weights(
     local_checkpoint_dir: str | Path, source_dir: str | Path, target_version: int, *, timeout_s: float | None = None
 ) -> PullRecord:
-    """Make `local_checkpoint_dir` the full checkpoint of `target_version`; nothing to do where it is that already.
+    """Make `local_checkpoint_dir` the full checkpoint of `target_version`. Does nothing where it is that already.
 
     Starts from the local folder where the chain passes through its version, and from the newest full checkpoint of the
-    chain where that does not work out. Every tensor is compared with the digests that came with it.
+    chain where that fails. Every tensor is compared with the digests that came with it.
 
     Raises ValueError, having changed nothing, for versions that are missing from the chain, folders that cannot be
-    read, files or links that lead out of `source_dir`, and a local folder that no pull has made (it is not ours to
-    replace); DigestMismatch where the assembled tensors are not what they should be; TransferFailed past the deadline,
-    for files that change meanwhile, and where another pull into the same folder is running. After any of these the
-    local folder is what it was.
+    read, files or links that lead out of `source_dir`, and a local folder that no pull has made (it must not be
+    replaced); DigestMismatch where the assembled tensors are not as expected; TransferFailed past the deadline, for
+    files that change meanwhile, and where another pull into the same folder is running. After any of these the local
+    folder is unchanged.
     """
     local, source = Path(local_checkpoint_dir).absolute(), Path(source_dir)
     _check_arguments(local, source, target_version)
@@ -98,7 +99,7 @@ def pull_weights(
         if present is not None and present["version"] == target_version:
             if not target.is_dir() or _fingerprint(target) == present["source"]:
                 return PullRecord(local, target_version, None, True, (), present["verified"] is True, 0)
-            present = None  # the same number was written anew
+            present = None  # the same version was written again with other files
         routes = _routes(local, source, target_version, present["version"] if present else None)
         for index, route in enumerate(routes):
             try:
@@ -138,13 +139,13 @@ def _only_one(lock: Path) -> Iterator[None]:
 
 
 def _fingerprint(folder: Path) -> list[list[object]]:
-    """Names, sizes and times of a folder's files: changes whenever somebody writes it anew."""
+    """Return names, sizes and times of a folder's files, which change whenever it is written again."""
     states = ((path.name, FileState.of(path)) for path in sorted(folder.iterdir()))
     return [[name, state.num_bytes, state.mtime_ns] for name, state in states]
 
 
 def _read_marker(local: Path) -> dict[str, Any] | None:
-    """What a pull noted in the folder that it made: version, verified and source; None where that is not sound."""
+    """Read the pull's record in a folder that it made: version, verified and source; None where that is not valid."""
     if not (local / PULL_FILE).is_file():
         return None
     try:
@@ -157,11 +158,11 @@ def _read_marker(local: Path) -> dict[str, Any] | None:
     return values if is_sound else None
 
 
-# --- the ways to a version
+# --- the routes to a version
 
 
 def _routes(local: Path, source: Path, target: int, local_version: int | None) -> list[_Route]:
-    """The routes to `target`, the shortest first. Raises ValueError where there is none."""
+    """Return the routes to `target`, the shortest first. Raises ValueError where there is none."""
     deltas: list[StoredDelta] = []
     routes: list[_Route] = []
     version = target
@@ -200,11 +201,11 @@ def _check_inside(folder: Path, source: Path) -> None:
         raise ValueError(f"these lead out of {source}: {', '.join(outside)}")
 
 
-# --- putting it together
+# --- assembly
 
 
 def _assemble(staging: Path, route: _Route, target: Path, version: int, deadline: Deadline) -> PullRecord:
-    """Make `staging/files` the checkpoint of `version`, going on where an earlier pull on the same route stopped."""
+    """Make `staging/files` the checkpoint of `version`, continuing an earlier pull on the same route."""
     files, key = staging / "files", route.key
     state = _read_state(staging)
     if state.get("key") != key:
@@ -216,8 +217,9 @@ def _assemble(staging: Path, route: _Route, target: Path, version: int, deadline
         try:
             return _go_on(staging, state, route, target, version, deadline)
         except (DigestMismatch, ValueError) as error:
-            # Killed in the middle of a chunk, or a machine that lost what was not flushed: start this route anew.
-            logger.warning("what an earlier pull of version %d left cannot be completed: %s", version, error)
+            # The pull was killed within a chunk, or the machine lost bytes that were not flushed: start this route
+            # again.
+            logger.warning("an earlier unfinished pull of version %d cannot be completed: %s", version, error)
             shutil.rmtree(staging)
             return _assemble(staging, route, target, version, deadline)
     return _go_on(staging, state, route, target, version, deadline)
@@ -242,7 +244,7 @@ def _go_on(
         num_bytes += delta.state.num_bytes
         if index >= state["num_applied"]:
             sink = FolderSink(read_folder(files))
-            check = "touched" if is_verified else "pre"
+            check: Check = "touched" if is_verified else "pre"
             apply_delta(delta.specs, delta.chunks(), sink, check=check, timeout_s=deadline.left_s)
             sink.flush()
             for path in sorted(delta.folder.iterdir()):
@@ -275,7 +277,7 @@ def _is_of_weights(name: str) -> bool:
 
 
 def _copy(path: Path, to: Path, deadline: Deadline) -> int:
-    """Copy a file unless a whole copy is there; returns its size. It takes its name when it is complete."""
+    """Copy a file unless a whole copy is there, and return its size. The copy gets its name when it is complete."""
     state = FileState.of(path)
     if to.exists():
         return state.num_bytes
@@ -303,8 +305,8 @@ def _digested(plan: DiskPlan, version: int, deadline: Deadline) -> Manifest:
 
 
 def _finish_swap(local: Path, staging: Path, replace_local: bool = False) -> None:
-    """Put a finished staging folder in the local one's place; without `replace_local` only where a killed pull had got
-    as far as taking the old one away."""
+    """Put a finished staging folder in the local one's place. Without `replace_local` only where a killed pull had
+    already moved the old one away."""
     if not _read_state(staging).get("is_ready"):
         return
     if (staging / "files").exists():

@@ -1,10 +1,10 @@
-"""Deltas as a stream of bytes: opaque buckets for any wire, and one file beside a manifest on disk.
+"""Deltas as a stream of bytes: opaque buckets for any transport, and one file beside a manifest on disk.
 
     stream   MAGIC, a record for each chunk, an end record
     record   u64 index, u32 header length, u64 payload length, SHA-256 of these and the header, header (JSON), payload
     end      index 2**64 - 1, header {"num_chunks": n}
 
-A bucket that is dropped, doubled or out of place breaks a record's checksum or its index; a damaged payload is found by
+A bucket that is missing, doubled or out of place breaks a record's checksum or its index. A damaged payload is found by
 its digest when its chunk is applied.
 """
 
@@ -17,6 +17,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,21 +41,21 @@ _MAX_HEADER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class DeltaManifest:
-    """Between which versions a delta leads, and what the model is then."""
+    """The versions before and after a delta, and the model's manifest after it."""
 
     base_version: str | None
     manifest: Manifest  # of the result: all tensors of the delta; digests where the maker knows them
-    base_model_digest: str | None = None  # what the base must be (digest.model_root)
+    base_model_digest: str | None = None  # expected of the base (model_digest.model_root)
 
     def to_json(self) -> str:
-        """One JSON object with a checksum over itself; `from_json` reads it back."""
+        """Write one JSON object with a checksum over itself; `from_json` reads it back."""
         values = self._values()
         return json.dumps({**values, "checksum": _checksum(values)})
 
     @classmethod
     def from_json(cls, text: bytes) -> DeltaManifest:
-        """Raises ValueError for anything that is no sound manifest of a delta."""
-        values = parse_object(text)
+        """Read a manifest. Raises ValueError for anything that is no valid manifest of a delta."""
+        values: dict[str, Any] = parse_object(text)
         if set(values) != {"base_version", "base_model_digest", "manifest", "checksum"}:
             raise ValueError("is not the manifest of a delta")
         checksum = values.pop("checksum")
@@ -80,7 +81,7 @@ def _checksum(values: dict[str, object]) -> str:
 
 
 def _pieces(chunks: Iterable[DeltaChunk]) -> Iterator[Tensor]:
-    """The stream of some chunks, uint8 tensors to be joined."""
+    """Yield the stream of some chunks as uint8 tensors to be joined."""
     num_chunks = 0
     yield make_payload([_MAGIC])
     for chunk in chunks:
@@ -107,8 +108,10 @@ def _read_magic(read: Callable[[int], bytes]) -> None:
 
 
 def _read_head(read: Callable[[int], bytes], index: int) -> tuple[ChunkHeader, int] | None:
-    """The header and payload length of record `index`, or None where the stream ends there as it should. `read(n)`
-    returns n bytes or fewer at the stream's end. Raises ValueError for anything else."""
+    """Read the header and payload length of record `index`, or return None at the stream's proper end.
+
+    `read(n)` returns n bytes, or fewer at the end of the data. Raises ValueError for anything else.
+    """
     prefix = read(_PREFIX.size)
     if len(prefix) < _PREFIX.size:
         raise ValueError(f"ends in record {index}")
@@ -131,10 +134,10 @@ def _read_head(read: Callable[[int], bytes], index: int) -> tuple[ChunkHeader, i
 def pack_chunks(
     chunks: Iterable[DeltaChunk], max_bytes: int = DEFAULT_BUFFER_BYTES, buffer: Tensor | None = None
 ) -> Iterator[Tensor]:
-    """Chunks as uint8 buffers of at most `max_bytes`, all full but the last; records may span several.
+    """Write chunks as uint8 buffers of at most `max_bytes`, all full but the last. Records may span several buffers.
 
-    With `buffer`, uint8 of at least `max_bytes`, each is a view of it and valid until the next is asked for; else each
-    has memory of its own. Raises ValueError for a size that is not positive or a buffer that is too small.
+    With `buffer`, uint8 of at least `max_bytes`, each result is a view of it and valid until the next is asked for;
+    else each has memory of its own. Raises ValueError for a size that is not positive or a buffer that is too small.
     """
     if max_bytes <= 0 or (buffer is not None and buffer.numel() < max_bytes):
         raise ValueError(f"buffers of {max_bytes} bytes, given is one of {None if buffer is None else buffer.numel()}")
@@ -152,9 +155,10 @@ def pack_chunks(
 
 
 def unpack_chunks(buffers: Iterable[Tensor]) -> Iterator[DeltaChunk]:
-    """The chunks of a stream that arrives in uint8 buffers of any size; a buffer may be reused when the next is taken.
+    """Read the chunks of a stream that arrives in uint8 buffers of any size. A buffer may be reused when the next is
+    taken.
 
-    Raises TransferFailed for a stream that is cut, damaged, out of order, or goes on after its end.
+    Raises TransferFailed for a stream that is cut, damaged, out of order, or continues after its end.
     """
     stream = _BufferStream(buffers)
     index = 0
@@ -179,7 +183,7 @@ class _BufferStream:
         self._left = torch.empty(0, dtype=torch.uint8)
 
     def read(self, num_bytes: int) -> bytes:
-        """That many bytes, or what is left."""
+        """Return `num_bytes` bytes, or fewer at the end."""
         parts = []
         while num_bytes:
             if not self._left.numel():
@@ -200,7 +204,7 @@ class _BufferStream:
 
 @dataclass(frozen=True)
 class StoredDelta:
-    """A delta folder whose every record head was checked; the payloads are still on disk."""
+    """A delta folder whose record heads were all checked. The payloads are still on disk."""
 
     folder: Path
     manifest: DeltaManifest
@@ -217,7 +221,7 @@ class StoredDelta:
         return sum(stats_by_tensor(self.headers).values(), DeltaStats())
 
     def chunks(self) -> Iterator[DeltaChunk]:
-        """The chunks, read one by one. Raises TransferFailed where the file is not the one that was checked."""
+        """Read the chunks one by one. Raises TransferFailed where the file is not the one that was checked."""
         path = self.folder / DATA_FILE
         try:
             descriptor = os.open(path, os.O_RDONLY)
@@ -243,9 +247,11 @@ def save_delta(
     result: Manifest | None = None,
     base_model_digest: str | None = None,
 ) -> StoredDelta:
-    """Write a delta, chunk by chunk, as a folder that appears whole or not at all. `result` gives the digests of the
-    state it leads to; without it none are stored. Raises ValueError for a folder that exists, or a result that has
-    other tensors than the chunks."""
+    """Write a delta, chunk by chunk, as a folder that appears whole or not at all.
+
+    `result` gives the digests of the state after the delta; without it none are stored. Raises ValueError for a folder
+    that exists, or a result that has other tensors than the chunks.
+    """
     headers: list[ChunkHeader] = []
 
     def noted() -> Iterator[DeltaChunk]:
@@ -269,10 +275,10 @@ def save_delta(
 
 
 def load_delta(folder: str | Path) -> StoredDelta:
-    """Read the manifest of a delta folder and the head of every record; no payload yet.
+    """Read the manifest of a delta folder and the head of every record, but no payload.
 
-    Raises ValueError for a file that is cut, damaged in a head, or goes on after its end, and listing the tensors that
-    the chunks do not cover exactly once.
+    Raises ValueError for a file that is cut, damaged in a head, or continues after its end, and listing the tensors
+    that the chunks do not cover exactly once.
     """
     path = Path(folder) / DATA_FILE
     try:
@@ -281,7 +287,8 @@ def load_delta(folder: str | Path) -> StoredDelta:
         raise ValueError(f"{folder}/{DELTA_MANIFEST_FILE}: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{folder}/{DELTA_MANIFEST_FILE} {error}") from error
-    headers, offsets = [], []
+    headers: list[ChunkHeader] = []
+    offsets: list[int] = []
     try:
         with open(path, "rb") as file:
             state = FileState.of(file.fileno())
@@ -303,7 +310,7 @@ def load_delta(folder: str | Path) -> StoredDelta:
 
 
 def _check_coverage(specs: Iterable[TensorSpec], headers: Iterable[ChunkHeader]) -> None:
-    """Every tensor's chunks must follow each other from its first byte to its last."""
+    """Check that every tensor's chunks follow each other from its first byte to its last. Raises ValueError."""
     ends: dict[TensorSpec, int] = {}
     wrong = []
     for header in headers:

@@ -1,4 +1,4 @@
-"""Folders that are there whole or not at all, whatever happens to the process that writes them."""
+"""Folders that appear whole or not at all, even if the process that writes them is killed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from pathlib import Path
 
 @contextmanager
 def atomic_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
-    """A new folder to be filled, which takes the name `path` when the block ends and is removed when it raises. Its
-    files are on the disk before it has that name. Raises ValueError where `path` exists already; with `replace` the old
-    folder is removed at the end instead, right before the new one takes its name."""
+    """Yield a new folder to be filled. It gets the name `path` when the block ends and is removed when the block
+    raises.
+
+    Its files are on the disk before it has that name. Raises ValueError where `path` exists already; with `replace` the
+    old folder is removed at the end instead, right before the new one gets its name.
+    """
     target = Path(path)
     if target.exists() and not replace:
         raise ValueError(f"{target} exists already")
@@ -34,14 +37,14 @@ def atomic_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def flush_folder(folder: Path) -> None:
-    """Bring the files of a folder, and then their names, to the disk."""
+    """Flush the files of a folder, and then their names, to the disk."""
     for file in sorted(folder.iterdir()):
         flush(file)
     flush(folder)
 
 
 def flush(path: Path) -> None:
-    """fsync of a file or folder."""
+    """Call fsync on a file or folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

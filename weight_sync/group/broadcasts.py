@@ -1,4 +1,4 @@
-"""Broadcasts of a weight group, several under way at a time, each with a deadline and a name for its errors."""
+"""Broadcasts of a weight group: several run at a time, each with a deadline and a name for its errors."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from ..errors import TransferFailed
 from ..layout.bucket import DEFAULT_BUCKET_BYTES
 from .weight_group import WeightGroup
 
-_NUM_UNDER_WAY = 8  # gloo works on two at a time; the others are there when one is done
-_ABANDON_S = 10.0  # aborted operations end at once; only a bound
+_NUM_UNDER_WAY = 8  # gloo works on two at a time; the others are ready when one finishes
+_ABANDON_S = 10.0  # aborted operations end at once; this is only an upper bound
 
 
 @dataclass(frozen=True)
 class _Broadcast:
-    """One that is under way."""
+    """A broadcast that is running."""
 
     number: int  # from 1
     work: dist.Work
     where: str
-    tensor: Tensor  # kept alive
-    then: Callable[[], None] | None  # when its bytes are there
+    tensor: Tensor  # keeps the tensor alive
+    then: Callable[[], object] | None  # runs when the bytes have arrived
 
 
 class Pipeline:
-    """Broadcasts in order, several at a time, so that the wire does not wait for this thread.
+    """Broadcasts in order, several at a time, so that the network does not wait for this thread.
 
-    Under way are at most `_NUM_UNDER_WAY`, and not more than two where they have more than `max_bytes` together.
+    At most `_NUM_UNDER_WAY` run at a time, and at most two where they have more than `max_bytes` together.
     """
 
     def __init__(self, group: WeightGroup, deadline: Deadline, num_broadcasts: int, max_bytes: int) -> None:
@@ -45,15 +45,17 @@ class Pipeline:
         self._turn = {"packed": 0, "piece": 2}
 
     def buffer(self, kind: Literal["packed", "piece"], num_bytes: int) -> Tensor:
-        """Staging memory, uint8 [num_bytes]: two of each kind in turn, each once its last broadcast is finished."""
+        """Return staging memory, uint8 [num_bytes]: two buffers of each kind in turn, each after its last broadcast
+        finished."""
         slot = self._turn[kind]
         self._turn[kind] ^= 1
         buffer = self.group.buffer(slot, num_bytes)
         self._finish_through(self._last_use.get(buffer.data_ptr(), 0))
         return buffer
 
-    def start(self, tensor: Tensor, names: Sequence[str], then: Callable[[], None] | None = None) -> None:
-        """Broadcast `tensor`; `then` runs when its bytes are there, after that of the broadcast before."""
+    def start(self, tensor: Tensor, names: Sequence[str], then: Callable[[], object] | None = None) -> None:
+        """Start a broadcast of `tensor`. `then` runs when its bytes have arrived, after the previous broadcast's
+        `then`."""
         while self._is_full(tensor.nbytes):
             self._finish_through(self._under_way[0].number)
         self._num_started += 1
@@ -74,17 +76,17 @@ class Pipeline:
         return under_way >= _NUM_UNDER_WAY or (under_way >= 2 and num_bytes > self._max_bytes)
 
     def drain(self) -> None:
-        """Finish all."""
+        """Wait until all broadcasts are finished."""
         self._finish_through(self._num_started)
 
     def abandon(self) -> None:
-        """After the group was aborted: returns when nothing writes into, or reads from, the tensors any more."""
+        """Wait, after the group was aborted, until no operation reads or writes the tensors any more."""
         while self._under_way:
             work = self._under_way.popleft().work
             try:
                 self.group.finish(work, Deadline.after(_ABANDON_S))
             except RuntimeError:
-                continue  # it ended, which is all that is wanted; the first failure is the one that is told
+                continue  # it ended, which is enough: the first failure is the one to report
 
     def _finish_through(self, number: int) -> None:
         while self._under_way and self._under_way[0].number <= number:
@@ -108,7 +110,7 @@ class Pipeline:
 def open_pipeline(
     group: WeightGroup, deadline: Deadline, num_broadcasts: int, max_bytes: int = DEFAULT_BUCKET_BYTES
 ) -> Iterator[Pipeline]:
-    """A pipeline that is empty at the end. Whatever interrupts it breaks the group: its ranks are out of step."""
+    """Yield a pipeline and drain it at the end. An exception breaks the group: its ranks are out of step."""
     broadcasts = Pipeline(group, deadline, num_broadcasts, max_bytes)
     finished = False
     try:

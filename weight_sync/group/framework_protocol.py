@@ -1,8 +1,9 @@
-"""The receiving end for the frameworks' senders, which broadcast what their request describes and say nothing more.
+"""The receiving end for other frameworks' senders, which broadcast the tensors of their request and nothing else.
 
-Their tensors may be of other sizes than the request says. gloo does not tell: what is too short leaves the rest of the
-buffer as it was, and what is too long for the buffer ends the process in a thread of gloo's own. So these broadcasts
-land in a buffer of twice the size with marks of ours at the end and behind it, and only then reach the sink.
+The tensors may have other sizes than the request says. gloo does not report this: a broadcast that is too short leaves
+the rest of the buffer unchanged, and one that is too long for the buffer ends the process from a thread of gloo.
+Therefore these broadcasts are received in a buffer of twice the size with marks at the end of the expected bytes and
+behind them, and reach the sink only after a check of the marks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from ..manifest import TensorSpec
 from .broadcasts import Pipeline, open_pipeline
 from .weight_group import WeightGroup
 
-# What gloo can broadcast as it is (tried with torch 2.13); NCCL has no complex numbers and no 16-bit integers either.
+# Dtypes that gloo can broadcast as they are (tried with torch 2.13). NCCL has no complex numbers and no 16-bit integers
+# either.
 GLOO_DTYPES = frozenset(
     {torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16}
     | {torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128}
@@ -30,16 +32,16 @@ _REAL_OF = {torch.complex32: torch.float16, torch.complex64: torch.float32, torc
 NCCL_DTYPES = (GLOO_DTYPES - set(_REAL_OF)) | {torch.float8_e4m3fn, torch.float8_e5m2}
 
 _MARK_BYTES = 16
-_MIN_MARK_BYTES = 8  # a shorter mark could be what the sender sends, by chance
+_MIN_MARK_BYTES = 8  # the bytes of a shorter mark could be sent by chance
 
 
 def receive_tensors(group: WeightGroup, specs: Sequence[TensorSpec], sink: Sink, timeout_s: float = 300.0) -> None:
     """Receive as SGLang's engines do: one broadcast per tensor, of its own dtype, in the order of the list.
 
-    Raises ValueError before the first broadcast is joined where the sink refuses the specs or the backend cannot carry
-    a dtype, naming all; the sender does not learn of it here and waits until its own deadline. Raises TransferFailed
-    naming rank, phase and tensor when a broadcast fails, is of another size, or the deadline passes; then the group is
-    broken. A tensor of more than twice its described size still ends the process: gloo aborts it.
+    Raises ValueError before it joins the first broadcast where the sink refuses the specs or the backend cannot carry a
+    dtype, naming all; the sender is not informed and waits until its own deadline. Raises TransferFailed naming rank,
+    phase and tensor when a broadcast fails or has another size, or the deadline passes; then the group is broken. A
+    tensor of more than twice its described size still ends the process: gloo aborts it.
     """
     deadline = Deadline.after(timeout_s)
     group.check_usable()
@@ -58,7 +60,7 @@ def receive_flattened_bucket(
 ) -> None:
     """Receive load_format "flattened_bucket": one uint8 broadcast of all tensors back to back, whatever their dtypes.
 
-    There is no padding, so a tensor may start at an address that its dtype could not be viewed at: bytes are copied.
+    There is no padding, so a tensor may start at an address at which its dtype could not be viewed: bytes are copied.
     Raises as `receive_tensors` does; every dtype can be carried.
     """
     deadline = Deadline.after(timeout_s)
@@ -80,12 +82,13 @@ def receive_flattened_bucket(
 def _landing(
     pipeline: Pipeline, name: str, num_bytes: int, write: Callable[[Tensor], None]
 ) -> tuple[Tensor, Callable[[], None]]:
-    """Where a foreign broadcast is to be received, uint8, and what is to be done when it is there."""
-    if pipeline.group.backend != "gloo":  # NCCL fails by itself where sizes differ, or hangs into the deadline
+    """Return the uint8 tensor that receives a foreign broadcast, and the function to run when it has arrived."""
+    if pipeline.group.backend != "gloo":  # NCCL fails by itself where sizes differ, or waits until the deadline
         staged = pipeline.buffer("piece", num_bytes)
         return staged, partial(write, staged)
     whole = pipeline.buffer("piece", 2 * num_bytes + _MARK_BYTES)
-    # The same on every rank, because gloo's ranks hand on to each other what is in their buffers, marks and all.
+    # The marks are the same on every rank, because gloo's ranks forward the whole content of their buffers, marks
+    # included.
     label = f"{pipeline.group.name}/{name}".encode()
     mark = torch.frombuffer(bytearray(hashlib.blake2b(label, digest_size=_MARK_BYTES).digest()), dtype=torch.uint8)
     inside = min(_MARK_BYTES, num_bytes)

@@ -1,4 +1,4 @@
-"""Which broadcasts carry the tensors of an update, and in which order: both ends plan it and compare."""
+"""The plan of an update: which broadcasts carry its tensors, in which order. Both ends compute it and compare."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..manifest import Manifest, TensorSpec, dtype_name
 from .weight_group import WeightGroup
 
 PROTOCOL = 2
-DIRECT_BYTES = 1 << 20  # a tensor of this size travels from its own memory; below, one more broadcast costs more
-PACKED_BYTES = 16 << 20  # smaller ones share buffers of this size: larger ones fall out of the cache
+DIRECT_BYTES = 1 << 20  # a tensor of this size is sent from its own memory; below it, one more broadcast costs more
+PACKED_BYTES = 16 << 20  # smaller tensors share buffers of this size; larger buffers do not fit the cache
 
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """All that two ends have to agree on before the first byte."""
+    """The values on which two ends have to agree before the first byte."""
 
     group_name: str
     world_size: int
@@ -27,7 +27,7 @@ class TransferPlan:
     manifest: Manifest
     broadcasts: tuple[BucketPlan, ...]
 
-    cut_digest: str  # SHA-256 over order, names, shapes, dtypes, and how the bytes are cut
+    cut_digest: str  # SHA-256 over order, names, shapes, dtypes, and the cuts between broadcasts
 
     @classmethod
     def of(cls, group: WeightGroup, manifest: Manifest, bucket_bytes: int) -> TransferPlan:
@@ -56,7 +56,7 @@ class TransferPlan:
         )
 
 
-# The tensors of one model are the same at every update: they are written, read and cut once.
+# The tensors of one model are the same at every update, so they are written, read and cut only once.
 @lru_cache(maxsize=4)
 def _tensors_json(specs: tuple[TensorSpec, ...]) -> str:
     return Manifest(None, specs).to_json()
@@ -70,7 +70,7 @@ def tensors_of(text: str) -> tuple[TensorSpec, ...]:
 
 @lru_cache(maxsize=4)
 def _cut(specs: tuple[TensorSpec, ...], bucket_bytes: int) -> tuple[tuple[BucketPlan, ...], str]:
-    """The broadcasts of these tensors, and a digest of them."""
+    """Return the broadcasts of these tensors, and a digest of them."""
     broadcasts = plan_broadcasts(specs, bucket_bytes)
     pieces = [[(p.name, p.tensor_offset, p.bucket_offset, p.num_bytes) for p in b.pieces] for b in broadcasts]
     fields = [[(s.name, dtype_name(s.dtype), s.shape) for s in specs], pieces]
@@ -78,10 +78,11 @@ def _cut(specs: tuple[TensorSpec, ...], bucket_bytes: int) -> tuple[tuple[Bucket
 
 
 def plan_broadcasts(specs: Sequence[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> tuple[BucketPlan, ...]:
-    """What is broadcast, in order: each as soon as the last of its tensors is there when they come in order.
+    """Plan the broadcasts of these tensors, in order.
 
-    Tensors of DIRECT_BYTES or more are cut into pieces of at most bucket_bytes, each a broadcast of its own that needs
-    no copy at either end. Smaller ones are packed together as they come, past the large ones between them.
+    A broadcast is ready as soon as the last of its tensors has come, where tensors come in order. Tensors of
+    DIRECT_BYTES or more are cut into pieces of at most bucket_bytes, each a broadcast of its own that needs no copy at
+    either end. Smaller ones are packed together in their order, also across the large ones between them.
     """
     large = [spec for spec in specs if spec.num_bytes >= min(DIRECT_BYTES, bucket_bytes)]
     small = [spec for spec in specs if spec.num_bytes < min(DIRECT_BYTES, bucket_bytes)]

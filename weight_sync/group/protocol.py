@@ -1,18 +1,18 @@
-"""Weights over a process group, both ends: our protocol.
+"""Weights over a process group, both ends of our own protocol.
 
-It agrees on the plan over the group's store before the first byte, then broadcasts from rank 0, then acknowledges:
+Agree on the plan over the group's store before the first byte, broadcast from rank 0, then acknowledge:
 
     rank 0                                   every other rank
-    <n>/plan        the plan, as JSON   ->   checks it against its own and its sink
-    <n>/verdict/<r> "" or what is wrong <-
-    <n>/go          "" or why not       ->   everybody fails with the same first difference, or everybody goes on
+    <n>/plan        the plan, as JSON   ->   compare it with this rank's plan and its sink
+    <n>/verdict/<r> "" or a problem     <-
+    <n>/go          "" or the reason    ->   all ranks fail with the same first difference, or all go on
     broadcasts      large tensors from and into their own memory, small ones packed into a shared buffer
-    <n>/done/<r>    "" or what failed   <-
-    <n>/failed      who is to blame     ->   only after a failed broadcast
-    <n>/heard/<r>                       <-   what went wrong was read: rank 0 may leave, and its store with it
+    <n>/done/<r>    "" or the failure   <-
+    <n>/failed      the ranks to blame  ->   only after a failed broadcast
+    <n>/heard/<r>                       <-   the failure was read: rank 0 may leave, and its store with it
 
-n counts the updates of the group; a rank passes over those that the sender gave up on before it came. For senders that
-are not ours see `framework_protocol.py`.
+n counts the updates of the group; a rank skips updates that the sender gave up before the rank came. For other
+frameworks' senders see `framework_protocol.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .broadcasts import Pipeline, open_pipeline
 from .plan import PROTOCOL, TransferPlan, tensors_of
 from .weight_group import WeightGroup
 
-_BLAME_S = 0.5  # past the deadline if need be: how long to wait for who is to blame for a failed broadcast
+_BLAME_S = 0.5  # time to wait, even past the deadline, for the ranks to blame for a failed broadcast
 
 
 # -- our own sender ----------------------------------------------------------------------------------------------------
@@ -45,15 +45,15 @@ def send_update(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     timeout_s: float = 300.0,
 ) -> None:
-    """Rank 0's end of an update; every other rank calls `receive_update`. Returns when all of them have the bytes.
+    """Send an update as rank 0; every other rank calls `receive_update`. Returns when all of them have the bytes.
 
-    tensors: the manifest's, in its order, on any device and of any strides. They may be made one by one: those
-    of two broadcasts are held at a time, or of `_NUM_UNDER_WAY` that have at most bucket_bytes together. The iterator
-    must not overwrite one that it gave.
+    tensors: the manifest's, in its order, on any device and of any strides. They may be made one by one: the tensors of
+    two broadcasts are held at a time, or of `_NUM_UNDER_WAY` that have at most bucket_bytes together. The iterator must
+    not overwrite a tensor that it has yielded.
 
-    Raises PlanMismatch, on every rank and before a byte moves, where a receiver expects something else or refuses, with
-    the first difference; ValueError where `tensors` is not what the manifest says; and TransferFailed naming rank,
-    phase and tensor when a rank is gone, fails, or the deadline passes. After a failure past the plan the group is
+    Raises PlanMismatch with the first difference, on every rank and before any byte is sent, where a receiver expects
+    something else or refuses; ValueError where `tensors` does not match the manifest; and TransferFailed naming rank,
+    phase and tensor when a rank is gone or fails, or the deadline passes. After a failure past the plan the group is
     broken.
     """
     if group.rank != 0:
@@ -93,7 +93,7 @@ def _receivers(group: WeightGroup) -> range:
 
 
 def _propose(group: WeightGroup, number: int, plan: TransferPlan, deadline: Deadline) -> None:
-    """Publish the plan, hear every rank's verdict, and tell all of them whether it goes on."""
+    """Publish the plan, read every rank's verdict, and report the decision to all of them."""
     where = group.at("agreeing on the plan", _first_name(plan.manifest.tensors))
     refusal: WeightSyncError | None = None
     silent: list[str] = []
@@ -129,10 +129,10 @@ def _send(pipeline: Pipeline, plan: TransferPlan, tensors: NamedTensors) -> None
     given = iter(tensors)
     for left, spec in reversed(list(enumerate(reversed(plan.manifest.tensors)))):
         name, tensor = next(given, (None, None))
-        if name is None or TensorSpec.of(name, tensor) != spec:
-            found = "nothing" if name is None else TensorSpec.of(name, tensor).describe()
+        if name is None or tensor is None or TensorSpec.of(name, tensor) != spec:
+            found = "nothing" if name is None or tensor is None else TensorSpec.of(name, tensor).describe()
             raise ValueError(f"the manifest says {spec.describe()}, the tensors gave {found}")
-        # Asked before the last broadcast, so that no receiver has everything when this fails.
+        # Checked before the last broadcast, so that no receiver has everything when this fails.
         if not left and (extra := next(given, None)) is not None:
             raise ValueError(f"the tensors gave {extra[0]}, which is past the end of the manifest")
         source = byte_view(tensor)
@@ -168,15 +168,16 @@ def _collect_receipts(group: WeightGroup, number: int, deadline: Deadline) -> No
 
 
 def _linger(group: WeightGroup, number: int) -> None:
-    """Give the others a moment to read what went wrong: the caller may end this process, which hosts the store."""
+    """Give the other ranks time to read the failure: the caller may end this process, which hosts the store."""
     try:
         group.keys.wait([f"{number}/heard/{rank}" for rank in _receivers(group)], Deadline.after(_BLAME_S))
     except RuntimeError:
-        return  # who is gone or late need not be told
+        return  # a rank that is gone or late need not be informed
 
 
 def _blame(group: WeightGroup, number: int) -> str:
-    """Who did not answer after a failed broadcast, and what the others say: the group is gone, the store is not."""
+    """Describe the ranks that did not answer after a failed broadcast, and the other ranks' reports. The group is gone,
+    the store is not."""
     soon, said = Deadline.after(_BLAME_S), []
     for rank in _receivers(group):
         try:
@@ -192,14 +193,14 @@ def _blame(group: WeightGroup, number: int) -> str:
 def receive_update(
     group: WeightGroup, sink: Sink, timeout_s: float = 300.0, expected: Manifest | None = None
 ) -> Manifest:
-    """Another rank's end of `send_update`: fills `sink` and returns the sender's manifest. Whether the other receivers
-    have everything too only the sender knows.
+    """Receive an update as a rank other than 0: fill `sink` and return the sender's manifest. Only the sender knows
+    whether the other receivers have everything too.
 
-    expected: what this rank was told would come; its tensors, and its version where both have one, must agree.
+    expected: the manifest announced to this rank; its tensors, and its version where both have one, must agree.
 
     Raises PlanMismatch where some rank's plan differs, ValueError where this rank's sink refuses the tensors (both
-    before a byte moves; the group stays usable), and TransferFailed naming rank, phase and tensor otherwise; what the
-    sink raises while it is filled is raised as it is, and told to the sender. Then the group is broken.
+    before any byte is sent; the group stays usable), and TransferFailed naming rank, phase and tensor otherwise. An
+    exception of the sink while it is filled is raised as it is, and reported to the sender. Then the group is broken.
     """
     if group.rank == 0:
         raise ValueError(f"rank 0 sends, this is {group.at('receive_update')}")
@@ -224,7 +225,7 @@ def receive_update(
 
 
 def _reason(group: WeightGroup, number: int) -> str:
-    """What the sender knows about a broadcast that failed here, if it still lives."""
+    """Return the sender's reason for a broadcast that failed here, if the sender is still there."""
     soon = Deadline.after(2 * _BLAME_S)
     try:
         reason = group.keys.get(f"{number}/failed", soon)
@@ -237,11 +238,11 @@ def _reason(group: WeightGroup, number: int) -> str:
 def _agree(
     group: WeightGroup, sink: Sink, expected: Manifest | None, deadline: Deadline
 ) -> tuple[Manifest, TransferPlan]:
-    """Read the sender's plan, give a verdict, and wait for the sender's word."""
+    """Read the sender's plan, give a verdict, and wait for the sender's decision."""
     where = group.at("agreeing on the plan", _first_name(expected.tensors) if expected else None)
     try:
         proposal = group.keys.get(f"{group.num_updates}/plan", deadline)
-        while group.keys.has(f"{group.num_updates}/go", deadline):  # given up on before this rank came
+        while group.keys.has(f"{group.num_updates}/go", deadline):  # given up before this rank came
             group.num_updates += 1
             proposal = group.keys.get(f"{group.num_updates}/plan", deadline)
     except RuntimeError as error:
@@ -253,7 +254,7 @@ def _agree(
         sink.expect(plan.manifest.tensors)
         verdict = ""
     except PlanMismatch as error:
-        verdict = str(error)  # raised once rank 0 has said what all others hear too
+        verdict = str(error)  # raised after rank 0 has published the decision for all ranks
     except (ValueError, WeightSyncError) as error:
         verdict = f"{group.at('agreeing on the plan')}: {error}"
         _report(group, f"{number}/heard/{group.rank}", "", deadline)
@@ -276,7 +277,7 @@ def _agree(
 
 
 def _judge(group: WeightGroup, proposal: str, expected: Manifest | None) -> TransferPlan:
-    """The sender's plan, if it is what this rank would plan too. Raises PlanMismatch with the first difference."""
+    """Return the sender's plan if it equals this rank's own plan. Raises PlanMismatch with the first difference."""
     ours, theirs = f"rank {group.rank}", "rank 0"
     sent = json.loads(proposal)
     for what, mine in {"protocol": PROTOCOL, "group": group.name, "world_size": group.world_size}.items():
@@ -295,7 +296,7 @@ def _judge(group: WeightGroup, proposal: str, expected: Manifest | None) -> Tran
 
 
 def _receive(pipeline: Pipeline, plan: TransferPlan, sink: Sink) -> None:
-    """Fill the sink, the plan's buckets in order. Unpacks one while the next is under way."""
+    """Fill the sink, the plan's buckets in order. Unpacks one bucket while the next is being received."""
     for bucket in plan.broadcasts:
         if len(bucket.pieces) == 1 and bucket.num_bytes:
             piece = bucket.pieces[0]
@@ -313,8 +314,8 @@ def _receive(pipeline: Pipeline, plan: TransferPlan, sink: Sink) -> None:
 
 def _landing(
     pipeline: Pipeline, sink: Sink, name: str, offset: int, num_bytes: int
-) -> tuple[Tensor, Callable[[], None] | None]:
-    """Where bytes of one tensor are to be received, and what remains to be done with them then."""
+) -> tuple[Tensor, Callable[[], object] | None]:
+    """Return the memory that receives bytes of one tensor, and the work that remains when they have arrived."""
     lent = sink.destination(name, offset, num_bytes)
     if lent is not None and lent.device == pipeline.group.device:
         return lent, None
@@ -323,13 +324,13 @@ def _landing(
 
 
 def _write_all(sink: Sink, ranges: Sequence[tuple[str, int, int, int]], staged: Tensor) -> None:
-    """ranges: name, offset in the tensor, offset in `staged`, number of bytes."""
+    """Write ranges of `staged` to the sink. ranges: name, offset in the tensor, offset in `staged`, number of bytes."""
     for name, tensor_offset, offset, num_bytes in ranges:
         sink.write(name, tensor_offset, staged[offset : offset + num_bytes])
 
 
 def _report(group: WeightGroup, key: str, text: str, deadline: Deadline) -> None:
-    """Tell the other end. If it cannot be told, it is gone already, or will know at its deadline."""
+    """Report to the other end. If that fails, the other end is gone already, or will notice at its deadline."""
     try:
         group.keys.put(key, text, deadline)
     except RuntimeError as error:

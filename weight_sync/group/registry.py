@@ -1,4 +1,4 @@
-"""Joining weight groups, and those of one process by name."""
+"""Joining weight groups, and the groups of one process by name."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def join_group(
     device: torch.device | None = None,
     layout: str = "torch",
 ) -> WeightGroup:
-    """Join a process group of its own and return it once all `world_size` ranks are there. Blocks: keep it off threads
-    that have other work. `Rendezvous` is the same with a `cancel`; `GroupRegistry` keeps groups by name.
+    """Join a process group of its own and return it when all `world_size` ranks are there. Blocks: call it in a thread
+    without other work. `Rendezvous` does the same with a `cancel`; `GroupRegistry` keeps groups by name.
 
-    Rank 0 is the sender and hosts the store at master_address:master_port; the others wait for it. layout says how the
-    keys of the two ends are nested (`LAYOUTS`); the default meets trainers that build theirs by SGLang's recipe.
-    backend "nccl" needs `device`, and one GPU per rank: NCCL refuses two ranks on one, so that a machine with a single
-    GPU can only have a group of one rank. Under TORCH_DISTRIBUTED_DEBUG=DETAIL such trainers wrap their group in one
-    that checks every operation; ours does not speak to that.
+    Rank 0 is the sender and hosts the store at master_address:master_port; the others wait for it. layout: how the keys
+    of the two ends are nested (`LAYOUTS`); the default fits trainers that build theirs by SGLang's recipe. backend
+    "nccl" needs `device`, and one GPU per rank: NCCL refuses two ranks on one GPU, so that a machine with a single GPU
+    can only have a group of one rank. Under TORCH_DISTRIBUTED_DEBUG=DETAIL such trainers wrap their group in one that
+    checks every operation; our group cannot communicate with it.
 
     Raises ValueError listing every bad argument, and TransferFailed naming rank, group, phase and the ranks that had
     not arrived: at the deadline, when our ends disagree about the world size, or when one rank joins twice.
@@ -40,14 +40,15 @@ def join_group(
 
 
 class GroupRegistry:
-    """The groups of one process by name. May be used from several threads."""
+    """The groups of one process by name. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._groups: dict[str, WeightGroup | Rendezvous] = {}
 
     def init(self, rendezvous: Rendezvous) -> WeightGroup:
-        """`rendezvous.join()`, under its group's name. Raises ValueError for one that is taken, or is joining."""
+        """Join the rendezvous and keep the group under its name. Raises ValueError for a name that is taken or is
+        joining."""
         group_name = rendezvous.group_name
         with self._lock:
             if group_name in self._groups:
@@ -63,13 +64,13 @@ class GroupRegistry:
                     self._groups[group_name] = group
                 elif wanted:
                     del self._groups[group_name]
-        if not wanted:  # destroyed in the moment in which it was complete
+        if not wanted:  # destroyed at the moment when it was complete
             group.destroy()
             raise TransferFailed(f"{group.at('rendezvous')}: destroyed while it was joining")
         return group
 
     def get(self, group_name: str) -> WeightGroup:
-        """Raises ValueError for a name that is unknown or still joining."""
+        """Return a group. Raises ValueError for a name that is unknown or still joining."""
         with self._lock:
             group = self._groups.get(group_name)
             names = sorted(name for name, value in self._groups.items() if isinstance(value, WeightGroup))
@@ -79,7 +80,8 @@ class GroupRegistry:
         return group
 
     def state(self) -> dict[str, str]:
-        """By name: "joining", "ready", or why it is broken. Waits for nobody but a lookup of another thread."""
+        """Return, by name, "joining", "ready", or the reason why a group is broken. Waits at most for a lookup of
+        another thread."""
         with self._lock:
             groups = dict(self._groups)
         return {
@@ -99,7 +101,7 @@ class GroupRegistry:
             group.cancel()
 
     def close(self) -> None:
-        """Destroy all of them."""
+        """Destroy all groups."""
         with self._lock:
             groups, self._groups = list(self._groups.values()), {}
         for group in groups:

@@ -1,7 +1,7 @@
-"""How the ranks of a weight group find each other: with a deadline, and with a way to give up.
+"""The rendezvous of a weight group's ranks, with a deadline and a way to cancel it.
 
-Only public torch names are used. Connecting to a store blocks for as long as the process that hosts it is stopped, so
-it runs in a thread of its own too (see `shared_keys`).
+Uses only public torch names. Connecting to a store blocks as long as the process that hosts it is stopped, so it runs
+in a thread of its own too (see `shared_keys`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -16,37 +17,37 @@ import torch.distributed as dist
 from ..deadline import Deadline
 from ..errors import TransferFailed
 from .shared_keys import SharedKeys, Stop
-from .weight_group import Backend, WeightGroup
+from .weight_group import Backend, Lane, WeightGroup
 
-# The prefixes between the TCPStore and the backend, outermost first. "torch" is the chain of those who follow SGLang's
-# init_custom_process_group recipe (slime, Miles, OpenRLHF, verl): the recipe puts the group's name in front, torch's
-# _new_process_group_helper puts it there again with a slash, then the device of the first backend. rendezvous("tcp://")
-# adds none. Read in torch 2.13; every older copy that was looked at has the same chain. "plain" is for
-# PrefixStore(name, store) handed to a backend's constructor.
+# The prefixes between the TCPStore and the backend, outermost first. "torch" is the chain of frameworks that follow
+# SGLang's init_custom_process_group recipe (slime, Miles, OpenRLHF, verl): the recipe puts the group's name in front,
+# torch's _new_process_group_helper puts it there again with a slash, then the device of the first backend.
+# rendezvous("tcp://") adds none. Read in torch 2.13; every older copy that was checked has the same chain. "plain" is
+# for PrefixStore(name, store) passed to a backend's constructor.
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "torch": ("{group}", "{group}/", "{device}/"),
     "plain": ("{group}",),
 }
 _DEVICE_OF = {"gloo": "cpu", "nccl": "cuda"}
 _CONNECT_S = 1.0  # for one attempt to reach the host
-_GRACE_S = 0.5  # what a rendezvous that has been told to end may take to say so itself, and a refused one to be heard
-_POLL_S = 0.005  # between two looks at who has heard
+_GRACE_S = 0.5  # time for a cancelled rendezvous to report its end, and for a refusal to be read
+_POLL_S = 0.005  # between two checks of which ranks have read the refusal
 
 
 class _RendezvousStore(dist.Store):
-    """What gloo sees of the store while its ranks find each other: a wait here can be cancelled."""
+    """The store as gloo uses it while its ranks find each other: a wait here can be cancelled."""
 
     def __init__(self, store: dist.Store, rank: int, stop: Stop, deadline: Deadline) -> None:
         super().__init__()
         self._store, self._rank, self._stop, self._deadline = store, rank, stop, deadline
         self._keys = SharedKeys(store)
-        self._addresses: str | None = None  # gloo's addresses are at <this><rank>
+        self._addresses: str | None = None  # gloo's addresses have the keys <this><rank>
         self._arrived: set[str] = set()
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # gloo passes bytes, not str
         if self._addresses is None and key.endswith(str(self._rank)):
             self._addresses = key.removesuffix(str(self._rank))
-        self._store.set(key, value)
+        self._store.set(key, value)  # type: ignore[arg-type]  # accepts bytes too
 
     def get(self, key: str) -> bytes:
         return self._store.get(key)
@@ -62,14 +63,14 @@ class _RendezvousStore(dist.Store):
         self._arrived.update(keys)
 
     def missing_ranks(self, world_size: int) -> list[int]:
-        """The ranks that have not told gloo where they are."""
+        """Return the ranks that have not published their address to gloo."""
         others = [rank for rank in range(world_size) if rank != self._rank]
         if self._addresses is None:
             return others
         keys, soon = {rank: f"{self._addresses}{rank}" for rank in others}, self._deadline.at_most(_GRACE_S)
         try:
             return [rank for rank, key in keys.items() if not self._keys.has(key, soon)]
-        except RuntimeError:  # the store is gone or silent: what was seen before
+        except RuntimeError:  # the store is gone or silent: use the last known ranks
             return [rank for rank, key in keys.items() if key not in self._arrived]
 
     def close(self) -> None:
@@ -77,7 +78,7 @@ class _RendezvousStore(dist.Store):
 
 
 class Rendezvous:
-    """One rank's way into a group. `join` blocks and belongs into a thread of the caller's; `cancel` ends it."""
+    """One rank's way into a group. `join` blocks and should run in a thread of the caller; `cancel` ends it."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class Rendezvous:
         device: torch.device | None = None,
         layout: str = "torch",
     ) -> None:
-        """See `join_group`."""
+        """Check the arguments; see `join_group`."""
         wrong = [
             text
             for text, holds in {
@@ -112,28 +113,29 @@ class Rendezvous:
         self._address = (master_address, master_port)
         self.group_name = group_name
         self._rank, self._world_size, self._backend = rank, world_size, backend
-        self._device = torch.device("cpu") if backend == "gloo" else device
+        self._device = torch.device("cpu") if backend == "gloo" or device is None else device
         self._layout = layout
         self._deadline = Deadline.after(timeout_s)
         self._cancelled = threading.Event()
         self._wake = threading.Event()
         self._lock = threading.Lock()
-        self._left = False  # the caller is gone: a group that comes now is destroyed again
+        self._left = False  # the caller has left: a group that is complete later is destroyed again
         self._result: WeightGroup | BaseException | None = None
         self._proxy: _RendezvousStore | None = None
-        self._refused: str | None = None  # why the rendezvous cannot succeed, once this rank has heard of it
+        self._refused: str | None = None  # why the rendezvous cannot succeed, when this rank has learned it
 
     def cancel(self) -> None:
-        """End a `join` that waits, from any thread; it raises TransferFailed. After the join it does nothing."""
+        """End a waiting `join`, from any thread; it raises TransferFailed. Does nothing after the join."""
         self._cancelled.set()
         self._wake.set()
 
     def join(self) -> WeightGroup:
-        """Find the other ranks. Raises TransferFailed naming rank, group and the ranks that had not arrived."""
+        """Find the other ranks and return the group. Raises TransferFailed naming rank, group and the ranks that had
+        not arrived."""
         threading.Thread(target=self._run, name=f"rendezvous-{self.group_name}", daemon=True).start()
         self._wake.wait(self._deadline.left_s)
         if self._result is None:
-            # Cancelled or too late. The thread says which ranks are missing, unless torch holds it.
+            # Cancelled or too late. The thread reports which ranks are missing, unless torch blocks it.
             self._wake.clear()
             if self._result is None:
                 self._wake.wait(_GRACE_S)
@@ -151,8 +153,8 @@ class Rendezvous:
         try:
             group = self._meet()
             result: WeightGroup | BaseException = group
-        except (RuntimeError, OSError, ValueError) as error:  # torch's, the socket's and ours; the caller raises it
-            # Made anew: a traceback would keep the store alive, and its port taken, for as long as the error.
+        except (RuntimeError, OSError, ValueError) as error:  # of torch, the socket or ours; the caller raises it
+            # A new exception: a traceback would keep the store alive, and its port taken, as long as the error exists.
             failed = error if isinstance(error, TransferFailed) else self._failure(self._refused or str(error))
             result = TransferFailed(str(failed))
         if self._proxy is not None:
@@ -202,18 +204,21 @@ class Rendezvous:
                 self._let_all_hear(roster)
             roster.close()
 
-    def _group(self, lanes: tuple[dist.ProcessGroup, ...], *stores: dist.Store) -> WeightGroup:
-        return WeightGroup(self.group_name, self._rank, self._world_size, self._backend, self._device, lanes, stores)
+    def _group(
+        self, lanes: tuple[dist.ProcessGroupGloo | dist.ProcessGroupNCCL, ...], *stores: dist.Store
+    ) -> WeightGroup:
+        both = cast("tuple[Lane, ...]", lanes)
+        return WeightGroup(self.group_name, self._rank, self._world_size, self._backend, self._device, both, stores)
 
     def _all_are_ours(self, roster: SharedKeys) -> bool:
-        """Whether every rank is one of this class, once all are there: rank 0 says so."""
+        """Return whether every rank uses this class, when all are there. Rank 0 decides."""
         if self._world_size == 1:
             return False
         if self._rank == 0:
             signed = roster.has([f"joined/{rank}" for rank in range(self._world_size)], self._deadline)
             roster.put("all_ours", "yes" if signed else "no", self._deadline)
             return signed
-        if not roster.has("world_size", self._deadline):  # a foreign rank 0, who says nothing
+        if not roster.has("world_size", self._deadline):  # rank 0 is foreign and publishes nothing
             return False
         return roster.get("all_ours", self._deadline, lambda: self._refusal(roster)) == "yes"
 
@@ -227,8 +232,9 @@ class Rendezvous:
         while not self._stopped() and not self._deadline.has_passed:
             soon = self._deadline.at_most(_CONNECT_S)
             try:
-                # A plain socket first: a TCPStore would go on trying, deaf to `cancel`. It counts this rank in at a
-                # host that waits for all of them (wait_for_workers, which only hosts wait for) once it is connected.
+                # A plain socket first: a TCPStore would keep trying and ignore `cancel`. When it is connected, the
+                # TCPStore counts this rank in at a host that waits for all of them (wait_for_workers, which only hosts
+                # wait for).
                 socket.create_connection(self._address, timeout=max(0.05, soon.left_s)).close()
                 return dist.TCPStore(address, port, self._world_size, False, timeout=soon.left)
             except (OSError, RuntimeError) as error:
@@ -237,7 +243,7 @@ class Rendezvous:
         raise self._failure(f"rank 0 cannot be reached: {failure}")
 
     def _sign(self, roster: SharedKeys) -> None:
-        """Tell our other ends, where there are any, who joins; see `_refusal`."""
+        """Publish this rank to our other ends, where there are any; see `_refusal`."""
         if self._rank == 0:
             roster.put("world_size", str(self._world_size), self._deadline)
         if roster.add(f"joined/{self._rank}", 1, self._deadline) > 1:
@@ -247,7 +253,8 @@ class Rendezvous:
             raise self._failure(refused)
 
     def _refusal(self, roster: SharedKeys) -> str | None:
-        """Why this rendezvous cannot succeed, as soon as any rank of ours knows. A foreign rank 0 says nothing."""
+        """Return why this rendezvous cannot succeed, as soon as any rank of ours knows. A foreign rank 0 publishes
+        nothing."""
         if stopped := self._stopped():
             return stopped
         if self._refused is None:
@@ -266,7 +273,7 @@ class Rendezvous:
         return roster.get("refused", self._deadline) if roster.has("refused", self._deadline) else None
 
     def _let_all_hear(self, roster: SharedKeys) -> None:
-        """The store goes with its host, so all who have signed are given a moment to read why it does."""
+        """Wait a moment until all signed ranks have read the refusal: the store ends with its host."""
         soon = self._deadline.at_most(_GRACE_S)
 
         def is_unheard(rank: int) -> bool:
@@ -282,8 +289,8 @@ class Rendezvous:
         return "cancelled" if self._cancelled.is_set() else None
 
     def _make_nccl(self, store: dist.Store) -> dist.ProcessGroupNCCL:
-        # NCCL's threads keep using the store, so they get torch's own. Connecting now rather than at the first
-        # broadcast makes a rank that never joins a failure of the rendezvous.
+        # NCCL's threads keep using the store, so they get torch's own. The connection is made now and not at the first
+        # broadcast, so that a rank that never joins makes the rendezvous fail.
         torch.cuda.set_device(self._device)
         made = dist.ProcessGroupNCCL(store, self._rank, self._world_size, dist.ProcessGroupNCCL.Options())
         made.eager_connect_single_device(self._device)

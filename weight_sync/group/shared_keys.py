@@ -1,7 +1,7 @@
 """A key-value store of several processes whose calls keep to their deadlines.
 
-Every call to a `TCPStore` blocks for as long as the process that hosts it is stopped; here they run in a thread of
-their own, and the caller leaves them behind at its deadline. Such a thread ends when its connection does.
+Every call to a `TCPStore` blocks as long as the process that hosts it is stopped. Here the calls run in a thread of
+their own, and the caller stops waiting at its deadline. Such a thread ends when its connection does.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -19,14 +20,14 @@ import torch.distributed as dist
 from ..deadline import Deadline
 
 T = TypeVar("T")
-Stop = Callable[[], str | None]  # asked while waiting: None, or why to wait no longer
+Stop = Callable[[], str | None]  # called while waiting; returns None, or the reason to stop
 
-_POLL_S = (0.0002, 0.005)  # first and longest pause between two looks into a store
-_POLL_SHARE = 0.05  # of the time waited so far that a pause may be
+_POLL_S = (0.0002, 0.005)  # first and longest pause between two checks of a store
+_POLL_SHARE = 0.05  # longest pause as a share of the time waited so far
 
 
 class Interrupted(RuntimeError):
-    """The wait for a key ended without it: the deadline passed, or `stop` said why."""
+    """The wait for a key ended without it, because the deadline passed or `stop` returned a reason."""
 
 
 class SharedKeys:
@@ -38,22 +39,24 @@ class SharedKeys:
         self._thread: threading.Thread | None = None
 
     def put(self, key: str, value: str, deadline: Deadline) -> None:
-        """Set a key. Raises RuntimeError where the host is gone, or silent until the deadline; so do all others."""
+        """Set a key. This and every other call raises RuntimeError where the host is gone, or silent until the
+        deadline."""
         self._call(lambda store: store.set(key, value), deadline)
 
     def has(self, keys: str | Sequence[str], deadline: Deadline) -> bool:
-        """Whether all keys are there."""
+        """Return whether all keys are there."""
         wanted = [keys] if isinstance(keys, str) else list(keys)
         return self._call(lambda store: store.check(wanted), deadline)
 
     def get(self, key: str, deadline: Deadline, stop: Stop = lambda: None) -> str:
-        """The value of a key, waited for. `stop` is asked between two looks and may end the wait with a reason."""
+        """Wait for a key and return its value. `stop` is called between two checks and may end the wait with a
+        reason."""
         self.wait(key, deadline, stop)
         return self._call(lambda store: store.get(key), deadline).decode()
 
     def wait(self, keys: str | Sequence[str], deadline: Deadline, stop: Stop = lambda: None) -> None:
-        """Until all keys are there."""
-        # Looked for, not awaited: the store's own wait cannot be ended, and logs a stack trace when it times out.
+        """Wait until all keys are there."""
+        # Polled: the store's own wait cannot be ended, and logs a stack trace when it times out.
         idle, started = threading.Event(), time.monotonic()
         while not self.has(keys, deadline):
             if reason := stop():
@@ -64,22 +67,22 @@ class SharedKeys:
             idle.wait(min(pause, deadline.left_s))
 
     def add(self, key: str, amount: int, deadline: Deadline) -> int:
-        """Add to a counter; returns its new value."""
+        """Add to a counter and return its new value."""
         return self._call(lambda store: store.add(key, amount), deadline)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete keys soon, before any later call. Where the host is gone they went with it."""
+        """Delete keys soon, before any later call. Where the host is gone, the keys are gone too."""
         for key in keys:
-            self._submit(lambda store, key=key: store.delete_key(key))
+            self._submit(partial(_delete_key, key=key))
 
     def close(self) -> None:
-        """Let go of the store; calls fail from now on."""
+        """Release the store. Calls fail from now on."""
         self._store = None
         self._jobs.put(None)
 
     def _call(self, job: Callable[[dist.Store], T], deadline: Deadline) -> T:
         try:
-            # A call that is answered at once succeeds after the deadline too, so that failures can still be told.
+            # A call that is answered at once succeeds also after the deadline, so that failures can still be reported.
             return self._submit(job).result(max(deadline.left_s, 0.05))
         except FutureTimeout:
             raise Interrupted("the process that hosts the store does not answer") from None
@@ -100,5 +103,9 @@ class SharedKeys:
             future, job = task
             try:
                 future.set_result(job(store))
-            except RuntimeError as error:  # all of torch's store errors; they belong to the caller
+            except RuntimeError as error:  # all of torch's store errors; they are raised in the caller
                 future.set_exception(error)
+
+
+def _delete_key(store: dist.Store, key: str) -> bool:
+    return store.delete_key(key)

@@ -1,10 +1,10 @@
-"""A process group for moving weights, beside the default group (which may not exist); several at once."""
+"""Process groups for moving weights, beside the default group (which need not exist); several may exist at once."""
 
 from __future__ import annotations
 
 import contextlib
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,16 +17,30 @@ from .shared_keys import SharedKeys
 Backend = Literal["gloo", "nccl"]
 
 
+class Lane(Protocol):
+    """The operations of torch's gloo and NCCL groups that a weight group uses. torch's type stubs omit them."""
+
+    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions, /) -> dist.Work:
+        """Start a broadcast."""
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> dist.Work:
+        """Start to receive from one rank."""
+
+    def abort(self) -> None:
+        """End running operations."""
+
+
 class WeightGroup:
     """One process group for weights. Made by `join_group`.
 
-    name, rank, world_size, backend and device say what was joined. `broken` is None, or why the group can no longer be
-    used: gloo closes every connection of a group when one operation fails or times out, and NCCL its communicator, so
-    the first failure is the last. A broken group refuses by that reason; destroy it and join a new one, on a new port.
+    name, rank, world_size, backend and device describe the joined group. `broken` is None, or the reason why the group
+    can no longer be used: when one operation fails or times out, gloo closes every connection of the group and NCCL its
+    communicator, so a failed group cannot recover. A broken group refuses every use with that reason; destroy it and
+    join a new one, on a new port.
 
-    Where all ranks are ours a gloo group has two lanes, connections of their own, which broadcasts take in turns: one
-    works while the other changes from one tensor to the next (tensors of 2 to 6 MB went at 0.9 of the rate of a single
-    broadcast of all bytes over one lane, and at 1.0 to 1.5 over two, on two cores).
+    Where all ranks are ours, a gloo group has two lanes, each with its own connections, which broadcasts use in turns:
+    one works while the other changes from one tensor to the next (tensors of 2 to 6 MB went at 0.9 of the rate of a
+    single broadcast of all bytes over one lane, and at 1.0 to 1.5 over two, on two cores).
     """
 
     def __init__(
@@ -36,35 +50,36 @@ class WeightGroup:
         world_size: int,
         backend: Backend,
         device: torch.device,
-        lanes: tuple[dist.ProcessGroupGloo | dist.ProcessGroupNCCL, ...],
+        lanes: tuple[Lane, ...],
         stores: tuple[dist.Store, ...],
     ) -> None:
         self.name, self.rank, self.world_size, self.backend, self.device = name, rank, world_size, backend, device
         self.broken: str | None = None
-        self.num_updates = 0  # that this rank has been through; see distributed.py
+        self.num_updates = 0  # updates that this rank has taken part in; see protocol.py
         self.keys = SharedKeys(dist.PrefixStore(f"lockstep/{name}", stores[0]))
-        self._lanes = lanes  # none once it is destroyed
-        self._num_broadcasts = 0  # the same on all ranks, or they would be out of step anyway
+        self._lanes = lanes  # empty after `destroy`
+        self._num_broadcasts = 0  # the same on all ranks that are in step
         self._stores = stores  # torch holds no reference to a Python store
         self._buffers: dict[int, Tensor] = {}
         self._num_under_way = 0
 
     def at(self, phase: str, tensor: str | None = None) -> str:
-        """How errors say where: rank, group, phase and tensor."""
+        """Describe the place of an error: rank, group, phase and tensor."""
         return f"rank {self.rank} of group {self.name!r}, {phase}" + (f", tensor {tensor}" if tensor else "")
 
     def check_usable(self) -> None:
-        """Raises TransferFailed for a group that is broken or destroyed."""
+        """Raise TransferFailed for a group that is broken or destroyed."""
         if self.broken is not None:
             raise TransferFailed(f"{self.at('not used')}: {self.broken}; destroy the group and join a new one")
 
     def broadcast(self, tensor: Tensor, deadline: Deadline) -> dist.Work:
         """Start a broadcast from rank 0, for `finish`. tensor: contiguous, on the group's device."""
-        lanes = self._lanes  # before the check, as `destroy` in another thread empties them after it broke the group
+        lanes = self._lanes  # before the check: `destroy` in another thread empties them after it broke the group
         self.check_usable()
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        # gloo's Work.wait(timeout) only stops waiting, while the operation goes on writing; this ends it.
+        # gloo's Work.wait(timeout) only stops waiting, while the operation goes on writing. This timeout ends the
+        # operation.
         options.timeout = deadline.left
         lane = lanes[self._num_broadcasts % len(lanes)]
         self._num_broadcasts += 1
@@ -72,25 +87,25 @@ class WeightGroup:
         return lane.broadcast([tensor], options)
 
     def finish(self, work: dist.Work, deadline: Deadline) -> None:
-        """Until a broadcast is done: its bytes are here, or may be overwritten.
+        """Wait until a broadcast is done: its bytes have arrived, or may be overwritten.
 
-        Raises RuntimeError, as torch does. Where that is for the deadline, gloo may still be at it: `abort`, and finish
-        the rest, before the memory is used again.
+        Raises RuntimeError, as torch does. After the deadline gloo may still be working: call `abort`, and finish the
+        remaining broadcasts, before the memory is used again.
         """
         self._num_under_way -= 1
         if not work.wait(deadline.left):
             raise RuntimeError("the operation did not succeed")
 
     def buffer(self, slot: int, num_bytes: int) -> Tensor:
-        """Memory to stage bytes in, uint8 [num_bytes] on the group's device, kept from one update to the next."""
+        """Return staging memory, uint8 [num_bytes] on the group's device, kept from one update to the next."""
         kept = self._buffers.get(slot)
         if kept is None or kept.numel() < num_bytes:
-            self._buffers.pop(slot, None)  # before the larger one is there
+            self._buffers.pop(slot, None)  # freed before the larger one is allocated
             kept = self._buffers[slot] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return kept[:num_bytes]
 
     def abort(self, reason: str = "it was aborted") -> None:
-        """End operations under way, here and on every other rank, with an error. The group is broken afterwards.
+        """End running operations with an error, here and on every other rank. The group is broken afterwards.
 
         May be called from any thread.
         """
@@ -100,15 +115,15 @@ class WeightGroup:
             if self.backend == "nccl":
                 lane.abort()
                 continue
-            # gloo's own abort leaves operations running. One that times out closes the connections under all of them;
-            # with a rank that is gone it fails instead, and closes nothing.
+            # gloo's own abort leaves operations running. An operation that times out closes the connections of all of
+            # them; if its rank is gone it fails instead, and closes nothing.
             for step in range(1, self.world_size):
                 other = (self.rank + step) % self.world_size
                 with contextlib.suppress(RuntimeError):
                     lane.recv([torch.empty(1, dtype=torch.uint8)], other, 0).wait(timedelta(milliseconds=1))
 
     def destroy(self) -> None:
-        """Give everything back: connections, the store where this rank hosts it, buffers. Again does nothing."""
+        """Release everything: connections, the store where this rank hosts it, buffers. A second call does nothing."""
         if not self._lanes:
             return
         if self._num_under_way:

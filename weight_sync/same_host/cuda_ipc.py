@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,7 +198,7 @@ class CudaIpcSender:
     def __init__(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         self.bucket_bytes = bucket_bytes
 
-    def buckets(self, tensors: NamedTensors, manifest: Manifest) -> Iterator[dict[str, object]]:
+    def buckets(self, tensors: NamedTensors, manifest: Manifest) -> Generator[dict[str, object], None, None]:
         """Yield descriptions of whole tensors; their memory is kept until the generator is resumed.
 
         Resume it after the receiver's reply. Raises ValueError if the tensors are not the manifest's, in its order.

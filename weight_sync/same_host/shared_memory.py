@@ -20,7 +20,7 @@ import itertools
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +61,7 @@ class SharedMemorySender:
         self._sending = False
         remove_stale_segments(self.folder)
 
-    def buckets(self, tensors: NamedTensors, manifest: Manifest) -> Iterator[dict[str, object]]:
+    def buckets(self, tensors: NamedTensors, manifest: Manifest) -> Generator[dict[str, object], None, None]:
         """Pack the tensors bucket by bucket and yield each bucket's description.
 
         A description is valid until the generator is resumed: resume it after the receiver's reply. Tensors are drawn

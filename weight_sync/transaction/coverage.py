@@ -1,4 +1,4 @@
-"""Which bytes of a resident tensor an update has written, and under which names."""
+"""Records of the bytes that an update has written to a resident tensor, in all and under each name."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ from ..manifest import TensorSpec
 
 @dataclass
 class Resident:
-    """A tensor of the model and which of its bytes were written, in all and under each of its names. Bytes are those of
-    the whole tensor, also where only a part of it is here."""
+    """A tensor of the model and the ranges of its bytes that were written, in all and under each of its names.
+
+    Byte offsets are those of the whole tensor, also where this rank holds only a part of it.
+    """
 
     held: ShardBytes
     required: bool
     covered: Ranges = ()
-    ranges: dict[str, Ranges] = field(default_factory=dict)  # by name, what `write` and `destination` covered
-    by_elements: set[str] = field(default_factory=set)  # names under which elements were written: they cover it all
-    unchecked: str | None = None  # why what was written could not be checked here
+    ranges: dict[str, Ranges] = field(default_factory=dict)  # by name, the bytes that `write` and `destination` covered
+    by_elements: set[str] = field(default_factory=set)  # names whose elements were written: all bytes count as covered
+    unchecked: str | None = None  # why the written bytes could not be checked here
 
     @property
     def spec(self) -> TensorSpec:
         return self.held.spec
 
     def covered_as(self, name: str) -> Ranges:
-        """Give the bytes that were written under this name."""
+        """Return the ranges of bytes that were written under this name."""
         return add_range((), 0, self.held.num_bytes) if name in self.by_elements else self.ranges.get(name, ())
 
     def names_used(self) -> set[str]:
-        """List the names under which anything was written."""
+        """Return the names under which any bytes were written."""
         return set(self.ranges) | self.by_elements
 
     def covered_by_others(self, name: str) -> Ranges:
-        """Give the bytes that were written under any other name."""
+        """Return the ranges of bytes that were written under any other name."""
         parts = [part for other in self.names_used() - {name} for part in self.covered_as(other)]
         covered: Ranges = ()
         for start, stop in parts:
@@ -52,10 +54,10 @@ class Resident:
         self.covered = add_range((), 0, self.held.num_bytes)
 
     def unwritten(self, name: str | None = None) -> Ranges:
-        """Bytes not written in all, or under one name."""
+        """Return the ranges of bytes that were not written, in all or under one name."""
         covered = self.covered if name is None else self.covered_as(name)
         num_bytes = self.held.num_bytes
-        return () if covered == ((0, num_bytes),) else gaps(covered, 0, num_bytes)  # most are whole: asked often
+        return () if covered == ((0, num_bytes),) else gaps(covered, 0, num_bytes)  # the first case is frequent
 
     def forget(self) -> None:
         """Forget under which names bytes were written, so that they may be written anew."""

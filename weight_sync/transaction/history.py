@@ -1,4 +1,5 @@
-"""What the sessions before left behind: the outcome of the last one, poisoned weights, an undo that can be reverted."""
+"""State that is kept between sessions: the last outcome, the reason for poisoned weights, a commit that can be
+reverted."""
 
 from __future__ import annotations
 
@@ -10,23 +11,24 @@ MAX_NAMES_IN_STATE = 20
 
 
 class SessionHistory:
-    """The manager's memory between two sessions. Not thread-safe, but for `state`."""
+    """State that a session manager keeps between two sessions. Only `state` is thread-safe."""
 
     def __init__(self) -> None:
         self.poison: str | None = None  # why the weights are poisoned
-        # Why an explicit session ended without its client: what the client still sends must not start another.
+        # Why an explicit session ended without its client. Later updates of that client must not open an implicit
+        # session.
         self.lost: str | None = None
         self.committed: tuple[WeightSession, SessionRecord] | None = None  # while its undo is kept
         self._last: tuple[str, str | None, str] = ("idle", None, "")
 
     @property
     def outcome(self) -> str:
-        """Of a session that failed, in words."""
+        """Name the outcome of a failed session: "rolled back" or "poisoned"."""
         return "rolled back" if self.poison is None else "poisoned"
 
     @property
     def refusal(self) -> str:
-        """Why poisoned weights take no update, and what heals them."""
+        """Explain why poisoned weights take no update, and which session heals them."""
         return f"{self.poison}; only an explicit session of full coverage with verify= heals them"
 
     def check_update(self) -> None:
@@ -37,7 +39,7 @@ class SessionHistory:
             raise SessionError(self.lost)
 
     def check_revert(self) -> None:
-        """Raise SessionError where there is no commit whose undo is kept."""
+        """Raise SessionError where no commit has its undo data kept."""
         if self.committed is None or not self.committed[0].transaction.can_revert:
             raise SessionError("there is no commit to revert, or what it overwrote is not kept")
 
@@ -48,10 +50,10 @@ class SessionHistory:
         self._last = ("committed", record.version, "")
 
     def was_rolled_back(self, session: WeightSession, why: str) -> None:
-        """Remember a rollback, and whether it left the weights poisoned."""
+        """Remember a rollback and whether the weights are poisoned after it."""
         self.committed = None
-        # Old bytes of a session that was to heal are poisoned ones.
-        torn = f"the weights are torn and their old bytes are not kept ({why})"
+        # A session that was to heal poisoned weights has poisoned bytes as its old ones.
+        torn = f"the weights are partly written and their old bytes are not kept ({why})"
         self.poison = session.healing if session.transaction.state == "rolled_back" else torn
         self._last = ("rolled_back", session.version, why)
         if session.explicit:

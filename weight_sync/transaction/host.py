@@ -1,4 +1,4 @@
-"""The engine as update sessions see it."""
+"""The interface through which update sessions use an engine."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ class SessionHost(Protocol):
         """Open a transaction over the resident tensors."""
 
     def digest_roots(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Compute tensor roots (model_digest.tensor_root) of the resident bytes, under the names given, aliases among
-        them. Leaves out tensors of which ranks hold different bytes."""
+        """Compute tensor roots (model_digest.tensor_root) of the resident bytes, under the names given, aliases
+        included. Leaves out tensors whose bytes differ between ranks."""
 
     def prepare_commit(self, record: SessionRecord) -> None:
-        """Compute everything that a commit needs of other ranks. May raise: then the session is rolled back."""
+        """Compute everything that a commit needs from other ranks. If it raises, the session is rolled back."""
 
     def publish(self, record: SessionRecord) -> None:
         """Make a commit visible. If it raises, the commit is taken back."""
 
     def unpublish(self) -> None:
-        """Take the last `publish` back, because another rank could not do its own. The old bytes are there again."""
+        """Take the last `publish` back, because another rank failed to publish. The old bytes are already restored."""
 
     def on_rollback(self, why: str, is_poisoned: bool) -> None:
-        """Take note of a rollback. is_poisoned: the old bytes could not be put back, or were poisoned before."""
+        """Record a rollback. is_poisoned: the old bytes could not be restored, or were poisoned before."""
 
     def on_dropped(self) -> None:
-        """Take note of a session that ended before it wrote anything."""
+        """Record a session that ended before it wrote anything."""
 
     def on_lease_over(self) -> None:
-        """Give up, on all ranks, the session of several ranks whose time is over. Called in a thread of its own,
-        without the manager's lock. Where this does nothing the next call of the manager finds it."""
+        """Roll back, on all ranks, a session of several ranks whose lease has expired. Runs in a thread of its own,
+        without the manager's lock. Where this does nothing, the manager's next call finds the expired session."""

@@ -1,4 +1,4 @@
-"""Weights that need not move: the engine's tensors are the trainer's own storage."""
+"""Weight syncs without a copy: the engine's tensors use the trainer's own storage."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class SyncRecord:
-    """What a weight sync did."""
+    """Record of one weight sync."""
 
     num_tensors: int
     bytes_copied: int
 
 
 def write_tensor(resident: Tensor, incoming: Tensor) -> int:
-    """Make `resident` hold `incoming`'s values; returns the bytes that had to be copied: none where both are the same
-    memory. Shapes and dtypes must agree."""
+    """Give `resident` the values of `incoming` and return the number of bytes copied: 0 where both are the same memory.
+    Shapes and dtypes must agree."""
     if is_same_memory(resident, incoming):
         return 0
     with torch.no_grad():
@@ -30,7 +30,7 @@ def write_tensor(resident: Tensor, incoming: Tensor) -> int:
 
 
 def is_same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are one: the same elements at the same addresses, laid out alike."""
+    """Return whether two tensors have the same elements at the same addresses and the same layout."""
     return (
         a.data_ptr() == b.data_ptr()
         and a.device == b.device
@@ -41,10 +41,11 @@ def is_same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def sync_in_place(resident: NamedTensors, trainer: NamedTensors) -> SyncRecord:
-    """The sync of an engine that aliases its trainer: asserts, tensor by tensor, that nothing has to move.
+    """Check, tensor by tensor, that an engine that aliases its trainer needs no copy, and return the record of the
+    sync.
 
     trainer may name tied tensors more than once. Raises ValueError listing every resident tensor that the trainer does
-    not name or holds elsewhere; then nothing was written.
+    not name or stores elsewhere; then nothing was written.
     """
     source = dict(trainer)
     pairs = [(name, tensor, source.get(name)) for name, tensor in resident]

@@ -1,4 +1,4 @@
-"""The time that an explicit session has."""
+"""The time limit of an explicit session."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ LEASE_THREAD = "weight-update-lease"
 
 
 class Lease:
-    """Runs from the moment it is made. Thread-safe."""
+    """A time limit that starts when the object is made. Thread-safe."""
 
     def __init__(self, seconds: float) -> None:
-        """Raises ValueError unless seconds is positive."""
+        """Start the time. Raises ValueError unless seconds is positive."""
         self.seconds = seconds
         self._deadline = Deadline.after(seconds)
         self._timer: threading.Timer | None = None
@@ -28,12 +28,12 @@ class Lease:
         return self._deadline.left_s
 
     def call_at_end(self, end: Callable[[], None]) -> None:
-        """Call `end` in a thread of its own when the time is over, unless `cancel` comes first."""
+        """Call `end` in a thread of its own when the time has passed, unless `cancel` comes first."""
         self._timer = threading.Timer(self.seconds, end)
         self._timer.daemon, self._timer.name = True, LEASE_THREAD
         self._timer.start()
 
     def cancel(self) -> None:
-        """Let the timer's thread end without a call. Does nothing once it has fired."""
+        """Stop the timer without a call of `end`. Does nothing once the timer has fired."""
         if self._timer is not None:
             self._timer.cancel()

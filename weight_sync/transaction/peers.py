@@ -1,4 +1,4 @@
-"""Ranks that hold one model together, deciding together: an update lands on all of them or on none."""
+"""Votes of the ranks that hold one model together: an update takes effect on all of them or on none."""
 
 from __future__ import annotations
 
@@ -8,47 +8,50 @@ from typing import TypeVar
 
 from ..errors import WeightSyncError
 
-Exchange = Callable[[object], Sequence[object]]  # a JSON value of each rank, in; those of all ranks in their order, out
+Exchange = Callable[[object], Sequence[object]]  # takes this rank's JSON value, returns all ranks' values in rank order
 T = TypeVar("T")
 
 
 class PeerFailed(WeightSyncError):
-    """Another rank of the model could not do its part, so that none did; the message names the ranks and why."""
+    """Another rank of the model failed, so no rank did its part. The message names the failed ranks and their
+    reasons."""
 
 
 @dataclass(frozen=True)
 class Tally:
-    """What the ranks said."""
+    """The combined reports of the ranks."""
 
     problems: Mapping[int, str] = field(default_factory=dict)  # by rank
     wrote: bool = False  # some rank has something to undo
-    expired: bool = False  # to some rank the session's time is over
-    names: frozenset[str] = frozenset()  # what any of them named
+    expired: bool = False  # on some rank the session's lease has expired
+    names: frozenset[str] = frozenset()  # all names that the ranks sent
 
     def raise_if_any(self, own: BaseException | None) -> None:
-        """Raise this rank's own error, or PeerFailed, where any rank has one."""
+        """Raise this rank's own error, or PeerFailed where another rank has a problem."""
         listed = "; ".join(f"rank {rank}: {problem}" for rank, problem in self.problems.items())
         if own is not None:
             if len(self.problems) > 1:
-                own.add_note(f"the ranks of this model said: {listed}")
+                own.add_note(f"the ranks of this model report: {listed}")
             raise own
         if self.problems:
             raise PeerFailed(listed)
 
 
 def error_of(action: Callable[[], object]) -> Exception | None:
-    """Run the action and return the exception that it raised: other ranks have to hear of it before it is raised."""
+    """Run the action and return the exception that it raised, so that the other ranks can be informed before it is
+    raised."""
     try:
         action()
-    except Exception as error:  # noqa: BLE001 - whatever it is: on one rank alone it would leave the others waiting
+    except Exception as error:  # noqa: BLE001 - any exception: if only this rank stopped, the others would wait
         return error
     return None
 
 
 class Peers:
-    """One of the ranks. Alone it decides by itself, and nothing is exchanged.
+    """One of the ranks that hold a model. A single rank decides alone and exchanges nothing.
 
-    exchange: a collective that every rank calls as often and in the same order; it raises where a rank does not answer.
+    exchange: a collective that every rank calls equally often and in the same order; it raises where a rank does not
+    answer.
     """
 
     def __init__(self, rank: int = 0, num_ranks: int = 1, exchange: Exchange = lambda value: [value]) -> None:
@@ -59,10 +62,10 @@ class Peers:
         return self.num_ranks == 1
 
     def together(self, what: str, action: Callable[[], T], undo: Callable[[], object] = lambda: None) -> T:
-        """Run this rank's part of an action of all ranks, then learn whether every rank did its part; a collective.
+        """Run this rank's part of an action of all ranks, then learn whether every rank succeeded. A collective.
 
         undo: called where the action succeeded here and failed elsewhere. Raises the action's own exception, else
-        PeerFailed, else the exchange's.
+        PeerFailed, else the exchange's exception.
         """
         if self.is_alone:
             return action()
@@ -85,8 +88,11 @@ class Peers:
         expired: bool = False,
         names: Iterable[str] = (),
     ) -> Tally:
-        """Tell the others how it went here and hear how it went there; a collective. `what` must be the same on all
-        ranks: where they are at different points every rank has a problem. Changes nothing."""
+        """Send this rank's result to the others and return the combined results. A collective.
+
+        `what` must be the same on all ranks: where the ranks are at different points, every rank has a problem. Changes
+        nothing.
+        """
         said = None if problem is None else f"{type(problem).__name__}: {problem}"
         ballot = {"what": what, "problem": said, "wrote": wrote, "expired": expired, "names": sorted(names)}
         ballots: Sequence[Mapping[str, object]] = [ballot] if self.is_alone else self.exchange(ballot)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""One update of a session: its bytes arrive, the ranks say how that went, and digests tell whether they are right."""
+"""One update of a session: receive its bytes, exchange the ranks' results, compare digests."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ REPAIR_IN_A_SESSION = (
 
 
 def not_as(host: SessionHost, digests: Mapping[str, str], names: Sequence[str]) -> list[str]:
-    """List the names whose resident bytes have other digests than the sender's, or differ between ranks."""
+    """List the names whose resident bytes differ from the sender's digests or between ranks."""
     roots = host.digest_roots(names) if names else {}
     return [name for name in names if roots.get(name, b"").hex() != digests[name].lower()]
 
 
 class Receiving:
-    """Receives one update into the open session; every rank has one at the same time. Rolls nothing back itself."""
+    """The reception of one update into the open session. Every rank has one at the same time. Rolls nothing back
+    itself."""
 
     def __init__(self, session: WeightSession, host: SessionHost, peers: Peers) -> None:
-        self.differing: list[str] = []  # after `run`: restored, because their digests are not the sender's
+        self.differing: list[str] = []  # after `run`: tensors restored because their digests differ from the sender's
         self._session, self._host, self._peers = session, host, peers
         self._transaction = session.transaction
         self._started = time.monotonic()
@@ -53,9 +54,11 @@ class Receiving:
         return self._transaction.num_writes > self._num_writes
 
     def run(self, source: str, receive: Receive, version: str | None, verify: Mapping[str, str]) -> UpdateRecord:
-        """Receive and verify the update; see `SessionManager.update`. An explicit session takes tensors whose digests
-        differ as not written (`differing`); an implicit one raises DigestMismatch. verify: read once `receive` is done,
-        which may fill it."""
+        """Receive and verify the update; see `SessionManager.update`.
+
+        An explicit session counts tensors whose digests differ as not written (`differing`); an implicit one raises
+        DigestMismatch. verify: read after `receive` has returned, so `receive` may fill it.
+        """
         transaction, session = self._transaction, self._session
         specs = self._received(source, receive)
         unproven = self._tally.names - {transaction.tensor_name(name) for name in verify}
@@ -71,7 +74,7 @@ class Receiving:
         return UpdateRecord(source, version, len(specs), num_bytes, is_verified, session.explicit, seconds)
 
     def _received(self, source: str, receive: Receive) -> Sequence[TensorSpec]:
-        """The specs of tensors that arrived whole on every rank."""
+        """Receive the update and return the specs of the tensors that arrived whole on every rank."""
         transaction, specs = self._transaction, list[TensorSpec]()
 
         def receive_whole() -> None:

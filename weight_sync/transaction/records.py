@@ -1,4 +1,4 @@
-"""One weight-update session: what was written in it, what of that is verified, and what its commit is recorded as."""
+"""Records of one weight-update session: its written tensors, its verified tensors, and its commit."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from .transaction import Coverage, WeightTransaction
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """One update that is written; it counts when its session commits."""
+    """One update that was written. It counts when its session commits."""
 
     source: str
     version: str | None
     num_tensors: int
     num_bytes: int
-    verified: bool  # every one of its tensors was compared with the sender's digests
+    verified: bool  # all of its tensors were compared with the sender's digests
     explicit: bool  # its session was begun by the caller
     seconds: float
 
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """What a session committed."""
+    """The result of a committed session."""
 
     version: str | None  # the last one given to begin, update or commit
-    coverage: Coverage  # "full" where every required tensor was written, however the session was opened
-    verified: bool  # every written tensor was compared with the sender's digests
+    coverage: Coverage  # "full" where every required tensor was written, whichever coverage the session was opened with
+    verified: bool  # all written tensors were compared with the sender's digests
     sources: tuple[str, ...]  # of its updates, each once, in order
     num_tensors: int
     num_bytes: int  # received, repairs included
@@ -40,17 +40,17 @@ class SessionRecord:
 
 @dataclass
 class WeightSession:
-    """One session while it is open, and after its commit for as long as that can be reverted."""
+    """One session while it is open and, after its commit, as long as the commit can be reverted."""
 
     transaction: WeightTransaction
     explicit: bool
     version: str | None
     started: float  # of time.monotonic
-    lease: Lease | None = None  # None: it may take any time
-    healing: str | None = None  # why the weights were poisoned when it began
+    lease: Lease | None = None  # None: no time limit
+    healing: str | None = None  # why the weights were poisoned when the session began
     sources: list[str] = field(default_factory=list)
     verified: set[str] = field(default_factory=set)  # resident names
-    unchecked: set[str] = field(default_factory=set)  # resident names that some rank could not check as it should
+    unchecked: set[str] = field(default_factory=set)  # resident names that some rank could not check
     num_bytes: int = 0
 
     @property
@@ -63,7 +63,8 @@ class WeightSession:
     def account(
         self, source: str, version: str | None, specs: Sequence[TensorSpec], matching: set[str], unchecked: set[str]
     ) -> bool:
-        """Enter an update; matching: names whose digests are the sender's. Returns whether all of its tensors are."""
+        """Enter an update and return whether all of its tensors match. matching: names whose digests equal the
+        sender's."""
         names = {self.transaction.tensor_name(spec.name) for spec in specs}
         matched = {self.transaction.tensor_name(name) for name in matching} & names
         self.sources.append(source)

@@ -1,11 +1,11 @@
-"""Weight-update sessions: which update belongs to which commit, and what happens to those that never get there.
+"""Weight-update sessions: group updates into commits, and roll back sessions that fail.
 
     idle -- begin, or update (implicit) --> open -- commit --> committed -- revert --> rolled_back
                                              \\-- failure, rollback or lease --> rolled_back, or poisoned
 
-Knows no engine: a `SessionHost` opens transactions, publishes and digests. Where several ranks hold one model each has
-a manager, every call is made on all of them, and they vote (`peers`) before anything that cannot be taken back: what
-fails on one rank is undone on all.
+A session knows no engine: a `SessionHost` opens transactions, publishes and digests. Where several ranks hold one model
+each rank has a manager, every call is made on all ranks, and they vote (`peers`) before each step that cannot be
+undone. A failure on one rank is undone on all.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ _COLLECTIVE = ("begin", "update", "verify", "commit", "rollback", "revert")  # m
 
 
 class SessionManager:
-    """Holds the one session there may be. Thread-safe: methods exclude each other, `state` never waits.
+    """The manager of at most one open session. Thread-safe: methods exclude each other, `state` never waits.
 
-    peers: the other ranks of a model that is spread over several. Every method but `state`, `name_version`, `close` and
-    `release_undo` is then a collective, with PeerFailed for what failed elsewhere. A call waits at most its
-    `timeout_s`, else `lock_timeout_s`, for another that is under way; then it raises SessionError and nothing changed.
+    peers: the other ranks of a model that is spread over several ranks. Every method but `state`, `name_version`,
+    `close` and `release_undo` is then a collective and raises PeerFailed for a failure elsewhere. A call waits at most
+    its `timeout_s`, else `lock_timeout_s`, for another call that is running; then it raises SessionError and changes
+    nothing.
     """
 
     def __init__(self, host: SessionHost, *, peers: Peers | None = None, lock_timeout_s: float = 60.0) -> None:
@@ -44,7 +45,7 @@ class SessionManager:
         self._peers = peers or Peers()
         self._lock = threading.Lock()
         self._lock_timeout_s = lock_timeout_s
-        self._busy = ""  # what holds the lock, for those who waited in vain
+        self._busy = ""  # the call that holds the lock, for error messages of calls that waited too long
         self._session: WeightSession | None = None
         self._history = SessionHistory()
 
@@ -58,11 +59,11 @@ class SessionManager:
         lease_s: float | None = None,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open an explicit session. One that is not ended within `lease_s` is rolled back.
+        """Open an explicit session. It is rolled back if it does not end within `lease_s`.
 
-        prepare: a callback right before it is open; what it raises is raised, and everything stays as it was.
-        The undo of the commit before is released. Raises SessionError where a session is open, ValueError for unknown
-        options, and Poisoned where the weights are and `coverage` is not "full".
+        prepare: a callback right before the session opens; its exception is raised, and nothing has changed. Undo data
+        of the last commit is released. Raises SessionError where a session is open, ValueError for unknown options, and
+        Poisoned where the weights are poisoned and `coverage` is not "full".
         """
         if lease_s is not None and lease_s <= 0:
             raise ValueError(f"lease_s must be positive, not {lease_s}")
@@ -87,18 +88,19 @@ class SessionManager:
         timeout_s: float | None = None,
         prepare: Callable[[], None] = lambda: None,
     ) -> UpdateRecord:
-        """Run one update, inside the open session or else in an implicit one of partial coverage that it opens.
+        """Run one update in the open session, or open an implicit session of partial coverage for it.
 
-        prepare: a callback before an update outside of an explicit session; what it raises is raised, and nothing has
-        changed, on no rank.
+        prepare: a callback before an update outside of an explicit session; its exception is raised, and nothing has
+        changed on any rank.
 
-        source: where it comes from, for records ("distributed", "disk", ...). receive(sink): fills the sink and returns
-        the specs of what it wrote. verify: hex tensor roots by name; names that are not written are passed over.
+        source: the origin of the update, for records ("distributed", "disk", ...). receive(sink): fills the sink and
+        returns the specs of the tensors that it wrote. verify: hex tensor roots by name; names that are not written are
+        ignored.
 
-        Whatever `receive` raises is raised again after the whole session was rolled back; only where nothing of this
-        update was written yet, everything stays as it was. Raises TransferFailed, likewise, where bytes of those specs
-        never arrived. Raises DigestMismatch: an explicit session stays open without these tensors, so that sending
-        them again repairs it; an implicit one is rolled back. Raises Poisoned outside of a session that heals.
+        An exception of `receive` is raised again after the whole session was rolled back; if nothing of this update was
+        written yet, the session stays unchanged. Raises TransferFailed, likewise, where bytes of those specs never
+        arrived. Raises DigestMismatch: an explicit session stays open without these tensors, and sending them again
+        repairs it; an implicit one is rolled back. Raises Poisoned outside of a session that heals.
         """
         with self._locked(f"update from {source}", timeout_s):
 
@@ -128,11 +130,11 @@ class SessionManager:
             return record
 
     def verify(self, digests: Mapping[str, str], timeout_s: float | None = None) -> None:
-        """Compare what the open session wrote with the sender's digests, hex tensor roots by name.
+        """Compare the written tensors of the open session with the sender's digests, hex tensor roots by name.
 
-        Raises SessionError where none is open, ValueError listing names that were not written, and DigestMismatch: an
-        explicit session stays open without the tensors that differ, so that sending them again repairs it; an implicit
-        one is rolled back.
+        Raises SessionError where no session is open, ValueError listing names that were not written, and
+        DigestMismatch: an explicit session stays open without the tensors that differ, and sending them again repairs
+        it; an implicit one is rolled back.
         """
         with self._locked("verify", timeout_s):
 
@@ -148,7 +150,7 @@ class SessionManager:
             try:
                 differing = not_as(self._host, digests, list(digests))
             except BaseException as error:
-                if not self._peers.is_alone:  # a rank is gone, and with it what it held
+                if not self._peers.is_alone:  # a rank is lost, and its part of the session with it
                     self._roll_back(session, f"verify: {error}")
                 raise
             session.verified |= {transaction.tensor_name(name) for name in digests}
@@ -158,35 +160,36 @@ class SessionManager:
             if session.explicit:
                 transaction.restore(differing)
                 raise DigestMismatch(differing, REPAIR_NOW)
-            error = DigestMismatch(differing, REPAIR_IN_A_SESSION)
-            self._roll_back(session, str(error))
-            raise error
+            mismatch = DigestMismatch(differing, REPAIR_IN_A_SESSION)
+            self._roll_back(session, str(mismatch))
+            raise mismatch
 
     def name_version(self, version: str, timeout_s: float | None = None) -> None:
-        """The open session will commit as `version`. Raises SessionError where none is open."""
+        """Set the version under which the open session will commit. Raises SessionError where no session is open."""
         with self._locked("name_version", timeout_s):
             self._require_session().version = version
 
     def commit(self, version: str | None = None, timeout_s: float | None = None) -> SessionRecord:
-        """End the open session, explicit or implicit, and publish it. Its undo is kept until `release_undo` or the next
-        session.
+        """End the open session, explicit or implicit, and publish it. Its undo data is kept until `release_undo` or the
+        next session.
 
-        Raises SessionError where none is open or where its lease expired. Raises ValueError listing what is missing,
-        and Poisoned in a session that would heal but was not verified whole; both leave it open. Where publishing
-        fails the session is rolled back.
+        Raises SessionError where no session is open or its lease has expired. Raises ValueError listing missing bytes,
+        and Poisoned in a session that should heal but was not fully verified; both leave it open. If publishing fails,
+        the session is rolled back.
         """
         with self._locked("commit", timeout_s):
             return self._commit(version)
 
     def commit_implicit(self, timeout_s: float | None = None) -> SessionRecord | None:
-        """`commit`, of an implicit session; None where none is open."""
+        """Commit an implicit session as `commit` does. Returns None where none is open."""
         with self._locked("commit", timeout_s):
             if self._session is None or self._session.explicit:
                 return None
             return self._commit(None)
 
     def rollback(self, why: str = "asked for", timeout_s: float | None = None) -> None:
-        """Give the open session up; or take note that it ended by itself. Raises SessionError where there was none."""
+        """Roll back the open session, or accept that it already ended by itself. Raises SessionError where there was
+        none."""
         with self._locked("rollback", timeout_s):
 
             def give_up() -> None:
@@ -196,18 +199,18 @@ class SessionManager:
                     self._roll_back(self._session, why)
                 self._history.lost = None
 
-            self._peers.together("rollback", give_up)  # first of all here: it needs no other rank's consent
+            self._peers.together("rollback", give_up)  # the rollback here comes first: it needs no other rank's consent
 
     def close(self, why: str) -> None:
-        """Give an open session up on this rank, whatever the others do."""
+        """Roll back an open session on this rank, whatever the others do."""
         with self._locked("close", None):
             if self._session is not None:
                 self._roll_back(self._session, why)
 
     def revert(self, timeout_s: float | None = None) -> SessionRecord:
-        """Take the last commit back and return its record; publishes nothing: the caller labels the old weights.
+        """Take the last commit back and return its record. Publishes nothing: the caller labels the old weights.
 
-        Raises SessionError while a session is open, and where there is no commit whose undo is kept.
+        Raises SessionError while a session is open, and where no commit has its undo data kept.
         """
         with self._locked("revert", timeout_s):
 
@@ -224,18 +227,18 @@ class SessionManager:
             return record
 
     def release_undo(self, timeout_s: float | None = None) -> None:
-        """Free what the last commit overwrote; it stands from then on. Does nothing where nothing is kept."""
+        """Free the undo data of the last commit, which then cannot be reverted. Does nothing where none is kept."""
         with self._locked("release_undo", timeout_s):
             self._history.release_undo()
 
     @property
     def is_explicit(self) -> bool:
-        """Whether a session is open that was begun explicitly; waits for nobody."""
+        """Whether an explicitly begun session is open. Does not wait for the lock."""
         session = self._session
         return session is not None and session.explicit
 
     def state(self) -> dict[str, object]:
-        """For the state report; does not wait for an update that is under way, and changes nothing."""
+        """Return the data of the state report. Does not wait for an update that is running, and changes nothing."""
         return self._history.state(self._session)
 
     # -- inside, with the lock held -----------------------------------------------------------------------------------
@@ -246,7 +249,7 @@ class SessionManager:
         if not self._lock.acquire(timeout=limit):
             error = SessionError(f"{what}: waited {limit:g} s for another call that is under way ({self._busy})")
             if what.split()[0] in _COLLECTIVE:
-                self._peers.vote(what.split()[0], error)  # the others wait to hear from this rank
+                self._peers.vote(what.split()[0], error)  # the others wait for this rank's report
             raise error
         try:
             self._busy = what
@@ -283,10 +286,10 @@ class SessionManager:
         return session
 
     def _ready(self, what: str, check: Callable[[], None]) -> None:
-        """Run a check that changes nothing, and raise what it raises, here or on another rank. A session whose time is
-        over, to any rank, is rolled back first."""
+        """Run a check that changes nothing, and raise its error, from this rank or another. If the session's lease has
+        expired on any rank, the session is rolled back first."""
         if self._peers.is_alone:
-            if self._session is not None and self._session.is_expired:  # a caller may be faster than the timer's thread
+            if self._session is not None and self._session.is_expired:  # a call may come before the timer's thread
                 self._expire(self._session)
             check()
             return
@@ -294,7 +297,7 @@ class SessionManager:
         try:
             is_expired = self._session is not None and self._session.is_expired
             tally = self._peers.vote(what, error, expired=is_expired)
-        except BaseException as lost:  # somebody is gone, and with them the session
+        except BaseException as lost:  # a rank is lost, and the session with it
             if self._session is not None:
                 self._roll_back(self._session, f"{what}: {lost}")
             raise
@@ -310,7 +313,7 @@ class SessionManager:
         return self._session
 
     def _commit(self, version: str | None) -> SessionRecord:
-        """Check, digest, decide, publish: only what cannot fail elsewhere comes after the decision."""
+        """Check, digest, decide and publish. No step after the decision can fail on another rank only."""
         self._ready("commit", self._check_commit)
         session = self._require_session()
         transaction, record = session.transaction, session.record(version)
@@ -328,7 +331,7 @@ class SessionManager:
         except BaseException as error:
             self._roll_back(session, f"publishing failed: {error}")
             if is_published:
-                self._host.unpublish()  # after the rollback: its version is that of the old bytes
+                self._host.unpublish()  # after the rollback: the version returns with the old bytes
             raise
         self._close(session)
         self._history.was_committed(session, record)
@@ -343,7 +346,7 @@ class SessionManager:
             raise ValueError(f"{UNPROVEN}: {', '.join(unproven)}")
 
     def _roll_back(self, session: WeightSession, why: str) -> None:
-        """Put the old bytes back, or find the weights poisoned, and end the session."""
+        """Restore the old bytes or mark the weights as poisoned, and end the session."""
         transaction = session.transaction
         try:
             if transaction.can_revert:
@@ -366,8 +369,8 @@ class SessionManager:
         self._roll_back(session, f"it expired: it was not ended within {session.lease.seconds:g} s")
 
     def _on_lease_over(self, session: WeightSession) -> None:
-        """End the session, in the timer's thread. Waits for an update that is receiving: it has its own deadline."""
-        if not self._peers.is_alone:  # one rank must not give up alone what the others may still commit
+        """End the session, in the timer's thread. Waits for a running update, which has its own deadline."""
+        if not self._peers.is_alone:  # one rank must not roll back alone: the others may still commit
             if self._session is session:
                 self._host.on_lease_over()
             return

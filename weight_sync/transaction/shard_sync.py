@@ -1,5 +1,7 @@
-"""The sync of a rank that holds a part of its trainer's model: the trainer's own storage where both are cut alike, a
-copy of its part else."""
+"""Weight syncs of a rank that holds a part of its trainer's model.
+
+The engine uses the trainer's own storage where both are sharded alike, else it copies this rank's part.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,14 @@ from .in_place import SyncRecord, is_same_memory, write_tensor
 
 @dataclass(frozen=True)
 class ShardSync:
-    """How one rank of several comes by its part of the trainer's tensors."""
+    """The plan by which one of several ranks gets its part of the trainer's tensors."""
 
-    pairs: tuple[tuple[str, Tensor, Tensor], ...]  # name, resident, the trainer's
+    pairs: tuple[tuple[str, Tensor, Tensor], ...]  # name, resident tensor, trainer's tensor
     shards: Mapping[str, Shard]
-    aliases: bool  # the trainer's are cut as the resident ones are
+    aliases: bool  # the trainer's tensors are sharded as the resident ones are
 
     def run(self) -> SyncRecord:
-        """Take on the trainer's storage, or copy this rank's part of it."""
+        """Make the resident tensors use the trainer's storage, or copy this rank's part of it."""
         if self.aliases:
             for _, resident, theirs in self.pairs:
                 if not is_same_memory(resident, theirs):
@@ -35,14 +37,17 @@ class ShardSync:
 
 
 def plan_shard_sync(resident: NamedTensors, shards: Mapping[str, Shard], trainer: NamedTensors) -> ShardSync:
-    """The sync of a rank that holds a part of the model: without a copy where every tensor of the trainer's is this
-    rank's part, laid out alike, else by copying from whole tensors. Changes nothing.
+    """Plan the sync of a rank that holds a part of the model. Changes nothing.
 
-    A DTensor is compared by where it is cut; of a plain tensor of the part's shape it is the caller who knows. Raises
-    ValueError listing every resident tensor that the trainer does not name, or has of another shape or dtype.
+    Nothing is copied where every tensor of the trainer is this rank's part in the same layout; else the parts are
+    copied from whole tensors. A DTensor is compared by its placements; for a plain tensor of the part's shape the
+    caller must make sure that it is this part. Raises ValueError listing every resident tensor that the trainer does
+    not name, or has with another shape or dtype.
     """
     source = dict(trainer)
-    pairs, wrong, aliases = [], [], True
+    pairs: list[tuple[str, Tensor, Tensor]] = []
+    wrong: list[str] = []
+    aliases = True
     for name, tensor in resident:
         shard, other = shards.get(name), source.get(name)
         if other is None:
@@ -51,7 +56,7 @@ def plan_shard_sync(resident: NamedTensors, shards: Mapping[str, Shard], trainer
         theirs = _local(other, shard)
         full_shape = tuple(tensor.shape if shard is None else shard.full_shape)
         fits = theirs is not None and tuple(theirs.shape) in (full_shape, tuple(tensor.shape))
-        if not fits or theirs.dtype != tensor.dtype:
+        if theirs is None or not fits or theirs.dtype != tensor.dtype:
             wrong.append(f"{name}: the trainer has {dtype_name(other.dtype)}{list(other.shape)} cut otherwise, here is "
                          f"{dtype_name(tensor.dtype)}{list(tensor.shape)} of {list(full_shape)}")  # fmt: skip
             continue
@@ -76,7 +81,7 @@ def _copy_part(resident: Tensor, theirs: Tensor, shard: Shard | None) -> int:
 
 
 def _local(tensor: Tensor, shard: Shard | None) -> Tensor | None:
-    """A plain tensor as it is; a DTensor's local part where it is the shard, else None."""
+    """Return a plain tensor as it is, a DTensor's local part if it equals the shard, else None."""
     if not isinstance(tensor, DTensor):
         return tensor
     cuts = [(placement, index) for index, placement in enumerate(tensor.placements)
@@ -87,7 +92,7 @@ def _local(tensor: Tensor, shard: Shard | None) -> Tensor | None:
         return local if is_whole else None
     (placement, index), *others = cuts
     ways, rank = tensor.device_mesh.size(index), tensor.device_mesh.get_local_rank(index)
-    if others or is_whole or not placement.is_shard(shard.dim) or tensor.shape[shard.dim] % ways:
+    if others or shard is None or is_whole or not placement.is_shard(shard.dim) or tensor.shape[shard.dim] % ways:
         return None
     size = tensor.shape[shard.dim] // ways
     return local if shard.ranges == ((rank * size, (rank + 1) * size),) else None

@@ -1,7 +1,7 @@
-"""One update of resident tensors that lands whole or leaves no trace.
+"""One update of resident tensors that takes effect whole or not at all.
 
 open -- commit --> committed -- revert --> rolled_back
-  \\-- rollback --> rolled_back, or poisoned where the old bytes were not kept
+   \\-- rollback --> rolled_back, or poisoned where the old bytes were not kept
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ State = Literal["open", "committed", "rolled_back", "poisoned"]
 
 
 class WeightTransaction:
-    """A `Sink` over resident tensors that records what it overwrites.
+    """A `Sink` over resident tensors that keeps the bytes it overwrites.
 
-    resident: what a full update writes exactly once, tied tensors once and under one name. optional: what it may write
-    besides (buffers). aliases: other names of resident or optional tensors (`lm_head.weight` ->
-    `model.embed_tokens.weight`); bytes that arrive under a second name are compared with those that arrived under the
-    first. With `coverage="partial"` any of the tensors may be written, and again. With `undo="none"` nothing is kept,
-    and giving up after the first overwritten byte poisons.
+    resident: tensors that a full update writes exactly once, tied tensors once and under one name. optional: tensors
+    that it may write besides (buffers). aliases: other names of resident or optional tensors (`lm_head.weight` ->
+    `model.embed_tokens.weight`); bytes that arrive under a second name are compared with the bytes that arrived under
+    the first. With `coverage="partial"` any of the tensors may be written, and more than once. With `undo="none"` no
+    old bytes are kept, and a rollback after the first overwritten byte poisons the weights.
 
-    shards: which part of a tensor is here, by name, where it is not all of it; elsewhere: tensors of the model of which
-    nothing is. Both are written by the bytes of the whole tensor, of which only the part's are kept; so every rank of a
-    model that is spread over several can be given the same update, and checks that all of it came.
+    shards: by name, the part of a tensor that this rank holds, where that is not all of it. elsewhere: tensors of the
+    model of which this rank holds no part. Both take the bytes of the whole tensor, and only this rank's part is kept;
+    so every rank of a sharded model can be given the same update, and checks that all of it came.
 
     Raises ValueError listing aliases of unknown tensors, names that come twice and tensors that share their memory.
-    Used by one thread at a time. The tensors must keep their memory while it lives.
+    Used by one thread at a time. The tensors must keep their memory as long as the transaction exists.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class WeightTransaction:
             raise ValueError(f'undo must be "tensors" or "none", not {undo!r}')
         self.coverage, self.undo = coverage, undo
         self.state: State = "open"
-        self.num_writes = 0  # calls that began to write; where it stands still nothing changed
+        self.num_writes = 0  # calls that began to write; while it does not grow, nothing has changed
         self._num_overwritten = 0  # bytes
         self._aliases = dict(aliases or {})
         named = [(name, tensor, True) for name, tensor in resident] + [(n, t, False) for n, t in optional]
@@ -75,7 +75,8 @@ class WeightTransaction:
     # -- the sink -----------------------------------------------------------------------------------------------------
 
     def expect(self, specs: Sequence[TensorSpec]) -> None:
-        """See `Sink.expect`. Under full coverage tensors that were written already are offenders too."""
+        """Check the announced tensors; see `Sink.expect`. Under full coverage a tensor that was already written is an
+        error too."""
         self._require("open")
         wrong, seen = [], set()
         for spec in specs:
@@ -97,8 +98,8 @@ class WeightTransaction:
             raise ValueError(f"the update does not fit: {'; '.join(wrong)}")
 
     def destination(self, name: str, offset: int, num_bytes: int) -> Tensor | None:
-        """See `Sink.destination`. Raises ValueError for a range outside the tensor or, under full coverage, one that
-        was written already."""
+        """Return memory to receive bytes into; see `Sink.destination`. Raises ValueError for a range outside the tensor
+        or, under full coverage, for one that was already written."""
         stop = offset + num_bytes
         entry = self._entry_to_write(name, offset, stop)
         lent = entry.held.lend(offset, stop)
@@ -110,8 +111,8 @@ class WeightTransaction:
         return lent
 
     def write(self, name: str, offset: int, data: Tensor) -> None:
-        """See `Sink.write`. Raises ValueError as `destination` does, and where the bytes differ from those that arrived
-        under the tensor's other name."""
+        """Write bytes; see `Sink.write`. Raises ValueError as `destination` does, and where the bytes differ from those
+        that arrived under the tensor's other name."""
         if data.dtype != torch.uint8 or data.dim() != 1:
             raise ValueError(f"{name}: data must be uint8 [n], not {dtype_name(data.dtype)}{list(data.shape)}")
         stop = offset + data.numel()
@@ -127,8 +128,8 @@ class WeightTransaction:
         entry.cover(name, offset, stop)
 
     def write_elements(self, name: str, positions: Tensor, values: Tensor) -> None:
-        """See `Sink.write_elements`. Raises ValueError for positions outside the tensor, values of another dtype or
-        number, and as `write` does for a tensor that was written under its other name."""
+        """Write single elements; see `Sink.write_elements`. Raises ValueError for positions outside the tensor, values
+        of another dtype or number, and as `write` does for a tensor that was written under its other name."""
         entry = self._entry_to_write(name, 0, 0)
         words = _checked_elements(entry, name, positions, values)
         if not entry.held.is_whole:
@@ -147,43 +148,44 @@ class WeightTransaction:
         entry.cover_by_elements(name)
 
     def held(self, name: str) -> ShardBytes:
-        """See `Sink.held`. Raises ValueError for an unknown name."""
+        """Return the bytes that this rank holds of a tensor; see `Sink.held`. Raises ValueError for an unknown name."""
         return self._entry(name).held
 
     def leave_unchecked(self, name: str, why: str) -> None:
-        """See `Sink.leave_unchecked`. Raises ValueError for an unknown name."""
+        """Mark written bytes as unchecked; see `Sink.leave_unchecked`. Raises ValueError for an unknown name."""
         self._entry(name).unchecked = why
 
     def resident(self, name: str) -> Tensor:
-        """What is here of a tensor, as it is now. Raises ValueError for an unknown name."""
+        """Return this rank's part of a tensor in its present state. Raises ValueError for an unknown name."""
         return self._entry(name).held.local.tensor
 
-    # -- what was written ---------------------------------------------------------------------------------------------
+    # -- written bytes ------------------------------------------------------------------------------------------------
 
     def tensor_name(self, name: str) -> str:
-        """The name under which a tensor is resident, for any of its names."""
+        """Return the name under which a tensor is resident, for any of its names."""
         return self._aliases.get(name, name)
 
     def written_names(self) -> tuple[str, ...]:
-        """Resident names of the tensors of which anything was written."""
+        """Return the resident names of the tensors of which any bytes were written."""
         return tuple(name for name, entry in self._tensors.items() if entry.covered or entry.names_used())
 
     def missing(self) -> dict[str, Ranges]:
-        """Byte ranges of required tensors that were not written, by resident name."""
+        """Return the byte ranges of required tensors that were not written, by resident name."""
         return {n: ranges for n, e in self._tensors.items() if e.required and (ranges := e.unwritten())}
 
     def unwritten(self, names: Iterable[str]) -> dict[str, Ranges]:
-        """Byte ranges that did not arrive under these names since `start_update`. Raises ValueError as `resident`."""
+        """Return the byte ranges that did not arrive under these names since `start_update`. Raises ValueError as
+        `resident`."""
         found = {name: self._entry(name).unwritten(name) for name in names}
         return {name: ranges for name, ranges in found.items() if ranges}
 
     def unchecked(self) -> dict[str, str]:
-        """Why tensors that were written since `start_update` have to be compared with the sender's digests before a
-        commit, by resident name."""
+        """Return, by resident name, why tensors that were written since `start_update` have to be compared with the
+        sender's digests before a commit."""
         return {name: entry.unchecked for name, entry in self._tensors.items() if entry.unchecked is not None}
 
     def describe(self, missing: Mapping[str, Ranges]) -> list[str]:
-        """Missing byte ranges in words, one for each tensor."""
+        """Describe missing byte ranges, one text for each tensor."""
         lines = []
         for name, ranges in missing.items():
             num_bytes = self._entry(name).held.num_bytes
@@ -193,19 +195,19 @@ class WeightTransaction:
 
     @property
     def num_undo_bytes(self) -> int:
-        """Memory that what was overwritten takes."""
+        """Size in bytes of the memory that the undo data takes."""
         return self._log.num_bytes if self._log is not None else 0
 
     @property
     def can_revert(self) -> bool:
-        """Whether a commit can be taken back: it has happened and its undo is still there."""
+        """Whether a commit has happened and its undo data is still kept."""
         return self.state == "committed" and (self._log is not None or self._num_overwritten == 0)
 
     # -- transitions --------------------------------------------------------------------------------------------------
 
     def start_update(self) -> None:
-        """Announce the next of several updates: under partial coverage it may write the same tensors anew, and only
-        bytes of one update are compared between two names of a tensor."""
+        """Start the next of several updates. Under partial coverage it may write the same tensors again. Only bytes of
+        the same update are compared between two names of a tensor."""
         self._require("open")
         for entry in self._tensors.values():
             entry.unchecked = None
@@ -213,35 +215,38 @@ class WeightTransaction:
                 entry.forget()
 
     def check_complete(self) -> None:
-        """Raises ValueError listing what keeps it from being committed: under full coverage every required tensor that
-        is not written, under either one any tensor that is written only in part. Changes nothing."""
+        """Raise ValueError listing the tensors that prevent a commit. Changes nothing.
+
+        Under full coverage these are required tensors that were not written; under either coverage, tensors that are
+        only partly written.
+        """
         torn = {n: e.unwritten() for n, e in self._tensors.items() if e.covered and e.unwritten()}
         absent = {**self.missing(), **torn} if self.coverage == "full" else torn
         if absent:
             raise ValueError(f"{len(absent)} tensors were not wholly written: {'; '.join(self.describe(absent))}")
 
     def commit(self) -> None:
-        """Keep what was written. Raises as `check_complete`; then it stays open."""
+        """Keep the written bytes. Raises as `check_complete`; then the transaction stays open."""
         self._require("open")
         self.check_complete()
         self.state = "committed"
 
     def rollback(self) -> None:
-        """Put every resident byte back to what it was; poisons where that was not kept, or could not be done."""
+        """Restore every resident byte. Poisons the weights where old bytes were not kept or could not be restored."""
         self._require("open")
         self._put_everything_back()
 
     def revert(self) -> None:
-        """Take a commit back, as `rollback`. Raises SessionError where its undo is gone."""
+        """Take a commit back as `rollback` does. Raises SessionError where its undo data is gone."""
         self._require("committed")
         if not self.can_revert:
             raise SessionError("the commit cannot be reverted: what it overwrote is not kept any more")
         self._put_everything_back()
 
     def restore(self, names: Iterable[str]) -> None:
-        """Put these tensors back to what they were before the transaction and count them as not written.
+        """Restore these tensors to their bytes before the transaction and count them as not written.
 
-        Raises ValueError for an unknown name, and Poisoned, as the state is then, where nothing was kept.
+        Raises ValueError for an unknown name, and Poisoned (the state is then poisoned) where no old bytes were kept.
         """
         self._require("open")
         entries = {entry.spec.name: entry for entry in map(self._entry, names)}
@@ -254,7 +259,8 @@ class WeightTransaction:
             entry.forget_everything()
 
     def release_undo(self) -> None:
-        """Free what was overwritten; from then on a commit stands. Raises SessionError while it is open."""
+        """Free the undo data; a commit cannot be reverted from then on. Raises SessionError while the transaction is
+        open."""
         if self.state == "open":
             raise SessionError("the transaction is open: its undo is needed")
         self._drop_log()
@@ -262,7 +268,7 @@ class WeightTransaction:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _put_everything_back(self) -> None:
-        self.state = "poisoned"  # until every byte is back
+        self.state = "poisoned"  # until every byte is restored
         if self._log is not None:
             self._log.restore_all()
             self._drop_log()
@@ -307,7 +313,9 @@ class WeightTransaction:
 
 
 def _check_tensors(named: Sequence[tuple[str, Tensor]], aliases: Mapping[str, str], elsewhere: Collection[str]) -> None:
-    wrong, tensors, at = [f"{name} is here and elsewhere" for name, _ in named if name in elsewhere], {}, {}
+    wrong = [f"{name} is here and elsewhere" for name, _ in named if name in elsewhere]
+    tensors: dict[str, Tensor] = {}
+    at: dict[tuple[object, ...], str] = {}
     for name, tensor in named:
         if name in tensors:
             wrong.append(f"{name} is named more than once")
@@ -324,7 +332,7 @@ def _check_tensors(named: Sequence[tuple[str, Tensor]], aliases: Mapping[str, st
 
 
 def _checked_elements(entry: Resident, name: str, positions: Tensor, values: Tensor) -> Tensor:
-    """`values` as words of the tensor. Raises ValueError for what does not fit it."""
+    """Return `values` as words of the tensor. Raises ValueError for values or positions that do not fit it."""
     if positions.dtype != torch.int64 or positions.dim() != 1 or positions.shape != values.shape:
         raise ValueError(f"{name}: positions must be int64 [n] and values [n], not {dtype_name(positions.dtype)}"
                          f"{list(positions.shape)} and {list(values.shape)}")  # fmt: skip

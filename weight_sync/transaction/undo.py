@@ -1,7 +1,7 @@
-"""What an update overwrites, kept so that it can be put back byte for byte.
+"""Undo data: the bytes that an update overwrites, kept so that they can be restored exactly.
 
 UndoArena  the memory that old bytes are copied into
-UndoLog    old byte ranges and old elements, put back newest first
+UndoLog    old byte ranges and old elements, restored newest first
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ ARENA_CHUNK_BYTES = 256 << 20
 
 
 class _SpareMaps:
-    """Anonymous maps on huge pages for undo logs to take, and to give back for the next one.
+    """Anonymous memory maps on huge pages that undo logs take and give back for reuse.
 
-    What is given back is the kernel's to reclaim whenever memory is short (MADV_FREE), and costs nothing to use again
-    until then; unmapped, every update would touch fresh pages anew.
+    The kernel may reclaim the pages of a map that was given back whenever memory is short (MADV_FREE); until then using
+    it again costs nothing. If maps were unmapped instead, every update would touch fresh pages.
     """
 
     def __init__(self) -> None:
@@ -33,25 +33,26 @@ class _SpareMaps:
         self._spare: list[mmap.mmap] = []
 
     def take(self, num_bytes: int) -> mmap.mmap:
-        """A map of at least that size, its contents undefined: the smallest that is there, or a new one."""
+        """Return a map of at least this size with undefined contents: the smallest spare one that fits, or a new
+        one."""
         with self._lock:
             fitting = [memory for memory in self._spare if len(memory) >= num_bytes]
             if fitting:
                 memory = min(fitting, key=len)
                 self._spare.remove(memory)
                 return memory
-        # Private: Python's default is a shared map, which lies in shmem and gets no huge pages.
+        # Private: Python's default is a shared map, which uses shmem and gets no huge pages.
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without huge pages refuses the advice; small ones hold the same
+        with contextlib.suppress(OSError):  # a kernel without huge pages refuses the advice; small pages work too
             memory.madvise(mmap.MADV_HUGEPAGE)
         return memory
 
     def give_back(self, maps: Iterable[mmap.mmap]) -> None:
-        """Nothing may use these any more."""
+        """Keep maps for reuse. The caller must not use them any more."""
         for memory in maps:
             try:
                 memory.madvise(mmap.MADV_FREE)
-            except OSError:  # a kernel that cannot: the map goes when its last view does
+            except OSError:  # the kernel does not support it: the map is freed with its last view
                 continue
             with self._lock:
                 self._spare.append(memory)
@@ -61,22 +62,22 @@ _spare_maps = _SpareMaps()
 
 
 class UndoArena:
-    """Host memory in big anonymous maps on huge pages, handed out piece by piece until all of it is released.
+    """Host memory in large anonymous maps on huge pages, allocated piece by piece and released all at once.
 
-    Touching fresh pages is what costs: copying into a fresh `torch.empty` ran at 4.4 GB/s, into fresh huge pages at 15
-    (in a virtual machine whose host had not given them yet: 0.3), into memory already touched at 23 (256 MiB, 2
-    threads). So what is released serves the next arena of this process. Pages that nothing is written to are never
-    taken.
+    Touching fresh pages is the main cost: copying into a fresh `torch.empty` ran at 4.4 GB/s, into fresh huge pages at
+    15 GB/s (0.3 in a virtual machine whose host had not provided them yet), into memory touched before at 23 GB/s (256
+    MiB, 2 threads). Therefore the next arena of this process reuses released memory. Pages that are never written are
+    never allocated.
     """
 
     def __init__(self, chunk_bytes: int = ARENA_CHUNK_BYTES) -> None:
-        self.num_bytes = 0  # handed out
+        self.num_bytes = 0  # allocated so far
         self._chunk_bytes = chunk_bytes
         self._maps: list[mmap.mmap] = []
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes], aligned for every dtype, its contents undefined."""
+        """Allocate uint8 [num_bytes], aligned for every dtype, with undefined contents."""
         if num_bytes == 0:
             return self._free[:0]
         padded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
@@ -88,7 +89,7 @@ class UndoArena:
         return taken
 
     def release(self) -> None:
-        """Give all of it back; what was handed out must not be used any more."""
+        """Release all memory of the arena. The allocated tensors must not be used any more."""
         self._free = self._free[:0].clone()
         _spare_maps.give_back(self._maps)
         self._maps, self.num_bytes = [], 0
@@ -115,7 +116,7 @@ class _OldElements:
 
 
 class UndoLog:
-    """Old bytes of tensors by name. A byte range is saved once: what overwrites it later need not save it again."""
+    """Old bytes of tensors by name. A byte range is saved only once, however often it is overwritten."""
 
     def __init__(self, tensors: dict[str, FlatBytes]) -> None:
         self._tensors = tensors
@@ -125,18 +126,18 @@ class UndoLog:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that old bytes, and the positions of old elements, take."""
+        """Size in bytes of the saved bytes and of the positions of saved elements."""
         return self._arena.num_bytes
 
     def save_range(self, name: str, start: int, stop: int) -> None:
-        """Record bytes [start, stop) as they are now; call it before they are overwritten."""
+        """Save bytes [start, stop) as they are now. Call it before they are overwritten."""
         saved = self._saved.get(name, ())
         for a, b in gaps(saved, start, stop):
             self._entries.append(_OldRange(name, a, self._tensors[name].read(a, self._arena.allocate(b - a))))
         self._saved[name] = add_range(saved, start, stop)
 
     def save_elements(self, name: str, positions: Tensor) -> None:
-        """Record these elements, int64 [n], as they are now; call it before they are overwritten."""
+        """Save these elements, int64 [n], as they are now. Call it before they are overwritten."""
         flat = self._tensors[name]
         if self._saved.get(name) == ((0, flat.num_bytes),) or positions.numel() == 0:
             return
@@ -145,12 +146,13 @@ class UndoLog:
         self._entries.append(_OldElements(name, self._copied(positions, index_dtype), self._copied(words, words.dtype)))
 
     def restore(self, names: Iterable[str]) -> None:
-        """Put back everything of these tensors. Ranges stay recorded: they hold again what is recorded of them."""
+        """Restore everything of these tensors. Their ranges stay saved: the tensors hold the saved bytes again."""
         names = set(names)
         for entry in reversed(self._entries):
             if entry.name in names:
                 entry.put_back(self._tensors[entry.name])
-        # A range that was saved after single elements had been overwritten holds those: it gets the old ones only now.
+        # A range that was saved after single elements had been overwritten contains the new elements. It gets the old
+        # ones here.
         mixed = {entry.name for entry in self._entries if isinstance(entry, _OldElements)} & names
         for entry in self._entries:
             if entry.name in mixed and isinstance(entry, _OldRange):
@@ -158,12 +160,12 @@ class UndoLog:
         self._entries = [e for e in self._entries if e.name not in mixed or isinstance(e, _OldRange)]
 
     def restore_all(self) -> None:
-        """Put back everything, newest first."""
+        """Restore everything, newest first."""
         for entry in reversed(self._entries):
             entry.put_back(self._tensors[entry.name])
 
     def release(self) -> None:
-        """Forget everything, and let the next log have the memory."""
+        """Forget everything and give the memory back for the next log."""
         self._entries, self._saved = [], {}
         self._arena.release()
 

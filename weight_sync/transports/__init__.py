@@ -1,1 +1,1 @@
-"""The sending side of every path."""
+"""Transports: the sending side of every path of an update."""

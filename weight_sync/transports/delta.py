@@ -1,4 +1,4 @@
-"""Changes of weights over any of the other transports."""
+"""Transport of changed weights only, over any of the other transports."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ from .transport import Sent
 
 
 class DeltaTransport:
-    """Only what changed since the last committed push, over another transport; the first time everything.
+    """Sends only the elements that changed since the last committed push, over another transport. The first push is
+    sent in full.
 
-    Keeps a copy of the weights that the targets have, in host memory.
+    Keeps a copy of the targets' weights in host memory.
     """
 
     def __init__(self, inner: DistributedTransport | TensorTransport | DiskTransport, *, check: Check = "pre") -> None:
-        """check: how closely targets look at what they hold; "touched" is enough where the result is verified."""
+        """Wrap a transport. check: how closely targets check the bytes that they hold; "touched" is enough where the
+        result is verified."""
         self._inner = inner
         self._check = check
-        self._base: dict[str, Tensor] = {}  # overwritten by each push as it goes; whole where somebody holds it
-        self._holders: tuple[str, ...] = ()  # the targets that have the base
+        self._base: dict[str, Tensor] = {}  # each push overwrites it as it goes; whole where `_holders` is not empty
+        self._holders: tuple[str, ...] = ()  # names of the targets that have the base
         self._sending_to: tuple[str, ...] = ()
 
     def send(self, targets: Sequence[Target], manifest: Manifest, tensors: NamedTensors, timeout_s: float) -> Sent:
-        """See `Transport.send`."""
+        """Send the difference to the base, or everything; see `Transport.send`."""
         holders, self._holders = self._holders, ()
         self._sending_to = tuple(target.name for target in targets)
         if holders != self._sending_to:
@@ -53,15 +55,15 @@ class DeltaTransport:
         return Sent(stats.bytes_moved, stats.density)
 
     def committed(self) -> None:
-        """What was sent is the base of the next delta."""
+        """Make the last sent weights the base of the next delta."""
         self._holders = self._sending_to
 
     def rejected(self) -> None:
-        """The next one is sent in full: it mends a target that does not have what it should have."""
+        """Send the next push in full: it repairs targets whose weights are not as expected."""
         self._holders = ()
 
     def _keeping(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-        """The tensors as the base keeps them, in the memory of the base before where they fit."""
+        """Yield the tensors as copies in the base, in the memory of the previous base where they fit."""
         before, self._base = self._base, {}
         for name, tensor in tensors:
             held = before.get(name)
@@ -71,7 +73,7 @@ class DeltaTransport:
             yield name, held
 
     def _encode(self, tensors: NamedTensors) -> Iterator[DeltaChunk]:
-        """Chunks against the base, which becomes the tensors, one after the other, as they are encoded."""
+        """Encode chunks against the base. The base takes on each tensor after it is encoded."""
 
         def passing() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in tensors:
@@ -79,12 +81,12 @@ class DeltaTransport:
                 yield name, on_host
                 held = self._base.get(name)
                 if held is not None and TensorSpec.of(name, held) == TensorSpec.of(name, on_host):
-                    held.copy_(on_host)  # else the encoder raises, once it has listed all that do not fit
+                    held.copy_(on_host)  # else the encoder raises, after it has listed all tensors that do not fit
 
         return encode_delta(self._base, passing(), chunk_digests=self._check != "touched")
 
     def _kept(self, chunk: DeltaChunk) -> DeltaChunk:
-        """The chunk without memory of the trainer's, where it is to be sent after the tensor was let go."""
+        """Return the chunk without the trainer's memory, for sending after the tensor was released."""
         header = chunk.header
         if header.kind != "full":
             return chunk

@@ -1,4 +1,4 @@
-"""Weights through a folder that sender and targets share."""
+"""Transport of weights through a folder that sender and targets share."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .transport import Sent, on_all, raise_failures
 
 
 class DiskTransport:
-    """A folder of safetensors that every target reads; it is removed once they have."""
+    """Sends weights as a folder of safetensors that every target reads. The folder is removed afterwards."""
 
     def __init__(self, folder: Path | str) -> None:
         self._folder = Path(folder)
 
     def send(self, targets: Sequence[Target], manifest: Manifest, tensors: NamedTensors, timeout_s: float) -> Sent:
-        """See `Transport.send`."""
+        """Save a folder and let every target read it; see `Transport.send`."""
         with self.new_folder() as path:
             save_folder(path, tensors, manifest.version)
             read_from(path, targets, timeout_s)
@@ -29,7 +29,7 @@ class DiskTransport:
 
     @contextmanager
     def new_folder(self) -> Iterator[Path]:
-        """A path that is free, for as long as it is needed."""
+        """Yield a free path, and remove the folder there afterwards."""
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"update-{uuid.uuid4().hex[:12]}"
         try:
@@ -38,20 +38,20 @@ class DiskTransport:
             shutil.rmtree(path, ignore_errors=True)
 
     def committed(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
     def rejected(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
 
 def read_from(path: Path, targets: Sequence[Target], timeout_s: float, **options: object) -> None:
     """Let every target read a folder. Raises TargetError, or TargetsFailed for several."""
 
     def read(target: Target) -> object:
-        # The whole session is verified in the end; the folder's digests would be the same ones.
+        # The whole session is verified at its end; the folder's digests would be the same.
         return target.call(
             "update_weights_from_disk", timeout_s=timeout_s, model_path=str(path), verify=False, **options
         )

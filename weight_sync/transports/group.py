@@ -1,4 +1,4 @@
-"""Weights over a process group: one broadcast for all targets."""
+"""Transport of weights over a process group: one broadcast for all targets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from ..errors import WeightSyncError
 from ..group.protocol import send_update
 from ..group.rendezvous import Rendezvous
-from ..group.weight_group import WeightGroup
+from ..group.weight_group import Backend, WeightGroup
 from ..layout.bucket import DEFAULT_BUCKET_BYTES
 from ..manifest import Manifest, NamedTensors
 from ..target import Target
@@ -21,19 +21,20 @@ from .transport import Sent, on_all, raise_failures
 
 
 class DistributedTransport:
-    """One broadcast for all targets, over a process group of its own with this process as rank 0."""
+    """Sends one broadcast to all targets, over a process group of its own with this process as rank 0."""
 
     def __init__(
-        self, *, backend: str = "gloo", bucket_bytes: int = DEFAULT_BUCKET_BYTES, host: str = "127.0.0.1",
+        self, *, backend: Backend = "gloo", bucket_bytes: int = DEFAULT_BUCKET_BYTES, host: str = "127.0.0.1",
         device: torch.device | None = None,
     ) -> None:  # fmt: skip
-        """host: the address under which the targets reach this process."""
+        """Keep the settings; the group is made by the first push. host: the address under which the targets reach this
+        process."""
         self._backend, self._bucket_bytes, self._host, self._device = backend, bucket_bytes, host, device
         self._group: WeightGroup | None = None
         self._members: tuple[_Member, ...] = ()
 
     def send(self, targets: Sequence[Target], manifest: Manifest, tensors: NamedTensors, timeout_s: float) -> Sent:
-        """See `Transport.send`."""
+        """Broadcast the tensors; see `Transport.send`."""
         self.send_as("lockstep", targets, manifest, tensors, timeout_s)
         return Sent(manifest.num_bytes)
 
@@ -51,7 +52,7 @@ class DistributedTransport:
                     load_format=load_format, manifest=manifest.to_json(), **options,
                 )  # fmt: skip
             except BaseException:
-                # Or the sender would wait for it until the deadline.
+                # Else the sender would wait for it until the deadline.
                 group.abort(f"{target.name} failed")
                 group.keys.close()
                 raise
@@ -62,7 +63,7 @@ class DistributedTransport:
                 send_update(group, manifest, tensors, self._bucket_bytes, timeout_s)
             except WeightSyncError:
                 self._leave(targets)
-                raise_failures(receiving.result())  # they know more of it
+                raise_failures(receiving.result())  # the targets' errors are more precise
                 raise
             except BaseException:
                 self._leave(targets)
@@ -73,13 +74,13 @@ class DistributedTransport:
             raise_failures(failures)
 
     def committed(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
     def rejected(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
     def close(self) -> None:
-        """Leave the group; the targets leave when they are asked to join another."""
+        """Leave the group. The targets leave it when they are asked to join another."""
         if self._group is not None:
             self._group.destroy()
             self._group = None
@@ -95,16 +96,7 @@ class DistributedTransport:
         for member in members:
             offsets[member.target], size = size, size + member.num_ranks
 
-        rendezvous = Rendezvous(
-            self._host,
-            port,
-            0,
-            size,
-            name,
-            self._backend,
-            timeout_s,
-            self._device,  # type: ignore[arg-type]
-        )
+        rendezvous = Rendezvous(self._host, port, 0, size, name, self._backend, timeout_s, self._device)
 
         def join(target: Target) -> object:
             try:
@@ -141,18 +133,18 @@ class DistributedTransport:
 
 @dataclass(frozen=True)
 class _Member:
-    """What one target is to a group."""
+    """A target's share of a group."""
 
     target: str
     num_ranks: int = 1
-    engines: str = ""  # behind a router: which, so that a change is noticed
+    engines: str = ""  # behind a router: the description of its engines, so that a change is noticed
 
 
 def _members_of(targets: Sequence[Target], timeout_s: float, known: Sequence[_Member]) -> tuple[_Member, ...]:
-    """How many ranks each target takes: those that hold its model, or a router's those of its workers. Raises as
-    `raise_failures`.
+    """Return how many ranks each target needs: the ranks of its model, or for a router those of all its workers. Raises
+    as `raise_failures`.
 
-    known: what the last update found. An engine's ranks stay as many; a router's workers come and go.
+    known: the members of the last update. An engine's number of ranks stays the same; a router's workers come and go.
     """
     found = {member.target: member for member in known if not member.engines}
 
@@ -168,12 +160,12 @@ def _members_of(targets: Sequence[Target], timeout_s: float, known: Sequence[_Me
 
 
 def _leave_group(name: str, targets: Sequence[Target]) -> None:
-    """Let targets leave a group, or end their wait for it; one that is gone, or has left already, is passed over."""
+    """Make targets leave a group or stop waiting for it. Targets that are gone or have left already are ignored."""
     on_all(targets, lambda target: target.call("destroy_weights_update_group", timeout_s=10.0, group_name=name))
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on now."""
+    """Return a TCP port that is free now."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Weights through memory of this host: shared memory, or CUDA IPC handles."""
+"""Transport of weights through memory of this host: shared memory, or CUDA IPC handles."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from .transport import Sent, on_all, raise_failures
 
 
 class TensorTransport:
-    """Memory of this host, bucket by bucket; each target answers when its copy is complete."""
+    """Sends weights through memory of this host, bucket by bucket. Each target answers when its copy is complete."""
 
     def __init__(
         self, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, folder: Path | str = "/dev/shm", cuda: bool = False
     ) -> None:
-        """cuda: hand over CUDA tensors by IPC handles, instead of copies in shared memory under `folder`."""
+        """Make the sender. cuda: send CUDA tensors by IPC handles, instead of copies in shared memory under
+        `folder`."""
         self._sender = CudaIpcSender(bucket_bytes) if cuda else SharedMemorySender(bucket_bytes, folder)
 
     def send(self, targets: Sequence[Target], manifest: Manifest, tensors: NamedTensors, timeout_s: float) -> Sent:
-        """See `Transport.send`."""
+        """Send the tensors bucket by bucket; see `Transport.send`."""
         self.send_as(None, targets, manifest, tensors, timeout_s)
         return Sent(manifest.num_bytes)
 
@@ -31,26 +32,26 @@ class TensorTransport:
         self, load_format: str | None, targets: Sequence[Target], manifest: Manifest, tensors: NamedTensors,
         timeout_s: float, **options: object,
     ) -> None:  # fmt: skip
-        """Hand over buckets to receivers that read them as `load_format`."""
+        """Send buckets to receivers that read them as `load_format`."""
         buckets = self._sender.buckets(tensors, manifest)
         try:
             for description in buckets:
-                failures = on_all(
-                    targets,
-                    lambda target, description=description: target.call(
+
+                def update(target: Target, description: dict[str, object] = description) -> object:
+                    return target.call(
                         "update_weights_from_tensor", timeout_s=timeout_s, descriptions=[description],
                         load_format=load_format, **options,
-                    ),
-                )  # fmt: skip
-                raise_failures(failures)
+                    )  # fmt: skip
+
+                raise_failures(on_all(targets, update))
         finally:
             buckets.close()
 
     def committed(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
     def rejected(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
     def close(self) -> None:
         """Unlink the segment."""

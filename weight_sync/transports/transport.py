@@ -1,7 +1,7 @@
-"""The sending side of an update: what every way for weights to travel has in common.
+"""The common interface of the sending side of an update.
 
-A transport draws the tensors once, in the manifest's order, and hands them to all targets; the digests are taken on the
-way by whoever made the iterator. What it raises leaves the sessions to the caller.
+A transport reads the tensors once, in the manifest's order, and sends them to all targets. The iterator that the caller
+passes computes the digests on the way. A transport that raises leaves it to the caller to end the sessions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..target import Target, TargetError
 
 @dataclass(frozen=True)
 class Sent:
-    """What travelled to each target."""
+    """The amount of data that was sent to each target."""
 
     num_bytes: int
     density: float | None = None  # share of the elements that a delta changes; None: sent in full
@@ -28,20 +28,21 @@ class Transport(Protocol):
     """One way for weights to travel."""
 
     def send(self, targets: Sequence[Target], manifest: Manifest, tensors: NamedTensors, timeout_s: float) -> Sent:
-        """Bring the tensors to every target. Raises TargetError, TargetsFailed or TransferFailed naming who failed."""
+        """Send the tensors to every target. Raises TargetError, TargetsFailed or TransferFailed naming the failed
+        targets."""
 
     def committed(self) -> None:
-        """What was sent last is what every target has."""
+        """Note that every target now has the weights that were sent last."""
 
     def rejected(self) -> None:
-        """What was sent last was given up."""
+        """Note that the weights that were sent last were not committed."""
 
     def close(self) -> None:
-        """Give back groups, segments and folders."""
+        """Release groups, segments and folders."""
 
 
 class TargetsFailed(TransferFailed):
-    """More than one target failed, some perhaps because others had. failures: what each said, by name."""
+    """More than one target failed, some perhaps because of others. failures: each target's error, by name."""
 
     def __init__(self, failures: Mapping[str, Exception]) -> None:
         super().__init__("; ".join(f"{name}: {error}" for name, error in failures.items()))
@@ -49,7 +50,7 @@ class TargetsFailed(TransferFailed):
 
 
 def on_all(targets: Sequence[Target], call: Callable[[Target], object]) -> dict[str, Exception]:
-    """Run `call` on every target at the same time; returns the failures by target name."""
+    """Run `call` on every target at the same time and return the failures by target name."""
     failures: dict[str, Exception] = {}
 
     def failure(target: Target) -> BaseException | None:
@@ -59,7 +60,7 @@ def on_all(targets: Sequence[Target], call: Callable[[Target], object]) -> dict[
             return error
         return None
 
-    if len(targets) <= 1:  # a thread costs as much as a small bucket's copy
+    if len(targets) <= 1:  # a thread costs as much as the copy of a small bucket
         errors = [failure(target) for target in targets]
     else:
         with ThreadPoolExecutor(len(targets), thread_name_prefix="target") as pool:

@@ -1,4 +1,4 @@
-"""A plain or DistributedDataParallel model: every rank holds all of it."""
+"""Tensors of a plain or DistributedDataParallel model: every rank holds all of it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .named_tensors import outgoing, trained_tensors, unwrapped
 
 
 def ddp_tensors(model: nn.Module, dtype: torch.dtype | None = None, *, buffers: bool = False) -> NamedTensors:
-    """The parameters of a model under their Hugging Face names, one by one; floating-point ones cast to `dtype`.
+    """Yield the parameters of a model under their Hugging Face names, one by one; floating-point ones cast to `dtype`.
 
     Any rank may iterate, alone and as far as it likes. Without a cast the tensors are the trainer's own storage: they
-    follow its next optimizer step.
+    change with its next optimizer step.
     """
     for name, tensor in trained_tensors(unwrapped(model), buffers=buffers):
         yield name, outgoing(tensor, dtype)

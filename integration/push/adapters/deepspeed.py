@@ -1,9 +1,10 @@
-"""A model trained by a DeepSpeed engine, ZeRO stages 0 to 3. DeepSpeed is imported only where it is used."""
+"""Tensors of a model trained by a DeepSpeed engine, ZeRO stages 0 to 3. DeepSpeed is imported only where it is used."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +15,24 @@ from .named_tensors import outgoing, trained_tensors, unwrapped
 DEFAULT_GROUP_BYTES = 64 << 20
 
 
+class ZeroEngine(Protocol):
+    """The part of a `deepspeed.DeepSpeedEngine` that is used here."""
+
+    module: nn.Module
+
+    def zero_optimization_stage(self) -> int:
+        """Return the ZeRO stage, 0 to 3."""
+
+
 def zero_tensors(
-    model_engine: nn.Module,
+    model_engine: ZeroEngine,
     dtype: torch.dtype | None = None,
     *,
     buffers: bool = False,
     group_bytes: int = DEFAULT_GROUP_BYTES,
 ) -> NamedTensors:
-    """The whole parameters of a DeepSpeed engine's model under their Hugging Face names; floating-point ones cast.
+    """Yield the whole parameters of a DeepSpeed engine's model under their Hugging Face names; floating-point ones
+    cast.
 
     Stages 0 to 2: every rank holds them all, any rank may iterate alone, and without a cast they are the trainer's own
     storage. Stage 3: every rank must iterate, to the end; parameters are gathered in groups of at most `group_bytes`
@@ -36,16 +47,17 @@ def zero_tensors(
     for start, stop in _groups(sizes, group_bytes):
         gathered = _gathered([tensor for _, tensor in tensors[start:stop]])
         for name, _ in tensors[start:stop]:
-            # Taken off the list, so that one cast copy lives at a time.
+            # Removed from the list, so that only one cast copy exists at a time.
             yield name, outgoing(gathered.pop(0), dtype)
 
 
 def prepare_deepspeed(config: Mapping[str, object] | None = None) -> dict[str, object]:
-    """Keep DeepSpeed from compiling C++ on a machine without an accelerator: half a minute to two minutes each, and an
-    error where there is no compiler. Call it before `deepspeed.init_distributed` and `deepspeed.initialize`.
+    """Keep DeepSpeed from compiling C++ on a machine without an accelerator: that takes half a minute to two minutes
+    for each extension, and fails where there is no compiler. Call it before `deepspeed.init_distributed` and
+    `deepspeed.initialize`.
 
-    Switches off the shared-memory collectives, in this process. Returns a copy of the DeepSpeed config whose Adam or
-    AdamW, if it has one and does not say otherwise, is torch's own (`torch_adam`). With an accelerator nothing changes.
+    Switches off the shared-memory collectives in this process. Returns a copy of the DeepSpeed config in which Adam or
+    AdamW, if it has one without an explicit choice, is torch's own (`torch_adam`). With an accelerator nothing changes.
     """
     import deepspeed.ops
     from deepspeed.accelerator import get_accelerator
@@ -61,8 +73,8 @@ def prepare_deepspeed(config: Mapping[str, object] | None = None) -> dict[str, o
 
 
 def _gathered(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The whole of partitioned parameters. The engine frees its gathered parameters by dropping its reference, so ours
-    stay good."""
+    """Gather whole parameters from partitioned ones. The engine frees its gathered parameters by dropping its
+    reference, so ours stay valid."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]):
@@ -70,7 +82,7 @@ def _gathered(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _groups(sizes: Sequence[int], budget: int) -> Iterator[tuple[int, int]]:
-    """First and last + 1 index of runs whose sizes add up to at most `budget`; a larger one stands alone."""
+    """Return start and stop of runs whose sizes add up to at most `budget`; a larger one is a run of its own."""
     start, total = 0, 0
     for index, size in enumerate(sizes):
         if index > start and total + size > budget:

@@ -1,4 +1,4 @@
-"""A model sharded by `fully_shard` (FSDP2), or by any other plan that leaves DTensors."""
+"""Tensors of a model sharded by `fully_shard` (FSDP2), or by any other plan that leaves DTensors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .named_tensors import outgoing, trained_tensors, unwrapped
 
 
 def fsdp2_tensors(model: nn.Module, dtype: torch.dtype | None = None, *, buffers: bool = False) -> NamedTensors:
-    """The whole parameters of a sharded model under their Hugging Face names, gathered one by one.
+    """Yield the whole parameters of a sharded model under their Hugging Face names, gathered one by one.
 
     Every rank must iterate, to the end: each step is a collective. Every rank gets every tensor and may drop it at
-    once; one whole tensor exists at a time, beside what the caller keeps. With mixed precision these are the master
-    weights, which are what the optimizer wrote; shards are cast to `dtype` before they travel.
+    once; one whole tensor exists at a time, beside those that the caller keeps. With mixed precision these are the
+    master weights, which the optimizer writes; shards are cast to `dtype` before they are gathered.
     """
     model = unwrapped(model)
     for module in model.modules():

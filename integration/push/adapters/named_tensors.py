@@ -1,8 +1,9 @@
-"""What all trainer adapters share: which tensors a model has, under which names, and the cast on the way out."""
+"""Functions of all trainer adapters: the tensors of a model, their names, and the cast before they are sent."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +15,18 @@ _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile,
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside any nesting of DistributedDataParallel and torch.compile."""
+    """Return the module inside any nesting of DistributedDataParallel and torch.compile."""
     while True:
         if isinstance(model, DistributedDataParallel):
-            model = model.module
+            model = cast("nn.Module", model.module)
         elif isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile's wrapper
-            model = model._orig_mod
+            model = cast("nn.Module", model._orig_mod)
         else:
             return model
 
 
 def trained_tensors(model: nn.Module, *, buffers: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and with `buffers` the persistent buffers, as the model holds them: shards where it is sharded.
+    """Yield parameters, and with `buffers` the persistent buffers, as the model holds them: shards where it is sharded.
 
     Names are those of the bare model. A tied tensor comes once, under the name that `named_parameters` gives it.
     """
@@ -36,7 +37,8 @@ def trained_tensors(model: nn.Module, *, buffers: bool = False) -> Iterator[tupl
 
 
 def outgoing_specs(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[TensorSpec, ...]:
-    """What an adapter yields for this (unwrapped) model, without gathering anything: whole shapes, dtypes as cast."""
+    """Return the specs of the tensors that an adapter yields for this (unwrapped) model, without gathering them: whole
+    shapes, dtypes after the cast."""
     return tuple(
         TensorSpec(
             name,
@@ -48,8 +50,8 @@ def outgoing_specs(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[
 
 
 def outgoing(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Detached, contiguous, and of `dtype` where one is given and the tensor holds floating-point numbers. Copies only
-    where something has to change."""
+    """Return the tensor detached, contiguous, and of `dtype` where one is given and the tensor holds floating-point
+    numbers. Copies only where something has to change."""
     tensor = tensor.detach()
     if dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(dtype)

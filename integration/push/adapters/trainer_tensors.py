@@ -1,8 +1,9 @@
-"""One door to the trainer adapters: which of them serves a model is told by how it is wrapped."""
+"""The entry to the trainer adapters: choose the adapter of a model by its wrapper."""
 
 from __future__ import annotations
 
 import sys
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -12,13 +13,14 @@ from transformers import PreTrainedModel
 
 from ....weight_sync.manifest import NamedTensors, TensorSpec
 from .ddp import ddp_tensors
-from .deepspeed import zero_tensors
+from .deepspeed import ZeroEngine, zero_tensors
 from .fsdp2 import fsdp2_tensors
 from .named_tensors import outgoing_specs, unwrapped
 
 
 def trainer_tensors(model: nn.Module, dtype: torch.dtype | None = None, *, buffers: bool = False) -> NamedTensors:
-    """The tensors of a trainer's model under their Hugging Face names; each adapter says which ranks must iterate.
+    """Return the tensors of a trainer's model under their Hugging Face names. Each adapter documents which ranks must
+    iterate.
 
     Takes a transformers model that is plain, in DistributedDataParallel, compiled, sharded by `fully_shard` or another
     DTensor plan, or in a DeepSpeed engine. Raises ValueError, at once, naming the type of anything else.
@@ -37,11 +39,11 @@ def trainer_tensors(model: nn.Module, dtype: torch.dtype | None = None, *, buffe
 
 
 def trainer_specs(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[TensorSpec, ...]:
-    """What `trainer_tensors` will yield, in its order. Any rank may ask, alone."""
+    """Return the specs of the tensors that `trainer_tensors` yields, in its order. Any rank may call it alone."""
     return outgoing_specs(unwrapped(model.module if _is_deepspeed_engine(model) else model), dtype)
 
 
-def _is_deepspeed_engine(model: nn.Module) -> bool:
+def _is_deepspeed_engine(model: nn.Module) -> TypeGuard[ZeroEngine]:
     deepspeed = sys.modules.get("deepspeed")  # an engine cannot exist before its library was imported
     return deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine)
 

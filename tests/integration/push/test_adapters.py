@@ -40,7 +40,7 @@ ZERO_RUNS = {  # stage, bf16, elements up to which stage 3 keeps a parameter who
 
 
 def tiny_qwen3() -> PreTrainedModel:
-    """0.3 million parameters; the head is tied to the embedding."""
+    """Make a model of 0.3 million parameters whose head is tied to the embedding."""
     sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 32}
     torch.manual_seed(0)
     config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
@@ -126,7 +126,7 @@ def test_deepspeed_configs_get_torchs_adam_unless_they_say_otherwise():
 
 
 def torch_rank() -> dict[str, dict[str, object]]:
-    """Train one step under DDP and FSDP2; what the adapters gave, and what torch's own gathering gave."""
+    """Train one step under DDP and FSDP2. Returns the tensors of the adapters and those of torch's own gathering."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
@@ -161,7 +161,7 @@ def torch_rank() -> dict[str, dict[str, object]]:
 
 
 def deepspeed_rank(folder: Path) -> dict[str, dict[str, object]]:
-    """Train two steps under each ZeRO stage; what the adapter gave, and what DeepSpeed's own saving gave."""
+    """Train two steps under each ZeRO stage. Returns the tensors of the adapter and those of DeepSpeed's own saving."""
     import deepspeed
 
     config = prepare_deepspeed(
@@ -218,7 +218,7 @@ def report(
 
 
 def num_alive_at_most(tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """How many tensors an iterator keeps alive at once when its consumer keeps none."""
+    """Return how many tensors an iterator keeps alive at once when its consumer keeps none."""
     alive: list[weakref.ref[Tensor]] = []
     most = 0
     for _, tensor in tensors:
@@ -230,7 +230,7 @@ def num_alive_at_most(tensors: Iterable[tuple[str, Tensor]]) -> int:
 
 
 def launch(kind: str, folder: Path, timeout_s: float) -> list[dict[str, dict[str, object]]]:
-    """The results of both ranks. Kills what is left of them when one fails or the deadline passes."""
+    """Return the results of both ranks. Kills the remaining ranks when one fails or the deadline passes."""
     port = free_port()
     common = {
         **os.environ,

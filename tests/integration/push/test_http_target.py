@@ -1,4 +1,4 @@
-"""Pushes to engines behind HTTP, over every transport and real sockets; and the verbs by name that they go through."""
+"""Pushes to engines behind HTTP, over every transport and real sockets, and the verbs by name that they use."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from lockstep.weight_sync.target import TargetError
 
 pytestmark = pytest.mark.slow  # many small calls over real sockets
 
-PATIENCE = 20.0  # seconds that nothing here comes near
+PATIENCE = 20.0  # seconds; far more than any wait here takes
 KEY = "an-admin-key"
 PARAMS = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture
 def services(model, shm, tmp_path) -> Iterator[list[RolloutService]]:
-    """Two engines with weights of their own."""
+    """Make two engines with weights of their own."""
     model.save_pretrained(tmp_path / "model")
     config = EngineConfig(kv_cache="16 blocks", max_num_seqs=4)
     services = [
@@ -54,7 +54,7 @@ def services(model, shm, tmp_path) -> Iterator[list[RolloutService]]:
 
 @pytest.fixture
 def servers(services) -> Iterator[list[BackgroundServer]]:
-    """The same two behind HTTP, with an admin key."""
+    """Serve the same two engines over HTTP, with an admin key."""
     servers = [serve_in_background(service, HttpConfig(port=0, admin_api_key=KEY)) for service in services]
     yield servers
     for server in servers:
@@ -98,7 +98,7 @@ def standing(service: RolloutService) -> tuple[object, ...]:
 
 
 class Failing(HttpTarget):
-    """Whose n-th call of a verb is lost: on the way there or, `is_done`, on the way back."""
+    """A target whose n-th call of a verb is lost: before the call or, with `is_done`, after it."""
 
     def __init__(self, url: str, verb: str, nth: int = 1, *, is_done: bool = False) -> None:
         super().__init__(url, KEY, name="the failing one")
@@ -319,7 +319,7 @@ def test_live_sequences_are_listed_with_their_tokens_and_versions(client, servic
 
 @pytest.fixture
 def router(servers, tmp_path) -> Iterator[BackgroundRouter]:
-    """In front of the two engines, and aware of them."""
+    """Start a router in front of the two engines, and wait until it knows them."""
     config = RouterConfig(
         workers=tuple(server.url for server in servers),
         http=HttpConfig(port=0, admin_api_key=KEY),
@@ -381,7 +381,7 @@ def test_a_group_over_a_router_gives_each_worker_its_rank_and_follows_who_comes_
 
 
 def wait_until_healthy(router: BackgroundRouter, url: str) -> None:
-    """Each question is a call over the network."""
+    """Wait until the router reports the worker as healthy. Each question is a call over the network."""
     deadline = time.monotonic() + PATIENCE
     while True:
         workers = httpx.get(f"{router.url}/workers", headers=AUTHORIZATION).json()["workers"]
@@ -399,7 +399,7 @@ def test_a_push_over_a_router_that_fails_at_one_worker_leaves_both_old(router, m
     with pytest.raises(PushFailed, match="already open"):
         pusher.push(model, "1")
     assert [standing(service) for service in services] == before
-    # What the one worker has begun does not stay open; of the other's session nobody can tell whose it was.
+    # The session of the one worker is closed. The owner of the other worker's session is unknown.
     assert all(service.state()["weight_update"]["state"] != "open" for service in services)
     assert not any(service.engine.is_paused for service in services)
     assert pusher.push(model, "1").digest == digest_of(model)
@@ -411,7 +411,7 @@ def test_a_push_over_a_router_that_fails_at_one_worker_leaves_both_old(router, m
 
 
 def test_a_routers_healthy_workers_become_targets(caplog):
-    """The router's reply as the contract has it, from a stub: the router itself has its own tests."""
+    """The router's reply comes from a stub, in the documented form: the router itself has its own tests."""
     workers: list[dict] = [{"id": "a", "url": "http://127.0.0.1:1/"}, {"id": "b", "url": "http://127.0.0.1:2"}]
     dead = {"url": "http://127.0.0.1:3", "is_healthy": False, "status": "dead", "last_error": "connection refused"}
 

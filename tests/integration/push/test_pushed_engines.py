@@ -1,5 +1,5 @@
 """Trainers of two ranks push to an engine in a separately launched process and to the one in their ranks: after each
-optimizer step all hold the same weights and say what transformers says with them."""
+optimizer step all hold the same weights and generate the tokens that transformers generates with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A push to several engines: all of them have the new version afterwards, or all of them the old one."""
+"""Pushes to several engines: all of them have the new version afterwards, or all of them the old one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lockstep.weight_sync.manifest import specs_of
 from lockstep.weight_sync.target import TargetError
 from lockstep.weight_sync.transports.disk import DiskTransport
 
-PATIENCE = 20.0  # seconds that nothing here comes near
+PATIENCE = 20.0  # seconds; far more than any wait here takes
 PARAMS = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
 
 
@@ -65,7 +65,7 @@ def standing(service: RolloutService) -> tuple[object, ...]:
 
 
 class Failing(LocalTarget):
-    """Fails at the n-th call of a verb, before it or, its answer lost, after it."""
+    """A target that fails at the n-th call of a verb, before it or, with its answer lost, after it."""
 
     def __init__(
         self, service: RolloutService, verb: str, nth: int = 1, *, is_done: bool = False, kind: str = ""
@@ -183,14 +183,14 @@ def test_where_one_target_fails_all_keep_the_old_version_and_the_next_push_lands
     assert [standing(service) for service in services] == before
     assert all(service.state()["weight_update"]["state"] != "open" for service in services)
     assert services[1].engine.is_paused is False
-    # A target whose state was never heard is left as it was; all others go on.
+    # A target whose state was never reported is left as it was; all others continue.
     assert services[0].engine.is_paused is False
     assert pusher.push(model, "1").digest == digest_of(model)
     assert {standing(service) for service in services} == {("1", digest_of(model))}
 
 
 class Dying(Failing):
-    """Answers nothing any more from a certain call on."""
+    """A target that stops answering from a certain call on."""
 
     def call(self, verb: str, *, timeout_s: float, **arguments: object) -> dict[str, object]:
         if self._left <= 0:

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: the wire that drives it, pushes to it, and how it starts and ends."""
+"""An engine in a process of its own: its socket, pushes to it, and its start and end."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from lockstep.weight_sync.transports.disk import DiskTransport
 from lockstep.weight_sync.transports.group import DistributedTransport
 from lockstep.weight_sync.transports.same_host import TensorTransport
 
-PATIENCE = 30.0  # seconds that nothing here comes near
-START_S = 150.0  # of a process that imports everything, on a busy machine
+PATIENCE = 30.0  # seconds; far more than any wait here takes
+START_S = 150.0  # time for a process that imports everything, on a busy machine
 SETTINGS = {"kv_cache": "16 blocks", "max_num_seqs": 4}
 PROMPT = [3, 14, 15, 92]
 
@@ -41,18 +41,18 @@ def _one_thread(restore_threads):
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Of a short name: a Unix socket's path has 107 bytes."""
+    """Make a folder with a short name: a Unix socket's path has 107 bytes."""
     path = Path(tempfile.mkdtemp(prefix="lockstep-"))
     yield path
     shutil.rmtree(path)
 
 
-# -- the wire ----------------------------------------------------------------------------------------------------------
+# -- the socket --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def server(folder) -> Iterator[VerbServer]:
-    """Answers with what it was asked, or fails as it is told to."""
+    """Serve verbs that return their arguments, or fail on request."""
     errors = {"ValueError": ValueError, "KeyError": KeyError}
 
     def run(verb: str, timeout_s: float, arguments: dict[str, object]) -> dict[str, object]:

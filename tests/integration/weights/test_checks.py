@@ -42,7 +42,7 @@ def named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def test_a_checksum_covers_every_tensor_once_and_changes_nothing(service, model):
     report = service.weights_checker()
     assert report["success"] and report["seconds"] > 0
-    assert list(report["tensors"]) == [name for name, _ in named(model)]  # tied ones once, rotary tables not at all
+    assert list(report["tensors"]) == [name for name, _ in named(model)]  # tied tensors once, rotary tables not at all
     assert report["tensors"][NORM] == tensor_sha256(NORM, model.model.norm.weight.detach()).hex()
     digests = b"".join(bytes.fromhex(report["tensors"][name]) for name in sorted(report["tensors"]))
     assert report["rank_digest"] == hashlib.sha256(digests).hexdigest()
@@ -75,7 +75,7 @@ def test_skipped_tensors_are_named_by_a_part_of_their_names(service):
 
 
 def test_compare_names_what_changed_and_by_how_much(service):
-    assert service.weights_checker("compare")["success"] is False  # with nothing
+    assert service.weights_checker("compare")["success"] is False  # no snapshot to compare with
     service.weights_checker("snapshot")
     with torch.no_grad():
         resident(service)[NORM][3] += 0.5
@@ -122,7 +122,7 @@ def test_nothing_is_reset_under_running_requests_or_an_open_session(service):
     service.engine.step()
     with pytest.raises(NotIdle, match="1 running"):
         service.weights_checker("reset_tensors")
-    assert service.weights_checker("checksum")["model_digest"] == before  # looking is allowed
+    assert service.weights_checker("checksum")["model_digest"] == before  # a check is allowed
     service.engine.abort_request(abort_all=True)
     service.begin_weight_update()
     with pytest.raises(SessionError, match="open"):

@@ -1,4 +1,4 @@
-"""Updates of an engine's weights: what is visible when, what a failure leaves behind, and who has to wait."""
+"""Updates of an engine's weights: when they are visible, the state after a failure, and which calls wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.weight_sync.errors import DigestMismatch, Poisoned, SessionError, 
 from lockstep.weight_sync.layout.sink import Sink
 from lockstep.weight_sync.manifest import TensorSpec
 
-PATIENCE = 30.0  # seconds that nothing here comes near
+PATIENCE = 30.0  # seconds; far more than any wait here takes
 PROMPT = list(range(1, 40))
 PARAMS = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True)
@@ -43,7 +43,7 @@ def service(model) -> Iterator[RolloutService]:
 
 @pytest.fixture
 def newer(model) -> nn.Module:
-    """The trainer's model some steps later."""
+    """Make the trainer's model some steps later."""
     return later(model)
 
 
@@ -72,7 +72,7 @@ def digest_of(model: nn.Module) -> str:
 
 
 def standing(service: RolloutService) -> tuple[object, ...]:
-    """All that says which weights these are."""
+    """Return all facts that identify the engine's weights."""
     engine = service.engine
     return engine.weight_version, engine.weight_digest, engine.epoch, service.model_digest()
 
@@ -99,7 +99,7 @@ def failing(pairs: list[tuple[str, Tensor]], after: int) -> Iterator[tuple[str, 
 
 
 class Slow:
-    """Tensors of which the last comes when a test says so."""
+    """Tensors of which the last one comes only when a test releases it."""
 
     def __init__(self, pairs: list[tuple[str, Tensor]]) -> None:
         self._pairs, self.under_way, self.go_on = pairs, threading.Event(), threading.Event()
@@ -543,7 +543,7 @@ def test_a_client_that_died_leaves_nothing_open(service, model, newer):
     service.engine.start()
     service.begin_weight_update(weight_version="5", lease_s=0.3)
     service.update_weights_from_named_tensors(only(newer, NORM))
-    waiting = submit(service.engine.generate, [PROMPT], PARAMS)  # nobody ends the session
+    waiting = submit(service.engine.generate, [PROMPT], PARAMS)  # no call ends the session
     assert tuple(soon(waiting)[0].token_ids) == greedy(model)
     assert standing(service) == before
     assert "not ended within" in service.state()["weight_update"]["why"]
@@ -609,7 +609,7 @@ def test_an_update_that_cannot_be_committed_yet_makes_requests_wait_for_its_rest
 
 
 class _Pieces:
-    """A tensor that comes in two updates, as buckets of a large one do."""
+    """A tensor that comes in two updates, as a large tensor in buckets does."""
 
     def __init__(self, service: RolloutService, model: nn.Module) -> None:
         self._service, self._bytes = service, dict(named(model))[EMBED].reshape(-1).view(torch.uint8)
@@ -630,12 +630,13 @@ class _Pieces:
 
 
 def test_verbs_of_many_threads_neither_deadlock_nor_mix_versions(service, model):
-    """Updates, requests, pauses and looks at once: an answer of one version is of the weights of that version."""
+    """Run updates, requests, pauses and checks at once. An answer of one version must come from the weights of that
+    version."""
     versions = {str(seed): later(model, seed) for seed in range(3)}
     expected = {version: greedy(weights) for version, weights in versions.items()} | {"default": greedy(model)}
     service.engine.start()
-    stop, pace_s = threading.Event(), 0.003  # without a pause in between the others would hardly get a turn
-    refused = (NotIdle, SessionError, SamplingRefused, ValueError)  # ValueError: it came into the other's session
+    stop, pace_s = threading.Event(), 0.003  # without a pause in between the other threads would hardly get a turn
+    refused = (NotIdle, SessionError, SamplingRefused, ValueError)  # ValueError: it joined the other session
 
     def update() -> int:
         num_done = 0

@@ -1,4 +1,4 @@
-"""Engines of several ranks are given new weights by every path: all ranks have them, or all have the old ones."""
+"""Engines of several ranks get new weights by every path: all ranks have them, or all have the old ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_service(model: PreTrainedModel, tp: int, pp: int) -> RolloutService:
 
 
 def later(model: PreTrainedModel, step: int, density: float = 1.0) -> PreTrainedModel:
-    """The trainer's model some steps later."""
+    """Make the trainer's model some steps later."""
     newer, generator = copy.deepcopy(model), torch.Generator().manual_seed(step)
     with torch.no_grad():
         for parameter in newer.parameters():
@@ -62,7 +62,7 @@ def later(model: PreTrainedModel, step: int, density: float = 1.0) -> PreTrained
 
 
 def greedy(model: PreTrainedModel) -> list[list[int]]:
-    """What transformers says."""
+    """Return the greedy tokens of transformers."""
     outputs = []
     for prompt in PROMPTS:
         ids = model.generate(
@@ -113,7 +113,7 @@ def test_ranks_that_call_together_all_have_the_new_weights(
         commit = service.end_weight_update()
         found.append((record.verified, commit.version, commit.digest, said(service)))
         commit = service.commit_in_place("3", source=models[3].named_parameters())
-        # A trainer that has everything, everywhere: a stage's own tensors are cut alike, those of a tp rank are not.
+        # The trainer's ranks hold all tensors: a stage's own tensors are sharded alike, those of a tp rank are not.
         found.append((commit.version, commit.digest, commit.bytes_copied > 0, said(service)))
         with service.rollout(release_kv=True):
             found.append(said(service))

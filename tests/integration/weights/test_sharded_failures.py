@@ -1,4 +1,4 @@
-"""A rank that is lost in a weight update: the others have the old weights, and say who it was."""
+"""A rank is lost in a weight update: the others keep the old weights and name the lost rank."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from lockstep.weight_sync.errors import DigestMismatch, SessionError, TransferFa
 from lockstep.weight_sync.manifest import Manifest, specs_of
 from lockstep.weight_sync.same_host.shared_memory import SharedMemorySender
 
-PATIENCE = 20.0  # seconds that nothing here comes near
+PATIENCE = 20.0  # seconds; far more than any wait here takes
 PROMPT = list(range(1, 40))
 PARAMS = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
 CONFIG = EngineConfig(kv_cache="16 blocks", max_num_seqs=4)
@@ -58,7 +58,7 @@ def service(model, folder) -> Iterator[RolloutService]:
 
 @pytest.fixture
 def owned(model, folder) -> Iterator[RolloutService]:
-    """A service whose engine loaded its weights itself, so that their memory is its own."""
+    """Make a service whose engine loaded its weights itself and therefore owns their memory."""
     model.save_pretrained(folder / "model")
     service = RolloutService(Engine(folder / "model", CONFIG))
     yield service
@@ -67,7 +67,7 @@ def owned(model, folder) -> Iterator[RolloutService]:
 
 @pytest.fixture
 def newer(model) -> nn.Module:
-    """The trainer's model some steps later: a twentieth of its elements have changed."""
+    """Make the trainer's model some steps later: a twentieth of its elements have changed."""
     other, generator = copy.deepcopy(model), torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -150,7 +150,7 @@ def test_payloads_that_nobody_should_load_are_refused(model, newer):
 
 
 def send_as_a_framework_does(port: int, broadcasts: list[Tensor]) -> None:
-    """A trainer's rank 0: the steps of SGLang's init_custom_process_group, private names and all."""
+    """Send as a trainer's rank 0: the steps of SGLang's init_custom_process_group, private names included."""
     from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world, rendezvous
 
     timeout = timedelta(seconds=PATIENCE)
@@ -163,12 +163,12 @@ def send_as_a_framework_does(port: int, broadcasts: list[Tensor]) -> None:
     _world.pg_group_ranks[group] = {0: 0, 1: 1}
     for tensor in broadcasts:
         dist.broadcast(tensor, group=group, group_src=0)
-    signal.pause()  # the store must outlive the receiver's last look
+    signal.pause()  # the store must outlive the receiver's last read
 
 
 @pytest.fixture
 def run_beside() -> Iterator[Callable]:
-    """Run a function in a process beside this one; whatever becomes of it, it is ended with the test."""
+    """Run a function in a process beside this one, which ends with the test in any case."""
     processes: list[multiprocessing.Process] = []
 
     def run(call: Callable, *args: object) -> int:
@@ -426,7 +426,7 @@ def test_the_engines_own_weights_are_released_come_back_empty_and_have_to_be_wri
     owned.update_weights_from_named_tensors(pairs[:5], weight_version="5")
     with pytest.raises(SamplingRefused, match=f"{len(pairs) - 5} weights"):
         owned.continue_generation()
-    assert owned.engine.weight_digest is None  # of weights that hold nothing there is none
+    assert owned.engine.weight_digest is None  # weights with undefined values have no digest
     assert owned.finish_digest() is None
     owned.update_weights_from_named_tensors(pairs[5:], weight_version="5")
     owned.continue_generation()
@@ -502,7 +502,7 @@ def test_updates_work_while_the_kv_pool_is_released_in_the_order_of_colocated_tr
 
 
 def test_the_return_of_the_kv_pool_commits_what_came_before_it(owned, newer):
-    """The order of trainers that never pause over HTTP."""
+    """The order of calls of trainers that never pause over HTTP."""
     owned.release_memory_occupation(["kv_cache", "weights"])
     owned.resume_memory_occupation(["weights"])
     owned.update_weights_from_named_tensors(named(newer), weight_version="5")

@@ -1,4 +1,4 @@
-"""Deltas: lossless for every dtype and density, and harmless when applied twice, to the wrong base, or in part."""
+"""Deltas are lossless for every dtype and density, and harmless when applied twice, to the wrong base, or in part."""
 
 import json
 import os
@@ -51,14 +51,14 @@ def apply_chunk(chunk: DeltaChunk, sink: Sink, check: Check) -> None:
 
 
 def inverse(chunk: DeltaChunk) -> DeltaChunk:
-    """The chunk that undoes this one, which is not a full one: those do not know the old bytes."""
+    """Return the chunk that undoes this one. Not for a full chunk, which does not contain the old bytes."""
     header = chunk.header
     touched = header.touched and (header.touched[1], header.touched[0])
     return DeltaChunk(replace(header, pre=header.post, post=header.pre, touched=touched), chunk.payload)
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Any bit pattern, NaNs and negative zeros included."""
+    """Make a tensor of any bit patterns, NaNs and negative zeros included."""
     generator = torch.Generator().manual_seed(seed)
     tensor = torch.empty(shape, dtype=dtype)
     byte_view(tensor).random_(0, 2 if dtype == torch.bool else 256, generator=generator)
@@ -66,7 +66,7 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> 
 
 
 def changed(tensor: Tensor, density: float, seed: int = 1) -> Tensor:
-    """A copy in which about that part of the elements has one bit flipped."""
+    """Return a copy in which about this share of the elements has one bit flipped."""
     generator = torch.Generator().manual_seed(seed)
     raw = byte_view(tensor.clone()).view(-1, tensor.itemsize).clone()
     rows = torch.rand(raw.shape[0], generator=generator) < density
@@ -88,7 +88,7 @@ def sink_over(resident: Tensors) -> WeightTransaction:
 
 @pytest.fixture(scope="module")
 def states() -> tuple[Tensors, Tensors]:
-    """Two states of a model with all kinds of chunks: 256-byte chunks make many of them."""
+    """Return two states of a model whose delta has all kinds of chunks, many of them with 256-byte chunks."""
     base = {
         "sparse": random_tensor(torch.bfloat16, (40, 32)),
         "dense": random_tensor(torch.float32, (15, 7)),
@@ -107,7 +107,7 @@ def states() -> tuple[Tensors, Tensors]:
 
 def encode(states: tuple[Tensors, Tensors], **options) -> list[DeltaChunk]:
     base, new = states
-    # "lowest bits" changes everywhere and would travel in full below this density.
+    # "lowest bits" changes every element and would be sent in full below this density.
     return list(encode_delta(base, new.items(), **{"chunk_bytes": 256, "density_limit": 1.0} | options))
 
 
@@ -244,7 +244,7 @@ def test_applying_twice_changes_nothing_more(states, check):
     assert equal(resident, new)
     kinds = [chunk.header.kind for chunk in chunks]
     assert first == len(kinds) - kinds.count("same")
-    # Without the digest of the whole chunk nobody knows what a full chunk replaces; it is just written again.
+    # Without the digest of the whole chunk it is not known what a full chunk replaces; it is just written again.
     assert again == (kinds.count("full") if check == "touched" else 0)
 
 

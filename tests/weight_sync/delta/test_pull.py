@@ -1,4 +1,4 @@
-"""Pulling versioned folders: the full checkpoint of a version appears whole, from any chain, or not at all."""
+"""Pulls of versioned folders: the full checkpoint of a version appears whole, from any chain, or not at all."""
 
 import json
 import multiprocessing
@@ -28,7 +28,7 @@ CHAIN = {1: None, 2: 1, 3: 2, 5: 3, 6: 2, 9: None, 10: 9}  # version: base of it
 
 
 def states() -> dict[int, Tensors]:
-    """A model with a tensor that is not aligned in its file, and a new state of it for each version."""
+    """Make a model with a tensor that is not aligned in its file, and a new state of it for each version."""
     generator = torch.Generator().manual_seed(0)
     first = {
         "odd": torch.randint(0, 256, (7,), dtype=torch.uint8, generator=generator),
@@ -124,7 +124,7 @@ def test_what_is_there_already_needs_no_work_and_no_source_folder(tmp_path, sour
 def test_the_local_folder_is_the_base_where_the_chain_passes_through_it(tmp_path, source):
     local = tmp_path / "local"
     pull_weights(local, source, 2)
-    shutil.rmtree(version_folder(source, 1))  # the older ones may be gone then
+    shutil.rmtree(version_folder(source, 1))  # the older ones may be removed then
     shutil.rmtree(version_folder(source, 2))
     record = pull_weights(local, source, 5)
     assert holds(local, 5) and record.is_local_base and record.base_version == 2 and record.deltas == (3, 5)
@@ -176,7 +176,7 @@ def test_deltas_without_digests_of_the_result_are_applied_unverified(tmp_path):
     (version_folder(source, 1) / MANIFEST_FILE).unlink()  # a folder of another writer
     assert not pull_weights(local, source, 1).verified
     assert not pull_weights(local, source, 2).verified
-    assert not pull_weights(local, source, 2).verified  # also when there is nothing to do
+    assert not pull_weights(local, source, 2).verified  # also when nothing has to be done
     assert holds(local, 2)
 
 
@@ -205,7 +205,7 @@ def test_links_and_versions_that_lead_elsewhere_are_refused(tmp_path, source):
         pull_weights(local, source, 2)
     (version_folder(source, 1) / "secret.json").unlink()
     (version_folder(source, 1) / "tokenizer.json").unlink()
-    (version_folder(source, 1) / "tokenizer.json").symlink_to("config.json")  # inside is fine
+    (version_folder(source, 1) / "tokenizer.json").symlink_to("config.json")  # a link within the source is allowed
     pull_weights(local, source, 2)
     assert not (local / "tokenizer.json").is_symlink()
     shutil.copytree(version_folder(source, 9), tmp_path / "elsewhere")
@@ -261,7 +261,7 @@ STEPS = [
 
 
 def _killed_pull(local: Path, source: Path, version: int, step: str, count: int, is_before: bool) -> None:
-    """Pull, and die at the `count`-th call of a step, before or after it."""
+    """Pull, and end the process at the `count`-th call of a step, before or after it."""
     owner = {"rename": Path, "rmtree": pull.shutil}.get(step, pull)
     real, calls = getattr(owner, step), iter(range(1000))
 
@@ -303,7 +303,7 @@ def test_killed_at_every_step_a_pull_shows_no_half_folder_and_can_be_completed(t
 
 
 def _half_written(local: Path, source: Path) -> None:
-    """Pull, and die in the middle of writing a chunk into its file."""
+    """Pull, and end the process while it writes a chunk into its file."""
     real = pull.FolderSink.write_elements
 
     def dying(self, name, positions, values):

@@ -35,7 +35,7 @@ def bits(tensor: Tensor) -> bytes:
 
 
 class Resident:
-    """A sink that writes straight into its tensors; those in `not_lent` only take copies."""
+    """A sink that lends its tensors' memory; the tensors in `not_lent` only take copies."""
 
     def __init__(self, tensors: Named, not_lent: Sequence[str] = ()) -> None:
         self.tensors = {n: torch.zeros(t.nbytes, dtype=torch.uint8).view(t.dtype).view(t.shape) for n, t in tensors}
@@ -69,7 +69,7 @@ class Resident:
 
 
 def model(seed: int = 0) -> Named:
-    """Small and large against BUCKET, so that broadcasts are packed and cut; 7 of them."""
+    """Make tensors smaller and larger than BUCKET, so that broadcasts are packed and cut: 7 broadcasts."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -321,7 +321,7 @@ def test_a_sender_killed_between_any_two_tensors_is_an_error_at_once(after: int)
 
     killed, *others = run_ranks(send, receiver(port, 1, 3, tensors), receiver(port, 2, 3, tensors))
     assert killed is None
-    last = 6  # when it dies past its last broadcast but before its receipts, a receiver may have everything
+    last = 6  # when the sender ends after its last broadcast and before its receipts, a receiver may have everything
     for index, (took, said) in enumerate(others, 1):
         assert took < 5
         if after < last or said != "equal":
@@ -457,7 +457,7 @@ def test_a_broken_group_refuses_and_the_wrong_end_is_refused() -> None:
 
 
 def foreign_sender(port: int, size: int, broadcasts: Callable[[dist.ProcessGroup], object]) -> Callable[[], object]:
-    """A trainer's end: the steps of SGLang's init_custom_process_group, private names and all."""
+    """Run a trainer's end: the steps of SGLang's init_custom_process_group, private names included."""
 
     def rank() -> object:
         from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world, rendezvous
@@ -471,7 +471,7 @@ def foreign_sender(port: int, size: int, broadcasts: Callable[[dist.ProcessGroup
         )
         _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
         broadcasts(group)
-        # Killed rather than ended: the store must outlive the receivers' last look.
+        # Killed, not ended: the store must outlive the receivers' last read.
         signal.pause()
 
     return rank

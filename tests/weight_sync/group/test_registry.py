@@ -30,7 +30,7 @@ def broadcast(group: WeightGroup, value: float, timeout_s: float = 5.0) -> float
 
 
 def foreign_group(port: int, rank: int, world_size: int, name: str) -> dist.ProcessGroup:
-    """A trainer's end: the steps of SGLang's init_custom_process_group, private names and all."""
+    """Join as a trainer's end: the steps of SGLang's init_custom_process_group, private names included."""
     from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world, rendezvous
 
     timeout = timedelta(seconds=10)
@@ -82,7 +82,7 @@ def test_ends_built_by_the_trainers_recipe_meet_ours(foreign: int) -> None:
 
 
 def test_a_rank_that_never_comes_is_named_by_the_others_at_their_deadline() -> None:
-    port = free_port()  # which of the two gives up first is left to chance
+    port = free_port()  # chance decides which of the two gives up first
     for said in run_ranks(*(lambda i=i: join_group(HOST, port, i, 4, "g", timeout_s=1.5) for i in range(2))):
         assert "group 'g', rendezvous" in said and "TransferFailed" in said
         assert "had not arrived: 2, 3" in said
@@ -109,7 +109,7 @@ def test_cancel_ends_a_rendezvous_that_waits(obstacle: str) -> None:
         except TransferFailed as error:
             said = str(error)
         took = time.monotonic() - began
-        if listener is not None:  # a thread that torch holds ends with its connection
+        if listener is not None:  # a thread that torch blocks ends with its connection
             accepted = [listener.accept()[0] for _ in range(2)]
             for connection in (*accepted, listener):
                 connection.close()
@@ -287,7 +287,7 @@ def test_every_bad_argument_is_named() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_nccl_group_of_one_rank_broadcasts() -> None:
-    # Of one, because NCCL refuses two ranks on one GPU.
+    # Of one rank, because NCCL refuses two ranks on one GPU.
     device = torch.device("cuda", 0)
     group = join_group(HOST, free_port(), 0, 1, "g", backend="nccl", device=device, timeout_s=60)
     tensor, deadline = torch.arange(4.0, device=device), Deadline.after(30)

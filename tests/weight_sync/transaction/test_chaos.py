@@ -1,4 +1,5 @@
-"""Groups under random schedules: `integration/bench/parts/chaos.py`, which `lockstep bench sync --chaos` runs too."""
+"""Tests of groups under random schedules: `integration/bench/parts/chaos.py`, which `lockstep bench sync --chaos` also
+runs."""
 
 from __future__ import annotations
 

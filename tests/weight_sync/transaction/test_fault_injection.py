@@ -1,8 +1,8 @@
-"""Every path that moves weights, broken at every bucket boundary and within every bucket, in every way there is.
+"""Every path of weights with faults at every bucket boundary and within every bucket, of every kind.
 
-An engine and its verbs stand in one process, the sender is a fork for each injection and drives the verbs over a
-socket. Afterwards the engine has exactly the old weights or exactly the new ones, says which, generates from them or
-says why not, and nobody has waited beyond a deadline.
+An engine and its verbs run in one process. The sender is a fork for each injection and calls the verbs over a socket.
+Afterwards the engine has exactly the old weights or exactly the new ones, reports which, generates from them or reports
+the reason to refuse, and no process has waited beyond a deadline.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from lockstep.weight_sync.transports.same_host import TensorTransport
 from lockstep.weight_sync.transports.transport import Sent
 
 CALL_S = 1.0  # deadline of every call
-LATE_S = 3.0  # past a deadline: what telling each other why may take, on a machine that does other work too
+LATE_S = 3.0  # past a deadline: time to exchange the reasons, on a machine that does other work too
 NUM_ATTEMPTS = 3
 NUM_LANES = 6  # engines at a time: most of them wait for a deadline
-SUITE_S = 400.0  # for all injections together: five times what they take
+SUITE_S = 400.0  # for all injections together: five times their usual time
 BUCKET = 48 << 10
-SHM_BUCKET = 2 * BUCKET  # two halves of it
+SHM_BUCKET = 2 * BUCKET  # a bucket is two halves of it
 DELTA_BUCKET = 14 << 10
 PROMPT = [3, 1, 4, 1, 5, 9]
 NUM_TOKENS = 4
@@ -86,12 +86,12 @@ def tiny_model() -> nn.Module:
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
             else:
-                parameter.normal_(1.0, 0.1)  # no two alike: one in another's place has to be seen
+                parameter.normal_(1.0, 0.1)  # all elements differ, so that one in another's place is noticed
     return model
 
 
 def changed(weights: Weights) -> Weights:
-    """Every tensor differs, in few elements or in many; deltas of it are of every kind."""
+    """Return weights in which every tensor differs, in few elements or in many; their deltas are of every kind."""
     generator = torch.Generator().manual_seed(2)
     result = {}
     for index, (name, tensor) in enumerate(weights.items()):
@@ -103,7 +103,7 @@ def changed(weights: Weights) -> Weights:
 
 @torch.no_grad()
 def greedy(model: nn.Module, weights: Weights) -> list[int]:
-    """What transformers would say."""
+    """Return transformers' greedy tokens with these weights."""
     for name, parameter in model.named_parameters():
         parameter.copy_(weights[name])
     ids = list(PROMPT)
@@ -114,7 +114,7 @@ def greedy(model: nn.Module, weights: Weights) -> list[int]:
 
 @dataclass(frozen=True)
 class State:
-    """Weights, and what an engine that holds them has to say."""
+    """Weights, and the expected reports of an engine that holds them."""
 
     weights: Weights = field(repr=False)
     digest: str
@@ -141,25 +141,25 @@ def two_states() -> tuple[State, State]:
 
 @dataclass
 class Fault:
-    """One thing that goes wrong once. kind "none": nothing does.
+    """One fault that happens once. kind "none": no fault.
 
-    unit: which bucket, broadcast, shard or request it hits; `within` it, or at its beginning. A unit past the last one
-    is the verb `end_weight_update`.
+    unit: the bucket, broadcast, shard or request that it hits; `within` it, or at its beginning. A unit past the last
+    one is the verb `end_weight_update`.
     """
 
     path: str
     kind: str
     unit: int = 0
     within: bool = False
-    counts: bool = True  # False: not yet, this is another update
+    counts: bool = True  # False: not yet, because this is another update
     armed: bool = True
-    note: Callable[[], None] = field(default=lambda: None)  # tells the engine's process that it happened
+    note: Callable[[], None] = field(default=lambda: None)  # reports to the engine's process that the fault happens
 
     def __str__(self) -> str:
         return f"{self.path}: {self.kind} {'within' if self.within else 'before'} unit {self.unit}"
 
     def hits(self, *kinds: str, unit: int, within: bool | None = None) -> bool:
-        """Whether it is one of these and now is the time; then it has happened."""
+        """Return whether the fault is of one of these kinds and due now; if so it has happened."""
         here = self.armed and self.counts and self.kind in kinds and unit == self.unit and within in (None, self.within)
         if here:
             self.armed = False
@@ -167,22 +167,22 @@ class Fault:
         return here
 
     def strike(self, unit: int, within: bool) -> None:
-        """Kill or stop this process, if that is what happens here."""
+        """Kill or stop this process, if the fault is one of these and due here."""
         if self.hits("kill", "hang", unit=unit, within=within):
-            # To this very thread: a signal to the process may let it run on for a moment.
+            # Sent to this thread: after a signal to the process it may still run for a moment.
             number = signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP
             signal.pthread_kill(threading.get_ident(), number)
 
 
 def flipped(data: Tensor, within: bool) -> Tensor:
-    """A copy with one bit changed, in the middle or in the last byte."""
+    """Return a copy with one bit changed, in the middle or in the last byte."""
     copy = data.clone()
     byte_view(copy)[copy.nbytes // 2 if within else -1] ^= 1
     return copy
 
 
 class FaultyGroup:
-    """A group whose broadcasts go wrong; all else is the group's."""
+    """A group whose broadcasts fail; everything else is the group's own."""
 
     def __init__(self, group: WeightGroup, fault: Fault) -> None:
         self._group, self._fault = group, fault
@@ -202,14 +202,15 @@ class FaultyGroup:
         self._group.num_updates = value
 
     def broadcast(self, tensor: Tensor, deadline: Deadline) -> object:
-        """gloo ends a process that is sent more than it asked for, so what goes wrong here keeps the sizes."""
+        """Start a broadcast, faulty where due. The faults keep the size, because gloo ends a process that receives more
+        than it expects."""
         fault, unit = self._fault, self._num_broadcasts
         if not fault.counts:
             return self._group.broadcast(tensor, deadline), tensor
         self._num_broadcasts += 1
         fault.strike(unit, within=False)
         if self._is_cut or fault.hits("drop", unit=unit):
-            self._is_cut = True  # and all that follows: else they would come in each other's places
+            self._is_cut = True  # and all later ones, which would else arrive in each other's places
             return None
         if fault.hits("corrupt", unit=unit):
             tensor = flipped(tensor, fault.within)
@@ -227,7 +228,7 @@ class FaultyGroup:
 
 
 class FaultyDistributed(DistributedTransport):
-    """Our own protocol over such a group."""
+    """Our own protocol over a faulty group."""
 
     def __init__(self, fault: Fault, bucket_bytes: int) -> None:
         super().__init__(bucket_bytes=bucket_bytes)
@@ -238,7 +239,7 @@ class FaultyDistributed(DistributedTransport):
 
 
 class ShardedDisk(DiskTransport):
-    """A checkpoint of several shards."""
+    """A transport over a checkpoint of several shards."""
 
     def send(self, targets: Sequence[object], manifest: object, tensors: object, timeout_s: float) -> Sent:
         with self.new_folder() as path:
@@ -248,7 +249,7 @@ class ShardedDisk(DiskTransport):
 
 
 class FaultyTarget(RemoteTarget):
-    """The engine, reached by requests that go wrong: what shared memory, disk and the session see."""
+    """The engine behind requests that fail: the faults of shared memory, disk and the session."""
 
     def __init__(self, path: Path, fault: Fault, num_units: int) -> None:
         super().__init__(path, "engine")
@@ -294,7 +295,7 @@ class FaultyTarget(RemoteTarget):
 
 
 def _spoilt_description(description: Request, fault: Fault, unit: int) -> Request:
-    """A bucket that is described, or packed, wrongly."""
+    """Return a description of a bucket with a fault in the description or in the packed bytes."""
     keys = ("names", "dtypes", "shapes", "pieces")
     parts: dict[str, list] = {key: list(description[key]) for key in keys}  # type: ignore[arg-type]
     at = -1 if fault.within else 0
@@ -313,7 +314,7 @@ def _spoilt_description(description: Request, fault: Fault, unit: int) -> Reques
 
 
 def _spoil_folder(path: Path, fault: Fault, num_units: int) -> None:
-    """A checkpoint or a delta that is damaged after it was written."""
+    """Damage a checkpoint or a delta after it was written."""
     shards = sorted(path.glob("*.safetensors"))
     for unit, file in enumerate(shards or [path / DATA_FILE] * num_units):
         size = file.stat().st_size
@@ -344,7 +345,7 @@ def _flip_in_file(path: Path, offset: int) -> None:
 
 
 def spoilt_tensors(weights: Weights, fault: Fault, units: Sequence[Sequence[str]]) -> list[tuple[str, Tensor]]:
-    """What the trainer gives: its tensors, or one that is another, misnamed, or there twice."""
+    """Return the trainer's tensors with one of them changed, misnamed, or doubled."""
     named = list(weights.items())
     if fault.kind in ("wrong shape", "unknown name", "duplicate") and fault.unit < len(units):
         victim = units[fault.unit][-1 if fault.within else 0]
@@ -360,7 +361,8 @@ def spoilt_tensors(weights: Weights, fault: Fault, units: Sequence[Sequence[str]
 
 
 def striking(named: Iterable[tuple[str, Tensor]], fault: Fault, units: Sequence[Sequence[str]]) -> Iterator:
-    """The tensors as they are gathered: the sender dies before the first of a unit's, or before its last."""
+    """Yield the tensors as they are gathered. The sender is killed before the first tensor of a unit, or before its
+    last."""
     for name, tensor in named:
         for unit, names in enumerate(units):
             if name == names[0]:
@@ -374,7 +376,7 @@ def striking(named: Iterable[tuple[str, Tensor]], fault: Fault, units: Sequence[
 
 
 def push(fault: Fault, engine: Path, folder: Path, old: State, new: State, version: str) -> str:
-    """Our own: `WeightPusher` over any transport. Returns "" or why it failed."""
+    """Send by our own `WeightPusher` over any transport. Returns "" or the reason of the failure."""
     units = units_of(fault.path, old, new)
     target = FaultyTarget(engine, fault, len(units))
     transport = {
@@ -390,7 +392,7 @@ def push(fault: Fault, engine: Path, folder: Path, old: State, new: State, versi
         fault.counts = False
         pusher.push_tensors(old.weights.items(), old.specs, f"{version} base")
         fault.counts = True
-    # In memory, and over a delta, the fault is in what the receiver is told; else in what the trainer gives.
+    # In shared memory, and over a delta, the fault is in the receiver's request; else in the trainer's tensors.
     at_the_wire = fault.path == "shared memory"
     named = list(new.weights.items()) if at_the_wire else spoilt_tensors(new.weights, fault, units)
     given = striking(named, fault, units) if fault.path == "disk" else named
@@ -404,7 +406,8 @@ def push(fault: Fault, engine: Path, folder: Path, old: State, new: State, versi
 
 
 def send_as_a_framework(fault: Fault, engine: Path, folder: Path, old: State, new: State, version: str) -> str:
-    """A foreign sender: requests with names, shapes and dtypes, and bare broadcasts. Returns "" or why it failed.
+    """Send as a foreign framework: requests with names, shapes and dtypes, and bare broadcasts. Returns "" or the
+    reason of the failure.
 
     One tensor a broadcast: one request, which waits for its commit by `continue_generation`. Flattened buckets: one
     request for each, in a session.
@@ -457,7 +460,8 @@ def send_as_a_framework(fault: Fault, engine: Path, folder: Path, old: State, ne
 
 
 def _request(tensors: list[tuple[str, Tensor]], fault: Fault, number: int | None) -> dict[str, list]:
-    """The three lists of a request, one of which may be spoilt. number: of the unit; None: each tensor is one."""
+    """Return the three lists of a request, one of which may be wrong. number: of the unit; None: each tensor is a
+    unit."""
     names, shapes = [name for name, _ in tensors], [list(tensor.shape) for _, tensor in tensors]
     dtypes = [dtype_name(tensor.dtype) for _, tensor in tensors]
     for index in range(len(tensors)):
@@ -500,7 +504,7 @@ SENDERS = dict.fromkeys(
 
 
 def units_of(path: str, old: State, new: State) -> list[list[str]]:
-    """What travels as one, by path: the names of its tensors, in order."""
+    """Return the units in which a path sends: the names of their tensors, in order."""
     if path == "tensor by tensor":
         return [[name] for name in new.weights]
     if path == "distributed":
@@ -536,7 +540,7 @@ def _shards(specs: Sequence[TensorSpec]) -> list[list[str]]:
 
 
 class EngineUnderTest:
-    """A real engine behind a socket, and what is known about it."""
+    """A real engine behind a socket, and the records of its calls."""
 
     def __init__(self, folder: Path, states: tuple[State, State], lane: int) -> None:
         model = tiny_model()
@@ -544,7 +548,7 @@ class EngineUnderTest:
         self.service = RolloutService(Engine(model, config), ServiceConfig(weight_timeout_s=CALL_S))
         self.folder, self.path = folder, folder / f"{lane}.sock"
         self.states, self.current, self.version = states, 0, self.service.engine.weight_version
-        self.latest_s = 0.0  # how far a call went past its deadline at most
+        self.latest_s = 0.0  # the longest time by which a call passed its deadline
         self._num_calls, self._idle = 0, threading.Condition()
         self._server = VerbServer(self.path, self._run)
         self._server.start()
@@ -563,9 +567,9 @@ class EngineUnderTest:
                 self._idle.notify_all()
 
     def inject(self, fault: Fault, version: str) -> str:
-        """Run a sender with that fault; returns whether the weights are the old ones or the new ones after it.
+        """Run a sender with that fault. Returns whether the weights are the old ones or the new ones after it.
 
-        A sender that fails before its fault, by a port that somebody else took meanwhile, is run again.
+        A sender that fails before its fault, because another process took its port meanwhile, is run again.
         """
         for attempt in range(NUM_ATTEMPTS):
             landed, happened, said = self._inject(fault, f"{version}.{attempt}")
@@ -575,7 +579,7 @@ class EngineUnderTest:
         raise AssertionError(f"{fault}: it did not happen; {said}")
 
     def _inject(self, fault: Fault, version: str) -> tuple[str, bool, str]:
-        """One attempt: the outcome, whether the fault happened, and what the sender said."""
+        """Run one attempt and return the outcome, whether the fault happened, and the sender's report."""
         old, new = self.states[self.current], self.states[1 - self.current]
         reader, writer = os.pipe()
         fault.note = lambda: os.write(writer, b".")
@@ -593,9 +597,9 @@ class EngineUnderTest:
         return landed, happened, str(sender.result)
 
     def _watch(self, sender: Forked, fault: Fault, news: int) -> bool:
-        """Until the sender is gone, or stopped where it was to stop; returns whether the fault happened."""
+        """Wait until the sender is gone, or stopped where it should stop. Returns whether the fault happened."""
         limit_s = 3 * (CALL_S + LATE_S)
-        # The news comes right before the fault; a sender that ends without it closes the pipe.
+        # The report comes right before the fault; a sender that ends without a fault closes the pipe.
         assert _is_readable(news, limit_s), f"{fault}: the sender waits beyond its deadlines"
         happened = os.read(news, 1) == b"."
         if not (happened and fault.kind == "hang"):
@@ -604,7 +608,7 @@ class EngineUnderTest:
         return happened or (fault.kind == "none" and sender.result == "")
 
     def _settle(self, what: str) -> None:
-        """Until no verb runs, and a session that nobody ends has expired."""
+        """Wait until no verb runs, and until a session without a client has expired."""
         with self._idle:
             is_idle = self._idle.wait_for(lambda: self._num_calls == 0, 2 * CALL_S + LATE_S)
         assert is_idle, f"{what}: the engine waits beyond its deadlines"
@@ -615,9 +619,9 @@ class EngineUnderTest:
                 assert not thread.is_alive(), f"{what}: the session outlives its lease"
 
     def _check(self, fault: Fault, sender: Forked, version: str) -> str:
-        """The engine has the old weights or the new ones, says so, and generates from them."""
+        """Check that the engine has the old weights or the new ones, reports which, and generates from them."""
         engine = self.service.engine
-        for name, state in self.service.groups.state().items():  # what a dead sender leaves
+        for name, state in self.service.groups.state().items():  # groups that a killed sender leaves
             assert state
             self.service.destroy_weights_update_group(name)
         if self.service.state()["weight_update"]["state"] == "rolled_back":
@@ -640,7 +644,7 @@ class EngineUnderTest:
         return landed
 
     def _acknowledge(self) -> None:
-        """Take note that a session ended without its client: until then only another one may write."""
+        """Accept that a session ended without its client: until then only another session may write."""
         try:
             self.service.abort_weight_update()
         except SessionError:
@@ -664,7 +668,7 @@ def _is_readable(descriptor: int, timeout_s: float) -> bool:
 def run_lane(
     faults: Sequence[Fault], folder: Path, states: tuple[State, State], lane: int
 ) -> list[tuple[str, str, str]]:
-    """All of these on one engine, one after the other; returns path, kind and outcome of each."""
+    """Run all of these faults on one engine, one after the other. Returns path, kind and outcome of each."""
     engine, rows = EngineUnderTest(folder, states, lane), []
     try:
         for number, fault in enumerate(faults):
@@ -677,13 +681,13 @@ def run_lane(
 
 
 def expected_outcome(fault: Fault, states: tuple[State, State]) -> tuple[str, ...]:
-    """Nothing but a sender that lives to the commit brings the new weights."""
+    """Return the possible outcomes. Only a sender that runs until the commit gives the new weights."""
     if fault.kind == "none":
         return ("new",)
     if (fault.path, fault.kind, fault.unit) == ("delta by memory", "duplicate bucket", 0):
         return ("new",)  # the first bucket begins an update, and begins it again
     num_units = len(units_of(fault.path, *states))
-    # What came in one request is whole after its last tensor, and whoever calls `continue_generation` commits it.
+    # Tensors of one request are complete after the last one, and any call of `continue_generation` commits them.
     whole_from = (num_units - 1, True) if fault.path == "tensor by tensor" else (num_units, True)
     may_land = fault.kind in ("kill", "hang") and (fault.unit, fault.within) >= whole_from
     return ("old", "new") if may_land else ("old",)
@@ -693,14 +697,15 @@ def expected_outcome(fault: Fault, states: tuple[State, State]) -> tuple[str, ..
 
 
 def all_faults(states: tuple[State, State]) -> list[Fault]:
-    """Every path and kind, at the beginning of every unit and within it, and at the commit. Last of a path: none."""
+    """List every path and kind, at the beginning of every unit and within it, and at the commit. Last of a path: no
+    fault."""
     faults = []
     for path in SENDERS:
         num_units = len(units_of(path, *states))
         kinds = ["kill", "hang", "corrupt", "drop", "wrong shape", "duplicate", "unknown name"]
         for unit in range(num_units):
             faults += [Fault(path, kind, unit) for kind in kinds]
-            # A request of one tensor for each is refused as a whole: there is no middle to most of its faults.
+            # One request for all tensors is refused as a whole: most of its faults have no middle.
             inner = ("kill", "corrupt") if path == "tensor by tensor" else kinds
             faults += [Fault(path, kind, unit, within=True) for kind in inner]
             if path != "disk":
@@ -743,7 +748,7 @@ def test_no_fault_of_a_sender_tears_weights_or_outlives_a_deadline(
 
 
 def table(rows: Sequence[tuple[str, str, str]]) -> str:
-    """Injections by path and kind, and where they left the weights."""
+    """Return a table of the injections by path and kind, and of the weights after them."""
     counts = Counter((path, kind.split(" to ")[0]) for path, kind, _ in rows)
     kinds = list(dict.fromkeys(kind for _, kind in counts))
     lines = [" " * 18 + "".join(f"{kind:>18}" for kind in kinds)]
@@ -755,7 +760,7 @@ def table(rows: Sequence[tuple[str, str, str]]) -> str:
 
 
 def in_process(state: State) -> tuple[nn.Module, RolloutService]:
-    """A trainer's model with these weights, and a service around an engine that shares them."""
+    """Make a trainer's model with these weights, and a service around an engine that shares them."""
     model = tiny_model()
     write(model, state)
     config = EngineConfig(kv_cache="16 blocks", max_num_seqs=2, max_num_batched_tokens=32)
@@ -766,7 +771,7 @@ def in_process(state: State) -> tuple[nn.Module, RolloutService]:
 
 @torch.no_grad()
 def write(model: nn.Module, state: State, num_tensors: int | None = None, half: bool = False) -> None:
-    """An optimizer's step, or its first tensors, the last of them perhaps half."""
+    """Write an optimizer's step, or only its first tensors, the last of them perhaps only half."""
     pairs = list(model.named_parameters())[:num_tensors]
     for index, (name, parameter) in enumerate(pairs):
         size = parameter.numel() // (2 if half and index == len(pairs) - 1 else 1)
@@ -781,7 +786,7 @@ def tokens_of(service: RolloutService) -> list[int]:
 
 
 def refuses(service: RolloutService) -> bool:
-    """Whether no token is given, with a reason."""
+    """Return whether sampling is refused with a reason."""
     try:
         tokens_of(service)
     except SamplingRefused as error:
@@ -851,7 +856,7 @@ def test_a_commit_in_place_that_fails_commits_nothing_and_the_next_one_does() ->
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before", "half", "all", "between", "committed"])
 def test_a_rank_that_is_killed_around_its_step_gives_no_token_of_torn_weights(moment: str) -> None:
-    """Another thread asks for tokens all the time; every answer is told before the next thing happens."""
+    """Another thread requests tokens all the time; every answer is reported before the next step happens."""
     torch.set_num_threads(1)
     states = two_states()
     reader, writer = os.pipe()
@@ -874,7 +879,7 @@ def test_a_rank_that_is_killed_around_its_step_gives_no_token_of_torn_weights(mo
 
         def answers(count: int = 3) -> None:
             while asked.acquire(blocking=False):
-                pass  # of the moment before
+                pass  # requests of the moment before
             assert all(asked.acquire(timeout=CALL_S + LATE_S) for _ in range(count))
 
         def die_if(now: str) -> None:
@@ -900,7 +905,7 @@ def test_a_rank_that_is_killed_around_its_step_gives_no_token_of_torn_weights(mo
     lines: list[str] = []
     with os.fdopen(reader) as told:
         listener = threading.Thread(target=lambda: lines.extend(told), daemon=True)
-        listener.start()  # all the time: refusals come fast, and a full pipe would hold the answers up
+        listener.start()  # runs all the time: refusals come fast, and a full pipe would delay the answers
         try:
             assert killed.wait(8 * (CALL_S + LATE_S)) and killed.error is None and not killed.finished, killed.error
         finally:

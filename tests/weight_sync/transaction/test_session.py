@@ -1,4 +1,4 @@
-"""Update sessions: every transition, and what happens to updates that never get to their commit."""
+"""Update sessions: every transition, and the end of updates that are never committed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Replica(SessionHost):
 
     @property
     def values(self) -> dict[str, float]:
-        """The one value that every element of each tensor has; fails where a tensor is torn."""
+        """Return the one value that all elements of each tensor have; fails where a tensor is partly written."""
         found = {name: set(tensor.flatten().tolist()) for name, tensor in self.tensors.items()}
         assert all(len(values) == 1 for values in found.values()), f"torn: {found}"
         return {name: values.pop() for name, values in found.items()}
@@ -84,7 +84,7 @@ def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 def sending(
     tensors: dict[str, torch.Tensor], stop_after: int | None = None, error: BaseException | None = None
 ) -> Receive:
-    """A receiver of these tensors in buckets of 64 bytes; gives up before piece number `stop_after`."""
+    """Return a receiver of these tensors in buckets of 64 bytes. It raises before piece number `stop_after`."""
 
     def receive(sink: Sink) -> Sequence[TensorSpec]:
         specs = specs_of(tensors.items())
@@ -195,7 +195,7 @@ def test_a_commit_is_reverted_until_its_undo_is_released():
     assert replica.values == OLD and replica.state["state"] == "rolled_back" and len(replica.published) == 1
     with pytest.raises(SessionError, match="no commit to revert"):
         replica.manager.revert()
-    replica.manager.update("disk", sending(filled(1.0)))  # a revert that was asked for does not bar updates
+    replica.manager.update("disk", sending(filled(1.0)))  # a revert on request does not prevent updates
     replica.manager.commit("2")
     replica.manager.release_undo()
     replica.manager.release_undo()
@@ -279,14 +279,14 @@ def test_a_receiver_that_dies_at_any_piece_takes_its_whole_session_back(piece, e
     replica.manager.update("first", sending(filled(1.0, "a")))
     with pytest.raises(type(error)):
         replica.manager.update("second", sending(filled(2.0), stop_after=piece, error=error))
-    if piece == 0:  # nothing of it was written: the session goes on
+    if piece == 0:  # none of its bytes were written: the session continues
         assert replica.state["state"] == "open"
         replica.manager.commit()
         assert replica.values == {**OLD, "a": 1.0}
         return
     assert replica.values == OLD and replica.state["state"] == "rolled_back"
     assert replica.whys == [f"second: {error}"] and replica.published == []
-    if explicit:  # what its client still sends must not become a session of its own
+    if explicit:  # later updates of its client must not open a session of their own
         for act in (lambda: replica.manager.update("third", sending(filled(3.0, "c"))), replica.manager.commit):
             with pytest.raises(SessionError, match=r"was rolled back \(second: .*begin_weight_update\(\) first"):
                 act()
@@ -488,7 +488,7 @@ def test_a_lease_ends_after_the_update_that_is_receiving_not_in_it():
     thread.start()
     assert receiving.wait(WAIT_S)
     lease = lease_thread()
-    lease.join(0.8)  # it is over while bytes are coming in, and waits
+    lease.join(0.8)  # expires while bytes arrive, and waits
     assert lease.is_alive()
     assert replica.state["state"] == "open" and replica.state["seconds_left"] == 0 and replica.values == NEW
     go_on.set()

@@ -1,4 +1,4 @@
-"""Weight sessions of ranks that hold one model together: what lands, lands on all of them, and else on none."""
+"""Weight sessions of ranks that hold one model together: an update takes effect on all of them or on none."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Tensors = dict[str, torch.Tensor]
 
 
 class RankLost(WeightSyncError):
-    """A rank does not answer."""
+    """The error of a rank that does not answer."""
 
 
 class Wires:
-    """The ranks' collective: everybody gives a value and gets all. Whoever does not come breaks it for good."""
+    """The ranks' collective: every rank gives a value and gets all values. A missing rank breaks it for good."""
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(NUM_RANKS, timeout=PATIENCE)
@@ -131,7 +131,7 @@ class Replica:
         self.ranks = [Rank(rank, self.wires) for rank in range(NUM_RANKS)]
 
     def on_all(self, call: Callable[[Rank], object]) -> list[object]:
-        """What the call returned, or raised, on each rank."""
+        """Return the call's result or exception on each rank."""
 
         def run(rank: Rank) -> object:
             try:
@@ -233,7 +233,7 @@ def test_what_one_rank_must_refuse_is_refused_on_all_before_a_byte_moves(replica
 @pytest.mark.parametrize("where", ["rows 640", "digest", "prepare"])
 def test_survivors_of_a_rank_that_dies_have_the_old_weights(replica, where):
     class Killed(BaseException):
-        """No handler of the session sees a process end."""
+        """An exception that no handler of the session catches, as when a process is killed."""
 
     def run(rank: Rank) -> object:
         try:
@@ -272,7 +272,7 @@ def test_a_delta_over_cut_tensors_counts_only_once_its_result_is_verified(replic
     assert replica.values == [0.0] * NUM_RANKS
     succeed(replica.on_all(lambda rank: apply(rank, verify=digests(new))))
     succeed(replica.on_all(lambda rank: rank.manager.commit_implicit()))
-    # Applied a second time it would undo itself: no chunk can tell, the digests do.
+    # Applied a second time it would undo itself. A chunk cannot notice this, the digests can.
     succeed(replica.on_all(lambda rank: rank.manager.begin("8")))
     succeed(replica.on_all(apply))
     results = replica.on_all(lambda rank: rank.manager.commit())

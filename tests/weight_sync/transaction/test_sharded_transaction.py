@@ -1,4 +1,4 @@
-"""Updates of a model that is cut over ranks: whole tensors come in, each rank keeps, undoes and digests its part."""
+"""Updates of a sharded model: whole tensors arrive, each rank keeps, undoes and digests its part."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from lockstep.weight_sync.transaction.transaction import WeightTransaction
 
 
 def model(seed: int) -> dict[str, Tensor]:
-    """Column- and row-cut, packed gate|up, two KV heads for four ranks, experts, a vector, and what nobody cuts."""
+    """Make tensors that are cut by columns and rows, packed gate|up, two KV heads for four ranks, experts, a vector,
+    and tensors that are not cut."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -51,7 +52,7 @@ def cut(size: int, rank: int, ways: int) -> tuple[int, int]:
 
 
 def shards_of(rank: int, ways: int) -> dict[str, Shard]:
-    """Where a rank of `ways` tensor-parallel ones has its part."""
+    """Return the parts of a rank of `ways` tensor-parallel ones."""
     head = rank * 2 // ways if ways > 2 else None  # of two KV heads: each is held by ways / 2 ranks
     gate, up = cut(96, rank, ways), tuple(96 + edge for edge in cut(96, rank, ways))
     half, other = cut(32, rank, ways), tuple(32 + edge for edge in cut(32, rank, ways))
@@ -80,7 +81,7 @@ SECOND_STAGE = ("down", "experts", "late_norm", "scale")
 
 @dataclass
 class Rank:
-    """What one rank holds of the model."""
+    """One rank's part of the model."""
 
     tensors: dict[str, Tensor]
     shards: dict[str, Shard]
@@ -119,7 +120,7 @@ def holds(ranks: Sequence[Rank], full: Mapping[str, Tensor]) -> bool:
 
 
 def send(full: Mapping[str, Tensor], transaction: WeightTransaction, piece_bytes: int) -> None:
-    """As a wire does: ranges of whole tensors, into memory that is lent where it is."""
+    """Send as a transport does: ranges of whole tensors, into lent memory where the sink lends it."""
     transaction.expect(specs_of(full.items()))
     for name, tensor in full.items():
         data = byte_view(tensor)
@@ -182,7 +183,7 @@ def test_a_tensor_of_which_one_rank_got_its_own_bytes_only_is_torn_on_all():
     new = model(2)
     for rank in replica(model(1), 2, 1):
         transaction = rank.transaction(coverage="partial")
-        transaction.write("q", 0, byte_view(new["q"])[: 32 * 48 * 2])  # all that the first of two ranks holds
+        transaction.write("q", 0, byte_view(new["q"])[: 32 * 48 * 2])  # all rows of the first of two ranks
         with pytest.raises(ValueError, match="q bytes"):
             transaction.commit()
 
@@ -203,7 +204,7 @@ def test_memory_is_lent_only_where_a_range_is_one_piece_of_what_the_rank_holds()
         transaction = rank.transaction(coverage="partial")
         lent = transaction.destination("q", owner * 32 * row, 32 * row)
         assert lent is not None and lent.data_ptr() == rank.tensors["q"].data_ptr()
-        assert transaction.destination("q", 31 * row, 2 * row) is None  # over the edge
+        assert transaction.destination("q", 31 * row, 2 * row) is None  # crosses the edge between two parts
         assert transaction.destination("q", (1 - owner) * 32 * row, 64) is None  # the other rank's
         assert transaction.destination("down", 0, 96 * 4) is None  # a row of a tensor that is cut across
         assert transaction.destination("norm", 0, 96) is not None
@@ -256,7 +257,7 @@ def test_parts_that_do_not_fit_their_shard_are_refused():
             WeightTransaction([("t", part)], shards={"t": shard})
 
 
-# -- wires ------------------------------------------------------------------------------------------------------------
+# -- transports -------------------------------------------------------------------------------------------------------
 
 
 @each_layout
@@ -272,7 +273,7 @@ def test_a_folder_is_read_by_every_rank(tp, pp, tmp_path):
 
 
 def few_changes(full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Some elements of most tensors, most of one, none of another."""
+    """Return a state with changes in some elements of most tensors, most of one tensor, none of another."""
     new = {name: tensor.clone() for name, tensor in full.items()}
     for name in ("embed", "q", "k", "gate_up", "down", "experts", "bias"):
         flat = new[name].view(-1)
@@ -298,7 +299,7 @@ def test_a_delta_changes_on_each_rank_what_it_holds_of_it(tp, pp, check, chunk_b
         transaction.commit()
     assert holds(ranks, new)
     assert digest_of(ranks, new) == model_root(tensor_roots(new.items()).items())
-    # What is cut cannot be checked chunk by chunk, and it is known that it was not.
+    # A tensor that is cut cannot be checked chunk by chunk, and the transaction records this.
     cut_tensors = {"embed", "q", "k", "gate_up", "down", "experts", "bias"} if tp > 1 else set()
     assert unchecked <= cut_tensors and (tp == 1) == (not unchecked)
     if tp > 1 and chunk_bytes > 1024:
@@ -350,7 +351,7 @@ def test_ranks_that_hold_the_same_bytes_differently_are_found():
     assert roots_with(lambda ranks: None, 4) == set()
     assert roots_with(corrupt_norm, 2) == {"norm"}
     assert roots_with(corrupt_kv_head, 4) == {"k"}  # four ranks share two heads
-    assert roots_with(corrupt_kv_head, 2) == set()  # nobody else holds it: it is another model
+    assert roots_with(corrupt_kv_head, 2) == set()  # no other rank holds it: it is another model
 
 
 def test_a_rank_that_is_missing_is_named_by_what_is_not_there():

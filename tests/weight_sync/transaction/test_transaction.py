@@ -1,4 +1,4 @@
-"""A transaction over resident tensors: it lands whole, or every resident byte is what it was."""
+"""A transaction over resident tensors takes effect whole, or every resident byte is unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torc
 
 
 def model() -> dict[str, torch.Tensor]:
-    """Contiguous, transposed, a column slice of a fused tensor, a scalar, an empty one, one-byte and 16-byte ones."""
+    """Make tensors: contiguous, transposed, a column slice of a fused tensor, a scalar, an empty one, one-byte and
+    16-byte ones."""
     return {
         "plain": tensor_of(torch.bfloat16, (9, 32), 1),
         "turned": tensor_of(torch.float32, (7, 5), 2).t(),
@@ -59,7 +60,7 @@ def write_all(transaction: WeightTransaction, tensors: dict[str, torch.Tensor], 
         transaction.write(name, 0, noise(tensor, seed))
 
 
-# -- what may be written ----------------------------------------------------------------------------------------------
+# -- permitted writes -------------------------------------------------------------------------------------------------
 
 
 def test_expect_lists_every_offender_and_changes_nothing():
@@ -422,7 +423,7 @@ def test_whatever_was_written_and_restored_every_byte_is_the_old_one_after_rollb
             mirror[name][low * size : high * size] = data
     assert snapshot(tensors) == {name: data.numpy().tobytes() for name, data in mirror.items()}
     if commit_first:
-        with contextlib.suppress(ValueError):  # torn tensors keep it open
+        with contextlib.suppress(ValueError):  # partly written tensors keep it open
             transaction.commit()
     transaction.revert() if transaction.state == "committed" else transaction.rollback()
     assert snapshot(tensors | frame) == before
@@ -471,7 +472,7 @@ def test_undo_of_elements_keeps_positions_and_values_only():
     positions = torch.arange(0, 1 << 16, 64)
     transaction.write_elements("big", positions, torch.ones(positions.numel(), dtype=torch.bfloat16))
     assert transaction.num_undo_bytes == positions.numel() * (4 + 2)
-    positions.zero_()  # the caller's buffer is its own again
+    positions.zero_()  # the caller may reuse its buffer
     transaction.rollback()
     assert not tensors["big"].any()
 

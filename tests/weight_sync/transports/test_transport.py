@@ -1,4 +1,4 @@
-"""What an optimizer step of the main job really changes, sent as a delta over every path."""
+"""The real changes of an optimizer step of the main job, sent as a delta over every path."""
 
 from __future__ import annotations
 
