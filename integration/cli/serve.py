@@ -27,7 +27,8 @@ def run(arguments: Sequence[str]) -> int:
     given |= {"admin_api_key": options.admin_api_key, "model_name": options.served_model_name}
     http = tables["http"] | {name: value for name, value in given.items() if value is not None}
     extra = read_settings("--sglang-arg", options.sglang_arg)
-    http |= {"model_path": str(model), "extra_server_args": http.get("extra_server_args", {}) | extra}
+    shown: Any = http.get("extra_server_args", {})
+    http |= {"model_path": str(model), "extra_server_args": shown | extra}
     return _serve_model(
         model, http, tables["engine"] | read_settings("--engine", options.engine),
         tables["service"] | ({"allow_pickle": False} if options.no_pickle else {}),
