@@ -301,14 +301,21 @@ def http_paths() -> dict[str, list[tuple[str, str, str, str]]]:
         return "normal" if path in router._NORMAL_PATHS else level_of(path).value
 
     def rows(routes: Sequence[Any]) -> list[tuple[str, str, str, str]]:
-        merged: dict[str, tuple[set[str], str]] = {}
+        merged: dict[str, dict[str, str]] = {}  # path: {method: its text}
         for route in routes:
-            methods, _ = merged.setdefault(route.path, (set(), first_sentence(route.description)))
-            methods |= set(route.methods) - {"HEAD"}
-        return [(path, " ".join(sorted(m)), key_of(path), what) for path, (m, what) in merged.items()]
+            text = first_sentence(route.description)
+            merged.setdefault(route.path, {}).update(dict.fromkeys(set(route.methods) - {"HEAD"}, text))
+        return [(path, " ".join(sorted(texts)), key_of(path), _purpose(texts)) for path, texts in merged.items()]
 
     refused = {route.path: None for route in unsupported.router.routes}  # type: ignore[attr-defined]
     return {"served": rows(ours), "router": rows(own), "refused": [(path, "", "", "") for path in refused]}
+
+
+def _purpose(texts: dict[str, str]) -> str:
+    """Return the text of a path's methods, with the methods before it where their texts differ."""
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return " ".join(f"{method}: {texts[method]}" for method in sorted(texts))
 
 
 def http_page() -> str:

@@ -30,7 +30,7 @@ def add_workers(app: FastAPI) -> None:
 
     @app.post("/add_worker")
     async def add_old(request: Request, url: str = "") -> JSONResponse:
-        """Add a worker: ?url=…."""
+        """Add the worker that the query's `url` names."""
         return await _add(request, url)
 
     @app.get("/list_workers")
@@ -40,7 +40,7 @@ def add_workers(app: FastAPI) -> None:
 
     @app.post("/remove_worker")
     async def remove_old(request: Request, url: str = "") -> JSONResponse:
-        """Remove a worker: ?url=…."""
+        """Remove the worker that the query's `url` names."""
         return await _remove(request, url)
 
     @app.get("/workers/{worker_id}")
