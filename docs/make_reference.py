@@ -1,7 +1,7 @@
 """Write the pages of docs/reference that follow from the code: settings, command line, metrics, HTTP paths.
 
     python docs/make_reference.py          # write the pages
-    python docs/make_reference.py --check  # exit with 1 where a page is not what the code says
+    python docs/make_reference.py --check  # exit with 1 where a page does not follow from the code
 
 The text of a setting is the comment beside its field, that of an option its help, that of a metric its help line, and
 that of an HTTP path the first sentence of its handler's docstring.
@@ -32,7 +32,7 @@ HEAD = "<!-- Written by docs/make_reference.py. Edit the code, then run that scr
 
 
 def field_comments(cls: type) -> dict[str, str]:
-    """The comment beside each field of a dataclass; lines that hold only a comment continue the one above."""
+    """Read the comment beside each field of a dataclass. A line with only a comment continues the one above."""
     comments: dict[str, str] = {}
     name = None
     lines = iter(tokenize.generate_tokens(io.StringIO(textwrap.dedent(inspect.getsource(cls))).readline))
@@ -55,7 +55,7 @@ def field_comments(cls: type) -> dict[str, str]:
 
 
 def default_of(field: dataclasses.Field[Any]) -> str:
-    """The default as a config file or Python would write it."""
+    """Format the default of a field as in a config file or in Python."""
     if field.default is not dataclasses.MISSING:
         value: object = field.default
     elif field.default_factory is not dataclasses.MISSING:
@@ -68,7 +68,7 @@ def default_of(field: dataclasses.Field[Any]) -> str:
 
 
 def settings_table(cls: type) -> str:
-    """One row for each field of a dataclass of settings."""
+    """Write a table with a row for each field of a dataclass of settings."""
     comments = field_comments(cls)
     rows = [
         f"| `{field.name}` | {default_of(field)} | {cell(comments.get(field.name, ''))} |"
@@ -78,7 +78,7 @@ def settings_table(cls: type) -> str:
 
 
 def job_settings(cls: type, prefix: str = "") -> Iterator[tuple[str, object, str]]:
-    """(key, default, comment) of every setting of the job; dataclasses.MISSING for a setting without a default."""
+    """List (key, default, comment) of every setting of the job. A missing default is dataclasses.MISSING."""
     comments, types = field_comments(cls), get_type_hints(cls)
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(types[field.name]):
@@ -88,7 +88,7 @@ def job_settings(cls: type, prefix: str = "") -> Iterator[tuple[str, object, str
 
 
 def job_table() -> str:
-    """One row for each setting of the job, defaults as TOML writes them."""
+    """Write a table with a row for each setting of the job, with defaults as in TOML."""
     from lockstep.integration.grpo.config import JobConfig
 
     rows = []
@@ -134,7 +134,7 @@ def settings_page() -> str:
 
 
 def parser_of(*words: str) -> argparse.ArgumentParser:
-    """The parser of `lockstep WORDS`, as its --help would show it."""
+    """Return the parser of `lockstep WORDS`, by asking for its --help."""
     from lockstep.integration.cli.main import main
     from lockstep.integration.cli.parser import CommandParser
 
@@ -152,12 +152,12 @@ def parser_of(*words: str) -> argparse.ArgumentParser:
 
 
 def commands() -> dict[str, str]:
-    """Every command of `lockstep` with its one line, as `lockstep --help` lists them."""
+    """List every command of `lockstep` with its line of `lockstep --help`."""
     return dict(re.findall(r"^  (\w+) +(.+)$", parser_of().epilog or "", re.MULTILINE))
 
 
 def options_table(parser: argparse.ArgumentParser) -> str:
-    """One row for each option and argument of a parser; "" where it has none but --help."""
+    """Write a table with a row for each option and argument of a parser; "" where it has only --help."""
     rows = []
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction | argparse._SubParsersAction | argparse._VersionAction):
@@ -206,7 +206,7 @@ def cli_page() -> str:
 
 
 def verb_parts(parser: argparse.ArgumentParser) -> list[str]:
-    """The verbs of `lockstep ctl`, each with its own options."""
+    """Write the parts of the verbs of `lockstep ctl`, each with its options."""
     verbs = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     parts = []
     for name, verb in verbs.choices.items():
@@ -218,7 +218,7 @@ def verb_parts(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def metric_families() -> dict[str, list[tuple[str, str, str, str]]]:
-    """(name, type, labels, help) of every metric, of an engine's server and of a router."""
+    """List (name, type, labels, help) of every metric, of an engine's server and of a router."""
     from lockstep.integration.http.observe.metrics import ServiceCollector
     from lockstep.integration.http.observe.traffic import Traffic, TrafficCollector
     from lockstep.integration.router.changes.journal import UpdateJournal
@@ -249,7 +249,7 @@ def metric_families() -> dict[str, list[tuple[str, str, str, str]]]:
 
 
 def smallest_engine() -> Any:
-    """An engine on a model of a few hundred parameters."""
+    """Build an engine on a model with a few thousand parameters."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -279,7 +279,7 @@ def metrics_page() -> str:
 
 
 def http_paths() -> dict[str, list[tuple[str, str, str, str]]]:
-    """(path, methods, key, what it does) of every route: served, broadcast by a router, a router's own, refused."""
+    """List (path, methods, key, purpose) of every route: served, broadcast by a router, a router's own, refused."""
     from lockstep.integration.http import app as server
     from lockstep.integration.http.admin import unsupported
     from lockstep.integration.http.edge.auth import level_of
@@ -301,14 +301,21 @@ def http_paths() -> dict[str, list[tuple[str, str, str, str]]]:
         return "normal" if path in router._NORMAL_PATHS else level_of(path).value
 
     def rows(routes: Sequence[Any]) -> list[tuple[str, str, str, str]]:
-        merged: dict[str, tuple[set[str], str]] = {}
+        merged: dict[str, dict[str, str]] = {}  # path: {method: its text}
         for route in routes:
-            methods, _ = merged.setdefault(route.path, (set(), first_sentence(route.description)))
-            methods |= set(route.methods) - {"HEAD"}
-        return [(path, " ".join(sorted(m)), key_of(path), what) for path, (m, what) in merged.items()]
+            text = first_sentence(route.description)
+            merged.setdefault(route.path, {}).update(dict.fromkeys(set(route.methods) - {"HEAD"}, text))
+        return [(path, " ".join(sorted(texts)), key_of(path), _purpose(texts)) for path, texts in merged.items()]
 
     refused = {route.path: None for route in unsupported.router.routes}  # type: ignore[attr-defined]
     return {"served": rows(ours), "router": rows(own), "refused": [(path, "", "", "") for path in refused]}
+
+
+def _purpose(texts: dict[str, str]) -> str:
+    """Return the text of a path's methods, with the methods before it where their texts differ."""
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return " ".join(f"{method}: {texts[method]}" for method in sorted(texts))
 
 
 def http_page() -> str:
@@ -342,18 +349,18 @@ def http_page() -> str:
 
 
 def cell(text: str) -> str:
-    """Text that a table's cell can hold."""
+    """Escape text for a cell of a table."""
     return " ".join(text.split()).replace("|", r"\|").replace("<", "&lt;")
 
 
 def sentence(text: str | None) -> str:
-    """One paragraph, with a capital letter and a full stop."""
+    """Format text as one paragraph, with a capital letter and a full stop."""
     words = " ".join((text or "").split())
     return words and words[0].upper() + words[1:] + ("" if words.endswith((".", "!")) else ".")
 
 
 def first_sentence(text: str | None) -> str:
-    """The first sentence of a docstring."""
+    """Return the first sentence of a docstring."""
     return re.split(r"(?<=\.)\s", " ".join((text or "").split()), maxsplit=1)[0]
 
 

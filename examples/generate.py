@@ -1,8 +1,8 @@
-"""Sample several answers to a prompt: text, log-probabilities, and which weights they came from.
+"""Sample several answers to a prompt: text, log-probabilities, and the version of the weights.
 
     python examples/generate.py [--model FOLDER] [--prompt TEXT]
 
-FOLDER holds a causal LM in Hugging Face format; without one a tiny random model answers, with nonsense.
+FOLDER has a causal LM in Hugging Face format. Without it, a tiny random model answers with random text.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Sample JSON that follows a schema, and see which tokens the model chose.
+"""Sample JSON that follows a schema, and show which tokens the model chose.
 
     python examples/json_schema.py [--model FOLDER]
 
-Needs `pip install lockstep[grammar]`. Log-probabilities stay the model's own; `forced` tells where the schema left no
-choice, so that a trainer can leave those tokens out.
+Needs `pip install lockstep[grammar]`. Log-probabilities are the model's own. `forced` marks the tokens for which the
+schema left no choice, so that a trainer can leave them out.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Your own trainer loop: FSDP2 shards the model, the engine samples, and both agree on every log-probability.
+"""Train in your own loop: FSDP2 shards the model, the engine samples, and both compute equal log-probabilities.
 
     torchrun --nproc-per-node 2 examples/own_trainer.py [--model FOLDER] [--steps N]
 
 The loop is `train`, below. Each rank has an engine with a copy of the weights, since FSDP2 keeps only shards of them.
 The trainer's forward runs with the engine's numerics: the log-probability gap that is printed is 0.0, exactly.
 
-A trainer that keeps the model whole, as DistributedDataParallel does, hands the model itself to the engine. Then
-`service.training_numerics`, `service.optimizer_step` and `service.commit_in_place` are all it needs, and an update
-copies nothing.
+A trainer that does not shard the model, such as DistributedDataParallel, passes the model itself to the engine. Then it
+needs only `service.training_numerics`, `service.optimizer_step` and `service.commit_in_place`, and an update copies
+nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def train(path: str | None, num_steps: int, ranks: Ranks) -> None:
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # nobody writes into it
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # no code writes into it
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(num_steps):
         params = SamplingParams(n=GROUP, max_new_tokens=12, ignore_eos=True, sampling_seed=1000 * step + ranks.rank)
@@ -79,7 +79,7 @@ def train(path: str | None, num_steps: int, ranks: Ranks) -> None:
 
 
 def reward(completion: Completion) -> float:
-    """Return the share of characters that are digits. Yours takes the place of this one."""
+    """Return the share of characters that are digits. Replace it by your own reward."""
     return sum(character.isdigit() for character in completion.text) / max(len(completion.text), 1)
 
 

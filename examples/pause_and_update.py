@@ -1,9 +1,9 @@
-"""Change the weights in the middle of a generation: every token tells which weights it was sampled from.
+"""Change the weights in the middle of a generation, and show the weight version of each token.
 
     python examples/pause_and_update.py [--model FOLDER]
 
 The engine's loop runs in a thread. It is paused with its KV in place, the weights change, are committed as version "2",
-and the same sequences go on. `--mode retract` gives the KV back instead and computes it again with the new weights.
+and the same sequences continue. `--mode retract` releases the KV instead, and computes it again with the new weights.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def main() -> None:
             if chunk.completion is not None:
                 finished.append(chunk.completion)
 
-    with service.rollout():  # the module is the engine's until this block ends
+    with service.rollout():  # the engine uses the module until this block ends
         engine.start()  # a thread drives the loop
         reader = threading.Thread(target=read_stream)
         reader.start()
         has_tokens.wait()
         report = engine.pause_generation(options.mode)  # between two steps; it holds when the call returns
         print(f"paused: {report}")
-        with service.optimizer_step(), torch.no_grad():  # stands for a trainer's step
+        with service.optimizer_step(), torch.no_grad():  # in place of a trainer's step
             for parameter in model.parameters():
                 parameter.add_(0.01 * torch.randn_like(parameter))
         service.commit_in_place("2", source=model.named_parameters())
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def print_spans(completion: Completion) -> None:
-    """Print from which weights the tokens of one sample came."""
+    """Print the weight versions of one sample's tokens."""
     for span in completion.weight_versions:
         tokens = f"tokens {span.start} to {span.end - 1}"
         print(f"sample {completion.index}, {tokens}: version {span.version}, digest {span.digest[:12]}")

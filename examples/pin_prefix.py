@@ -1,4 +1,4 @@
-"""Pin a system prompt in the prefix cache, so that other requests cannot push it out.
+"""Pin a system prompt in the prefix cache, so that other requests cannot evict it.
 
     python examples/pin_prefix.py [--model FOLDER]
 

@@ -1,9 +1,9 @@
-"""Serve an engine over HTTP from a thread of this process, and ask it in two dialects.
+"""Serve an engine over HTTP from a thread of this process, and send it requests of two APIs.
 
     python examples/serving.py [--model FOLDER]
 
 Needs `pip install lockstep[serve]` and httpx. `/generate` takes SGLang's requests, `/v1/...` OpenAI's: its client works
-with `OpenAI(base_url=f"{server.url}/v1", api_key="-")`. A server of its own process is `lockstep serve FOLDER`.
+with `OpenAI(base_url=f"{server.url}/v1", api_key="-")`. `lockstep serve FOLDER` serves from a process of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def ask(url: str) -> None:
-    """Ask in SGLang's words and in OpenAI's."""
+    """Send a request of SGLang's API and one of OpenAI's."""
     with httpx.Client(base_url=url, timeout=60) as client:
         settings = {"max_new_tokens": 8, "temperature": 0.7}
         asked = {"text": PROMPT, "sampling_params": settings, "return_logprob": True}

@@ -1,6 +1,6 @@
-"""A random model of a moment's work, for examples that are given no model: what it writes means nothing.
+"""A tiny random model, built in a moment, for examples that get no model. Its text has no meaning.
 
-The other examples of this folder call `load`; a program of your own calls transformers instead.
+The other examples of this folder call `load`. Your own program calls transformers instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def load(path: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def _bytes_tokenizer() -> PreTrainedTokenizerBase:
-    """A token for each byte, and `<eos>`."""
+    """Build a tokenizer with a token for each byte, and `<eos>`."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""Who owns which KV block: free, cached, pinned, held (rollout/kv/ledger.py)."""
+"""A picture of the owners of KV blocks: free, cached, pinned, held (rollout/kv/ledger.py)."""
 
 from __future__ import annotations
 

@@ -15,16 +15,16 @@ BENCHMARKS = Path(__file__).parents[2] / "BENCHMARKS.md"
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a chart: which values it shows, and where on the page."""
+    """One axis of a chart: its values, and their place on the page."""
 
     low: float
     high: float
-    start: float  # where `low` lies on the page
-    end: float  # where `high` lies
+    start: float  # coordinate of `low` on the page
+    end: float  # coordinate of `high` on the page
     log: bool = False
 
     def at(self, value: float) -> float:
-        """Where a value lies."""
+        """Return the coordinate of a value."""
         scale: Callable[[float], float] = math.log10 if self.log else float
         share = (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
         return self.start + share * (self.end - self.start)
@@ -72,7 +72,7 @@ class Chart:
 
 
 def section(heading: str) -> str:
-    """Return the text of the section of BENCHMARKS.md whose heading begins so."""
+    """Return the text of the section of BENCHMARKS.md whose heading begins with these words."""
     parts = re.split(r"^## ", BENCHMARKS.read_text(encoding="utf-8"), flags=re.MULTILINE)
     [found] = [part for part in parts if part.startswith(heading)]
     return found

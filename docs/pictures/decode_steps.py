@@ -1,4 +1,4 @@
-"""Time of a decode step by batch and context, and its floor, from the table in BENCHMARKS.md."""
+"""A picture of the time of a decode step by batch and context, and its floor, from the table in BENCHMARKS.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TICKS = (10, 20, 50, 100, 200, 500)
 
 
 def draw() -> Drawing:
-    """Draw a line a context, and its floor dashed, both axes logarithmic."""
+    """Draw a line for each context, and its floor dashed, with both axes logarithmic."""
     text = section(HEADING)
     rows = table(text)
     floor = " ".join(re.findall(r"its floor: (.*?), both", " ".join(text.split()))[0].split())

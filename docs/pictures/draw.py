@@ -1,7 +1,7 @@
 """Draw every picture of the documentation: `python docs/pictures/draw.py [FOLDER]`, by default docs/images.
 
-The same code, table or figures give the same bytes: pictures of the code follow the code, and measured ones are drawn
-from figures that stand in the repository (BENCHMARKS.md, training_curve.csv).
+The same code, table or figures give the same bytes. Pictures of the code are drawn from the code, and pictures of
+measurements from figures in the repository (BENCHMARKS.md, training_curve.csv).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ _NUM_SWEEPS = 24
 
 @dataclass(frozen=True)
 class Layout:
-    """Where nodes are and where arrows pass. x counts in units of a box and its gap, y in rows from the top."""
+    """The places of nodes and arrows. x counts in units of a box and its gap, y in rows from the top."""
 
     spots: dict[str, tuple[float, int]]  # middle of the box, row
     routes: list[list[tuple[float, int]]]  # an arrow's points from box to box, one a row
@@ -55,7 +55,7 @@ def layout(graph: Graph) -> Layout:
 
 
 def _rows(graph: Graph) -> dict[str, int]:
-    """The length of the longest way from a node that nothing points to."""
+    """Return the row of each node: the length of the longest way to it from a node without incoming arrows."""
     rows: dict[str, int] = dict.fromkeys(graph, 0)
     for _ in graph:
         for node, targets in graph.items():
@@ -65,13 +65,13 @@ def _rows(graph: Graph) -> dict[str, int]:
 
 
 def _chain(above: str, below: str, rows: Mapping[str, int]) -> list[str]:
-    """The two ends of an arrow and a point in each row between them."""
+    """Return the two ends of an arrow and a point in each row between them."""
     steps = [f"{above}>{below}@{row}" for row in range(rows[above] + 1, rows[below])]
     return [above, *steps, below]
 
 
 def _ordered(members: list[list[str]], up: Mapping[str, list[str]], down: Mapping[str, list[str]]) -> list[list[str]]:
-    """Sort each row by the mean place of its neighbours, to and fro; keep the order with the fewest crossings."""
+    """Sort each row by the mean place of its neighbours, downward and upward; keep the order with fewest crossings."""
     best, fewest = [list(row) for row in members], _num_crossings(members, down)
     for sweep in range(_NUM_SWEEPS):
         neighbours, order = (up, range(1, len(members))) if sweep % 2 == 0 else (down, range(len(members) - 2, -1, -1))
@@ -106,11 +106,11 @@ def _columns(members: list[list[str]], up: Mapping[str, list[str]], down: Mappin
 
 
 def _spread(row: list[str], wanted: list[float]) -> list[float]:
-    """The places nearest to those wanted that keep the order and the room between neighbours (isotonic regression)."""
+    """Return the places nearest to the wanted ones that keep order and distance of neighbours (isotonic regression)."""
     offsets = [0.0]
     for left, right in pairwise(row):
         offsets.append(offsets[-1] + (0.28 if ">" in left and ">" in right else 0.62 if ">" in left + right else 1.0))
-    groups: list[list[float]] = []  # sum and number of the places that stand side by side
+    groups: list[list[float]] = []  # sum and number of adjacent places
     for place, offset in zip(wanted, offsets, strict=True):
         groups.append([place - offset, 1.0])
         while len(groups) > 1 and groups[-2][0] / groups[-2][1] > groups[-1][0] / groups[-1][1]:

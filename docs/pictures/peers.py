@@ -1,4 +1,4 @@
-"""Tokens a second of lockstep, vLLM and transformers, from the table in BENCHMARKS.md."""
+"""A picture of the tokens a second of lockstep, vLLM and transformers, from the table in BENCHMARKS.md."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from chart import Axis, Chart, machine_of, numbers, section, table
 from svg import BLUE, INK, ORANGE, PURPLE, SOFT, TINTS, Drawing
 
 HEADING = "Rollout, against vLLM and transformers"
-LOADS = {  # a row of the table by its load: what the picture calls it
+LOADS = {  # a row of the table by its load: its name in the picture
     "`tiny`": "tiny, 32 prompts",
     "`small`": "small, 32 prompts",
     "`small`, `--group 8 --prompt-tokens 512`": "small, groups of 8",
@@ -54,6 +54,6 @@ def _panel(drawing: Drawing, left: float, name: str, row: dict[str, str]) -> Non
 
 
 def _tick(highest: float) -> float:
-    """A quarter of the axis: the smallest round number that leaves room above the highest bar."""
+    """Return a quarter of the axis: the smallest round number that leaves room above the highest bar."""
     round_numbers = (n * 10**power for power in range(9) for n in (1, 1.5, 2, 2.5, 4, 5, 7.5))
     return next(number for number in round_numbers if 3.6 * number > highest)

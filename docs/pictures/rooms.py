@@ -1,4 +1,5 @@
-"""The four rooms, their sub-rooms and the arrows between them, from the tables in tests/house/test_layout.py."""
+"""A picture of the four rooms, their sub-rooms and the arrows between them, from the tables in
+tests/house/test_layout.py."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ SAYS = {
 
 
 def graph_of(room: str) -> dict[str, set[str]]:
-    """The sub-rooms and modules of a room by their first name, and which others of them each imports."""
+    """Return the sub-rooms and modules of a room by their first name, each with the others that it imports."""
     graph: dict[str, set[str]] = {}
     for place, targets in PLACES.items():
         its_room, name, *_ = place.split(".")
@@ -32,7 +33,7 @@ def graph_of(room: str) -> dict[str, set[str]]:
 
 
 class Room:
-    """A room's places, laid out; its size on the page."""
+    """The layout of a room's places, and its size on the page."""
 
     def __init__(self, name: str) -> None:
         graph = graph_of(name)
@@ -46,7 +47,7 @@ class Room:
         self.height = 46 + self.num_rows * ROW - (ROW - BOX_HEIGHT) + (38 if self.alone else 0) + FIELD
 
     def draw(self, drawing: Drawing, x: float, y: float, width: float) -> None:
-        """Draw the room with its upper left corner there, as wide as that."""
+        """Draw the room with this upper left corner and width."""
         colour = COLOURS[self.name]
         drawing.rect(x, y, width, self.height, TINTS[colour], colour, 10)
         drawing.text(x + FIELD, y + 22, f"{self.name}/", 17, colour, "start", bold=True)
@@ -102,7 +103,7 @@ def draw() -> Drawing:
 
 
 def _between(rooms: dict[str, Room]) -> Iterator[tuple[str, str]]:
-    """Arrows between rooms that do not follow from others."""
+    """Return the arrows between rooms that do not follow from other arrows."""
     graph = without_shortcuts({name: ROOMS[name] - {name} for name in rooms})
     for above in graph:
         for below in sorted(graph[above]):
@@ -114,7 +115,7 @@ def _layout(graph: Graph) -> Layout:
 
 
 def _smooth(points: list[Point]) -> str:
-    """A curve from the lower edge of the first box to the upper edge of the last, upright where it passes a row."""
+    """Return a curve from the first box's lower edge to the last box's upper edge, vertical where it passes a row."""
     (x, y), *rest = points
     y += BOX_HEIGHT
     path = f"M{x:.1f} {y:.1f}"

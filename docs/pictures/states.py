@@ -1,4 +1,4 @@
-"""The states of a sequence and the moves between them, from the table in rollout/sequences/sequence.py."""
+"""A picture of the states of a sequence and its moves between them, from the table in rollout/sequences/sequence.py."""
 
 from __future__ import annotations
 

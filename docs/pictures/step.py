@@ -1,10 +1,10 @@
-"""Timeline of the loop's steps: without overlap, with overlap, and in two pipeline stages (rollout/loop/loop.py)."""
+"""A timeline of the loop's steps: without overlap, with overlap, and in two pipeline stages (rollout/loop/loop.py)."""
 
 from __future__ import annotations
 
 from svg import BLUE, GREEN, INK, ORANGE, PURPLE, SOFT, Drawing
 
-LEFT, UNIT = 150, 62  # where time begins, and how long a unit of it is
+LEFT, UNIT = 150, 62  # coordinate of time 0, and length of a unit of time
 ROW = 44
 
 Span = tuple[float, float, str, str]  # from, to, words, colour

@@ -20,7 +20,7 @@ Point = tuple[float, float]
 
 
 class Drawing:
-    """Shapes in the order in which they are drawn; later ones lie on top.
+    """A list of shapes in the order in which they are drawn; later ones cover earlier ones.
 
     Example:
         drawing = Drawing(200, 100, "One box")
@@ -29,7 +29,7 @@ class Drawing:
     """
 
     def __init__(self, width: float, height: float, title: str) -> None:
-        """title: for screen readers, and what shows where the picture is pointed at."""
+        """Start an empty drawing. title: for screen readers, and shown while the pointer is on the picture."""
         self.width, self.height, self._title = width, height, title
         self._shapes: list[str] = []
         self._heads: dict[str, str] = {}  # arrow heads by colour
@@ -86,7 +86,7 @@ class Drawing:
         self.path(f"M{_n(start[0])} {_n(start[1])} C{points}", colour, width, dash, arrow=True)
 
     def path(self, path: str, colour: str = SOFT, width: float = 1.6, dash: str = "", arrow: bool = False) -> None:
-        """Add a path in SVG's own letters."""
+        """Add a path in SVG's path syntax."""
         extra = f' stroke-dasharray="{dash}"' if dash else ""
         if arrow:
             name = self._heads.setdefault(colour, f"head{len(self._heads)}")
@@ -120,5 +120,5 @@ class Drawing:
 
 
 def _n(value: float) -> str:
-    """A number as short as it can be: no more than two digits after the point."""
+    """Format a number as briefly as possible, with at most two digits after the point."""
     return f"{round(value, 2) + 0.0:g}" if abs(value) < 1e4 else str(round(value))

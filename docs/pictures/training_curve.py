@@ -1,4 +1,4 @@
-"""The 80 steps of `make train`: accuracy, reward and the gap between engine and trainer, from training_curve.csv.
+"""A picture of the 80 steps of `make train`: accuracy, reward and the engine-trainer gap, from training_curve.csv.
 
 `python docs/pictures/training_curve.py RUN_FOLDER` writes the CSV anew from a run's metrics.jsonl and before.json.
 """
@@ -18,7 +18,7 @@ COLUMNS = ("step", "reward_mean", "heldout_accuracy", "logprob_gap")
 
 
 def draw() -> Drawing:
-    """Draw reward and held-out accuracy over the steps, and below them the gap, which is no line but the axis."""
+    """Draw reward and held-out accuracy over the steps, and below them the gap, which lies on the axis at 0."""
     with open(FIGURES, encoding="utf-8", newline="") as file:
         rows = [{name: float(cell) for name, cell in row.items() if cell} for row in csv.DictReader(file)]
     series = {name: [(row["step"], row[name]) for row in rows if name in row] for name in COLUMNS[1:]}

@@ -1,4 +1,4 @@
-"""The life of a weight update: begin, write, verify, commit, or undo (weight_sync/transaction/transaction.py)."""
+"""A picture of a weight update: begin, write, verify, commit, or undo (weight_sync/transaction/transaction.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEFT, TOP = 34, 150
 
 
 def draw() -> Drawing:
-    """Draw the phases, what the engine does meanwhile, and the ways out."""
+    """Draw the phases, the engine's work meanwhile, and the ways out."""
     drawing = Drawing(940, 500, "The life of a weight update: begin, write, verify, commit, or undo")
     drawing.text(24, 30, "Life of a weight update", 18, INK, "start", bold=True)
     end = LEFT + 4 * WIDTH + 3 * GAP
@@ -34,7 +34,7 @@ def draw() -> Drawing:
 
 
 def _ways_out(drawing: Drawing, middles: list[float]) -> None:
-    """Draw what a failure in the first three phases leads to, and how a commit can be taken back."""
+    """Draw the results of a failure in the first three phases, and the ways to revert a commit."""
     bottom, bus, undone = TOP + HEIGHT, 296, 344
     for x in middles[:3]:
         drawing.line([(x, bottom), (x, bus)], RED)

@@ -1,4 +1,4 @@
-"""A reward of your own: a function of text that returns a number. `config.toml` names it as `reward:right_digits`."""
+"""A reward function of your own: it takes text and returns a number. `config.toml` names it `reward:right_digits`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 def right_digits(prompt: str, completion: str, answer: str) -> float:
     """Return the share of the answer's digits that are right, counted from the ones upwards; 0 for another length.
 
-    It must be a pure function of its arguments: a run that is resumed scores the same completions again.
+    It must be a pure function of its arguments, because a resumed run scores the same completions again.
     """
     final = completion.rpartition("=")[2].strip()  # the worked solution ends with "=" and the sum
     if len(final) != len(answer):

@@ -1,4 +1,4 @@
-"""Runs `lockstep` as `python -m lockstep.integration.cli`."""
+"""Run `lockstep` as `python -m lockstep.integration.cli`."""
 
 import sys
 

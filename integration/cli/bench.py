@@ -1,4 +1,4 @@
-"""`lockstep bench`: finds the benchmark, and prints its report."""
+"""`lockstep bench`: run one benchmark and print its report."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from collections.abc import Sequence
 
 from .parser import CommandParser
 
-# name of a module in bench/: what it measures
+# name of a module in bench/: the quantities that it measures
 BENCHMARKS = {
     "rollout": "tokens per second of a batch of prompts, alone or against vLLM and transformers' generate",
-    "decode": "time of a decode step by batch and context, beside the floor, and where one step's time goes",
-    "soak": "whether memory stays flat over many steps with requests that come, end, are aborted and hit prefixes",
-    "gpu": "what a GPU reaches: share of the memory roofline, pauses, weight commits, hashing, kernels",
-    "overlap": "what work at delivery costs a step with overlap and without, and what the trace costs",
-    "pause": "latency of each kind of pause, and the cost of going on after it",
-    "pin": "time to first token after a flood, with a conversation pinned and without, by depth",
-    "cache": "what the prefix cache costs: insert and match, by prompt length and by size of the cache",
+    "decode": "time of a decode step by batch and context, compared with the floor, and the parts of a step's time",
+    "soak": "whether memory stays constant over many steps with requests that start, end, are aborted and hit prefixes",
+    "gpu": "share of the memory roofline, pauses, weight commits, hashing and kernels on a GPU",
+    "overlap": "cost of work at delivery for a step, with overlap and without, and cost of the trace",
+    "pause": "latency of each kind of pause, and the cost of continuing after it",
+    "pin": "time to first token after a flood of requests, with a conversation pinned and without, by depth",
+    "cache": "cost of the prefix cache: insert and match, by prompt length and by size of the cache",
     "sync": "weight pushes over every path against raw copies of the same bytes, and random group schedules",
-    "pipeline": "one long prompt in two stages with sequence pipelining and without; what a replica's controller costs",
-    "grammar": "what jump-forward saves on a load with much forced text, and what masks cost a free neighbour",
-    "serve": "what HTTP costs: streams over a socket against the same load by the Python API",
-    "schedule": "scheduler time per step, by policy and by how many requests wait",
+    "pipeline": "one long prompt in two stages, with sequence pipelining and without; cost of a replica's controller",
+    "grammar": "time saved by jump-forward on a load with much forced text, and cost of masks for requests without one",
+    "serve": "cost of HTTP: streams over a socket against the same load by the Python API",
+    "schedule": "scheduler time per step, by policy and by number of waiting requests",
 }
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one benchmark. Returns the exit code: 1 where its report says that it missed a bar (`passed` is False)."""
+    """Run one benchmark. Returns the exit code: 1 where it missed one of its bars (`passed` is False in its report)."""
     names = "\n".join(f"  {name:10} {what}" for name, what in BENCHMARKS.items())
     parser = CommandParser(
         prog="lockstep bench",
-        description="Measure something on this machine.",
-        epilog=f"benchmarks:\n{names}\n\n`lockstep bench NAME --help` tells more.",
+        description="Run a benchmark on this machine.",
+        epilog=f"benchmarks:\n{names}\n\n`lockstep bench NAME --help` describes the options of a benchmark.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=tuple(BENCHMARKS), metavar="NAME")
@@ -58,8 +58,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _in_words(value: object, depth: int = 0) -> str:
-    """A value of a report as people read it: a list is a range, an object has a line for each of its members, a list of
-    objects is a table."""
+    """Format a value of a report for people: a list as a range, an object with a line for each member, and a list of
+    objects as a table."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         columns = [[name, *(_in_words(item[name], depth + 1) for item in value)] for name in value[0]]
         widths = [max(map(len, column)) for column in columns]

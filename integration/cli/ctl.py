@@ -1,8 +1,8 @@
 """`lockstep ctl`: the verbs of a served engine, or of a router's engines, from a shell.
 
-Exit codes: 0 done, by every worker where a router was asked; 1 refused by the engine or by all of them, or not healthy;
-2 wrong usage; 3 not reachable, no answer in time, or no worker that lives; 4 without a key that allows it; 5 done by
-some of a router's workers and not by others, or their weight versions differ: each one's result is listed.
+Exit codes: 0 done, by every worker of a router; 1 refused by the engine or by all workers, or not healthy; 2 wrong
+usage; 3 not reachable, no answer in time, or no live worker; 4 no key that allows the verb; 5 done by some of a
+router's workers and not by others, or their weight versions differ: the result of each worker is listed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .parser import CommandParser
 KEY_VARIABLES = ("LOCKSTEP_ADMIN_KEY", "SGLANG_OMNI_ADMIN_KEY", "LOCKSTEP_API_KEY")
 DONE, REFUSED, UNREACHABLE, UNAUTHORISED, DIVIDED = 0, 1, 3, 4, 5
 MODES = ("retract", "in_place", "abort")
-_GRACE_S = 5.0  # beyond the deadline that is sent along: the server's answer says more than our silence
+_GRACE_S = 5.0  # wait this much longer than the deadline that is sent, so that the server can answer why it failed
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class VerbCall:
     method: str
     path: str
     body: Mapping[str, object] | None = None
-    query: Mapping[str, object] | None = None
+    query: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
 class Verb:
-    """One word of the command line: its help, its arguments, the call that it makes, and how people read the answer."""
+    """A verb of the command line: its help, its arguments, the call that it makes, and the format of its answer."""
 
     what: str
     arguments: Callable[[argparse.ArgumentParser], None]
@@ -47,12 +47,16 @@ class Verb:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Fill the parser of the command. A mistake on the command line exits as the parser's class does."""
-    parser.add_argument("--url", default="http://127.0.0.1:30000", help="of the server or router; default %(default)s")
+    """Add the arguments of the command. The parser exits after a mistake on the command line."""
     parser.add_argument(
-        "--admin-key", metavar="KEY", help=f"default: the environment's {', '.join(KEY_VARIABLES)}, whichever is set"
+        "--url", default="http://127.0.0.1:30000", help="address of the server or router; default %(default)s"
     )
-    parser.add_argument("--timeout", type=_positive, default=60.0, metavar="SECONDS", help="default %(default)s")
+    parser.add_argument(
+        "--admin-key", metavar="KEY", help=f"default: the first one set of the variables {', '.join(KEY_VARIABLES)}"
+    )
+    parser.add_argument(
+        "--timeout", type=_positive, default=60.0, metavar="SECONDS", help="longest wait; default %(default)s"
+    )
     parser.add_argument("--json", action="store_true", help="print the answer as one line of JSON")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", prog=parser.prog)
     for name, verb in VERBS.items():
@@ -63,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
     """Make the call and print the answer. Returns the exit code. Raises ValueError for a bad url or argument."""
     parser = CommandParser(
         prog="lockstep ctl",
-        description="The verbs of a served engine, or of all engines of a router, from a shell.",
+        description="Call a verb of a served engine, or of all engines of a router, from a shell.",
         epilog=exit_codes(),
     )
     _add_arguments(parser)
@@ -99,7 +103,7 @@ def _make_call(options: argparse.Namespace) -> int:
 
 
 def _code_of(status: int, answer: object, results: Sequence[Mapping[str, object]]) -> int:
-    """The exit code of an answer that is an error."""
+    """Choose the exit code for an error answer."""
     if status in (401, 403):
         return UNAUTHORISED
     error = answer.get("error") if isinstance(answer, dict) else None
@@ -150,51 +154,51 @@ def _ids(text: str) -> list[int]:
 
 
 def _nothing(parser: argparse.ArgumentParser) -> None:
-    """No arguments."""
+    """Add no arguments."""
 
 
 def _pause_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=MODES, default="retract", help="default %(default)s")
-    parser.add_argument("--ttl", type=_positive, metavar="SECONDS", help="after which generation continues by itself")
+    parser.add_argument("--ttl", type=_positive, metavar="SECONDS", help="continue generation after this time")
 
 
 def _abort_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("rid", nargs="?", help="id of the request")
-    which.add_argument("--all", action="store_true", help="every live request")
+    which.add_argument("--all", action="store_true", help="abort all requests that have not ended")
 
 
 def _prompt_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the cached blocks of this text")
-    prompt.add_argument("--ids", type=_ids, metavar="1,2,3", help="likewise, of token ids")
+    prompt.add_argument("--ids", type=_ids, metavar="1,2,3", help="the cached blocks of these token ids")
 
 
 def _pin_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("hashes", nargs="*", type=int, metavar="HASH", help="of cached blocks; see `cache`")
+    parser.add_argument("hashes", nargs="*", type=int, metavar="HASH", help="hashes of cached blocks; see `cache`")
     _prompt_arguments(parser)
-    parser.add_argument("--owner", help="whose pins these are")
-    parser.add_argument("--ttl", type=_positive, metavar="SECONDS", help="after which they lift themselves")
+    parser.add_argument("--owner", help="owner of the pins")
+    parser.add_argument("--ttl", type=_positive, metavar="SECONDS", help="lift the pins after this time")
 
 
 def _unpin_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("hashes", nargs="+", type=int, metavar="HASH", help="of pinned blocks; see `cache`")
-    parser.add_argument("--owner", help="whose pins these are")
+    parser.add_argument("hashes", nargs="+", type=int, metavar="HASH", help="hashes of pinned blocks; see `cache`")
+    parser.add_argument("--owner", help="owner of the pins")
 
 
 def _cache_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--depth", type=int, metavar="LEVELS", help="at most so many levels")
-    parser.add_argument("--under", type=int, metavar="HASH", help="what is below this block")
+    parser.add_argument("--depth", type=int, metavar="LEVELS", help="largest number of levels to show")
+    parser.add_argument("--under", type=int, metavar="HASH", help="show only the blocks below this block")
     _prompt_arguments(parser)
 
 
 def _version_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("new", nargs="?", help="the label that the weights bear from now on; without it, say which")
-    parser.add_argument("--abort-all", action="store_true", help="end what runs first")
+    parser.add_argument("new", nargs="?", help="new label of the weights; without it, print the present one")
+    parser.add_argument("--abort-all", action="store_true", help="abort all requests first")
 
 
 def _tags_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("tags", nargs="*", metavar="TAG", help=f"of {', '.join(MEMORY_TAGS)}; all without any")
+    parser.add_argument("tags", nargs="*", metavar="TAG", help=f"some of {', '.join(MEMORY_TAGS)}; default: all")
 
 
 def _prompt(options: argparse.Namespace) -> dict[str, object]:
@@ -244,36 +248,38 @@ def _tags(path: str) -> Callable[[argparse.Namespace], VerbCall]:
 
 
 VERBS: dict[str, Verb] = {
-    "health": Verb("whether it lives", _nothing, lambda _: VerbCall("GET", "/health"), lambda _: "healthy"),
-    "state": Verb("everything it says about itself", _nothing, lambda _: VerbCall("GET", "/state"), in_words),
+    "health": Verb(
+        "check that the engine is healthy", _nothing, lambda _: VerbCall("GET", "/health"), lambda _: "healthy"
+    ),
+    "state": Verb("show the engine's state", _nothing, lambda _: VerbCall("GET", "/state"), in_words),
     "sequences": Verb(
-        "who runs and who waits, with their newest tokens", _nothing, lambda _: VerbCall("GET", "/lockstep/sequences"),
-        in_words,
+        "list running and waiting sequences, with their newest tokens", _nothing,
+        lambda _: VerbCall("GET", "/lockstep/sequences"), in_words,
     ),
     "pause": Verb(
-        "run no more steps until continue", _pause_arguments,
+        "run no more steps until `continue`", _pause_arguments,
         lambda o: VerbCall("POST", "/pause_generation", _given(mode=o.mode, ttl=o.ttl)), report,
     ),
     "continue": Verb("end a pause", _nothing, lambda _: VerbCall("POST", "/continue_generation", {}), report),
     "flush": Verb("empty the prefix cache", _nothing, lambda _: VerbCall("POST", "/flush_cache", {}), report),
-    "abort": Verb("end requests with what they have", _abort_arguments, _abort, report),
+    "abort": Verb("end requests with the tokens that they have", _abort_arguments, _abort, report),
     "checksum": Verb(
-        "digests of the weights that are there now", _nothing,
+        "compute digests of the present weights", _nothing,
         lambda _: VerbCall("POST", "/weights_checker", {"action": "checksum"}), checksum,
     ),
-    "version": Verb("the weight version, or a new label for it", _version_arguments, _version, report),
+    "version": Verb("print the weight version, or set a new label for it", _version_arguments, _version, report),
     "pin": Verb("keep cached blocks from eviction", _pin_arguments, _pin, report),
     "unpin": Verb(
         "lift one pin of each block", _unpin_arguments,
         lambda o: VerbCall("POST", "/hicache/unpin_blocks", {"block_hashes": o.hashes} | _given(owner=o.owner)), report,
     ),
-    "cache": Verb("the prefix cache, or where a prompt leaves it", _cache_arguments, _cache, str),
-    "release": Verb("give memory back", _tags_arguments, _tags("/release_memory_occupation"), report),
-    "resume": Verb("take memory again", _tags_arguments, _tags("/resume_memory_occupation"), report),
+    "cache": Verb("show the prefix cache, or the cached part of a prompt", _cache_arguments, _cache, str),
+    "release": Verb("release memory", _tags_arguments, _tags("/release_memory_occupation"), report),
+    "resume": Verb("allocate released memory again", _tags_arguments, _tags("/resume_memory_occupation"), report),
 }  # fmt: skip
 
 
 def exit_codes(docstring: str | None = __doc__) -> str:
-    """What --help says of them."""
+    """Return the text of --help about exit codes."""
     assert docstring is not None
     return " ".join(docstring.split("\n\n")[1].split())

@@ -1,4 +1,4 @@
-"""What people read of an answer to `lockstep ctl`."""
+"""The text of an answer to `lockstep ctl`, for people."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 
 def results_of(answer: object) -> list[Mapping[str, object]]:
-    """What each worker of a router said; none where an engine was asked."""
+    """Return the result of each worker from a router's answer; [] from an engine's answer."""
     results = answer.get("results") if isinstance(answer, dict) else None
     return [one for one in results if isinstance(one, dict) and "worker" in one] if isinstance(results, list) else []
 
 
 def message_of(status: object, answer: object) -> str:
-    """What an answer that is an error says."""
+    """Return the message of an error answer."""
     if isinstance(answer, dict):
         error = answer.get("error")
         found = error.get("message") if isinstance(error, dict) else answer.get("message") or error
@@ -23,7 +23,7 @@ def message_of(status: object, answer: object) -> str:
 
 
 def in_words(value: object, indent: str = "") -> str:
-    """Plain values as lines `name value`, an object's members indented below its name."""
+    """Format plain values as lines `name value`, with an object's members indented below its name."""
     if isinstance(value, Mapping):
         width = max((len(str(name)) for name, item in value.items() if not _is_deep(item)), default=0)
         return "\n".join(
@@ -39,7 +39,7 @@ def in_words(value: object, indent: str = "") -> str:
 
 
 def by_worker(results: Sequence[Mapping[str, object]], show: Callable[[object], str]) -> str:
-    """Each worker's address, and below it what it said."""
+    """Format the results of a router's workers: each worker's address, and below it its answer."""
     told = []
     for one in results:
         body = one.get("body")
@@ -68,7 +68,7 @@ def _word(value: object) -> str:
 
 
 def report(answer: object) -> str:
-    """A message, and the report below it."""
+    """Format an answer as its message, with its report below."""
     if not isinstance(answer, dict):
         return in_words(answer) if answer is not None else "done"
     lines = [str(answer["message"])] if answer.get("message") else []
@@ -79,7 +79,7 @@ def report(answer: object) -> str:
 
 
 def _of_ranks(answer: Mapping[str, object]) -> dict[str, object]:
-    """The digest of what each rank holds, and what of it is not what was published."""
+    """Return the digest of each rank's weights, and the tensors that differ from the published ones."""
     ranks = answer.get("rank_results") or [answer]
     found: dict[str, object] = {}
     for one in ranks if isinstance(ranks, list) else []:
@@ -91,6 +91,7 @@ def _of_ranks(answer: Mapping[str, object]) -> dict[str, object]:
 
 
 def checksum(answer: object) -> str:
+    """Format an answer of /weights_checker: digests, bytes, tensors, seconds."""
     if not isinstance(answer, dict) or "model_digest" not in answer:
         return report(answer)
     tensors = answer.get("tensors") or {}

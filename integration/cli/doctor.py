@@ -1,4 +1,4 @@
-"""`lockstep doctor`: reports which kernels run here, and whether results are independent of the batch."""
+"""`lockstep doctor`: report which kernels run here, and whether results are independent of the batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..version import version
 from .parser import CommandParser
 
 _SHAPES = ((768, 768), (2304, 768), (768, 2304), (1024, 256))  # layers (out_features, in_features)
-# Those that kernels care about.
+# Features that kernels use.
 _PROCESSOR_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 
 
@@ -20,8 +20,8 @@ def run(arguments: Sequence[str]) -> int:
     """Print the report. Returns the exit code: 1 where results depend on the batch."""
     parser = CommandParser(
         prog="lockstep doctor",
-        description="Which kernels run here and why, and whether results are independent of the batch. Exits with 1 "
-        "where they are not.",
+        description="Report which kernels run here and why, and whether results are independent of the batch. Exits "
+        "with 1 where they are not.",
     )
     parser.parse_args(arguments)
     import torch
@@ -76,7 +76,7 @@ def _versions() -> dict[str, str]:
 
 
 def _processor() -> dict[str, str]:
-    """Name and features, as Linux tells them."""
+    """Read the processor's name and features from Linux."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().split("\n\n")[0].splitlines() if cpuinfo.exists() else []
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}

@@ -1,4 +1,4 @@
-"""`lockstep generate`: answers every prompt of a file."""
+"""`lockstep generate`: answer every prompt of a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .settings import named, read_settings
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Answer the prompts, and say on stderr how many. Returns the exit code."""
+    """Answer the prompts, and print their number on stderr. Returns the exit code."""
     options = _parse(arguments)
     job = offline.OfflineJob(
         options.model,
@@ -26,7 +26,7 @@ def run(arguments: Sequence[str]) -> int:
         SamplingParams.from_dict(read_settings("--sampling", options.sampling)),
         named("--engine", lambda: EngineConfig.from_dict(read_settings("--engine", options.engine))),
     )
-    logging.getLogger(PACKAGE).setLevel(logging.INFO)  # what the engine chose, and why
+    logging.getLogger(PACKAGE).setLevel(logging.INFO)  # the engine logs its choices, with reasons
     tally = offline.generate(job)
     there = f", {tally.num_before} were there" if tally.num_before else ""
     ignored = f"; {tally.num_ignored} could not be taken, see their finish_reason" if tally.num_ignored else ""
@@ -38,7 +38,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(
         prog="lockstep generate",
         description="Answer every prompt of a file. Answers are appended as they finish; `index` is the number of the "
-        "input line, from 0. Run the same command again after an interruption: it goes on where it stopped.",
+        "input line, from 0. Run the same command again after an interruption: it continues with the missing answers.",
     )
     parser.add_argument("--model", required=True, metavar="FOLDER", help="a causal LM in Hugging Face format")
     parser.add_argument("--input", default=offline.STANDARD, metavar="FILE", help="JSONL; default -, standard input")
@@ -48,7 +48,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--prompt-field",
         default="prompt",
         metavar="NAME",
-        help="of the JSON objects: a text or a list of token ids",
+        help="field of the JSON objects that has the prompt, a text or a list of token ids",
     )
     parser.add_argument(
         "--sampling",
@@ -64,6 +64,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="engine settings, likewise: kv_cache=2GiB dtype=bfloat16 max_num_seqs=64 ...",
+        help="engine settings, or one JSON object of them: kv_cache=2GiB dtype=bfloat16 max_num_seqs=64 ...",
     )
     return parser.parse_args(arguments)

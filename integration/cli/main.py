@@ -1,6 +1,4 @@
-"""The command `lockstep`: one subcommand a job. Parsing imports nothing heavy; a subcommand imports what it
-runs.
-"""
+"""The command `lockstep` with its subcommands. Parsing imports no heavy libraries; each subcommand imports its own."""
 
 from __future__ import annotations
 
@@ -14,25 +12,25 @@ from ..version import version
 from .bench import BENCHMARKS
 from .parser import CommandParser
 
-# name of a module beside this one, whose `run` takes the rest of the command line: what it does
+# name of a module beside this one, whose `run` gets the rest of the command line: its line of help
 COMMANDS = {
-    "generate": "offline generation from a file or standard input",
-    "serve": "the HTTP surface over one engine",
-    "route": "one address for many engines",
-    "ctl": "pause, continue, flush, pin, look into a served engine: its verbs from a shell",
-    "train": "the GRPO job, checked and then run under torchrun",
-    "bench": f"benchmarks: {', '.join(BENCHMARKS)}",
-    "doctor": "which kernels run here and why",
+    "generate": "answer the prompts of a file or of standard input",
+    "serve": "serve one engine over HTTP",
+    "route": "serve many engines at one address",
+    "ctl": "pause, continue, flush, pin or inspect a served engine from a shell",
+    "train": "check the config of the GRPO job, and run the job under torchrun",
+    "bench": f"run a benchmark: {', '.join(BENCHMARKS)}",
+    "doctor": "report which kernels run here and why",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 2, after one line on stderr, for what the user got wrong."""
+    """Run one command. Returns the exit code: 2, after one line on stderr, for a mistake of the user."""
     commands = "\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())
     parser = CommandParser(
         prog="lockstep",
         description="A rollout engine inside the trainer's torchrun ranks.",
-        epilog=f"commands:\n{commands}\n\n`lockstep COMMAND --help` tells more.",
+        epilog=f"commands:\n{commands}\n\n`lockstep COMMAND --help` describes the options of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"lockstep {version()}")

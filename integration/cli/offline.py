@@ -1,10 +1,10 @@
 """Offline generation: prompts from a file or standard input, answers appended to a JSONL file as they finish.
 
-An answer is one line. Answers come in the order in which they finish; `index`, the input line's number counted
-from 0, restores the input's. A line carries what it was made from, as four hashes: the prompt, the sampling
-settings, the engine settings that change results, and the weights. A run that finds its output file there goes
-on with what is not answered, and refuses when one of the four differs. The noise of an answer depends on the
-seed, its index and its sample number alone: an interrupted run ends with the answers of an uninterrupted one.
+An answer is one line. Answers are in the order in which they finish; sorted by `index`, the number of the input line
+from 0, they are in the order of the input. A line has four hashes of its sources: the prompt, the sampling settings,
+the engine settings that change results, and the weights. A run whose output file exists computes the missing answers,
+and refuses if one of the four hashes differs. The noise of an answer depends only on the seed, its index and its sample
+number: a run that was interrupted and continued gives the answers of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
-from ...rollout.completion import Completion
+from ...rollout.completion import Completion, FinishReason
 from ...rollout.config import EngineConfig
 from ...rollout.sampling_params import SamplingParams
 
 STANDARD = "-"  # as a file name: standard input or output
-_FIRST_BYTES = b'{"index": '  # of every answer
+_FIRST_BYTES = b'{"index": '  # every answer starts with them
 _MAX_FAULTS = 10  # input lines named in one message
 # Other engine settings change speed and memory, never a result.
 _RESULT_SETTINGS = ("dtype", "invariant", "max_model_len", "seed")
-_MADE_FROM = {  # key of an answer's hashes: what to say when it differs
+_MADE_FROM = {  # key of an answer's hashes: words for the error when the hash differs
     "prompt": "another prompt",
     "sampling": "other --sampling settings",
     "engine": f"other --engine settings (of {', '.join(_RESULT_SETTINGS)})",
@@ -42,14 +42,14 @@ _MADE_FROM = {  # key of an answer's hashes: what to say when it differs
 class Prompt:
     """One line of the input."""
 
-    index: int  # of its line, from 0; blank lines count
+    index: int  # number of the line, from 0; blank lines count
     prompt: str | list[int]  # text or token ids
-    id: object = None  # the line's own "id", handed through
+    id: object = None  # the line's "id", copied to its answers
 
 
 @dataclass(frozen=True)
 class OfflineJob:
-    """Everything that `lockstep generate` was asked for."""
+    """The settings of one run of `lockstep generate`."""
 
     model: str
     input: str = STANDARD
@@ -61,16 +61,16 @@ class OfflineJob:
 
     @property
     def hashes(self) -> dict[str, str]:
-        """Of the settings, by the keys of an answer's hashes."""
+        """Hashes of the sampling and engine settings, by the keys of an answer's hashes."""
         engine = {name: getattr(self.engine, name) for name in _RESULT_SETTINGS}
         return {"sampling": _hash(asdict(replace(self.sampling, n=1))), "engine": _hash(engine)}
 
 
-Work = tuple[Prompt, int]  # a prompt, and which of its n samples
+Work = tuple[Prompt, int]  # a prompt, and the number of its sample, from 0
 
 
 def read_prompts(job: OfflineJob) -> list[Prompt]:
-    """The whole input, checked. Raises ValueError naming the file and every offending line."""
+    """Read and check the whole input. Raises ValueError naming the file and every wrong line."""
     name = "standard input" if job.input == STANDARD else job.input
     try:
         data = sys.stdin.buffer.read() if job.input == STANDARD else Path(job.input).read_bytes()
@@ -81,7 +81,7 @@ def read_prompts(job: OfflineJob) -> list[Prompt]:
         line = error.object[: error.start].count(b"\n") + 1
         raise ValueError(f"--input {name}, line {line}: not UTF-8 text") from error
     prompts, faults = [], []
-    # Not splitlines(): JSON strings may hold U+2028 and other characters that it takes for line ends.
+    # Not splitlines(): it also splits at U+2028 and other characters, which JSON strings may contain.
     for index, line in enumerate(text.split("\n")):
         if not line.strip():
             continue
@@ -117,22 +117,22 @@ def _parse(index: int, line: str, name: str) -> Prompt:
 
 
 class AnswerFile:
-    """The output: read once at the start, then appended to. One process at a time has it."""
+    """The output file: read once at the start, then appended to. Only one process at a time can open it."""
 
     def __init__(self, name: str) -> None:
         """Open or make the file, and drop a last line that an interruption cut off.
 
-        Raises ValueError, before anything is changed, when it holds something else than answers, or another
-        process writes to it.
+        Raises ValueError, before anything is changed, if the file has other lines than answers, or if another process
+        writes to it.
         """
         self.name = name
-        self.answers: dict[tuple[int, int], Mapping[str, str]] = {}  # (index, sample): what it was made from
+        self.answers: dict[tuple[int, int], Mapping[str, str]] = {}  # (index, sample): hashes of the answer's sources
         self._line_numbers: dict[tuple[int, int], int] = {}
         if name == STANDARD:
             self._file: BinaryIO = sys.stdout.buffer
             return
         try:
-            self._file = open(name, "a+b")  # noqa: SIM115 - lives as long as this object
+            self._file = open(name, "a+b")  # noqa: SIM115 - open as long as this object is used
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(f"--output {name}: another run is writing to it") from error
@@ -143,7 +143,7 @@ class AnswerFile:
         self._file.truncate(whole)
 
     def _read(self, data: bytes) -> int:
-        """Take in every whole line; returns their bytes."""
+        """Note the answer of every complete line. Returns the number of bytes of these lines."""
         *lines, rest = data.split(b"\n")
         for number, line in enumerate(lines, start=1):
             try:
@@ -153,15 +153,12 @@ class AnswerFile:
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"--output {self.name}, line {number}: not an answer of lockstep generate") from error
             self.answers[key], self._line_numbers[key] = made_from, number
-        if not lines and not _FIRST_BYTES.startswith(rest[: len(_FIRST_BYTES)]):  # a foreign file of one line
+        if not lines and not _FIRST_BYTES.startswith(rest[: len(_FIRST_BYTES)]):  # one line that is no answer
             raise ValueError(f"--output {self.name}, line 1: not an answer of lockstep generate")
         return len(data) - len(rest)
 
     def compare(self, prompts: Iterable[Prompt], num_samples: int, settings: Mapping[str, str]) -> None:
-        """Raise ValueError for the first answer that was made from something else.
-
-        `settings` may lack hashes that are not known yet.
-        """
+        """Raise ValueError for the first answer with other hashes. `settings` may lack hashes that are unknown yet."""
         by_index = {prompt.index: prompt for prompt in prompts}
         for (index, sample), made_from in self.answers.items():
             where = f"--output {self.name}, line {self._line_numbers[index, sample]}"
@@ -174,12 +171,12 @@ class AnswerFile:
                     raise ValueError(f"{where}: {changed}made from {_MADE_FROM[name]}; choose another --output")
 
     def append(self, answers: Iterable[Mapping[str, object]]) -> None:
-        """Write answers so that a kill of this process cannot lose them."""
+        """Write answers to the operating system, so that they survive a kill of this process."""
         self._file.write(b"".join(json.dumps(answer).encode() + b"\n" for answer in answers))
         self._file.flush()
 
     def close(self) -> None:
-        """Flush to the disk, and let others write."""
+        """Flush the file to the disk, and release its lock."""
         self._file.flush()
         if self.name != STANDARD:
             os.fsync(self._file.fileno())
@@ -188,17 +185,17 @@ class AnswerFile:
 
 @dataclass(frozen=True)
 class OfflineReport:
-    """What a run did."""
+    """The counts of one run."""
 
-    num_before: int  # answers that were there
+    num_before: int  # answers that the file had before
     num_written: int
-    num_ignored: int  # of those written: the engine could not take the prompt; finish_reason says why
+    num_ignored: int  # written answers without output, because the engine could not take the prompt; see finish_reason
 
 
 def generate(job: OfflineJob) -> OfflineReport:
-    """Answer what is not answered yet; whatever stops it, the answers that finished are in the file.
+    """Compute the missing answers. After any interruption, the finished answers are in the file.
 
-    Raises ValueError naming the option, file or line that is wrong.
+    Raises ValueError naming the wrong option, file or line.
     """
     prompts = read_prompts(job)
     file = AnswerFile(job.output)
@@ -212,10 +209,10 @@ def generate(job: OfflineJob) -> OfflineReport:
 
 
 class _OfflineRun:
-    """The engine's share of a job."""
+    """The part of a job that needs the engine."""
 
     def __init__(self, job: OfflineJob, file: AnswerFile, prompts: Sequence[Prompt]) -> None:
-        # Only now the heavy imports: a wrong option or line is answered at once.
+        # Heavy imports come after the checks, so that a wrong option or line is reported at once.
         from ...kernels.sampling.draws import derive_seed
         from ...rollout.engine import Engine
         from ..service import RolloutService
@@ -223,7 +220,7 @@ class _OfflineRun:
         self._job, self._file, self._derive_seed = job, file, derive_seed
         try:
             self._engine = Engine(job.model, job.engine)
-        except OSError as error:  # what transformers raises for a folder that lacks a file
+        except OSError as error:  # transformers raises it for a folder that lacks a file
             raise ValueError(f"--model {job.model}: {error}") from error
         if self._engine.tokenizer is None and any(isinstance(prompt.prompt, str) for prompt in prompts):
             raise ValueError(f"--model {job.model} has no tokenizer: prompts must be lists of token ids")
@@ -233,9 +230,10 @@ class _OfflineRun:
         file.compare(prompts, job.sampling.n, self._hashes)
 
     def run(self, work: Sequence[Work]) -> OfflineReport:
-        """Keep the engine full, with as many requests waiting as may run, and write what it finishes."""
+        """Keep the engine full, with as many requests waiting as may run, and write the finished answers."""
         engine, num_before, num_ignored = self._engine, len(self._file.answers), 0
-        waiting, live = iter(work), {}
+        waiting = iter(work)
+        live: dict[str, Work] = {}
         bar = tqdm(
             total=num_before + len(work),
             initial=num_before,
@@ -251,7 +249,7 @@ class _OfflineRun:
                     break
                 finished = engine.step()
                 self._file.append(self._answer(*live.pop(c.id), c) for c in finished)
-                num_ignored += sum(c.finish_reason.type == "ignored" for c in finished)
+                num_ignored += sum(_finish_reason(c).type == "ignored" for c in finished)
                 seconds, num_tokens = engine.metrics.step_seconds, engine.metrics.num_output_tokens
                 bar.set_postfix_str(f"{num_tokens / seconds:.0f} tok/s", refresh=False)
                 bar.update(len(finished))
@@ -270,7 +268,7 @@ class _OfflineRun:
         return rid
 
     def _answer(self, prompt: Prompt, sample: int, completion: Completion) -> dict[str, object]:
-        reason = {name: value for name, value in asdict(completion.finish_reason).items() if value is not None}
+        reason = {name: value for name, value in asdict(_finish_reason(completion)).items() if value is not None}
         return {
             "index": prompt.index,
             "sample": sample,
@@ -290,6 +288,12 @@ class _OfflineRun:
         }
 
 
+def _finish_reason(completion: Completion) -> FinishReason:
+    """Return the reason for which a finished sequence ended."""
+    assert completion.finish_reason is not None
+    return completion.finish_reason
+
+
 def _hash(value: object) -> str:
-    """16 hex digits of a JSON-like value."""
+    """Hash a JSON-like value to 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""How every command of `lockstep` answers a mistake."""
+"""The argument parser of all commands of `lockstep`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ PACKAGE = __package__.split(".")[0]
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Answers a mistake in one line."""
+    """A parser that reports a mistake in one line and exits with 2."""
 
     def error(self, message: str) -> NoReturn:
+        """Print the mistake on stderr and exit with 2."""
         self.exit(2, f"lockstep: error: {' '.join(message.split())} (see {self.prog} --help)\n")

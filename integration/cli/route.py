@@ -1,4 +1,4 @@
-"""`lockstep route`: one address for many engines."""
+"""`lockstep route`: serve many engines at one address."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .settings import build, named, read_settings
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Route until a signal ends it. Returns the exit code."""
+    """Route until SIGTERM or SIGINT. Returns the exit code."""
     options = _parse(arguments)
     from ..http.edge.config import HttpConfig
     from ..router import server
@@ -27,7 +27,7 @@ def run(arguments: Sequence[str]) -> int:
         raise ValueError(f"--setting: {', '.join(twice)} has a flag of its own")
     settings |= {"workers": tuple(options.worker), "http": http, "journal": options.journal}
     config = named("route", lambda: build(RouterConfig, settings))
-    logging.getLogger(PACKAGE).setLevel(logging.INFO)  # who comes and goes
+    logging.getLogger(PACKAGE).setLevel(logging.INFO)  # the router logs workers that appear and fail
 
     def announce(url: str) -> None:
         print(f"lockstep: routing at {url}", file=sys.stderr, flush=True)
@@ -42,24 +42,28 @@ def run(arguments: Sequence[str]) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(
         prog="lockstep route",
-        description="One address for many engines: generation goes to the least loaded one that knows the prompt, "
-        "administration to all of them. SIGTERM and Ctrl-C end it.",
+        description="Serve many engines at one address: generation goes to the least loaded engine that has the "
+        "prompt's KV, administration to all engines. SIGTERM and Ctrl-C end it.",
     )
     parser.add_argument(
-        "--worker", action="extend", nargs="+", default=[], metavar="URL", help="engines; more may be added later"
-    )
-    parser.add_argument("--host", help="default 127.0.0.1; another needs an admin key")
-    parser.add_argument("--port", type=int, default=30080, help="default 30080; 0: a free one")
-    parser.add_argument("--api-key", metavar="KEY", help="default: the environment's LOCKSTEP_API_KEY")
-    parser.add_argument("--admin-api-key", metavar="KEY", help="default: LOCKSTEP_ADMIN_KEY, or SGLANG_OMNI_ADMIN_KEY")
+        "--worker", action="extend", nargs="+", default=[], metavar="URL",
+        help="addresses of engines; more may be added later",
+    )  # fmt: skip
+    parser.add_argument("--host", help="address to listen on, default 127.0.0.1; others need an admin key")
+    parser.add_argument("--port", type=int, default=30080, help="port to listen on, default 30080; 0: a free one")
+    parser.add_argument("--api-key", metavar="KEY", help="key that requests must carry; default: LOCKSTEP_API_KEY")
+    parser.add_argument(
+        "--admin-api-key", metavar="KEY",
+        help="key that administration must carry; default: LOCKSTEP_ADMIN_KEY, or SGLANG_OMNI_ADMIN_KEY",
+    )  # fmt: skip
     parser.add_argument(
         "--journal", type=Path, metavar="FILE",
-        help="of the update in progress; default: in ~/.local/state/lockstep, by port. Beside it FILE.workers.json "
-        "remembers across restarts which workers were added, removed or disabled at run time (not with --port 0 and no "
-        "FILE); delete it to begin with the --worker list alone",
+        help="file about the update in progress; default: in ~/.local/state/lockstep, by port. FILE.workers.json "
+        "beside it keeps the workers that were added, removed or disabled at run time, for a restart (not with --port "
+        "0 and no FILE); delete it to begin with the --worker list alone",
     )  # fmt: skip
     parser.add_argument(
         "--setting", action="extend", nargs="+", default=[], metavar="KEY=VALUE",
-        help="others: health_interval_s=2 queue_timeout_s=60 affinity_slack=8 allow_mixed_versions=true ...",
+        help="other settings: health_interval_s=2 queue_timeout_s=60 affinity_slack=8 allow_mixed_versions=true ...",
     )  # fmt: skip
     return parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""`lockstep serve`: reads the flags and the config file, and serves the model."""
+"""`lockstep serve`: read the flags and the config file, and serve the model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ...rollout.config import EngineConfig
 from ..http.edge.config import HttpConfig
@@ -16,17 +17,18 @@ from .settings import build, named, read_settings, read_tables
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Serve until a signal ends it. Returns the exit code."""
+    """Serve until SIGTERM or SIGINT. Returns the exit code."""
     options = _parse(arguments)
     tables = read_tables(options.config)
-    model = options.model or tables["http"].pop("model_path", None)
+    model: Any = options.model or tables["http"].pop("model_path", None)
     if model is None:
         raise ValueError("--model is needed, or http.model_path in the config")
     given = {"host": options.host, "port": options.port, "api_key": options.api_key}
     given |= {"admin_api_key": options.admin_api_key, "model_name": options.served_model_name}
     http = tables["http"] | {name: value for name, value in given.items() if value is not None}
     extra = read_settings("--sglang-arg", options.sglang_arg)
-    http |= {"model_path": str(model), "extra_server_args": http.get("extra_server_args", {}) | extra}
+    shown: Any = http.get("extra_server_args", {})
+    http |= {"model_path": str(model), "extra_server_args": shown | extra}
     return _serve_model(
         model, http, tables["engine"] | read_settings("--engine", options.engine),
         tables["service"] | ({"allow_pickle": False} if options.no_pickle else {}),
@@ -41,9 +43,9 @@ def _serve_model(model: str, http: dict[str, object], engine: dict[str, object],
     if not Path(model, "config.json").is_file():
         raise ValueError(f"--model: {model} is not a model folder (it has no config.json)")
     named("engine", lambda: _check_ranks(engine_config.tp, engine_config.pp))
-    from .served_model import serve_model  # only now the heavy imports
+    from .served_model import serve_model  # heavy imports come after the checks
 
-    logging.getLogger(PACKAGE).setLevel(logging.INFO)  # what the engine chose, and why
+    logging.getLogger(PACKAGE).setLevel(logging.INFO)  # the engine logs its choices, with reasons
     try:
         serve_model(model, http_config, engine_config, service_config)
     except OSError as error:
@@ -52,8 +54,7 @@ def _serve_model(model: str, http: dict[str, object], engine: dict[str, object],
 
 
 def _check_ranks(tp: int, pp: int) -> None:
-    """Raises ValueError, naming the command, where this is not one of as many processes as the model is divided
-    among."""
+    """Raise ValueError, naming the right command, unless torchrun started as many processes as the model needs."""
     num_ranks, num_started = tp * pp, int(os.environ.get("WORLD_SIZE", "1"))
     command = f"torchrun --nproc-per-node {num_ranks} -m {PACKAGE}.integration.cli serve ... --engine tp={tp} pp={pp}"
     if num_started == 1 < num_ranks:
@@ -69,22 +70,25 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(
         prog="lockstep serve",
         description="Serve a model over HTTP: generation, OpenAI's API, and the control and weight verbs that RL "
-        "frameworks use. SIGTERM and Ctrl-C end it. A model that is divided among ranks (--engine tp=2 pp=2) is served "
-        f"by torchrun --nproc-per-node 4 -m {PACKAGE}.integration.cli serve ...",
+        "frameworks use. SIGTERM and Ctrl-C end it. To divide a model among ranks (--engine tp=2 pp=2), start it with "
+        f"torchrun --nproc-per-node 4 -m {PACKAGE}.integration.cli serve ...",
     )
     parser.add_argument("--model", metavar="FOLDER", help="a causal LM in Hugging Face format")
     parser.add_argument(
-        "--config", metavar="FILE", help="TOML with the tables engine, http and service; flags win over it"
+        "--config", metavar="FILE", help="TOML with the tables engine, http and service; flags replace its values"
     )
-    parser.add_argument("--host", help="default 127.0.0.1; another needs an admin key")
-    parser.add_argument("--port", type=int, help="default 30000; 0: a free one")
-    parser.add_argument("--api-key", metavar="KEY", help="default: the environment's LOCKSTEP_API_KEY")
-    parser.add_argument("--admin-api-key", metavar="KEY", help="default: LOCKSTEP_ADMIN_KEY, or SGLANG_OMNI_ADMIN_KEY")
-    parser.add_argument("--served-model-name", metavar="NAME", help="as /v1/models calls it; default: the folder")
+    parser.add_argument("--host", help="address to listen on, default 127.0.0.1; others need an admin key")
+    parser.add_argument("--port", type=int, help="port to listen on, default 30000; 0: a free one")
+    parser.add_argument("--api-key", metavar="KEY", help="key that requests must carry; default: LOCKSTEP_API_KEY")
+    parser.add_argument(
+        "--admin-api-key", metavar="KEY",
+        help="key that administration must carry; default: LOCKSTEP_ADMIN_KEY, or SGLANG_OMNI_ADMIN_KEY",
+    )  # fmt: skip
+    parser.add_argument("--served-model-name", metavar="NAME", help="name in /v1/models; default: the folder")
     parser.add_argument("--no-pickle", action="store_true", help="refuse the pickled payloads of existing frameworks")
     for flag, what in (
         ("--engine", "engine settings: kv_cache=2GiB dtype=bfloat16 max_num_seqs=64 ..."),
-        ("--sglang-arg", "settings that /server_info is to show beside its own: mem_fraction_static=0.8 ..."),
+        ("--sglang-arg", "further settings to show in /server_info: mem_fraction_static=0.8 ..."),
     ):
         parser.add_argument(flag, action="extend", nargs="+", default=[], metavar="KEY=VALUE", help=what)
     return parser.parse_args(arguments)

@@ -1,7 +1,7 @@
 """`lockstep serve`: an engine with its HTTP surface, in one process or on the ranks that torchrun started.
 
-The ranks of a replica load their parts of the model together. Its controller listens; the others follow it until it
-closes the engine, and leave signals to it, for torchrun sends one to all of them at once.
+The ranks of a replica load their parts of the model together. Its controller listens; the other ranks follow it until
+it closes the engine. They ignore signals, because torchrun sends a signal to all ranks at once.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..service_config import ServiceConfig
 
 logger = logging.getLogger(__name__)
 
-_MEET_TIMEOUT_S = 600.0  # ranks that load a model, perhaps from different disks, and only then meet
+_MEET_TIMEOUT_S = 600.0  # for the first collective: ranks may load the model from disks of different speed before
 
 
 def serve_model(
     model: str, http_config: HttpConfig, engine_config: EngineConfig, service_config: ServiceConfig
 ) -> None:
-    """Serve until SIGINT or SIGTERM; of several ranks each calls this, and whoever finds that another is lost ends its
-    process, naming it, with exit code 1. Raises ValueError and OSError as `server.serve`, and what a signal raises."""
+    """Serve until SIGINT or SIGTERM. Every rank of a replica calls it. A rank that finds another one lost names it and
+    ends its own process with exit code 1. Raises ValueError and OSError as `server.serve`, and a signal's exception."""
     if engine_config.tp * engine_config.pp == 1:
         _serve(model, http_config, RolloutService(Engine(model, engine_config), service_config))
         return
@@ -45,14 +45,14 @@ def serve_model(
             else:
                 _follow(service)
         except RuntimeError as error:
-            if (failure := loss_of(error, engine and engine.ranks)) is None:
+            if (failure := loss_of(error, engine.ranks if engine is not None else None)) is None:
                 raise
             leave(failure, ranks.rank, "while serving" if engine else "before serving")
 
 
 def _serve(model: str, config: HttpConfig, service: RolloutService) -> None:
     def announce(url: str) -> None:
-        sys.stderr.write(f"lockstep: serving {model} at {url}\n")  # one write, for other ranks write there too
+        sys.stderr.write(f"lockstep: serving {model} at {url}\n")  # one write, because other ranks write to stderr too
         sys.stderr.flush()
 
     server.serve(service, config, announce)

@@ -1,4 +1,4 @@
-"""Settings of a command: `key=value` items of flags, tables of a config file, and the dataclasses made of them."""
+"""Settings of a command, read from `key=value` flags and tables of a config file, and built into dataclasses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 def read_settings(flag: str, items: Sequence[str]) -> dict[str, object]:
-    """Read settings from `key=value` items and JSON objects, later ones winning.
+    """Read settings from `key=value` items and JSON objects. A later item replaces an earlier one.
 
-    A value is read as JSON, and as plain text where it is none. Raises ValueError naming the flag and the item.
+    A value is read as JSON, or as plain text where it is not JSON. Raises ValueError naming the flag and the item.
     """
     settings: dict[str, object] = {}
     for item in items:
@@ -36,7 +36,7 @@ def read_settings(flag: str, items: Sequence[str]) -> dict[str, object]:
 
 
 def read_tables(path: str | None) -> dict[str, dict[str, object]]:
-    """Read the tables of a config file of `lockstep serve`. Raises ValueError naming what is wrong."""
+    """Read the tables of a config file of `lockstep serve`. Raises ValueError naming the fault."""
     tables: dict[str, dict[str, object]] = {"engine": {}, "http": {}, "service": {}}
     if path is None:
         return tables
@@ -50,7 +50,7 @@ def read_tables(path: str | None) -> dict[str, dict[str, object]]:
 
 
 def build(kind: type[T], settings: dict[str, object]) -> T:
-    """Make a dataclass of settings. Raises ValueError listing every unknown one."""
+    """Make a dataclass of settings. Raises ValueError listing every unknown setting."""
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(settings.keys() - known):
         raise ValueError(f"unknown setting: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
@@ -58,7 +58,7 @@ def build(kind: type[T], settings: dict[str, object]) -> T:
 
 
 def named(flag: str, make: Callable[[], T]) -> T:
-    """Call `make`; a ValueError that it raises names the flag."""
+    """Call `make`, and put the flag before the message of a ValueError that it raises."""
     try:
         return make()
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`lockstep train`: checks a config, and becomes torchrun of the GRPO job."""
+"""`lockstep train`: check a config, and start the GRPO job under torchrun."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .parser import PACKAGE, CommandParser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Check the config, then become torchrun; with --check print the plan and return the exit code."""
+    """Check the config, then replace this process by torchrun. With --check, print the plan and return exit code 0."""
     options = _parse(arguments)
     config = load_config(options.config, options.overrides)
-    # Only now the heavy imports: a mistyped key is answered at once.
+    # Heavy imports come after the config, so that a wrong key is reported at once.
     import torch
 
     from ..grpo.plan import check_job, describe_plan
@@ -38,7 +38,7 @@ def run(arguments: Sequence[str]) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(
         prog="lockstep train",
-        description="Check a config, then run the GRPO job under torchrun on this machine. For more machines call "
+        description="Check a config, then run the GRPO job under torchrun on this machine. For several machines, call "
         "torchrun -m lockstep.integration.grpo yourself.",
     )
     parser.add_argument("config", help="a TOML file; see configs/")
@@ -47,8 +47,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--nproc-per-node",
         type=int,
         metavar="N",
-        help="ranks; default: run.num_ranks, else one per GPU, else 2",
+        help="number of ranks; default: run.num_ranks, else one per GPU, else 2",
     )
     parser.add_argument("--check", action="store_true", help="print the plan and stop")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of this run")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of this run")
     return parser.parse_intermixed_args(arguments)

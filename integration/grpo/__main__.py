@@ -1,4 +1,4 @@
-"""Runs the training job: `torchrun -m lockstep.integration.grpo CONFIG`."""
+"""Run the training job: `torchrun -m lockstep.integration.grpo CONFIG`."""
 
 import os
 import sys
@@ -7,8 +7,8 @@ from .main import main
 
 if __name__ == "__main__":
     code = main()
-    # Everything is on the disk and the process group is gone. Interpreter teardown, which has been seen to hang in a
-    # library's thread, must not keep torchrun and the other ranks waiting.
+    # All files are written and the process group is closed. The interpreter's teardown sometimes hangs in a library's
+    # thread: skip it, so that torchrun and the other ranks do not wait for it.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,7 +1,7 @@
 """Verifiable addition: problems, their train / held-out split, worked examples and a character tokenizer.
 
-A prompt reads "What is 347 + 285?\\n". A worked solution writes the column sums from the ones upwards, each
-with the carry from the column before it, then the ordinary sum: "12 13 06=632".
+A prompt is "What is 347 + 285?\\n". A worked solution writes the column sums, the ones first, each with the carry from
+the column before it, then the total: "12 13 06=632".
 """
 
 import hashlib
@@ -14,19 +14,19 @@ from transformers import PreTrainedTokenizerFast
 
 from .problems import Problem
 
-VOCAB_SIZE = 128  # every entry has a token, so that whatever a model samples can be decoded
-CONTEXT_TOKENS = 64  # prompt and completion fit in twice over
+VOCAB_SIZE = 128  # every entry has a token, so that all tokens that a model can sample can be decoded
+CONTEXT_TOKENS = 64  # twice the length of the longest prompt and completion
 
 
 @dataclass(frozen=True)
 class ArithmeticSpec:
-    """Which sums are asked. The split depends on the operands alone, so all seeds hold out the same sums."""
+    """The range of sums to ask. The split depends on the operands alone, so all seeds hold out the same sums."""
 
     seed: int = 0  # order of the training problems
-    min_digits: int = 3  # of each operand, at least 2
-    max_digits: int = 3
+    min_digits: int = 3  # least number of digits of each operand, at least 2
+    max_digits: int = 3  # largest number of digits of each operand, at most 9
     num_heldout: int = 512
-    heldout_one_in: int = 16  # share of all canonical pairs that training never sees
+    heldout_one_in: int = 16  # one in this many canonical pairs is never used for training
 
     def __post_init__(self) -> None:
         faults = []
@@ -48,33 +48,35 @@ class ArithmeticSpec:
 
 @dataclass(frozen=True)
 class ArithmeticData:
+    """The addition problems of one `ArithmeticSpec`."""
+
     spec: ArithmeticSpec
     heldout: tuple[Problem, ...]  # distinct canonical pairs, none of which training draws
 
     def train_problems(self, step: int, num_problems: int) -> list[Problem]:
-        """The problems of one step, distinct within it: a pure function of (spec, step, num_problems)."""
+        """Draw the problems of one step, all different: a pure function of (spec, step, num_problems)."""
         pairs = _draw_pairs(self.spec, f"train/{self.spec.seed}/{step}", num_problems, wants_heldout=False)
         return [_problem(a, b) for a, b in pairs]
 
 
 def arithmetic_problems(spec: ArithmeticSpec) -> ArithmeticData:
-    """Builds the data set. Only held-out problems are stored; training problems are drawn when asked for."""
+    """Build the data set. Only held-out problems are stored; training problems are drawn on request."""
     pairs = _draw_pairs(spec, "heldout", spec.num_heldout, wants_heldout=True)
     return ArithmeticData(spec=spec, heldout=tuple(_problem(a, b) for a, b in pairs))
 
 
 def is_heldout(a: int, b: int, one_in: int) -> bool:
-    """Which side of the split a + b is on; b + a is on the same one."""
+    """Return whether a + b is held out. The answer for b + a is the same."""
     low, high = sorted((a, b))
     digest = hashlib.sha256(f"{low}+{high}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % one_in == 0
 
 
 def worked_solution(problem: Problem, slip_rate: float = 0.0, rng: random.Random | None = None) -> str:
-    """How a pupil adds who forgets each carry with probability `slip_rate`, drawn from `rng`.
+    """Write the solution of a pupil that forgets each carry with probability `slip_rate`, drawn from `rng`.
 
-    347 + 285 gives "12 13 06=632", or with the first carry forgotten "12 12 06=622". Whatever the columns
-    say, the sum after "=" is the one they add up to.
+    347 + 285 gives "12 13 06=632", or with the first carry forgotten "12 12 06=622". The number after "=" is always the
+    sum of the columns as they were written. Raises ValueError for a `slip_rate` without `rng`.
     """
     if slip_rate and rng is None:
         raise ValueError(f"slip_rate={slip_rate} needs a random number generator")
@@ -82,7 +84,7 @@ def worked_solution(problem: Problem, slip_rate: float = 0.0, rng: random.Random
     num_columns = max(len(str(a)), len(str(b)))
     carry, total, columns = 0, 0, []
     for place in range(num_columns):
-        if carry and slip_rate and rng.random() < slip_rate:
+        if carry and slip_rate and rng is not None and rng.random() < slip_rate:
             carry = 0
         column = a // 10**place % 10 + b // 10**place % 10 + carry
         columns.append(f"{column:02d}")
@@ -92,7 +94,7 @@ def worked_solution(problem: Problem, slip_rate: float = 0.0, rng: random.Random
 
 
 def operands(problem: Problem) -> tuple[int, int]:
-    """The two numbers that an arithmetic prompt asks to add."""
+    """Read the two numbers of an arithmetic prompt."""
     first, second = problem.prompt.removeprefix("What is ").removesuffix("?\n").split(" + ")
     return int(first), int(second)
 
@@ -119,10 +121,10 @@ def _draw_operand(rng: random.Random, spec: ArithmeticSpec) -> int:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of single ASCII characters (so every digit is one token) that puts <bos> before each text.
+    """Build a tokenizer of single ASCII characters (so every digit is one token) that puts <bos> before each text.
 
-    Has exactly VOCAB_SIZE tokens: <pad>, <bos>, <eos>, <unk>, the printable characters and newline, and
-    reserved ones. Decoding a text's tokens without special ones gives the text back.
+    It has exactly VOCAB_SIZE tokens: <pad>, <bos>, <eos>, <unk>, the printable characters and newline, and reserved
+    ones. Decoding a text's tokens without the special ones gives the same text.
     """
     special = ["<pad>", "<bos>", "<eos>", "<unk>"]
     characters = [*string.digits, *string.ascii_letters, *string.punctuation, " ", "\n"]

@@ -1,9 +1,9 @@
-"""Checkpoints of the main job: whole or not there, and enough to go on as if nothing had happened.
+"""Checkpoints of the main job. A resumed run continues with the same results as a run without a stop.
 
-A checkpoint is a folder `step-000020` with the model, the optimizer's tensors and the step, whole tensors whatever
-sharded the trainer. It is written under another name, flushed to the disk and renamed. No pickle: tensors are
-safetensors, the rest is JSON. Every random choice of the job is a pure function of (seed, step), so no generator state
-is kept.
+A checkpoint is a folder `step-000020` with the model, the optimizer's tensors and the step. Its tensors are whole, also
+when the trainer is sharded. It is written under another name, flushed to the disk and renamed, so it is complete or
+absent. No pickle: tensors are safetensors, the rest is JSON. Every random choice of the job is a pure function of
+(seed, step), so no generator state is kept.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _NUM_KEPT = 2
 
 
 def save_checkpoint(folder: Path, step: int, state: TrainerState) -> Path:
-    """Write the state after `step` finished steps; keeps the newest two checkpoints. One rank calls it."""
+    """Write the state after `step` finished steps, and delete all but the newest two checkpoints. One rank calls it."""
     path = folder / f"{_PREFIX}{step:06d}"
-    # A run that was resumed comes by here again, with the same bytes.
+    # A resumed run may write the same step again, with the same bytes.
     with atomic_folder(path, replace=True) as partial:
         for name in ("model", "optimizer"):
             tensors = {key: tensor.detach().contiguous() for key, tensor in getattr(state, name).items()}
@@ -36,12 +36,12 @@ def save_checkpoint(folder: Path, step: int, state: TrainerState) -> Path:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint with the most steps, or None."""
+    """Find the checkpoint with the most steps, or None."""
     return _checkpoints(folder)[-1] if _checkpoints(folder) else None
 
 
 def load_checkpoint(path: Path) -> tuple[int, TrainerState]:
-    """Read a checkpoint: its number of finished steps, and the state for `TrainerBackend.load_state`."""
+    """Read a checkpoint. Returns its number of finished steps, and the state for `TrainerBackend.load_state`."""
     state = TrainerState(load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors"))
     return json.loads((path / "state.json").read_text())["step"], state
 

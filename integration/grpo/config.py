@@ -1,4 +1,4 @@
-"""The job's settings: TOML plus `key=value`, every fault named by its key before anything heavy is imported."""
+"""The job's settings: TOML plus `key=value`. Every fault is reported by its key before heavy libraries are imported."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class JobConfig:
     model: ModelSettings = field(default_factory=ModelSettings)
     warm_start: WarmStartSettings = field(default_factory=WarmStartSettings)
     data: DataSettings = field(default_factory=DataSettings)
-    reward: str = "lockstep.integration.grpo.rewards:exact_answer"  # module:function
-    trainer: str = "ddp"  # or "fsdp2", or "deepspeed"
-    sync: str = "in_place"  # how engines get the weights: or "distributed", "tensor", "disk", "delta"
-    engines: str = "local"  # in the trainer's ranks; or "separate": in processes of their own
+    reward: str = "lockstep.integration.grpo.rewards:exact_answer"  # the reward function, as module:function
+    trainer: str = "ddp"  # how the model is trained on several ranks: "ddp", "fsdp2" or "deepspeed"
+    sync: str = "in_place"  # how engines get the weights: "in_place", "distributed", "tensor", "disk" or "delta"
+    engines: str = "local"  # "local": in the trainer's processes; "separate": in processes of their own
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     deepspeed: DeepSpeedSettings = field(default_factory=DeepSpeedSettings)
@@ -79,10 +79,11 @@ class JobConfig:
 
     @property
     def folder(self) -> Path:
+        """The folder of the run's results."""
         return Path(self.run.dir) / self.run.name
 
     def engine_config(self) -> EngineConfig:
-        """Set up the engine of each rank. Raises ValueError naming what is out of range."""
+        """Build the settings of each rank's engine. Raises ValueError naming the values that are out of range."""
         settings = self.engine
         return EngineConfig(
             kv_cache=settings.kv_cache,
@@ -101,8 +102,8 @@ class JobConfig:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     """Read a TOML file and apply `section.key=value` overrides in order.
 
-    Values of overrides are read as TOML, and as plain text where they are not. Raises ValueError naming every unknown
-    key, missing key and wrong type at once.
+    Values of overrides are read as TOML, or as plain text where they are not TOML. Raises ValueError naming every
+    unknown key, missing key and wrong type at once.
     """
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""One rank of the main job. The loop is generate, score, train, commit."""
+"""One rank of the main job: a loop of generate, score, train and commit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What one step sampled on this rank."""
+    """The samples of one step on this rank, with their rewards."""
 
     completions: list[Completion]
     rewards: torch.Tensor  # float32 [prompts, group]
@@ -53,7 +53,7 @@ class GrpoJob:
     """Model, engine and trainer of one rank."""
 
     def __init__(self, config: JobConfig, ranks: Ranks, *, resume: bool) -> None:
-        transformers_logging.disable_progress_bar()  # one bar, ours
+        transformers_logging.disable_progress_bar()  # the job has a bar of its own
         self.config = config
         self.ranks = ranks
         self.task = build_task(config)
@@ -61,15 +61,15 @@ class GrpoJob:
         folder = Path(config.model.path) if config.model.path else self._built_model()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[config.model.dtype])
-        self.model.to(ranks.device)
+        self.model.to(ranks.device)  # type: ignore[arg-type]  # transformers' decorator hides that it is a method
         self.backend = make_backend(config, ranks)
-        # Before the trainer, which may shard the module that the engine hosts or copies.
+        # The engine comes before the trainer, which may shard the module that the engine hosts or copies.
         self.engine = make_engine(config, self.model, folder, self.tokenizer, ranks, self.backend)
         self.trainer = GrpoTrainer(
             self.engine.hosted, self.backend, config.train, config.rollout.temperature, ranks,
             announce_step=self.engine.announce_step,
         )  # fmt: skip
-        self.first_step = self.step = 0  # step: the one under way, from 1
+        self.first_step = self.step = 0  # step: number of the current step, from 1
         if resume and (checkpoint := newest_checkpoint(config.folder / "checkpoints")) is not None:
             self.first_step, state = load_checkpoint(checkpoint)
             self.backend.load_state(state)
@@ -78,7 +78,7 @@ class GrpoJob:
         self._http = self._serve()
 
     def run(self) -> None:
-        """Train to the last step, evaluate, save the model; rank 0 reports."""
+        """Train to the last step, evaluate and save the model. Rank 0 prints the results."""
         config, log = self.config, None
         before = self._accuracy_before()
         if self.ranks.is_first:
@@ -101,10 +101,10 @@ class GrpoJob:
         if log is not None:
             print(f"held-out accuracy: {before:.1%} before, {log.heldout_accuracy:.1%} after {config.run.num_steps} "
                   "steps", flush=True)  # fmt: skip
-        dist.barrier()  # nobody leaves before the results stand, or while others may call its engine
+        dist.barrier()  # no rank ends before the results are written, or while other ranks may call its engine
 
     def _serve(self) -> BackgroundServer | None:
-        """Put the HTTP surface on this rank's engine, if the config wants it: it answers while the job trains."""
+        """Start an HTTP server on this rank's engine, if the config sets a port. It answers while the job trains."""
         service, port = self.engine.service, self.config.http.port
         if not port or service is None or not service.engine.is_controller:
             return None
@@ -116,13 +116,13 @@ class GrpoJob:
         return server
 
     def close(self) -> None:
-        """End what the job started: servers, engines, sockets."""
+        """Close the servers, engines and sockets of the job."""
         if self._http is not None:
             self._http.close()
         self.engine.close()
 
     def _step(self, step: int) -> dict[str, object]:
-        """Generate, score, train, commit; returns the step's metrics."""
+        """Generate, score, train and commit. Returns the step's metrics."""
         started = time.perf_counter()
         rollouts = self._rollout(step)
         rolled_out = time.perf_counter()
@@ -154,7 +154,7 @@ class GrpoJob:
         return self.config.rollout.prompts_per_step * self.config.rollout.group_size
 
     def _rollout(self, step: int) -> Rollouts:
-        """Sample this rank's share of the step's prompts, a group for each, and score it."""
+        """Sample a group for each of this rank's prompts of the step, and score the samples."""
         rollout, ranks = self.config.rollout, self.ranks
         problems = list(self.task.train_problems(step, rollout.prompts_per_step))
         mine = range(ranks.rank, len(problems), ranks.num_ranks)
@@ -187,17 +187,17 @@ class GrpoJob:
         return [self.reward(problem.prompt, completion.text, problem.answer) for problem, completion in pairs]
 
     def heldout_accuracy(self) -> float:
-        """Mean reward of greedy answers to the held-out problems, shared among the ranks."""
+        """Measure the mean reward of greedy answers to the held-out problems. The ranks share the problems."""
         mine = list(self.task.heldout[self.ranks.rank :: self.ranks.num_ranks])
         params = SamplingParams(temperature=0.0, max_new_tokens=self.config.rollout.max_new_tokens)
         completions = self.engine.generate([p.prompt for p in mine], params)
         total = sum(self._score(mine, completions))
         return self.ranks.total(total) / len(self.task.heldout)
 
-    # -- what is kept -----------------------------------------------------------------------------------------------
+    # -- files of the run -------------------------------------------------------------------------------------------
 
     def _accuracy_before(self) -> float:
-        """Held-out accuracy of the model that the run began with; a resumed run remembers it."""
+        """Measure the held-out accuracy of the run's first model. A resumed run reads it from the run's folder."""
         path = self.config.folder / "before.json"
         if self.first_step:
             return json.loads(path.read_text())["heldout_accuracy"] if self.ranks.is_first else 0.0
@@ -222,7 +222,7 @@ class GrpoJob:
         return warm_start(spec, cache_dir, device=device, on_progress=_report_warm_start)
 
     def _save_checkpoint(self, step: int) -> None:
-        state = self.backend.state()  # on every rank: shards are gathered
+        state = self.backend.state()  # called on every rank, because it gathers shards
         if self.ranks.is_first:
             save_checkpoint(self.config.folder / "checkpoints", step, state)
 

@@ -1,6 +1,6 @@
 """The arithmetic of GRPO as pure functions of tensors: advantages, policy loss, KL estimate.
 
-Dimension letters: P prompts, G samples of one prompt; sampled tokens come in any layout, with a mask.
+Dimension letters: P prompts, G samples of one prompt. Sampled tokens have any layout, with a mask.
 """
 
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 def group_advantages(rewards: Tensor, scale_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
-    """How much better each sample did than the others of its prompt: (reward - mean) / (std + epsilon).
+    """Compare each sample's reward with the other samples of its prompt: (reward - mean) / (std + epsilon).
 
     rewards: [P, G], floating point. Returns [P, G]; each row sums to zero up to rounding. The standard
     deviation is that of the population. A group whose rewards are all equal has advantages of exactly zero.
-    With `scale_by_std=False` only the mean is taken off.
+    With `scale_by_std=False` the mean is subtracted and nothing is divided.
 
     Source: GRPO, Shao et al., "DeepSeekMath", 2024, section 4.1.2 (arXiv 2402.03300); without the division:
     Liu et al., "Understanding R1-Zero-Like Training", 2025 (Dr. GRPO, arXiv 2503.20783), which shows that it
@@ -27,17 +27,17 @@ def group_advantages(rewards: Tensor, scale_by_std: bool = True, epsilon: float 
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     if scale_by_std:
         centred = centred / (rewards.std(dim=1, correction=0, keepdim=True) + epsilon)
-    # Rounding of the mean leaves a residue in equal rewards, which the division would blow up.
+    # The mean of equal rewards may differ from them by a rounding error, which the division would magnify.
     is_degenerate = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
     return centred.masked_fill(is_degenerate, 0.0)
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss to differentiate and, detached, what to log: shares that add up over ranks and batches."""
+    """The loss to differentiate and, detached, numbers to log. The shares are summed over ranks and micro-batches."""
 
     loss: Tensor  # scalar; this rank's share of the token mean over the whole batch, KL included
-    clip_fraction: float  # this rank's share of the fraction of tokens whose gradient the clip cut off
+    clip_fraction: float  # this rank's share of the fraction of tokens whose gradient is zero by the clip
     kl: float  # this rank's share of the mean KL to the reference per token; 0.0 without a reference
     ratio_deviation: float  # largest |ratio - 1| on this rank; 0.0 exactly when behaviour and trainer agree
 
@@ -53,13 +53,13 @@ def policy_loss(
     reference_logprobs: Tensor | None = None,
     kl_coefficient: float = 0.0,
 ) -> PolicyLoss:
-    """Clipped token-level policy loss, -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), and KL.
+    """Compute the clipped policy loss per token, -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), and KL.
 
     logprobs (with gradient), behaviour_logprobs, advantages, reference_logprobs: one shape, one value per
-    sampled token; mask: bool, same shape, true for the tokens that count; values under a false mask never
-    matter. num_tokens: how many tokens count over all ranks and micro-batches, so that every token weighs
-    the same however the batch is cut. DDP averages gradients over ranks: back-propagate `loss` times the
-    number of ranks.
+    sampled token; mask: bool, same shape, true for the tokens that count; values where it is false are ignored.
+    num_tokens: number of tokens that count, over all ranks and micro-batches, so that every token has the same weight
+    for any division into micro-batches. DDP averages gradients over ranks: back-propagate `loss` times the number of
+    ranks.
 
     Raises ValueError for shapes that differ, a non-positive num_tokens, or a KL coefficient without a
     reference.
@@ -71,7 +71,7 @@ def policy_loss(
     """
     _check_policy_loss(logprobs, behaviour_logprobs, advantages, mask, num_tokens, reference_logprobs, kl_coefficient)
     log_ratio = torch.where(mask, logprobs - behaviour_logprobs.detach(), 0.0)
-    # Masked before they are multiplied: 0 * inf is not a number, and its gradient neither.
+    # Masked before the product, because 0 * inf is NaN, and its gradient too.
     advantages = torch.where(mask, advantages.detach(), 0.0)
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -81,7 +81,7 @@ def policy_loss(
     if reference_logprobs is not None:
         reference_log_ratio = torch.where(mask, reference_logprobs.detach() - logprobs, 0.0)
         kl = kl_k3(reference_log_ratio).sum() / num_tokens
-        # Without this guard a coefficient of 0 would still turn an infinite estimate into NaN.
+        # A product with a coefficient of 0 would turn an infinite estimate into NaN.
         if kl_coefficient:
             loss = loss + kl_coefficient * kl
     with torch.no_grad():
@@ -91,9 +91,9 @@ def policy_loss(
 
 
 def kl_k3(reference_log_ratio: Tensor) -> Tensor:
-    """Schulman's k3 estimate of KL(policy || reference) for tokens drawn from the policy, never negative.
-    reference_log_ratio: log p_reference - log p_policy of each token, any shape; the result has the same
-    shape.
+    """Estimate KL(policy || reference) for tokens drawn from the policy, by Schulman's k3. It is never negative.
+
+    reference_log_ratio: log p_reference - log p_policy of each token, any shape; the result has the same shape.
     """
     return torch.expm1(reference_log_ratio) - reference_log_ratio
 

@@ -1,4 +1,4 @@
-"""The main job: GRPO under torchrun, sampling from the very model that is trained.
+"""The main job: GRPO under torchrun. It samples from the model that it trains.
 
 torchrun --nproc-per-node 2 -m lockstep.integration.grpo configs/arithmetic_cpu.toml key=value...
 """
@@ -21,22 +21,22 @@ from .config import JobConfig, load_config
 if TYPE_CHECKING:
     from ..ranks import Ranks
 
-REFUSAL_S = 20  # within which ranks that are started together read one config
+REFUSAL_S = 20  # time in which all ranks of one torchrun have read the config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job, or with --check print its plan. Returns the exit code: 2 for what the user got wrong."""
+    """Run the job, or with --check print its plan. Returns the exit code: 2 for a mistake of the user."""
     parser = argparse.ArgumentParser(prog="lockstep.integration.grpo", description=__doc__)
     parser.add_argument("config", help="a TOML file; see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
     parser.add_argument("--check", action="store_true", help="validate the config, print the plan and stop")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of this run")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of this run")
     options = parser.parse_intermixed_args(arguments)
     rank = os.environ.get("RANK", "0")
     _set_up_logging(rank)
     try:
         config = load_config(options.config, options.overrides)
-        # Only now the heavy imports: a mistyped key is answered at once.
+        # Heavy imports come after the config, so that a wrong key is reported at once.
         from .plan import check_job, describe_plan
 
         num_ranks = int(os.environ.get("WORLD_SIZE", "0")) or config.run.num_ranks or 1
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(describe_plan(config, num_ranks))
             return 0
     except ValueError as error:
-        # Every rank finds the same faults, before there is a process group that could hang; one of them says so.
+        # Every rank finds the same faults, before a process group exists that could hang; one rank reports them.
         if rank != "0" and _is_ended_by_launcher():
             return 2
         return _refuse(error)
@@ -57,10 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_ended_by_launcher() -> bool:
-    """Wait for the SIGTERM that follows the end of another rank, and tell whether it came.
+    """Wait for the SIGTERM that torchrun sends after another rank has ended. Returns whether it came.
 
-    A rank that ended first would have torchrun end rank 0 before that has said why. Where none comes, this rank alone
-    found the fault: its machine has another config, or no such file.
+    If this rank ended first, torchrun would end rank 0 before rank 0 has reported the fault. If no signal comes, only
+    this rank found the fault: its machine has another config, or no such file.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     return signal.sigtimedwait({signal.SIGTERM}, REFUSAL_S) is not None
@@ -79,7 +79,7 @@ def _set_up_logging(rank: str) -> None:
 
 
 def run(config: JobConfig, *, resume: bool) -> None:
-    """Train to the end. Every rank of torchrun calls it together."""
+    """Run the training to its end. All ranks of torchrun call it together."""
     from ..lost_ranks import outlive_sigterm
     from ..ranks import process_group, this_rank
 
@@ -101,7 +101,7 @@ def _train(config: JobConfig, ranks: Ranks, *, resume: bool) -> None:
     try:
         job = GrpoJob(config, ranks, resume=resume)
         job.run()
-    except Exception as error:  # a boundary between processes: closing would wait for ranks that know nothing yet
+    except Exception as error:  # a boundary between processes: closing would wait for ranks without this error
         if config.parallel.num_ranks == 1 or isinstance(error, ValueError):
             raise
         where = f"in training step {job.step}" if job else "before training"
@@ -114,7 +114,7 @@ def _train(config: JobConfig, ranks: Ranks, *, resume: bool) -> None:
 
 
 def prepare_folder(folder: Path, *, resume: bool) -> None:
-    """Make the run's folder. One that is there is gone on with or, without `resume`, moved aside; never overwritten."""
+    """Make the run's folder. An existing one is used with `resume` and renamed without; it is never overwritten."""
     if folder.exists() and not resume:
         number = 1
         while (aside := folder.with_name(f"{folder.name}.{number}")).exists():

@@ -1,4 +1,4 @@
-"""Samples laid end to end for the trainer's forward, so that no row is padding."""
+"""Samples packed one after another into one row for the trainer's forward, without padding."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sample:
-    """One sampled sequence, as the trainer learns from it."""
+    """One sampled sequence with the values that the trainer needs."""
 
     prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]  # sampled, at least one
-    logprobs: tuple[float, ...]  # the engine's, one per sampled token
+    token_ids: tuple[int, ...]  # the sampled tokens, at least one
+    logprobs: tuple[float, ...]  # from the engine, one per sampled token
     advantage: float
 
     @property
     def num_rows(self) -> int:
-        """Rows of its forward: the last token is predicted, never read."""
+        """Number of rows of its forward. The last token is a target only, not an input."""
         return len(self.prompt_ids) + len(self.token_ids) - 1
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """N rows of several sequences in one; M sampled tokens."""
+    """N rows of S sequences in one batch, with M sampled tokens."""
 
     input_ids: Tensor  # int64 [1, N]
     position_ids: Tensor  # int64 [1, N]
-    cu_seq_lens: Tensor  # int32 [S + 1]: where sequences begin
+    cu_seq_lens: Tensor  # int32 [S + 1]: first row of each sequence, and the end
     logit_rows: Tensor  # int64 [M]: the row before each sampled token
     targets: Tensor  # int64 [M]
-    logprobs: Tensor  # float32 [M]: the behaviour policy's
+    logprobs: Tensor  # float32 [M]: of the behaviour policy
     advantages: Tensor  # float32 [M]
 
     @property
     def num_tokens(self) -> int:
+        """Number of sampled tokens."""
         return self.targets.shape[0]
 
     def model_inputs(self) -> dict[str, object]:
-        """Keyword arguments of a transformers causal LM that give logits [1, M, V]."""
+        """Return the keyword arguments with which a transformers causal LM computes logits [1, M, V]."""
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
@@ -52,7 +53,7 @@ class PackedBatch:
 
 
 def microbatches(samples: Sequence[Sample], max_rows: int) -> Iterator[list[Sample]]:
-    """Cut samples, in order, into runs of at most `max_rows` rows; a longer sample stands alone."""
+    """Divide samples, in order, into runs of at most `max_rows` rows. A longer sample is a run by itself."""
     run: list[Sample] = []
     num_rows = 0
     for sample in samples:
@@ -66,10 +67,11 @@ def microbatches(samples: Sequence[Sample], max_rows: int) -> Iterator[list[Samp
 
 
 def pack(samples: Sequence[Sample], device: torch.device) -> PackedBatch:
-    """Lay out the samples one after another."""
+    """Pack the samples one after another into one batch."""
     token_ids: list[int] = []
     positions: list[int] = []
-    starts, rows = [0], []
+    starts = [0]
+    rows: list[int] = []
     for sample in samples:
         first = len(token_ids)
         token_ids += (*sample.prompt_ids, *sample.token_ids[:-1])

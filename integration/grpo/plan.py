@@ -1,4 +1,4 @@
-"""What a job will do, before it does it: ranks, batch, memory per rank."""
+"""The plan of a job, checked and described before the start: ranks, batch, memory per rank."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def model_spec(config: JobConfig) -> ModelSpec:
-    """The shape of the model that is built."""
+    """Return the shape of the model that the job builds."""
     m = config.model
     return ModelSpec(m.hidden_size, m.intermediate_size, m.num_layers, m.num_heads, m.num_kv_heads, m.head_dim)
 
 
 def check_job(config: JobConfig, num_ranks: int) -> None:
-    """Look at everything that can be wrong before a process group exists. Raises ValueError in one line."""
+    """Check the config before a process group exists. Raises ValueError with all faults in one line."""
     wrong = []
     if config.run.num_ranks and config.run.num_ranks != num_ranks:
         wrong.append(f"run.num_ranks is {config.run.num_ranks}, but torchrun started {num_ranks}")
@@ -65,12 +65,12 @@ def check_job(config: JobConfig, num_ranks: int) -> None:
 
 
 def mesh_plan(config: JobConfig, num_ranks: int) -> MeshPlan:
-    """How the job's ranks are divided into replicas. Raises ValueError where they cannot be."""
+    """Divide the job's ranks into replicas. Raises ValueError where their number does not fit."""
     return MeshPlan(num_ranks, config.parallel.tp, config.parallel.pp)
 
 
 def _part(config: JobConfig, model: PreTrainedModel, num_ranks: int) -> Part:
-    """What the first rank's engine holds of the model, without memory. Raises ValueError for what cannot be divided."""
+    """Build the first rank's part of the model, without memory. Raises ValueError where the model cannot be divided."""
     mesh = Mesh(mesh_plan(config, num_ranks), 0, None, None, None, 0.0)
     return build_part(model.config, _DTYPES[config.model.dtype], mesh, config.engine.k_blocks)
 
@@ -92,18 +92,18 @@ def _tokenizer_and_context(config: JobConfig) -> tuple[PreTrainedTokenizerBase, 
 
 
 def describe_plan(config: JobConfig, num_ranks: int) -> str:
-    """The plan in a few lines: ranks, batch, memory per rank. Builds the model without its memory."""
+    """Describe the plan in a few lines: ranks, batch, memory per rank. Builds the model without memory for weights."""
     model = _model_without_memory(config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     itemsize = {"float32": 4, "bfloat16": 2}[config.model.dtype]
     text = model.config.get_text_config(decoder=True)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     mesh = mesh_plan(config, num_ranks)
-    # Of the rank that has most: the first stages may have a layer more, and a KV head may stand on several ranks.
+    # The largest share of one rank: the first stages may have one more layer, and several ranks may have one KV head.
     layers, kv_heads = -(-text.num_hidden_layers // mesh.pp), -(-text.num_key_value_heads // mesh.tp)
     kv_per_token = 2 * layers * kv_heads * head_dim * itemsize
     rows = min(config.train.microbatch_tokens, 10**9)
-    # Residual stream, attention and MLP of each layer are kept for the backward pass, then the logits in float32.
+    # The backward pass keeps residual stream, attention and MLP of each layer, and the logits in float32.
     per_layer = (10 * text.hidden_size + 3 * text.intermediate_size) * itemsize
     activations = rows * (text.num_hidden_layers * per_layer + 3 * text.vocab_size * 4)
     prompts, group = config.rollout.prompts_per_step, config.rollout.group_size
@@ -166,14 +166,14 @@ def _mesh(mesh: MeshPlan) -> str:
 
 
 def _weight_memory(config: JobConfig, model: PreTrainedModel, num_ranks: int) -> str:
-    """What one rank holds of the parameters, by kind."""
+    """Describe the memory of one rank for parameters, by kind."""
     num_parameters = num_in_engine = sum(parameter.numel() for parameter in model.parameters())
     if config.parallel.num_ranks > 1:
         part = _part(config, model, num_ranks)
-        names = {name for name, _ in part.module.named_parameters()}  # a tied one once
+        names = {name for name, _ in part.module.named_parameters()}  # tied parameters counted once
         num_in_engine = sum(math.prod(part.division.shards[name].shape) for name in names)
     itemsize = {"float32": 4, "bfloat16": 2}[config.model.dtype]
-    # How many of weights, gradients and optimizer state are cut into shards: the last so many.
+    # Of weights, gradients and optimizer state, the last `num_sharded` are sharded.
     num_sharded = {"ddp": 0, "fsdp2": 3, "deepspeed": config.deepspeed.zero_stage}[config.trainer]
     shards = [num_ranks if kind >= 3 - num_sharded else 1 for kind in range(3)]
     adamw = 2 * itemsize

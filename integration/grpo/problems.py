@@ -1,4 +1,4 @@
-"""Problems: a prompt and the answer that verifies it, and the JSONL files that hold them."""
+"""Problems, which are prompts with their answers, and the JSONL files that hold them."""
 
 import json
 import random
@@ -9,20 +9,21 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Problem:
-    prompt: str  # what the model reads
-    answer: str  # what the reward function compares its completion with
-    source: str = field(default="", compare=False)  # "file:line" to name in errors; empty if made on the spot
+    """A prompt and the answer that verifies its completion."""
+
+    prompt: str  # the model's input
+    answer: str  # the reward function compares the completion with it
+    source: str = field(default="", compare=False)  # "file:line" to name in errors; empty for a generated problem
 
 
 def load_problems(path: str | Path, prompt_field: str = "prompt", answer_field: str = "answer") -> list[Problem]:
-    """Reads one problem per line of a UTF-8 JSONL file, in file order.
+    """Read one problem per line of a UTF-8 JSONL file, in file order.
 
-    Each line is an object holding both fields as strings; further fields are ignored. An answer may also be
-    an integer, which is read as its decimal text. A prompt must not be blank. Lines of white space only are
-    skipped.
+    Each line is an object with both fields as strings; further fields are ignored. An answer may also be an integer,
+    which is read as its decimal text. A prompt must not be blank. Lines of white space only are skipped.
 
-    Raises ValueError naming the file, the line number and what is wrong for every offending line at once (the
-    first ten are spelled out), and for a file that cannot be read or holds no problem.
+    Raises ValueError naming the file, and for every wrong line (the first ten) its number and fault, at once; also for
+    a file that cannot be read or holds no problem.
     """
     if prompt_field == answer_field:
         raise ValueError(f"prompt field and answer field are both {prompt_field!r}")
@@ -31,12 +32,12 @@ def load_problems(path: str | Path, prompt_field: str = "prompt", answer_field: 
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ValueError(f"{path}:{line}: not UTF-8 text") from error
+        number = error.object[: error.start].count(b"\n") + 1
+        raise ValueError(f"{path}:{number}: not UTF-8 text") from error
 
     problems: list[Problem] = []
     faults: list[str] = []
-    # Not splitlines(): JSON strings may hold U+2028 and other characters that it takes for line ends.
+    # Not splitlines(): it also splits at U+2028 and other characters, which JSON strings may contain.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -88,10 +89,10 @@ def _json_kind(value: object) -> str:
 
 
 def draw_problems(problems: Sequence[Problem], seed: int, step: int, num_problems: int) -> list[Problem]:
-    """The problems of one training step, a pure function of the arguments: a resumed run draws the same.
+    """Draw the problems of one training step, a pure function of the arguments: a resumed run draws the same.
 
-    Steps walk through the whole list in a shuffled order, which changes with each pass; no problem comes back
-    before every other one was drawn (at the seam of two passes it may).
+    Steps go through the whole list in a shuffled order, which changes with each pass. A problem is drawn once a pass;
+    around the end of a pass it may come again soon.
     """
     if not problems:
         raise ValueError("there are no problems to draw from")

@@ -1,4 +1,4 @@
-"""Reads nested dataclasses of settings from TOML values: every fault is named by its key, all of them at once."""
+"""A reader of nested dataclasses of settings from TOML values. It reports all faults at once, each by its key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
-    """Set the value of one `section.key=value` in nested sections. Raises ValueError naming what is wrong."""
+    """Set the value of one `section.key=value` in nested sections. Raises ValueError naming the fault."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ValueError(f"override {override!r} is not of the form key=value")
@@ -25,7 +25,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def build(cls: type, values: object, prefix: str, faults: list[str]) -> Any:
-    """Make a settings class from a mapping. Faults are added to the list, and the result is None then."""
+    """Make a settings object from a mapping. With faults, adds them to the list and returns None."""
     if not isinstance(values, Mapping):
         faults.append(f"{prefix.rstrip('.')} must be a section, not {values!r}")
         return None
@@ -36,7 +36,7 @@ def build(cls: type, values: object, prefix: str, faults: list[str]) -> Any:
     chosen = {}
     for name, spec in known.items():
         if name not in values:
-            # A section without its own table still has required keys to report.
+            # A section without its own table may have required keys, which are reported too.
             if spec.default is MISSING and spec.default_factory is MISSING:
                 if is_dataclass(types[name]):
                     build(types[name], {}, f"{prefix}{name}.", faults)
@@ -56,7 +56,7 @@ def build(cls: type, values: object, prefix: str, faults: list[str]) -> Any:
 
 
 def _typed(value: object, wanted: type, key: str, faults: list[str]) -> object:
-    """The value in the wanted type; an integer will do for a float."""
+    """Convert the value to the wanted type: an integer is accepted for a float. Adds a fault for another type."""
     allowed = get_args(wanted) or (wanted,)
     is_bool = isinstance(value, bool)
     if float in allowed and isinstance(value, int) and not is_bool:

@@ -1,4 +1,4 @@
-"""Reward functions: the default one, and how a user's own is found and kept honest."""
+"""Reward functions: the default one, and the import and checks of a user's own."""
 
 import importlib
 import logging
@@ -7,12 +7,12 @@ from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-# Old places of our own reward functions: where they are now. Accepted until release 0.2.
+# Old locations of our reward functions, with the new ones. Accepted until release 0.2.
 _MOVED = {"lockstep.integration.rewards:exact_answer": "lockstep.integration.grpo.rewards:exact_answer"}
 
 
 class RewardFunction(Protocol):
-    """Scores one completion. Called as reward(prompt, completion, answer), all text; returns a finite number.
+    """A function that scores one completion: reward(prompt, completion, answer), all text; returns a finite number.
 
     A reward must be a pure function of its arguments: a resumed run scores the same completions again.
     """
@@ -21,9 +21,9 @@ class RewardFunction(Protocol):
 
 
 def exact_answer(prompt: str, completion: str, answer: str) -> float:
-    """1.0 if the completion's final answer is `answer`, else 0.0; white space around either does not count.
+    """Return 1.0 if the completion's final answer is `answer`, else 0.0. White space around either is ignored.
 
-    The final answer is what stands after the last "=", or the whole completion.
+    The final answer is the text after the last "=", or the whole completion.
     """
     wanted = answer.strip()
     final = completion.rpartition("=")[2].strip()
@@ -31,10 +31,10 @@ def exact_answer(prompt: str, completion: str, answer: str) -> float:
 
 
 def load_reward(location: str) -> RewardFunction:
-    """Find the reward function at "module:function" (dots after the colon reach into classes).
+    """Import the reward function at "module:function" (after the colon, dots name attributes of classes).
 
-    An old place of one of our own is accepted, with a logged warning. Raises ValueError, in one line that names
-    `location`, if it cannot be imported or called. The result checks what the function returns, see `checked_reward`.
+    An old location of our own functions is accepted, with a logged warning. Raises ValueError, in one line that names
+    `location`, if it cannot be imported or called. The result checks the function's values, see `checked_reward`.
     """
     if location in _MOVED:
         logger.warning("reward %r has moved: write %r", location, _MOVED[location])
@@ -61,10 +61,9 @@ def load_reward(location: str) -> RewardFunction:
 
 
 def checked_reward(reward: RewardFunction, name: str) -> RewardFunction:
-    """The same reward function, whose results are refused with a ValueError naming it unless they are finite
-    numbers.
+    """Wrap a reward function so that it raises ValueError, naming it, for a value that is not a finite number.
 
-    Integers, booleans and whatever converts with float() (such as numpy scalars) pass, as a float.
+    Integers, booleans and other values that float() converts (such as numpy scalars) are returned as a float.
     """
 
     def checked(prompt: str, completion: str, answer: str, /) -> float:

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics.jsonl, progress.png, TensorBoard events if asked, and a bar while it goes."""
+"""The log of a run: metrics.jsonl, progress.png, optional TensorBoard events, and a progress bar."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -14,7 +15,7 @@ PLOT = "progress.png"
 
 
 class RunLog:
-    """Writes one line a step. One rank has one; its folder must exist."""
+    """A log with one line for each step. Only one rank has it; its folder must exist."""
 
     def __init__(self, folder: Path, num_steps: int, first_step: int, *, tensorboard: bool) -> None:
         self._folder = folder
@@ -22,12 +23,12 @@ class RunLog:
         self._bar = tqdm(total=num_steps, initial=first_step, unit="step", dynamic_ncols=True)
         self._writer = None
         if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # heavy, and rarely asked for
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, and seldom used
 
             self._writer = SummaryWriter(folder / "tensorboard", purge_step=first_step)
 
     def step(self, line: Mapping[str, object]) -> None:
-        """Append one step's metrics, durably, and show them."""
+        """Append one step's metrics to the file, flushed to the disk, and show them in the bar."""
         self._lines.append(dict(line))
         with open(self._folder / METRICS, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -42,7 +43,7 @@ class RunLog:
 
     @property
     def heldout_accuracy(self) -> float | None:
-        """The newest one; None before the first evaluation."""
+        """The newest held-out accuracy; None before the first evaluation."""
         return next((x["heldout_accuracy"] for x in reversed(self._lines) if "heldout_accuracy" in x), None)
 
     def _summary(self) -> str:
@@ -55,7 +56,7 @@ class RunLog:
         )
 
     def close(self) -> None:
-        """Draw the plot and end the bar."""
+        """Close the bar and the TensorBoard file, and draw the plot."""
         self._bar.close()
         if self._writer is not None:
             self._writer.close()
@@ -63,16 +64,16 @@ class RunLog:
             plot(self._lines, self._folder / PLOT)
 
 
-def read_metrics(path: Path) -> list[dict[str, object]]:
-    """Every whole line of a metrics file; a last line that was cut off by a kill is left out."""
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read every complete line of a metrics file. A last line that a kill cut off is left out."""
     if not path.is_file():
         return []
     *lines, _rest = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines]
 
 
-def drop_lines_after(path: Path, num_steps: int) -> list[dict[str, object]]:
-    """Keep the first `num_steps` steps of a metrics file, atomically; returns them."""
+def drop_lines_after(path: Path, num_steps: int) -> list[dict[str, Any]]:
+    """Keep only the first `num_steps` steps of a metrics file, atomically. Returns their lines."""
     kept = [line for line in read_metrics(path) if line["step"] <= num_steps]
     partial = path.with_suffix(".partial")
     partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
@@ -80,8 +81,8 @@ def drop_lines_after(path: Path, num_steps: int) -> list[dict[str, object]]:
     return kept
 
 
-def plot(lines: list[dict[str, object]], path: Path) -> None:
-    """Reward, held-out accuracy, log-probability gap and seconds against the step, as a PNG."""
+def plot(lines: list[dict[str, Any]], path: Path) -> None:
+    """Plot reward, held-out accuracy, log-probability gap and seconds against the step, as a PNG."""
     import matplotlib  # an extra, and slow to import
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""The sections of the job's settings. Each knows which of its own values are out of range."""
+"""The sections of the job's settings. Each checks the ranges of its own values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DTYPES = ("float32", "bfloat16")
 UNDOS = ("tensors", "none")
 MAX_ZERO_STAGE = 3
 
-Fault = tuple[str, str]  # a key, and why its value is refused
+Fault = tuple[str, str]  # a key, and the reason for which its value is refused
 
 
 class Section(ABC):
@@ -25,17 +25,17 @@ class Section(ABC):
 
 @dataclass(frozen=True)
 class RunSettings(Section):
-    """What is run, and where it is written."""
+    """The length of the run and the folder of its results."""
 
-    name: str  # results go to the folder of this name in run.dir
-    dir: str = "runs"  # where results go
-    seed: int = 0  # root of every random choice
-    num_ranks: int = 0  # how many ranks the config is made for; 0: any number
-    num_steps: int = 80  # GRPO steps
+    name: str  # name of the run; results go to the folder of this name in run.dir
+    dir: str = "runs"  # folder for the results of all runs
+    seed: int = 0  # seed of every random choice
+    num_ranks: int = 0  # number of ranks that the config is made for; 0: any number
+    num_steps: int = 80  # number of GRPO steps
     eval_every: int = 10  # steps between held-out evaluations; the first and the last step always have one
     checkpoint_every: int = 20  # steps between checkpoints
-    tensorboard: bool = False  # write TensorBoard events too
-    timeout_s: int = 120  # how long a rank waits for the others in a collective
+    tensorboard: bool = False  # also write TensorBoard events
+    timeout_s: int = 120  # longest time that a rank waits for the others in a collective
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
@@ -51,14 +51,14 @@ class RunSettings(Section):
 class ModelSettings(Section):
     """The model: a folder in Hugging Face format, or, without a path, a small Qwen3 that is built and warm-started."""
 
-    path: str = ""  # a Hugging Face folder; empty: a small Qwen3 is built in the shape below
-    dtype: str = "float32"  # or "bfloat16"
-    hidden_size: int = 128  # of the built model, as are the next five
-    intermediate_size: int = 256  # width of its MLP
-    num_layers: int = 4  # its layers
-    num_heads: int = 4  # query heads
-    num_kv_heads: int = 2  # key and value heads
-    head_dim: int = 32  # size of a head
+    path: str = ""  # a Hugging Face folder; empty: a small Qwen3 is built with the sizes below
+    dtype: str = "float32"  # type of the parameters: "float32" or "bfloat16"
+    hidden_size: int = 128  # width of the built model
+    intermediate_size: int = 256  # width of the built model's MLP
+    num_layers: int = 4  # layers of the built model
+    num_heads: int = 4  # query heads of the built model
+    num_kv_heads: int = 2  # key and value heads of the built model
+    head_dim: int = 32  # size of each head of the built model
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
@@ -68,14 +68,14 @@ class ModelSettings(Section):
 
 @dataclass(frozen=True)
 class WarmStartSettings(Section):
-    """Supervised steps on worked examples that make the built model a weak solver; cached."""
+    """Supervised steps on worked examples that make the built model a weak solver. The result is cached."""
 
-    enabled: bool = True  # whether the built model is warm-started
-    cache_dir: str = ".cache/lockstep"  # where the warm-started model is kept
-    num_steps: int = 300  # supervised steps
-    batch_size: int = 128  # examples, over all ranks
-    learning_rate: float = 4e-3  # at its peak
-    slip_rate: float = 0.75  # how often the worked examples forget a carry
+    enabled: bool = True  # warm-start the built model
+    cache_dir: str = ".cache/lockstep"  # folder for warm-started models
+    num_steps: int = 300  # number of supervised steps
+    batch_size: int = 128  # examples in a supervised step, over all ranks
+    learning_rate: float = 4e-3  # largest learning rate of the warm start
+    slip_rate: float = 0.75  # probability with which a worked example forgets a carry
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
@@ -87,15 +87,15 @@ class WarmStartSettings(Section):
 
 @dataclass(frozen=True)
 class DataSettings(Section):
-    """The problems: three-digit sums made on the spot, or, with a path, one problem per line of a JSONL file."""
+    """The problems: generated sums of three-digit numbers, or, with a path, one problem per line of a JSONL file."""
 
-    path: str = ""  # JSONL, one problem a line; empty: sums made on the spot
-    heldout_path: str = ""  # JSONL too; without it every tenth problem of `path` is held out
-    prompt_field: str = "prompt"  # where a line has its prompt
-    answer_field: str = "answer"  # where a line has its answer
-    min_digits: int = 3  # of each number to add
-    max_digits: int = 3  # likewise
-    num_heldout: int = 512  # problems held out, at most
+    path: str = ""  # JSONL file, one problem a line; empty: generated sums
+    heldout_path: str = ""  # JSONL file of held-out problems; empty: every tenth problem of `path` is held out
+    prompt_field: str = "prompt"  # field of a line that has the prompt
+    answer_field: str = "answer"  # field of a line that has the answer
+    min_digits: int = 3  # least number of digits of each number to add
+    max_digits: int = 3  # largest number of digits of each number to add
+    num_heldout: int = 512  # largest number of held-out problems
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
@@ -107,13 +107,13 @@ class DataSettings(Section):
 
 @dataclass(frozen=True)
 class RolloutSettings(Section):
-    """How a step samples."""
+    """The sampling of a step."""
 
-    prompts_per_step: int = 32  # over all ranks
-    group_size: int = 16  # samples of one prompt
-    max_new_tokens: int = 16  # of each sample
-    temperature: float = 1.0  # of sampling, and of both log-probabilities
-    shuffle_rewards: bool = False  # a control: rewards are dealt out at random among the samples of a step
+    prompts_per_step: int = 32  # prompts of a step, over all ranks
+    group_size: int = 16  # samples of each prompt
+    max_new_tokens: int = 16  # longest sample, in tokens
+    temperature: float = 1.0  # temperature of sampling, and of the engine's and the trainer's log-probabilities
+    shuffle_rewards: bool = False  # permute the rewards of a step's samples at random, as a control experiment
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
@@ -125,17 +125,17 @@ class RolloutSettings(Section):
 
 @dataclass(frozen=True)
 class TrainSettings(Section):
-    """How a step learns."""
+    """The optimizer and the loss of a step."""
 
-    learning_rate: float = 5e-5  # of AdamW
-    weight_decay: float = 0.0  # likewise
-    num_warmup_steps: int = 10  # steps over which the learning rate rises
+    learning_rate: float = 5e-5  # learning rate of AdamW
+    weight_decay: float = 0.0  # weight decay of AdamW
+    num_warmup_steps: int = 10  # steps over which the learning rate rises to its value
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     epochs_per_step: int = 1  # optimizer steps on each batch of samples
-    microbatch_tokens: int = 16384  # rows of one forward and backward
-    clip_low: float = 0.2  # the ratio is clipped at 1 - clip_low
-    clip_high: float = 0.2  # and at 1 + clip_high
-    kl_coefficient: float = 0.0  # weight of the KL to the model at the start; 0: no reference is kept
+    microbatch_tokens: int = 16384  # rows of one micro-batch; a longer sample has a micro-batch of its own
+    clip_low: float = 0.2  # the probability ratio is clipped from below at 1 - clip_low
+    clip_high: float = 0.2  # the probability ratio is clipped from above at 1 + clip_high
+    kl_coefficient: float = 0.0  # weight of the KL to the model at the start; 0: no copy of that model is kept
     scale_by_std: bool = True  # divide advantages by the group's standard deviation
 
     def faults(self) -> list[Fault]:
@@ -147,9 +147,9 @@ class TrainSettings(Section):
 
 @dataclass(frozen=True)
 class DeepSpeedSettings(Section):
-    """What `trainer = "deepspeed"` shards."""
+    """The ZeRO stage of `trainer = "deepspeed"`."""
 
-    zero_stage: int = 2  # 0: nothing, 1: optimizer state, 2: and gradients, 3: and parameters
+    zero_stage: int = 2  # sharded state: 0: none, 1: optimizer state, 2: gradients too, 3: parameters too
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
@@ -160,14 +160,14 @@ class DeepSpeedSettings(Section):
 
 @dataclass(frozen=True)
 class ParallelSettings(Section):
-    """How many ranks share one engine; all the ranks of the job are divided into such replicas."""
+    """The number of ranks that share one engine. All ranks of the job are divided into such replicas."""
 
-    tp: int = 1  # ranks that share each layer
-    pp: int = 1  # stages that the layers are divided into; a replica is tp x pp ranks
+    tp: int = 1  # number of ranks that share each layer
+    pp: int = 1  # number of stages that the layers are divided into; a replica is tp x pp ranks
 
     @property
     def num_ranks(self) -> int:
-        """Of a replica."""
+        """Number of ranks of a replica."""
         return self.tp * self.pp
 
     def faults(self) -> list[Fault]:
@@ -181,12 +181,13 @@ class EngineSettings(Section):
 
     device: str = ""  # "cpu" or "cuda"; empty: this rank's GPU if there is one
     kv_cache: str = "auto"  # size of the KV pool: "auto", bytes ("512MiB") or blocks ("4096 blocks")
-    max_num_seqs: int = 256  # sequences that run at a time
-    max_num_batched_tokens: int = 2048  # rows of one step
-    invariant: bool = True  # bits do not depend on the batch; false promises no logprob_gap of 0.0
-    k_blocks: int = 1  # the trainer's too: runs with equal k_blocks have equal bits, whatever tp. A multiple of tp
-    sequence_pipelining: bool = True  # chunks of one prompt may follow each other through the stages
-    rank_timeout_s: int = 60  # how long a replica's rank may be silent before the others give up and name it
+    max_num_seqs: int = 256  # largest number of sequences that run at a time
+    max_num_batched_tokens: int = 2048  # largest number of rows of one step of the engine
+    invariant: bool = True  # a row's bits do not depend on the batch; false: logprob_gap may be above 0.0
+    k_blocks: int = 1  # partial products of a row-parallel product, in the trainer too; equal k_blocks give equal bits
+    # for any tp. Invariant mode needs a multiple of tp
+    sequence_pipelining: bool = True  # a prompt's next chunk may enter a stage while the last one is in a later stage
+    rank_timeout_s: int = 60  # silence of a rank of the replica after which a call fails, naming the rank
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
@@ -195,17 +196,17 @@ class EngineSettings(Section):
 
 @dataclass(frozen=True)
 class WeightSettings(Section):
-    """How an update of the engines' weights goes."""
+    """The updates of the engines' weights."""
 
-    bucket_bytes: str = "512MiB"  # tensors travel in buckets of at most this size
-    verify: bool = True  # compare the engines' digests with the trainer's before an update counts
-    undo: str = "tensors"  # keep what an update overwrites until it counts; "none": a failed one disables the engine
-    timeout_s: int = 120  # how long any part of an update may wait
-    folder: str = ""  # where disk syncs put their folders; empty: the run's folder
+    bucket_bytes: str = "512MiB"  # largest size of a bucket; tensors are sent in buckets
+    verify: bool = True  # compare the engines' digests with the trainer's before an update is committed
+    undo: str = "tensors"  # "tensors": keep old tensors until the commit; "none": a failed update ends sampling
+    timeout_s: int = 120  # longest wait of each part of an update
+    folder: str = ""  # folder for the files of disk syncs; empty: the run's folder
 
     @property
     def num_bucket_bytes(self) -> int:
-        """`bucket_bytes` as a number."""
+        """The value of `bucket_bytes` as a number."""
         return _num_bytes(self.bucket_bytes)
 
     def faults(self) -> list[Fault]:
@@ -222,7 +223,7 @@ class WeightSettings(Section):
 class HttpSettings(Section):
     """The HTTP surface on each replica."""
 
-    port: int = 0  # of rank 0; rank r, if its engine takes requests, listens at this port + r, on loopback; 0: none
+    port: int = 0  # port of rank 0, on loopback; rank r listens at this port + r, if its engine takes requests; 0: none
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
@@ -230,13 +231,13 @@ class HttpSettings(Section):
 
 
 def too_small(settings: object, *names: str) -> list[Fault]:
-    """List the settings that are less than 1."""
+    """List the named settings that are less than 1."""
     values = {name: getattr(settings, name) for name in names}
     return [(name, f"must be at least 1, not {value}") for name, value in values.items() if value < 1]
 
 
 def not_positive(settings: object, *names: str) -> list[Fault]:
-    """List the settings that are not more than 0."""
+    """List the named settings that are not more than 0."""
     values = {name: getattr(settings, name) for name in names}
     return [(name, f"must be positive, not {value}") for name, value in values.items() if not value > 0]
 
@@ -249,11 +250,11 @@ def not_among(settings: object, name: str, choices: Sequence[str]) -> list[Fault
 
 
 def _num_bytes(text: str) -> int:
-    """Bytes written as the KV pool's are. Raises ValueError without the key for what is none."""
+    """Parse a number of bytes, written like the size of the KV pool. Raises ValueError, which does not name the key."""
     try:
         num_bytes = parse_kv_size(text).num_bytes
     except ValueError:
-        num_bytes = None  # its message speaks of another setting
+        num_bytes = None  # the error's message is about another setting
     if num_bytes is None:
         raise ValueError(f'must be bytes ("512MiB"), not {text!r}')
     return num_bytes

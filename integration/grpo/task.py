@@ -1,4 +1,4 @@
-"""What the job trains on: sums made on the spot, or the problems of a JSONL file."""
+"""The problems of a job: generated sums, or the lines of a JSONL file."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from .arithmetic import ArithmeticSpec, arithmetic_problems
 from .config import JobConfig
 from .problems import Problem, draw_problems, load_problems
 
-_HELDOUT_ONE_IN = 10  # of a file that brings no held-out problems of its own
+_HELDOUT_ONE_IN = 10  # of the problems of a file, where no file of held-out problems is given
 
 
 @dataclass(frozen=True)
 class Task:
-    """Problems to train on, by step, and problems held out."""
+    """The training problems of each step, and the held-out problems."""
 
-    train_problems: Callable[[int, int], Sequence[Problem]]  # (step, how many): a pure function, so runs can resume
+    train_problems: Callable[[int, int], Sequence[Problem]]  # (step, number): a pure function, so runs can resume
     heldout: Sequence[Problem]
-    all_known: Sequence[Problem]  # every problem there is, where they are finitely many; for checks before the start
+    all_known: Sequence[Problem]  # for checks before the start: all problems of a file, or the longest generated sum
 
 
 def build_task(config: JobConfig) -> Task:
-    """The task a config asks for. Raises ValueError naming the file and line, or the key, of what is wrong."""
+    """Build the task of a config. Raises ValueError naming the file and line, or the key, of each fault."""
     data = config.data
     if not data.path:
         spec = ArithmeticSpec(config.run.seed, data.min_digits, data.max_digits, data.num_heldout)
-        problems = arithmetic_problems(spec)
+        sums = arithmetic_problems(spec)
         longest = Problem(f"What is {'9' * data.max_digits} + {'9' * data.max_digits}?\n", "")
-        return Task(problems.train_problems, problems.heldout, (longest,))
+        return Task(sums.train_problems, sums.heldout, (longest,))
     problems = load_problems(data.path, data.prompt_field, data.answer_field)
     if data.heldout_path:
         train, heldout = problems, load_problems(data.heldout_path, data.prompt_field, data.answer_field)
@@ -51,7 +51,7 @@ def build_task(config: JobConfig) -> Task:
 def check_lengths(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, max_model_len: int
 ) -> None:
-    """Raises ValueError naming the first problems whose prompt leaves no room for an answer in the context."""
+    """Raise ValueError, naming the first problems whose prompt leaves no room for an answer in the context."""
     room = max_model_len - max_new_tokens
     if room < 1:
         raise ValueError(f"rollout.max_new_tokens of {max_new_tokens} leaves no prompt in a context of {max_model_len}")

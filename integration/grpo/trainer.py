@@ -1,4 +1,4 @@
-"""The trainer of the main job: one GRPO update, whatever shards the model, and its measured gap to the engine."""
+"""The trainer of the main job: one GRPO update with any backend, and its measured gap to the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .sections import TrainSettings
 
 @dataclass(frozen=True)
 class TrainStats:
-    """One update, over all ranks."""
+    """The numbers of one update, over all ranks."""
 
     logprob_gap: float  # largest |engine - trainer| over the step's sampled tokens, before the first optimizer step
     loss: float
@@ -35,7 +35,7 @@ class TrainStats:
 
 
 def make_backend(config: JobConfig, ranks: Ranks) -> TrainerBackend:
-    """The backend that a job's settings name; it wraps nothing yet."""
+    """Make the backend that the job's settings name. It wraps no model yet."""
     makers: dict[str, Callable[[], TrainerBackend]] = {
         "ddp": lambda: DdpBackend(config.train, ranks),
         "fsdp2": lambda: Fsdp2Backend(config.train, ranks),
@@ -45,11 +45,11 @@ def make_backend(config: JobConfig, ranks: Ranks) -> TrainerBackend:
 
 
 class GrpoTrainer:
-    """GRPO on a hosted model. Hands the module to the backend, which wraps or shards it.
+    """GRPO on a hosted model. The constructor passes the module to the backend, which wraps or shards it.
 
-    hosted: the engine's own model where it aliases the trainer's module; else one adopted from the module before, for
-    its numerics. announce_step: what the optimizer's step runs in, `RolloutService.optimizer_step` of an engine that
-    aliases the module.
+    hosted: the engine's model where the engine aliases the trainer's module; else the module, adopted before for its
+    numerics. announce_step: makes a context for the optimizer's step; for an engine that aliases the module, it is
+    `RolloutService.optimizer_step`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class GrpoTrainer:
         backend.wrap(hosted.trained_module)
 
     def update(self, samples: Sequence[Sample], step: int) -> TrainStats:
-        """Learn from one step's samples (this rank's share of them). Every rank calls it together."""
+        """Update the model with one step's samples (this rank's share of them). All ranks call it together."""
         num_tokens = int(self._ranks.total(sum(len(s.token_ids) for s in samples)))
         batches = [pack(run, self._ranks.device) for run in microbatches(samples, self._settings.microbatch_tokens)]
         references = [self._reference_logprobs(batch) for batch in batches]
@@ -102,13 +102,14 @@ class GrpoTrainer:
     def _backward(
         self, batches: list[PackedBatch], references: list[Tensor | None], num_tokens: int
     ) -> tuple[list[PolicyLoss], float]:
-        """Accumulate the gradients of one pass; returns its losses and the largest gap seen in its forwards."""
+        """Accumulate the gradients of one pass. Returns its losses and the largest gap in its forwards."""
         losses, gap = [], 0.0
         num_forwards = len(batches)
         if self.backend.talks_in_forward:
             num_forwards = int(self._ranks.largest(num_forwards))
         for index in range(num_forwards):
-            is_extra = index >= len(batches)  # other ranks have more: their collectives need us, our numbers do not
+            # Other ranks may have more micro-batches, and their collectives need this rank. Its numbers do not count.
+            is_extra = index >= len(batches)
             batch, reference = (batches[-1], references[-1]) if is_extra else (batches[index], references[index])
             with self._hosted.training_numerics(), self.backend.microbatch(is_last=index + 1 == num_forwards):
                 logits = self.backend.forward(**batch.model_inputs())[0]
@@ -124,7 +125,8 @@ class GrpoTrainer:
                     reference,
                     self._settings.kl_coefficient,
                 )
-                weight = 0 if is_extra else self._ranks.num_ranks  # ranks are averaged; the shares are summed
+                # The backend averages over ranks, and the loss is a sum of the ranks' shares.
+                weight = 0 if is_extra else self._ranks.num_ranks
                 self.backend.backward(loss.loss * weight)
             if not is_extra:
                 gap = max(gap, (logprobs.detach() - batch.logprobs).abs().max().item())

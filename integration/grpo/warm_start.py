@@ -1,5 +1,5 @@
-"""The warm start: a small model taught by worked examples until it is a weak solver, cached in Hugging Face
-format.
+"""The warm start: supervised training of a small model on worked examples until it is a weak solver, with a cache in
+Hugging Face format.
 """
 
 import hashlib
@@ -22,12 +22,12 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from .arithmetic import CONTEXT_TOKENS, ArithmeticSpec, arithmetic_problems, build_tokenizer, worked_solution
 
-FORMAT = 1  # part of the cache key: raise it when the same spec comes to mean another model
+FORMAT = 1  # part of the cache key: raise it when a code change gives another model for the same spec
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Shape of the Qwen3 model to build. Every width is a multiple of 32, as the invariance rules need."""
+    """The shape of the Qwen3 model to build. Every width is a multiple of 32, which invariant mode needs."""
 
     hidden_size: int = 128
     intermediate_size: int = 256
@@ -53,15 +53,15 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class WarmStartSpec:
-    """Everything a user chooses about the warm start."""
+    """The settings of the warm start."""
 
-    seed: int = 0  # of the weights; the examples follow data.seed
+    seed: int = 0  # of the weights; the examples use data.seed
     model: ModelSpec = field(default_factory=ModelSpec)
     data: ArithmeticSpec = field(default_factory=ArithmeticSpec)
-    slip_rate: float = 0.75  # how often the worked examples forget a carry
+    slip_rate: float = 0.75  # probability with which a worked example forgets a carry
     num_steps: int = 300
-    batch_size: int = 128  # examples a step, over all ranks
-    learning_rate: float = 4e-3  # at its peak, after `num_warmup_steps` and before a linear decay to a tenth
+    batch_size: int = 128  # examples in a step, over all ranks
+    learning_rate: float = 4e-3  # largest one: after `num_warmup_steps`, before a linear decay to a tenth
     num_warmup_steps: int = 20
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
@@ -84,6 +84,8 @@ class WarmStartSpec:
 
 @dataclass(frozen=True)
 class WarmStartProgress:
+    """The progress of a warm start after one step."""
+
     step: int  # finished steps
     num_steps: int
     loss: float  # token mean over all ranks, nats
@@ -98,12 +100,12 @@ def warm_start(
     prepared_as: str = "",
     on_progress: Callable[[WarmStartProgress], None] | None = None,
 ) -> Path:
-    """Returns the folder of the warm-started model and tokenizer, trained first unless `cache_dir` has it.
+    """Return the folder of the warm-started model and tokenizer. Trains the model if `cache_dir` does not have it.
 
-    Call it on every rank when torch.distributed is initialised: each takes its slice of every batch, rank 0
-    writes the folder, and all return once it stands. `prepare` may put other operations on the module before
-    it is trained; `prepared_as` then says which, as they change the bits of the result. `on_progress` is
-    called on every rank after every step. Leaves the random number generators as they were.
+    Call it on every rank when torch.distributed is initialised: each rank takes its slice of every batch, rank 0 writes
+    the folder, and all ranks return when it is complete. `prepare` may replace operations of the module before the
+    training; `prepared_as` is then a name for them, part of the cache key, because they change the bits of the result.
+    `on_progress` is called on every rank after every step. The random number generators keep their state.
     """
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     device = torch.device(device)
@@ -114,7 +116,8 @@ def warm_start(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         tokenizer = build_tokenizer()
-        model = build_model(spec.model, tokenizer).to(device)
+        model = build_model(spec.model, tokenizer)
+        model.to(device)  # type: ignore[arg-type]  # transformers' decorator hides that it is a method
     if prepare is not None:
         prepare(model)
     train_supervised(model, tokenizer, spec, on_progress)
@@ -126,7 +129,7 @@ def warm_start(
 
 
 def warm_start_key(spec: WarmStartSpec, num_ranks: int, device_type: str, prepared_as: str) -> str:
-    """A short hash of everything that determines the result's bits on one processor."""
+    """Hash all values that determine the result's bits on one processor. Returns 16 hexadecimal digits."""
     determinants = {
         "format": FORMAT,
         "spec": asdict(spec),
@@ -139,7 +142,7 @@ def warm_start_key(spec: WarmStartSpec, num_ranks: int, device_type: str, prepar
 
 
 def build_model(spec: ModelSpec, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A Qwen3 model in float32, its weights drawn from torch's default generator, in eval mode."""
+    """Build a Qwen3 model in float32 and eval mode, with weights from torch's default generator."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=spec.hidden_size,
@@ -165,7 +168,7 @@ def train_supervised(
     spec: WarmStartSpec,
     on_progress: Callable[[WarmStartProgress], None] | None = None,
 ) -> None:
-    """Trains `model` in place on worked solutions of training problems, and leaves it in eval mode.
+    """Train `model` in place on worked solutions of training problems, and set it to eval mode.
 
     The loss is the mean over completion tokens, end token included, of the whole batch over all ranks.
     """
@@ -180,7 +183,7 @@ def train_supervised(
     for step in range(spec.num_steps):
         for group in optimizer.param_groups:
             group["lr"] = spec.learning_rate * _schedule(step, spec)
-        # The examples of the warm start are numbered apart from the job's own steps.
+        # Negative numbers, so that these examples differ from the problems of the job's own steps.
         problems = data.train_problems(-1 - step, spec.batch_size)
         rng = random.Random(f"slips/{spec.data.seed}/{step}")
         examples = [(problem.prompt, worked_solution(problem, spec.slip_rate, rng)) for problem in problems]
@@ -196,7 +199,7 @@ def train_supervised(
         torch.nn.utils.clip_grad_norm_(model.parameters(), spec.max_grad_norm)
         optimizer.step()
         total = loss.detach()
-        if num_ranks > 1:  # on every rank, also where nobody listens: the others wait for it
+        if num_ranks > 1:  # on every rank, also without `on_progress`, because the other ranks wait for it
             dist.all_reduce(total)
         if on_progress is not None:
             on_progress(WarmStartProgress(step=step + 1, num_steps=spec.num_steps, loss=total.item()))
@@ -208,7 +211,7 @@ def train_supervised(
 class _Batch:
     input_ids: Tensor  # [examples, tokens], padded on the right
     attention_mask: Tensor  # same shape, 1 for real tokens
-    labels: Tensor  # same shape, -100 where no token is to be learnt
+    labels: Tensor  # same shape, -100 where the loss ignores the token
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, examples: list[tuple[str, str]], device: torch.device) -> _Batch:
@@ -231,7 +234,7 @@ def _encode(tokenizer: PreTrainedTokenizerFast, examples: list[tuple[str, str]],
 
 
 def _schedule(step: int, spec: WarmStartSpec) -> float:
-    """Factor of the learning rate: up in a line, down in a line to a tenth."""
+    """Return the factor of the learning rate: a linear rise to 1, then a linear fall to a tenth."""
     if step < spec.num_warmup_steps:
         return (step + 1) / spec.num_warmup_steps
     num_decay_steps = max(spec.num_steps - spec.num_warmup_steps, 1)
@@ -239,7 +242,7 @@ def _schedule(step: int, spec: WarmStartSpec) -> float:
 
 
 def _rank_zero_finds(folder: Path, device: torch.device) -> bool:
-    """Whether rank 0 sees the folder, on every rank, so that all of them take the same branch."""
+    """Return, on every rank, whether rank 0 sees the folder, so that all ranks take the same branch."""
     if not dist.is_initialized():
         return folder.is_dir()
     found = torch.tensor([folder.is_dir()], dtype=torch.uint8, device=device)
@@ -248,7 +251,7 @@ def _rank_zero_finds(folder: Path, device: torch.device) -> bool:
 
 
 def _save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, spec: WarmStartSpec, folder: Path) -> None:
-    """Writes the folder under another name and renames it, so that what bears its name is whole."""
+    """Write the folder under another name and rename it, so that a folder of this name is always complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
     partial.mkdir()
@@ -261,6 +264,6 @@ def _save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, spec: War
         except OSError:
             if not folder.is_dir():
                 raise
-            # Another job with the same spec was faster; its result is the same.
+            # Another job with the same spec has written the folder; its result is the same.
     finally:
         shutil.rmtree(partial, ignore_errors=True)

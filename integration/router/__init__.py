@@ -1,1 +1,1 @@
-"""`lockstep route`: one address for many engines. Generation goes to one of them, administration to all."""
+"""`lockstep route`: one address for many engines. A generation goes to one engine, administration to all."""

@@ -1,4 +1,4 @@
-"""The router's application: its paths, and what each of them is passed to."""
+"""The router's application: its paths and their handlers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from .worker_paths import add_workers
 
 _OPEN_PATHS = frozenset({"/liveness", "/readiness"})
 _NORMAL_PATHS = frozenset({"/get_loads"})
-ROUTING_KEY_HEADER = "x-smg-routing-key"  # slime's: what has the same one goes to the same worker
+ROUTING_KEY_HEADER = "x-smg-routing-key"  # slime's header: requests with equal values go to the same worker
 
 
 def create_app(config: RouterConfig, journal: UpdateJournal, roster: Roster) -> FastAPI:
-    """The router's paths. The application owns the router from its startup to its shutdown, as `app.state.router`."""
+    """Make the application with the router's paths. From startup to shutdown, the router is `app.state.router`."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -57,7 +57,7 @@ def create_app(config: RouterConfig, journal: UpdateJournal, roster: Roster) -> 
 
 
 class _Auth:
-    """The keys of the router, with the levels that the same paths have at a worker."""
+    """The check of the router's keys. Paths have the same levels as at a worker."""
 
     def __init__(self, app: ASGIApp, config: RouterConfig) -> None:
         self._app = app
@@ -87,34 +87,37 @@ async def _answer_unknown(request: Request, error: Exception) -> Response:
 def _add_health(app: FastAPI) -> None:
     @app.get("/liveness")
     async def liveness() -> Response:
+        """Answer 200 while the router runs."""
         return Response()
 
     @app.get("/health")
     @app.get("/health_generate")
     async def health(request: Request) -> Response:
-        """200 while a worker lives."""
+        """Answer 200 while a worker is alive."""
         return _ok_if(bool(router_of(request).registry.live()), router_of(request))
 
     @app.get("/readiness")
     @app.get("/ready")
     async def readiness(request: Request) -> Response:
-        """200 while a worker takes requests."""
+        """Answer 200 while a worker takes requests."""
         router = router_of(request)
         return _ok_if(any(worker.can_take_requests and not worker.paused for worker in router.registry), router)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
+        """Return the router's metrics in Prometheus' format."""
         text, content_type = render(router_of(request).collector, request.headers.get("accept", ""))
         return Response(text, media_type=content_type)
 
     @app.get("/get_loads")
     async def get_loads(request: Request) -> JSONResponse:
+        """List each worker with its number of running sequences."""
         loads = [{"worker": worker.url, "load": worker.num_running} for worker in router_of(request).registry]
         return JSONResponse({"workers": loads})
 
     @app.get("/v1/loads")
     async def loads(request: Request) -> JSONResponse:
-        """The loads of all live workers in one list, each with its worker."""
+        """List the loads of all live workers, each with its worker."""
         router = router_of(request)
         call = await call_of(request, router.config.http.max_body_bytes)
         live = router.registry.live()
@@ -143,11 +146,13 @@ def _ok_if(is_well: bool, router: Router) -> Response:
 def _add_journal(app: FastAPI) -> None:
     @app.get("/weight_update_journal")
     async def show(request: Request) -> JSONResponse:
+        """Show the journal of the update in progress or unresolved."""
         return JSONResponse(router_of(request).admin.updates.journal.report())
 
     @app.post("/weight_update_journal/resolve")
     async def resolve(request: Request) -> JSONResponse:
-        """{acknowledge: true, enable: true}; enable false: the targets stay disabled until somebody enables them."""
+        """Mark the unresolved update as resolved: {acknowledge: true, enable: true}. With enable false, its targets are
+        disabled until an operator enables them."""
         body = parse_object(await read_bytes(request, request.app.state.config.max_body_bytes))
         if body.get("acknowledge") is not True:
             raise BadField("acknowledge", 'send {"acknowledge": true} when the weights of all workers are right')
@@ -164,7 +169,7 @@ def _add_admin(app: FastAPI) -> None:
         return JSONResponse(body, status)
 
     for verb, rule in RULES.items():
-        # What changes a worker is never a GET; a worker that does not take the method says so itself.
+        # Verbs that change a worker are never a GET; a worker refuses a method that it does not take.
         methods = ["POST", "PUT"] if rule.is_change else ["GET", "POST", "PUT"]
         for path in (f"/{verb}", f"/lockstep/{verb}", f"/hicache/{verb}"):
             app.add_api_route(path, administer, methods=methods, include_in_schema=path == f"/{verb}")
@@ -179,7 +184,7 @@ def _add_generation(app: FastAPI) -> None:
         call = await call_of(request, router.config.http.max_body_bytes)
         try:
             body = parse_object(call.body)
-        except HttpError:  # the worker says what is wrong with it
+        except HttpError:  # the worker will report the fault
             body = {}
         keys = prompt_keys(body, request.headers.get(ROUTING_KEY_HEADER))
         return ProxyResponse(router.proxy, Generation(call, keys, num_sequences(body)))

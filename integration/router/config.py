@@ -19,24 +19,24 @@ _POSITIVE = (
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """Settings of one router. Raises ValueError naming every setting that is wrong."""
+    """Settings of one router. Raises ValueError naming every wrong setting."""
 
-    workers: tuple[str, ...] = ()  # URLs; more may be added later
-    http: HttpConfig = field(default_factory=lambda: HttpConfig(port=30080))  # where it listens, its keys, limits
-    journal: Path | None = None  # the file of the update in progress; None: in the user's state folder, by port
-    health_interval_s: float = 2.0  # between two probes of a worker
-    health_timeout_s: float = 5.0  # of a probe
-    dead_after: int = 3  # probes that fail one after the other; a refused connection is enough by itself
-    connect_timeout_s: float = 5.0  # to open a connection to a worker
-    queue_timeout_s: float = 60.0  # a request waits so long while every worker is held back by an update
-    request_timeout_s: float = 3600.0  # of a generation, all attempts together
-    max_attempts: int = 3  # workers that one request may meet, so that one which kills workers does not kill all
-    affinity_slack: int = 8  # sequences by which a worker that knows the prompt may be ahead of the least loaded
-    max_prefixes: int = 1 << 16  # pieces of prompts whose workers are remembered
-    lock_limit_s: float = 300.0  # a pause, an update or a group call waits so long for the one before it
-    admin_timeout_s: float = 300.0  # of an administrative call at a worker that names no timeout_s
-    allow_mixed_versions: bool = False  # route to a worker that came back with other weights than the rest
-    max_admin_body_bytes: int = 1 << 30  # of an administrative call
+    workers: tuple[str, ...] = ()  # URLs of the workers; more may be added later
+    http: HttpConfig = field(default_factory=lambda: HttpConfig(port=30080))  # address, keys and limits of its server
+    journal: Path | None = None  # file about the update in progress; None: in the user's state folder, by port
+    health_interval_s: float = 2.0  # time between two probes of a worker
+    health_timeout_s: float = 5.0  # longest wait for a probe
+    dead_after: int = 3  # failed probes in a row after which a worker is dead; one refused connection is enough
+    connect_timeout_s: float = 5.0  # longest time to open a connection to a worker
+    queue_timeout_s: float = 60.0  # longest wait of a request while an update holds all workers back
+    request_timeout_s: float = 3600.0  # longest time of a generation, all attempts together
+    max_attempts: int = 3  # workers that one request may reach, so that a request that kills workers does not kill all
+    affinity_slack: int = 8  # a worker that knows the prompt may run this many sequences more than the least loaded
+    max_prefixes: int = 1 << 16  # number of pieces of prompts whose workers are remembered
+    lock_limit_s: float = 300.0  # longest wait of a pause, an update or a group call for the one before it
+    admin_timeout_s: float = 300.0  # longest time of an administrative call without a timeout_s
+    allow_mixed_versions: bool = False  # also route to a worker that returned with other weights than the rest
+    max_admin_body_bytes: int = 1 << 30  # largest body of an administrative call
 
     def __post_init__(self) -> None:
         settings = {name: getattr(self, name) for name in _POSITIVE}
@@ -55,7 +55,7 @@ class RouterConfig:
 
     @property
     def journal_path(self) -> Path:
-        """Where the journal is."""
+        """The path of the journal."""
         if self.journal is not None:
             return self.journal
         state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
@@ -63,15 +63,15 @@ class RouterConfig:
 
     @property
     def roster_path(self) -> Path | None:
-        """Where changes to the workers are kept: beside the journal. None for a router whose port is any free one and
-        whose journal nobody named: the next such router is another one."""
+        """The file of the changes to the workers, beside the journal. None for a router on any free port without a
+        named journal, because a later router like it is not the same one."""
         if self.journal is None and self.http.port == 0:
             return None
         return self.journal_path.with_name(f"{self.journal_path.name}.workers.json")
 
 
 def worker_url(text: object) -> str:
-    """A worker's URL in its one form: scheme, host and port. Raises ValueError for anything else."""
+    """Normalise a worker's URL to scheme, host and port. Raises ValueError for anything else."""
     if not isinstance(text, str):
         raise ValueError(f"url must be a text, not {text!r}")
     try:
@@ -86,7 +86,7 @@ def worker_url(text: object) -> str:
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     url = f"{parts.scheme}://{host}" + (f":{port}" if port is not None else "")
     try:
-        httpx.URL(url)  # the client that will use it has to take it
+        httpx.URL(url)  # the HTTP client must accept it
     except httpx.InvalidURL as error:
         raise ValueError(f"url {text!r}: {error}") from None
     return url

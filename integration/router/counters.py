@@ -1,4 +1,4 @@
-"""What a router has counted since it started: plain numbers, written on its event loop and read by /metrics."""
+"""The counters of a router since its start: plain numbers, written on its event loop and read by /metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Outcome(Enum):
-    """How one request ended at one worker."""
+    """The end of one request at one worker."""
 
     ANSWERED = "answered"  # below 400
     REFUSED = "refused"  # 4xx, passed on
@@ -22,19 +22,19 @@ class Affinity(Enum):
     """Whether a request went to a worker that knows the beginning of its prompt."""
 
     HIT = "hit"
-    TOO_BUSY = "too_busy"  # one knows it, and had more to do than the slack allows
-    UNKNOWN = "unknown"  # nobody knows it
+    TOO_BUSY = "too_busy"  # a worker knows it, and had more sequences than the slack allows
+    UNKNOWN = "unknown"  # no worker knows it
 
 
 def outcome_of(status: int) -> Outcome:
-    """Of an answer that was passed on whole."""
+    """Return the outcome of a complete answer by its status."""
     if status < 400:
         return Outcome.ANSWERED
     return Outcome.REFUSED if status < 500 else Outcome.FAILED
 
 
 class RouterCounters:
-    """The labels are few: workers that are there, our own words, and verbs that the router knows."""
+    """The counters of one router. They have few labels: present workers, the router's own words, and known verbs."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, Outcome]] = Counter()  # by the worker's URL
@@ -45,12 +45,12 @@ class RouterCounters:
         self.broadcast_seconds: Counter[str] = Counter()  # by verb, waiting for the change before it included
 
     def forget(self, url: str) -> None:
-        """The worker was removed."""
+        """Drop the counts of a worker that was removed."""
         for key in [key for key in self.requests if key[0] == url]:
             del self.requests[key]
 
     def add_broadcast(self, verb: str, status: int, seconds: float) -> None:
-        """A verb was answered for all workers."""
+        """Count a verb that was answered for all workers."""
         outcome = "done" if status < 400 else "refused" if status < 500 else "failed"
         self.broadcasts[verb, outcome] += 1
         self.broadcast_seconds[verb] += seconds  # type: ignore[assignment]

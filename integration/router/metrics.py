@@ -1,4 +1,4 @@
-"""GET /metrics of the router, in Prometheus' formats: read from its counters and workers at each scrape."""
+"""The metrics of a router in Prometheus' formats, read from its counters and workers at each GET /metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JOURNAL_STATES = ("empty", "under_way", "unresolved")
 
 
 def render(collector: Collector, accept: str) -> tuple[bytes, str]:
-    """The text that a scraper with this Accept header wants, and its content type."""
+    """Format the metrics for a scraper's Accept header. Returns the text and its content type."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     encode, content_type = choose_encoder(accept)
@@ -26,13 +26,13 @@ def render(collector: Collector, accept: str) -> tuple[bytes, str]:
 
 
 class RouterCollector(Collector):
-    """Reads a router on its event loop. Changes nothing."""
+    """A collector that reads a router on its event loop. It changes nothing."""
 
     def __init__(self, registry: WorkerRegistry, counters: RouterCounters, journal: UpdateJournal) -> None:
         self._registry, self._counters, self._journal = registry, counters, journal
 
     def collect(self) -> Iterator[Metric]:
-        """Workers, requests, broadcasts, the journal."""
+        """Collect the metrics of workers, requests, broadcasts and the journal."""
         yield from self._workers()
         yield from self._requests()
         yield from self._broadcasts()
@@ -45,8 +45,8 @@ class RouterCollector(Collector):
         for state in WORKER_STATES:
             family.add_metric([state], states[state])
         yield family
-        load = GaugeMetricFamily("lockstep:router_load", "Sequences under way from here.", labels=["worker"])
-        deaths = CounterMetricFamily("lockstep:router_worker_deaths", "Times it was given up.", labels=["worker"])
+        load = GaugeMetricFamily("lockstep:router_load", "Running sequences that this router sent.", labels=["worker"])
+        deaths = CounterMetricFamily("lockstep:router_worker_deaths", "Times that it became dead.", labels=["worker"])
         for worker in workers:
             load.add_metric([worker.url], worker.num_running)
             deaths.add_metric([worker.url], worker.num_deaths)
@@ -57,14 +57,14 @@ class RouterCollector(Collector):
         counters = self._counters
         family = CounterMetricFamily(
             "lockstep:router_requests",
-            "Requests given to a worker, by how that ended; one that moves counts at each.",
+            "Requests sent to a worker, by outcome; a request that moves counts at each worker.",
             labels=["worker", "outcome"],
         )
         for (url, outcome), count in counters.requests.items():
             family.add_metric([url, outcome.value], count)
         yield family
         yield CounterMetricFamily(
-            "lockstep:router_retries", "Times a request went to one more worker.", counters.num_retries
+            "lockstep:router_retries", "Times that a request was sent to another worker.", counters.num_retries
         )
         family = CounterMetricFamily(
             "lockstep:router_unanswered_requests", "Requests that no worker answered.", labels=["reason"]
@@ -87,7 +87,7 @@ class RouterCollector(Collector):
             family.add_metric([verb, outcome], count)
         yield family
         family = CounterMetricFamily(
-            "lockstep:router_broadcast_seconds", "Time that those took, with their wait for each other.",
+            "lockstep:router_broadcast_seconds", "Time of administrative verbs, with their wait for each other.",
             labels=["verb"],
         )  # fmt: skip
         for verb, seconds in self._counters.broadcast_seconds.items():
@@ -102,11 +102,11 @@ class RouterCollector(Collector):
             family.add_metric([one], one == state)
         yield family
         age_s = 0.0 if entry is None else entry.age_s
-        yield GaugeMetricFamily("lockstep:router_journal_age_seconds", "Of the update in the journal, or 0.", age_s)
+        yield GaugeMetricFamily("lockstep:router_journal_age_seconds", "Age of the update in the journal, or 0.", age_s)
 
 
 def _state_of(worker: Worker) -> str:
-    """The first reason for which it gets no requests."""
+    """Return the first reason for which a worker gets no requests, or "routable"."""
     if not worker.is_alive:
         return worker.health.value
     if worker.disabled:

@@ -1,7 +1,7 @@
-"""One request through to one worker, and on to another where the first dies before it has produced anything.
+"""The forwarding of a request to one worker, or to another one if the first fails before it has produced output.
 
-An answer that is no event stream is passed on when it is complete, so until then the request can move. A stream is
-passed on event by event; once its first event is out, the death of its worker ends it with an error event, and without
+An answer that is no event stream is forwarded when it is complete, so until then the request can move. A stream is
+forwarded event by event. After its first event, the failure of its worker ends it with an error event, and without
 [DONE].
 """
 
@@ -33,23 +33,23 @@ _END_OF_EVENT = b"\n\n"
 
 @dataclass(frozen=True)
 class Generation:
-    """A call with what the choice of its worker depends on."""
+    """A call with the values that determine the choice of its worker."""
 
     call: WorkerCall
-    keys: tuple[bytes, ...]  # of its prompt, see `balance.prompt_keys`
+    keys: tuple[bytes, ...]  # keys of its prompt, see `balance.prompt_keys`
     num_sequences: int
 
 
 class _WorkerDied(Exception):
-    """The health checks gave the worker up."""
+    """The health checks found the worker dead."""
 
 
 class _Begun(Exception):
-    """The client has a part of the answer; the rest is lost."""
+    """The attempt failed after the client had received a part of the answer."""
 
 
 class Proxy:
-    """Chooses workers and passes requests through."""
+    """The part of a router that chooses workers and forwards requests."""
 
     def __init__(
         self, registry: WorkerRegistry, client: httpx.AsyncClient, config: RouterConfig, counters: RouterCounters
@@ -61,11 +61,11 @@ class Proxy:
         self._prefixes = PrefixTable(config.max_prefixes)
 
     def forget(self, worker: Worker) -> None:
-        """Its cache is gone."""
+        """Forget the prompts of a worker whose cache is lost."""
         self._prefixes.forget(worker.id)
 
     async def run(self, generation: Generation, send: Send) -> None:
-        """Answer the request. Raises HttpError for one that no worker could answer, before anything was sent."""
+        """Answer the request. Raises HttpError, before anything was sent, if no worker could answer."""
         try:
             await self._run(generation, send)
         except HttpError as error:
@@ -93,7 +93,8 @@ class Proxy:
         raise HttpError(502, f"workers failed before they produced anything: {listed}", code="workers_failed")
 
     async def _try(self, worker: Worker, call: WorkerCall, relay: Relay, deadline: float) -> str:
-        """What was wrong; the relay says how it ended. Of what fails before it has begun the client hears nothing."""
+        """Send the call to a worker. Returns the error or ""; the relay has the outcome. The client is not told of an
+        error before the answer has begun."""
         why = ""
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
@@ -112,12 +113,12 @@ class Proxy:
         return why
 
     async def _pick(self, generation: Generation, tried: set[str], deadline: float) -> Worker:
-        """The worker for a request, waiting while all of them are held back by a broadcast. Raises HttpError 503."""
+        """Choose the worker for a request. Waits while a broadcast holds all workers back. Raises HttpError 503."""
         deadline = min(deadline, time.monotonic() + self._config.queue_timeout_s)
         while True:
             able = [worker for worker in self._registry if worker.can_take_requests]
             able = [worker for worker in able if worker.url not in tried] or able
-            # An engine that is paused makes requests wait; only where all are is that what should happen.
+            # Requests wait in a paused engine, so one is chosen only if all engines are paused.
             able = [worker for worker in able if not worker.paused] or able
             if able:
                 knowing = self._prefixes.knowing(generation.keys)
@@ -136,7 +137,8 @@ class Proxy:
                 )  # fmt: skip
 
     async def _attempt(self, worker: Worker, call: WorkerCall, relay: Relay) -> None:
-        """Raises _Begun where the client has a part; otherwise whatever was wrong, and nothing was sent."""
+        """Forward the call until the answer ends or the worker dies. Raises _Begun for an error after the client has
+        received a part of the answer; otherwise raises the error itself, and nothing was sent."""
         passing = asyncio.create_task(self._pass_through(worker, call, relay))
         try:
             if not await first_of(passing, worker.died.wait()):
@@ -164,8 +166,8 @@ class Proxy:
 
 
 class ProxyResponse(Response):
-    """Runs a generation while it listens for the client's disconnect: then the worker's connection is closed, which
-    aborts the request there."""
+    """A response that runs a generation. If the client disconnects, it closes the worker's connection, which aborts the
+    request there."""
 
     def __init__(self, proxy: Proxy, generation: Generation) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The client's side of an answer that is passed through."""
+"""The client's side of an answer that is forwarded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORKER_HEADER = "x-lockstep-worker"
 
 
 class Unavailable(Exception):
-    """The worker says that it takes nothing now."""
+    """The worker answered that it takes no requests now."""
 
 
 class Relay:
@@ -26,21 +26,25 @@ class Relay:
         self._worker = worker
         self._is_last = is_last
         self.has_begun = False
-        self.outcome = Outcome.CLIENT_LEFT  # unless something else becomes known: then the attempt was cancelled
+        self.outcome = Outcome.CLIENT_LEFT  # the outcome if the attempt is cancelled
 
     async def whole(self, answer: httpx.Response, body: bytes) -> None:
+        """Send a complete answer. Raises Unavailable for a 503, unless this is the last attempt."""
         if answer.status_code == 503 and not self._is_last:
             raise Unavailable(f"it answered 503: {body[:200].decode(errors='replace')}")
-        self.outcome = outcome_of(answer.status_code)  # a client that has everything may leave before we know
+        # Set before the send, because the client may close the connection as soon as it has all bytes.
+        self.outcome = outcome_of(answer.status_code)
         await self._start(answer, [("content-length", str(len(body)))])
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def events(self, answer: httpx.Response, events: bytes) -> None:
+        """Send complete events of a stream."""
         if not self.has_begun:
             await self._start(answer, [])
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self, answer: httpx.Response, rest: bytes) -> None:
+        """Send the rest of a stream, and end it."""
         if not self.has_begun:
             await self._start(answer, [])
         self.outcome = outcome_of(answer.status_code)

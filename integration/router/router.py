@@ -1,4 +1,4 @@
-"""Everything of one router, and how a path finds it."""
+"""One router with all its parts, and the functions by which a path gets it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .proxy import Proxy
 
 
 class Router:
-    """Everything of one router, on one event loop."""
+    """A router with all its parts, on one event loop."""
 
     def __init__(self, config: RouterConfig, journal: UpdateJournal, roster: Roster) -> None:
         self.config = config
@@ -30,7 +30,7 @@ class Router:
         unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         verify = httpx.create_ssl_context()
         self._generating = httpx.AsyncClient(limits=unlimited, timeout=None, trust_env=False, verify=verify)
-        # A connection of its own for each call: one that was kept may be dead, and a change is not sent twice.
+        # A new connection for each call: a kept connection may be closed, and a change must not be sent twice.
         single = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(None, connect=config.connect_timeout_s)
         self.administering = httpx.AsyncClient(limits=single, timeout=timeout, trust_env=False, verify=verify)
@@ -43,21 +43,21 @@ class Router:
         self.collector = RouterCollector(self.registry, self.counters, journal)
 
     def start(self) -> None:
-        """Take the workers of the command line, as they were changed at run time."""
+        """Add the workers of the command line, with the changes that were made at run time."""
         changes = self.admin.roster.changes
         for url in changes.workers:
             self._take(url, url in changes.disabled)
 
     async def add(self, url: object, disabled: bool = False) -> tuple[Worker, bool]:
-        """See `WorkerRegistry.add`; a new one is probed from now on. Raises ValueError for what is no URL of a server,
-        HttpError 503 where it cannot be written down."""
+        """Add a worker, see `WorkerRegistry.add`. A new one is probed from now on. Raises ValueError for a text that is
+        no URL of a server, HttpError 503 where the roster cannot be written."""
         url = worker_url(url)
         if not any(worker.url == url for worker in self.registry):
             await self.admin.write_down(lambda: self.admin.roster.add(url, disabled))
         return self._take(url, disabled)
 
     async def remove(self, worker: Worker) -> None:
-        """What it is doing it finishes. Raises HttpError 503 where it cannot be written down."""
+        """Remove a worker. Its running requests finish. Raises HttpError 503 where the roster cannot be written."""
         await self.admin.write_down(lambda: self.admin.roster.remove(worker.url))
         self._health.forget(worker)
         self.registry.remove(worker)
@@ -72,19 +72,20 @@ class Router:
         return worker, is_new
 
     async def close(self) -> None:
+        """Stop the health checks and close the connections."""
         await self._health.close()
         await self._generating.aclose()
         await self.administering.aclose()
 
 
 def router_of(request: Request) -> Router:
-    """The router that a path belongs to."""
+    """Return the router of a request's application."""
     return request.app.state.router
 
 
 async def call_of(request: Request, limit: int) -> WorkerCall:
-    """A request as it goes to a worker, with a body of at most `limit` bytes."""
-    # What was allowed is the path as it stands: one with dots in it would be another one at the worker.
+    """Build the call to a worker from a request, with a body of at most `limit` bytes."""
+    # The key was checked for this path. A path with dots would be another path at the worker.
     if {".", ".."} & set(request.scope["path"].split("/")):
         raise HttpError(404, "Not Found")
     path = request.scope["raw_path"].decode("latin-1")

@@ -1,4 +1,4 @@
-"""Listening: a router for a process of its own, and one in a thread."""
+"""The servers of a router: one that runs in the calling thread, and one in a background thread."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _START_TIMEOUT_S = 30.0
 
 
 class RouterServer:
-    """A router and its socket."""
+    """A router with its listening socket."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """Raises ValueError for an address, a journal or a roster that is refused, OSError for what cannot be had."""
+        """Open the socket, the journal and the roster. Raises ValueError for an address, a journal or a roster that is
+        refused, OSError for one that cannot be opened."""
         config.http.check_bind()
         self._socket = _listen(config.http.host, config.http.port)
         try:
-            self._journal = UpdateJournal(config.journal_path)  # its lock keeps the roster, too
+            self._journal = UpdateJournal(config.journal_path)  # its lock also protects the roster
         except (ValueError, OSError):
             self._socket.close()
             raise
@@ -49,6 +50,7 @@ class RouterServer:
 
     @property
     def url(self) -> str:
+        """The URL at which it listens."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self.port}"
 
@@ -60,20 +62,22 @@ class RouterServer:
             self._journal.close()
 
     def stop(self) -> None:
+        """Ask the server to end. Does not wait."""
         self._server.should_exit = True
 
 
 class BackgroundRouter:
-    """A router in a thread of this process, which the process does not wait for."""
+    """A router in a daemon thread of this process."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """As `RouterServer`."""
+        """Start the router. Raises as `RouterServer`."""
         self._server = RouterServer(config)
         self._thread = threading.Thread(target=self._server.run, name="lockstep-router", daemon=True)
         self._thread.start()
 
     @property
     def url(self) -> str:
+        """The URL at which it listens."""
         return self._server.url
 
     def close(self) -> None:
@@ -89,7 +93,7 @@ class BackgroundRouter:
 
 
 def route_in_background(config: RouterConfig) -> BackgroundRouter:
-    """A router in a thread. What connects before it answers waits, since its socket listens already.
+    """Start a router in a thread. Its socket listens at once: early connections wait until it answers.
 
     Example: `router = route_in_background(RouterConfig((url_a, url_b), HttpConfig(port=0), journal=path))`
     """
@@ -97,8 +101,8 @@ def route_in_background(config: RouterConfig) -> BackgroundRouter:
 
 
 def route(config: RouterConfig, announce: Callable[[str], None]) -> None:
-    """Route in this thread until SIGINT or SIGTERM; `announce` gets the URL when the socket listens. Raises ValueError
-    and OSError as `RouterServer`."""
+    """Run a router in this thread until SIGINT or SIGTERM. `announce` gets the URL when the socket listens. Raises
+    ValueError and OSError as `RouterServer`."""
     server = RouterServer(config)
     announce(server.url)
     server.run()
@@ -106,7 +110,8 @@ def route(config: RouterConfig, announce: Callable[[str], None]) -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # else asyncio leaves Nagle on
+    # The protocol is named, because asyncio sets TCP_NODELAY only then.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))

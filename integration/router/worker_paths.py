@@ -1,4 +1,4 @@
-"""Workers over HTTP: list, show, add, remove, disable, enable. All but the first two are remembered, see `roster`."""
+"""The paths of workers: list, show, add, remove, disable, enable. The last four are kept on disk, see `roster`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from .router import router_of
 
 
 def add_workers(app: FastAPI) -> None:
-    """Under /workers as SGLang's gateway has them, and under the names that its predecessor had."""
+    """Add the paths of workers: under /workers as in SGLang's gateway, and under the names of its predecessor."""
 
     @app.get("/workers")
     async def list_workers(request: Request) -> JSONResponse:
+        """List all workers with their states."""
         workers = list(router_of(request).registry)
         num_healthy = sum(worker.health is Health.ALIVE for worker in workers)
         stats = {"num_healthy": num_healthy, "num_routable": sum(worker.can_take_requests for worker in workers)}
@@ -23,33 +24,38 @@ def add_workers(app: FastAPI) -> None:
 
     @app.post("/workers")
     async def add(request: Request) -> JSONResponse:
-        """{url}; other fields of the gateway's (worker_type, …) are ignored."""
+        """Add a worker: {url, disabled}. Other fields of SGLang's gateway (worker_type, …) are ignored."""
         body = parse_object(await read_bytes(request, request.app.state.config.max_body_bytes))
         return await _add(request, body.get("url"), bool(body.get("disabled", False)))
 
     @app.post("/add_worker")
     async def add_old(request: Request, url: str = "") -> JSONResponse:
+        """Add the worker that the query's `url` names."""
         return await _add(request, url)
 
     @app.get("/list_workers")
     async def list_old(request: Request) -> JSONResponse:
+        """List the URLs of all workers."""
         return JSONResponse({"urls": [worker.url for worker in router_of(request).registry]})
 
     @app.post("/remove_worker")
     async def remove_old(request: Request, url: str = "") -> JSONResponse:
+        """Remove the worker that the query's `url` names."""
         return await _remove(request, url)
 
     @app.get("/workers/{worker_id}")
     async def show(request: Request, worker_id: str) -> JSONResponse:
+        """Show one worker."""
         return JSONResponse(router_of(request).registry.find(worker_id).report())
 
     @app.delete("/workers/{worker_id}")
     async def remove(request: Request, worker_id: str) -> JSONResponse:
+        """Remove a worker. Its running requests finish."""
         return await _remove(request, worker_id)
 
     @app.put("/workers/{worker_id}")
     async def change(request: Request, worker_id: str) -> JSONResponse:
-        """{disabled: bool}"""
+        """Disable or enable a worker: {disabled: bool}."""
         body = parse_object(await read_bytes(request, request.app.state.config.max_body_bytes))
         disabled = body.get("disabled")
         if not isinstance(disabled, bool):
@@ -58,10 +64,12 @@ def add_workers(app: FastAPI) -> None:
 
     @app.post("/workers/{worker_id}/disable")
     async def disable(request: Request, worker_id: str) -> JSONResponse:
+        """Send no more requests to a worker."""
         return await _set_disabled(request, worker_id, True)
 
     @app.post("/workers/{worker_id}/enable")
     async def enable(request: Request, worker_id: str) -> JSONResponse:
+        """Send requests to a worker again."""
         return await _set_disabled(request, worker_id, False)
 
 

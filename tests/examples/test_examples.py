@@ -1,4 +1,4 @@
-"""Every program in examples/ runs as it stands, on a tiny model, and prints what it promises."""
+"""Every program in examples/ runs unchanged, on a tiny model, and prints the promised output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DIGEST = "[0-9a-f]{64}"
 
 @pytest.fixture
 def run_example(monkeypatch, capsys, restore_threads):
-    """run_example("generate.py", "--model", "FOLDER"): what the program printed."""
+    """Make a function that runs an example and returns its output: run_example("generate.py", "--model", "FOLDER")."""
 
     def run(name: str, *arguments: str) -> str:
         monkeypatch.syspath_prepend(str(EXAMPLES))  # as Python does for a script's own folder
@@ -30,7 +30,7 @@ def run_example(monkeypatch, capsys, restore_threads):
 
 
 def torchrun(folder: Path, *arguments: str) -> str:
-    """What two ranks printed."""
+    """Run a program on two ranks and return their output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, env=environment)

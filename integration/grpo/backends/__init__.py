@@ -1,1 +1,1 @@
-"""The ways to train a model on several ranks, one module each."""
+"""Trainer backends: the ways to train a model on several ranks, one module each."""

@@ -1,4 +1,4 @@
-"""What differs between the ways to train a model on several ranks."""
+"""The interface of a trainer backend: the operations that differ between the ways to train on several ranks."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from ..sections import TrainSettings
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Everything a checkpoint keeps of a trainer, as whole tensors. Rank 0 has it; on the others it is empty."""
+    """The state of a trainer for a checkpoint, as whole tensors. Rank 0 has it; on the other ranks it is empty."""
 
     model: dict[str, Tensor] = field(default_factory=dict)  # by Hugging Face name
-    optimizer: dict[str, Tensor] = field(default_factory=dict)  # by names of the backend's choice
+    optimizer: dict[str, Tensor] = field(default_factory=dict)  # by names that the backend chooses
 
 
 class TrainerBackend(ABC):
-    """One model on all ranks with its AdamW. After `wrap`, every rank calls every method together.
+    """One model on all ranks with its AdamW optimizer. After `wrap`, all ranks call every method together.
 
     A step is: for each micro-batch, inside `microbatch(is_last=...)`, `forward` and `backward`; then `step`. Gradients
     are averaged over ranks.
     """
 
-    shares_storage: bool  # the module keeps whole parameters, which an engine made from it, before or after, may alias
-    talks_in_forward: bool  # ranks meet in every micro-batch, so that all must have as many
+    # Whether the module keeps whole parameters. Then an engine may alias them, also one that was made before `wrap`.
+    shares_storage: bool
+    # Whether every micro-batch runs collectives. Then all ranks need the same number of micro-batches.
+    talks_in_forward: bool
 
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
@@ -45,14 +47,14 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def wrap(self, model: PreTrainedModel) -> None:
-        """Take the model over: wrap or shard it where it is, and make the optimizer. Once, on every rank."""
+        """Wrap or shard the model in place, and make the optimizer. Call it once, on every rank."""
 
     @abstractmethod
     def forward(self, **inputs: object) -> Tensor:
-        """Logits [1, M, V] of the wrapped model."""
+        """Compute the logits [1, M, V] with the wrapped model."""
 
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """The forward and backward of one micro-batch run in here; `is_last` of the step's."""
+        """Enclose the forward and backward of one micro-batch. is_last: it is the last one of the step."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
@@ -60,11 +62,12 @@ class TrainerBackend(ABC):
         loss.backward()
 
     def set_learning_rate(self, value: float) -> None:
+        """Set the learning rate of all parameters."""
         for group in self.optimizer.param_groups:
             group["lr"] = value
 
     def step(self) -> float:
-        """Clip the gradients, let the optimizer write the parameters, drop the gradients; returns the norm before
+        """Clip the gradients, update the parameters and drop the gradients. Returns the gradients' norm before
         clipping."""
         norm = clip(self.model.parameters(), self.settings.max_grad_norm)
         self.optimizer.step()
@@ -73,11 +76,11 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def named_tensors(self, dtype: torch.dtype | None = None) -> NamedTensors:
-        """The whole parameters by Hugging Face name, cast to `dtype`, as the backend's adapter gives them. Every rank
+        """Gather the whole parameters by Hugging Face name, cast to `dtype`, with the backend's adapter. Every rank
         must iterate to the end."""
 
     def state(self) -> TrainerState:
-        """Gather parameters and optimizer on rank 0. Changes nothing."""
+        """Gather parameters and optimizer state on rank 0. Changes nothing."""
         moments = (
             (f"{key}/{name}", _whole(value))
             for name, parameter in self.model.named_parameters()
@@ -86,9 +89,9 @@ class TrainerBackend(ABC):
         return TrainerState(self.on_first(self.named_tensors()), self.on_first(moments))
 
     def load_state(self, state: TrainerState) -> None:
-        """Put a state that `state` gave on rank 0, and that every rank has now, into model and optimizer, in place.
+        """Copy a state into model and optimizer, in place. `state` gathered it on rank 0; here every rank passes it.
 
-        Raises ValueError naming the tensors in which state and model differ; then nothing was changed.
+        Raises ValueError, naming the tensors in which state and model differ, before anything is changed.
         """
         parameters = dict(self.model.named_parameters())
         refuse_other_model(state.model, {name: parameter.shape for name, parameter in parameters.items()})
@@ -100,19 +103,20 @@ class TrainerBackend(ABC):
                 parameter.copy_(_laid_out_like(parameter, state.model[name]))
         for key, name, value in moments:
             parameter = parameters[name]
-            # Step counters stay on the CPU, as the optimizer makes them; moments stand beside their parameter. Copied,
-            # because a shard would keep the whole tensor's memory.
-            state = self.optimizer.state[parameter]
-            state[key] = value if key == "step" else torch.empty_like(parameter).copy_(_laid_out_like(parameter, value))
+            # Step counters stay on the CPU, where the optimizer makes them; moments are on their parameter's device.
+            # Moments are copied, because a shard would keep the whole tensor's memory.
+            kept = self.optimizer.state[parameter]
+            kept[key] = value if key == "step" else torch.empty_like(parameter).copy_(_laid_out_like(parameter, value))
 
     def adamw(self, model: nn.Module) -> torch.optim.AdamW:
+        """Make an AdamW optimizer of the model's parameters, as the settings say."""
         settings = self.settings
         return torch.optim.AdamW(
             model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay
         )
 
     def on_first(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """What a collective iteration yields, kept on rank 0 and in its main memory alone."""
+        """Iterate to the end on every rank; return the tensors in main memory on rank 0, and {} on the others."""
         kept = {}
         for name, tensor in tensors:
             if self.ranks.is_first:
@@ -121,7 +125,7 @@ class TrainerBackend(ABC):
 
 
 def clip(parameters: Iterable[Tensor], max_norm: float) -> float:
-    """Clip gradients to a total norm over all ranks' shards; returns the norm before."""
+    """Clip gradients to a total norm over all ranks' shards. Returns the norm before clipping."""
     parameters = list(parameters)
     norm = _whole(get_total_norm([p.grad for p in parameters if p.grad is not None]))
     clip_grads_with_norm_(parameters, max_norm, norm)
@@ -133,7 +137,10 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _laid_out_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """A whole tensor on the parameter's device, cut as it is. Every rank has the value, so nothing is sent."""
+    """Move a whole tensor to the parameter's device and shard it as the parameter is sharded.
+
+    Every rank has the value, so nothing is sent.
+    """
     value = value.to(parameter.device)
     if not isinstance(parameter, DTensor):
         return value
@@ -141,6 +148,7 @@ def _laid_out_like(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def refuse_other_model(saved: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """Raise ValueError, naming the parameters, where saved tensors and a model's shapes differ."""
     differing = sorted(
         name
         for name in {*saved, *shapes}

@@ -15,7 +15,7 @@ from .backend import TrainerBackend
 
 
 class DdpBackend(TrainerBackend):
-    """DistributedDataParallel: every rank holds everything."""
+    """A backend with DistributedDataParallel: every rank has all parameters, gradients and optimizer state."""
 
     shares_storage = True
     talks_in_forward = False
@@ -30,7 +30,7 @@ class DdpBackend(TrainerBackend):
         return self._ddp(**inputs).logits
 
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if is_last else self._ddp.no_sync()  # gradients travel once, with the last micro-batch
+        return nullcontext() if is_last else self._ddp.no_sync()  # gradients are sent once, with the last micro-batch
 
     def named_tensors(self, dtype: torch.dtype | None = None) -> NamedTensors:
         return ddp_tensors(self._ddp, dtype)

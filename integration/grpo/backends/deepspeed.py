@@ -1,4 +1,4 @@
-"""A DeepSpeed engine as the trainer's backend. DeepSpeed is imported only where it is used."""
+"""DeepSpeed as the trainer's backend. DeepSpeed is imported only by the functions that use it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ...ranks import Ranks
 from ..sections import TrainSettings
 from .backend import TrainerBackend, TrainerState, clip, refuse_other_model
 
-_MAX_COMM_ELEMENTS = 50_000_000  # of one collective; DeepSpeed's own default holds buffers of 2 GB ready
+_MAX_COMM_ELEMENTS = 50_000_000  # elements of one collective; DeepSpeed's default keeps buffers of 2 GB
 
 
 class DeepSpeedBackend(TrainerBackend):
-    """A DeepSpeed engine, ZeRO stages 0 to 3. With bfloat16 parameters it keeps float32 ones for AdamW, as the other
-    backends do not."""
+    """A backend with a DeepSpeed engine, ZeRO stages 0 to 3. With bfloat16 parameters, unlike the other backends, it
+    keeps float32 copies for AdamW."""
 
     def __init__(self, settings: TrainSettings, ranks: Ranks, zero_stage: int) -> None:
         super().__init__(settings, ranks)
@@ -33,13 +33,14 @@ class DeepSpeedBackend(TrainerBackend):
         self.talks_in_forward = zero_stage >= 2
 
     def wrap(self, model: PreTrainedModel) -> None:
-        # Read at DeepSpeed's first import; without it the import looks for accelerators, and says so.
+        # DeepSpeed reads this variable at its first import; without it the import searches for accelerators and logs
+        # the search.
         os.environ.setdefault("DS_ACCELERATOR", self.ranks.device.type)
-        os.environ.setdefault("LOCAL_RANK", "0")  # a process that no launcher started; DeepSpeed insists
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed needs it, also in a process without a launcher
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        # It calls collectives by torch's old names, and torch would say so at every step.
+        # DeepSpeed calls collectives by torch's old names, and torch would warn at every step.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         config = prepare_deepspeed(self._engine_config(model))
         backend = "nccl" if self.ranks.device.type == "cuda" else "gloo"
@@ -53,21 +54,21 @@ class DeepSpeedBackend(TrainerBackend):
         num_elements = min(sum(parameter.numel() for parameter in model.parameters()), _MAX_COMM_ELEMENTS)
         return {
             "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,  # we say which micro-batch is the last, and weigh them ourselves
+            "gradient_accumulation_steps": 1,  # `microbatch` marks the last one, and the job weights the losses
             "gradient_clipping": self.settings.max_grad_norm if self._clips_itself else 0.0,
             "bf16": {"enabled": model.dtype == torch.bfloat16},
             "zero_optimization": {
                 "stage": self.zero_stage,
                 "reduce_bucket_size": num_elements,
                 "allgather_bucket_size": num_elements,
-                # It replaces torch's linear function for good, and numerics rely on whose function it is.
+                # It would replace torch's linear function for the whole process; our numerics need torch's own.
                 "memory_efficient_linear": False,
             },
         }
 
     @property
     def _clips_itself(self) -> bool:
-        """Stage 0 in float32 clips too, but keeps the norm for itself."""
+        """Whether DeepSpeed clips the gradients. Stage 0 could clip in float32 too, but does not report the norm."""
         return self.zero_stage > 0
 
     def forward(self, **inputs: object) -> Tensor:
@@ -82,17 +83,17 @@ class DeepSpeedBackend(TrainerBackend):
 
     def step(self) -> float:
         norm = None if self._clips_itself else clip(self.model.parameters(), self.settings.max_grad_norm)
-        self._engine.step()  # drops the gradients, too
+        self._engine.step()  # also drops the gradients
         return float(self._engine.get_global_grad_norm()) if norm is None else norm
 
     def named_tensors(self, dtype: torch.dtype | None = None) -> NamedTensors:
         return zero_tensors(self._engine, dtype)
 
-    # -- checkpoints: the optimizer's flat partitions as they are ----------------------------------------------------
+    # -- checkpoints: the optimizer's flat partitions, unchanged -----------------------------------------------------
 
     def state(self) -> TrainerState:
-        """Gather parameters and optimizer on rank 0; the optimizer's tensors are those of this stage and number of
-        ranks: "exp_avg/1/0" is of rank 1, its first partition. Changes nothing."""
+        """Gather parameters and optimizer state on rank 0. The optimizer's tensors fit only this ZeRO stage and number
+        of ranks: "exp_avg/1/0" belongs to the first partition of rank 1. Changes nothing."""
         return TrainerState(self.on_first(self.named_tensors()), self.on_first(self._gathered_partitions()))
 
     def load_state(self, state: TrainerState) -> None:
@@ -130,7 +131,7 @@ class DeepSpeedBackend(TrainerBackend):
 
     @property
     def _partitions(self) -> list[Tensor]:
-        """The flat tensors that AdamW steps on, on this rank; at stage 0 in float32, the parameters."""
+        """The flat tensors that AdamW updates on this rank; at stage 0 in float32, the parameters."""
         if self.zero_stage == 3:
             return self._engine.optimizer.fp32_partitioned_groups_flat
         return [tensor for group in self._basic_optimizer.param_groups for tensor in group["params"]]
@@ -143,7 +144,7 @@ class DeepSpeedBackend(TrainerBackend):
                 yield from ((f"{key}/{rank}/{index}", shard) for rank, shard in enumerate(shards))
 
     def _gathered(self, value: Tensor) -> list[Tensor]:
-        """One tensor of each rank, in order; on rank 0 only."""
+        """Gather one tensor of each rank, in order, on rank 0. Returns [] on the other ranks."""
         value = value.to(self.ranks.device)
         shards = [torch.empty_like(value) for _ in range(self.ranks.num_ranks)] if self.ranks.is_first else None
         dist.gather(value, shards)

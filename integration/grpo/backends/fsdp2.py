@@ -16,18 +16,18 @@ from .backend import TrainerBackend
 
 
 class Fsdp2Backend(TrainerBackend):
-    """`fully_shard` of every decoder layer and of the rest: parameters, gradients and AdamW in shards."""
+    """A backend with `fully_shard` of each decoder layer and of the rest: parameters, gradients and AdamW in shards."""
 
     shares_storage = False
     talks_in_forward = True
 
     def wrap(self, model: PreTrainedModel) -> None:
         mesh = init_device_mesh(self.ranks.device.type, (self.ranks.num_ranks,))
-        layers = set(model._no_split_modules or ())  # transformers' own list of what makes a good unit
+        layers = set(model._no_split_modules or ())  # transformers' list of classes to shard as one unit
         for module in [module for module in model.modules() if type(module).__name__ in layers]:
             fully_shard(module, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        # Logits are a view of the last matrix product, as ever; nobody writes into them.
+        # Logits are a view of the last matrix product; no code writes into them.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         self.model = model
         self.optimizer = self.adamw(model)

@@ -14,7 +14,7 @@ from .engine import LocalEngine
 
 
 class AliasedEngine(LocalEngine):
-    """Samples with the trainer's own module; a sync moves nothing."""
+    """An engine that samples with the trainer's own module. A sync copies only the bytes that are not aliased."""
 
     def __init__(
         self, config: JobConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, backend: TrainerBackend

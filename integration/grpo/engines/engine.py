@@ -1,4 +1,4 @@
-"""The engine of one rank of the main job: what the job asks of it, and the parts that several kinds share."""
+"""The engine of one rank of the main job: its interface for the job, and the base classes of its kinds."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ from ..config import JobConfig
 
 
 class JobEngine(ABC):
-    """What the job asks of its engine. Every rank calls `sync` together."""
+    """The interface that the job uses of its engine. All ranks call `sync` together."""
 
     hosted: HostedModel  # the trainer's module with the engine's numerics
-    service: RolloutService | None = None  # of the engine in this process; None: it is in one of its own
-    ranks: RankChannel | None = None  # among the ranks of an engine of several
+    service: RolloutService | None = None  # of an engine in this process; None: the engine has its own process
+    ranks: RankChannel | None = None  # between the ranks of an engine that has several
 
     @abstractmethod
     def generate(self, prompts: Sequence[str], params: Sequence[SamplingParams] | SamplingParams) -> list[Completion]:
-        """Complete every prompt with the weights that were synced last."""
+        """Complete every prompt with the weights of the last sync."""
 
     @abstractmethod
     def sync(self, version: str) -> int:
-        """Bring the trainer's weights into the engine as `version`; returns the bytes that this rank moved."""
+        """Bring the trainer's weights into the engine as `version`. Returns how many bytes this rank moved."""
 
     @abstractmethod
     def weight_digest(self) -> str | None:
-        """The model digest of what the engine holds."""
+        """Return the model digest of the engine's weights."""
 
     def announce_step(self) -> AbstractContextManager[None]:
-        """The optimizer's step runs in here."""
+        """Enclose the optimizer's step."""
         return nullcontext()
 
     @abstractmethod
     def close(self) -> None:
-        """End what this engine started."""
+        """Close the servers, processes and sockets of this engine."""
 
 
 class LocalEngine(JobEngine):
-    """Base of the engines that are in this process."""
+    """Base class of the engines in this process."""
 
-    service: RolloutService  # type: ignore[assignment]
+    service: RolloutService
 
     def generate(self, prompts: Sequence[str], params: Sequence[SamplingParams] | SamplingParams) -> list[Completion]:
         """See `JobEngine.generate`."""
@@ -71,7 +71,7 @@ class LocalEngine(JobEngine):
 
 
 class OtherModelEngine(JobEngine):
-    """Base of the engines with weights of their own. The trainer's module is hosted for its numerics alone."""
+    """Base class of the engines with a copy of the weights. The trainer's module is hosted for its numerics alone."""
 
     def __init__(self, config: JobConfig, model: PreTrainedModel, backend: TrainerBackend) -> None:
         self.hosted = HostedModel.adopt(
@@ -83,15 +83,15 @@ class OtherModelEngine(JobEngine):
 
 
 def copied_service(config: JobConfig, folder: Path, ranks: Ranks) -> RolloutService:
-    """An engine with weights of its own, in this process."""
+    """Make an engine with its own copy of the weights, in this process."""
     settings = asdict(config.engine_config()) | {"dtype": config.model.dtype, "device": str(ranks.device)}
     return RolloutService(Engine(folder, EngineConfig.from_dict(settings)))
 
 
 def write_gathered(service: RolloutService, backend: TrainerBackend, config: JobConfig, version: str) -> int:
-    """Update an engine that has a copy, or a part, with the whole tensors that all ranks gather one after another;
-    returns the bytes that were written here."""
-    service.begin_weight_update(weight_version=version, undo=config.weights.undo)  # type: ignore[arg-type]
+    """Update an engine that has a copy or a part of the weights, with the whole tensors that all ranks gather one after
+    another. Returns the number of bytes that were written on this rank."""
+    service.begin_weight_update(weight_version=version, undo=config.weights.undo)
     record = service.update_weights_from_named_tensors(backend.named_tensors())
     service.end_weight_update()
     service.release_weight_undo()

@@ -1,4 +1,4 @@
-"""An engine with a copy of the weights, which all ranks gather."""
+"""An engine with a copy of the weights that all ranks gather."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .engine import LocalEngine, OtherModelEngine, copied_service, write_gathere
 
 
 class GatheredEngine(OtherModelEngine, LocalEngine):
-    """A copy in this rank, into which every rank writes what all of them gather."""
+    """An engine with its own copy of the weights in each rank. A sync gathers whole tensors on all ranks, and each rank
+    writes them into its copy."""
 
     def __init__(
         self, config: JobConfig, model: PreTrainedModel, folder: Path, ranks: Ranks, backend: TrainerBackend

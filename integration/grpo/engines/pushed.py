@@ -1,13 +1,14 @@
-"""An engine that rank 0 pushes weights to."""
+"""An engine that gets its weights by a push from rank 0."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedModel
@@ -32,7 +33,7 @@ _GENERATE_TIMEOUT_S = 3600.0
 
 
 class PushedEngine(OtherModelEngine):
-    """An engine that rank 0 pushes to, as one target among those of all ranks: here, or in a process of its own."""
+    """An engine in this process or in its own. Rank 0 pushes the weights to the engines of all ranks, each a target."""
 
     def __init__(
         self, config: JobConfig, model: PreTrainedModel, folder: Path, ranks: Ranks, backend: TrainerBackend
@@ -51,11 +52,11 @@ class PushedEngine(OtherModelEngine):
             service = self.service = copied_service(config, folder, ranks)
             self._exit.callback(service.close)
             self._target = LocalTarget(service, own.stem)
-            if not ranks.is_first:  # rank 0 reaches it from its own process
+            if not ranks.is_first:  # rank 0 calls it from another process
                 server = VerbServer(own, lambda verb, timeout_s, args: run_verb(service, verb, timeout_s, args))
                 server.start()
                 self._exit.callback(server.close)
-        dist.barrier()  # every socket is there
+        dist.barrier()  # from here on, every socket exists
         others = [RemoteTarget(_socket(sockets, rank)) for rank in range(1, ranks.num_ranks)]
         targets: list[Target] = [self._target, *others] if ranks.is_first else []
         self._pusher = WeightPusher(
@@ -70,8 +71,8 @@ class PushedEngine(OtherModelEngine):
             with self.service.rollout(release_kv=True):
                 return self.service.engine.generate(prompts, params)
         assert isinstance(self._target, RemoteEngine)
-        plain_params = asdict(params) if isinstance(params, SamplingParams) else [asdict(p) for p in params]
-        answers = self._target.generate(list(prompts), plain_params, _GENERATE_TIMEOUT_S)
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        answers = self._target.generate(list(prompts), [asdict(p) for p in each], _GENERATE_TIMEOUT_S)
         return [completion_from_plain(answer) for answer in answers]
 
     def sync(self, version: str) -> int:
@@ -88,7 +89,7 @@ class PushedEngine(OtherModelEngine):
         self._exit.close()
 
     def _shared_folder(self) -> Path:
-        """A folder for the sockets, the same on every rank; Unix sockets need a short path."""
+        """Make a folder for the sockets, the same one for every rank. Unix sockets need a short path."""
         paths = [tempfile.mkdtemp(prefix="lockstep-") if self._ranks.is_first else None]
         dist.broadcast_object_list(paths, src=0)
         folder = Path(str(paths[0]))
@@ -103,10 +104,10 @@ class PushedEngine(OtherModelEngine):
 
 
 def make_transport(config: JobConfig, ranks: Ranks) -> Transport:
-    """How rank 0 sends."""
+    """Make the transport that the job's settings name, for rank 0."""
     weights = config.weights
     folder = Path(weights.folder) if weights.folder else config.folder / "weights"
-    makers = {
+    makers: dict[str, Callable[[], Transport]] = {
         "distributed": lambda: DistributedTransport(
             bucket_bytes=weights.num_bucket_bytes,
             backend="nccl" if ranks.device.type == "cuda" else "gloo",
@@ -121,16 +122,16 @@ def make_transport(config: JobConfig, ranks: Ranks) -> Transport:
     return makers[config.sync]()
 
 
-def completion_from_plain(values: dict[str, object]) -> Completion:
-    """The fields that the job reads of a completion that came as JSON."""
+def completion_from_plain(values: Mapping[str, Any]) -> Completion:
+    """Build a completion from JSON values, with only the fields that the job reads."""
     reason = values["finish_reason"]
-    kept = {
-        "finish_reason": None if reason is None else FinishReason(**reason),  # type: ignore[arg-type]
+    kept: dict[str, Any] = {
+        "finish_reason": None if reason is None else FinishReason(**reason),
         "weight_versions": (),
-        **{name: tuple(values[name]) for name in ("prompt_ids", "token_ids", "logprobs")},  # type: ignore[call-overload]
+        **{name: tuple(values[name]) for name in ("prompt_ids", "token_ids", "logprobs")},
     }
     names = ("id", "index", "text", "num_cached_tokens", "num_retractions", "weight_version", "weight_digest")
-    return Completion(**{name: values[name] for name in names}, **kept)  # type: ignore[arg-type]
+    return Completion(**{name: values[name] for name in names}, **kept)
 
 
 def _socket(folder: Path, rank: int) -> Path:

@@ -18,9 +18,9 @@ from .engine import LocalEngine, write_gathered
 
 
 class ShardedEngine(LocalEngine):
-    """One engine of several ranks: each holds its part of the model, and brings its prompts to the first of them."""
+    """One engine of several ranks. Each rank holds its part of the model, and sends its prompts to the first rank."""
 
-    ranks: RankChannel  # type: ignore[assignment]
+    ranks: RankChannel
 
     def __init__(
         self, config: JobConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, backend: TrainerBackend
@@ -31,10 +31,10 @@ class ShardedEngine(LocalEngine):
         self._backend, self._config = backend, config
 
     def generate(self, prompts: Sequence[str], params: Sequence[SamplingParams] | SamplingParams) -> list[Completion]:
-        """See `JobEngine.generate`; all ranks of the replica call it together."""
+        """See `JobEngine.generate`. All ranks of the replica call it together."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         own = {"prompts": list(prompts), "params": [asdict(p) for p in each]}
-        # Others may come late: rank 0 writes logs and checkpoints.
+        # Rank 0 may call this later than the others: it writes logs and checkpoints.
         brought = self.ranks.gather_json(own, timeout_s=self._config.run.timeout_s)
         all_params = [SamplingParams(**plain) for of_rank in brought for plain in of_rank["params"]]
         if not all_params:

@@ -1,1 +1,1 @@
-"""Administrative changes to all workers, and the journal that survives a crash."""
+"""Administrative changes to all workers, and the update journal that survives a crash."""

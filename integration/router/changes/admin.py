@@ -1,8 +1,8 @@
 """Administrative verbs to all live workers: one change at a time, no new requests meanwhile, and a journal of updates.
 
-Each change holds its targets back on its own account and lets them go afterwards, so that a worker that an operator has
-disabled stays disabled. The rules are those of SGLang-Omni's router; beyond them the order of every change, also
-continue, is one, a group's ranks are dealt out, and a worker that is paused is known to be.
+Each change sets its own hold on its targets and lifts it afterwards, so a worker that an operator has disabled stays
+disabled. The rules are the rules of SGLang-Omni's router, with three additions: all changes, also `continue`, have one
+order; the router assigns the ranks of a group; and it knows which workers are paused.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .broadcast import Result, broadcast, summarise, with_value
 from .rules import Rule, rule_for
 from .updates import Updates
 
-_MOMENT_S = 1.0  # for whoever does not wait for a change under way
+_MOMENT_S = 1.0  # for a change with a limit of 0: the lock was free a moment before
 
 
 class Admin:
-    """Broadcasts, one change at a time."""
+    """The administration of all workers, one change at a time."""
 
     def __init__(
         self,
@@ -51,14 +51,15 @@ class Admin:
         self._client, self._config, self._counters = client, config, counters
         self._groups = Groups()
         self._lock = asyncio.Lock()
-        self._running: tuple[str, float] | None = None  # the change under way, and when it began
+        self._running: tuple[str, float] | None = None  # the current change, and its start
 
     async def run(
         self, verb: str, call: WorkerCall, values: Mapping[str, object], has_left: Callable[[], Awaitable[bool]]
     ) -> tuple[int, dict[str, object]]:
-        """Broadcast a verb of RULES; status and body for all workers together. Raises HttpError where none is asked.
+        """Broadcast a verb of RULES. Returns one status and body for all workers. Raises HttpError where no worker was
+        asked.
 
-        A change that waits for the one before it never runs once its client `has_left` or its `timeout_s` is over.
+        A change that waits for the one before it does not run if its client `has_left` or its `timeout_s` is over.
         """
         started, status = time.monotonic(), 500
         try:
@@ -90,7 +91,7 @@ class Admin:
 
     @asynccontextmanager
     async def changing(self, what: str, limit_s: float = 0.0) -> AsyncIterator[None]:
-        """Be the one change under way. Raises HttpError: 503 after waiting `limit_s`, 409 at once without one."""
+        """Hold the lock of changes. Raises HttpError: 503 after a wait of `limit_s`, 409 at once if `limit_s` is 0."""
         if limit_s <= 0 and self._lock.locked():
             raise HttpError(409, f"{self._busy()}: try again after it", code="update_in_progress", extra=self._age())
         try:
@@ -109,7 +110,7 @@ class Admin:
             self._lock.release()
 
     async def resolve(self, enable: bool) -> dict[str, object]:
-        """An operator says that the update in the journal is dealt with. Raises HttpError 409 and 503."""
+        """Clear the journal's update for an operator that has repaired the workers. Raises HttpError 409 and 503."""
         async with self.changing("weight_update_journal/resolve"):
             entry, versions = await self.updates.resolve()
             if entry is None:
@@ -122,13 +123,14 @@ class Admin:
             return {"success": True, "message": told, "mixed_state": is_mixed, "weight_versions": versions}
 
     async def set_disabled(self, workers: Sequence[Worker], disabled: bool) -> None:
-        """By an operator, who is the one change under way. Raises HttpError 503 where it cannot be written down."""
+        """Disable or enable workers for an operator, whose change holds the lock. Raises HttpError 503 where the roster
+        cannot be written."""
         await self.write_down(lambda: self.roster.set_disabled([worker.url for worker in workers], disabled))
         for worker in workers:
             self._registry.set_disabled(worker, disabled)
 
     async def write_down(self, change: Callable[[], None]) -> None:
-        """Run a method of the roster. Raises HttpError 503 where it cannot be written."""
+        """Run a method of the roster. Raises HttpError 503 where the roster cannot be written."""
         try:
             await asyncio.to_thread(change)
         except RosterUnwritable as error:
@@ -139,7 +141,7 @@ class Admin:
     async def _change(
         self, verb: str, rule: Rule, call: WorkerCall, values: Mapping[str, object], targets: Sequence[Worker]
     ) -> list[Result]:
-        """Broadcast while the targets get no requests, and note what the workers are afterwards."""
+        """Broadcast a verb while the targets get no requests, and update the workers' states by the results."""
         group = str(values.get("group_name") or DEFAULT_GROUP)
         bodies = None
         if verb == "init_weights_update_group":
@@ -179,7 +181,7 @@ class Admin:
     async def _update(
         self, verb: str, rule: Rule, call: WorkerCall, values: Mapping[str, object], targets: Sequence[Worker]
     ) -> list[Result]:
-        """A change that is in the journal from before anybody is held back until it has landed everywhere."""
+        """Run a change with a journal entry, written before any worker is held and kept until all workers have it."""
         if verb == "update_weights_from_distributed":
             self._groups.check(str(values.get("group_name") or DEFAULT_GROUP), targets)
         known = await self.updates.open(verb, rule, targets)
@@ -198,7 +200,10 @@ class Admin:
     async def _revert_committed(
         self, call: WorkerCall, values: Mapping[str, object], results: Sequence[Result]
     ) -> list[Result]:
-        """Where a session could be ended at some workers only, giving it up means to take it back there."""
+        """Revert an update at the workers that have committed it, after an abort that they refused.
+
+        Returns the results, with the result of the revert for such a worker.
+        """
         refusing = [result.worker for result in results if result.kind == "SessionError"]
         await self.updates.read_versions(refusing)
         committed = [worker for worker in refusing if self.updates.has_committed(worker)]
@@ -213,7 +218,7 @@ class Admin:
     # -- small things -----------------------------------------------------------------------------------------------
 
     async def _targets(self) -> list[Worker]:
-        """Whoever lives. One that somebody met trouble with is asked first: a call to a dead worker is no success."""
+        """Return the live workers. A suspect worker is probed first, because a call to a dead worker is no success."""
         await asyncio.gather(*(self._health.check(worker) for worker in self._registry.live() if worker.is_suspect))
         if not (live := self._registry.live()):
             raise HttpError(503, f"no live upstream workers: {why_none(self._registry)}", code="no_workers")
@@ -226,7 +231,7 @@ class Admin:
         values: Mapping[str, object],
         bodies: Mapping[str, bytes] | None = None,
     ) -> list[Result]:
-        # The workers keep the call's own deadline; ours is for those that do not answer at all.
+        # The workers keep the call's own deadline; this one is for workers that do not answer.
         limit_s = max(_timeout_s(values) or 0.0, self._config.admin_timeout_s)
         return await broadcast(self._client, targets, call, limit_s, bodies)
 
@@ -241,14 +246,15 @@ class Admin:
 
 
 def _timeout_s(values: Mapping[str, object]) -> float | None:
-    """A call's own deadline, None where it has none that makes sense: the workers say so."""
+    """Return a call's own deadline, or None without a valid one. The workers refuse an invalid one."""
     given = values.get("timeout_s")
-    is_number = isinstance(given, int | float) and not isinstance(given, bool)
-    return float(given) if is_number and 0 < given <= MAX_TIMEOUT_S else None
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        return None
+    return float(given) if 0 < given <= MAX_TIMEOUT_S else None
 
 
 def _one_version(results: Sequence[Result]) -> tuple[int, dict[str, object]]:
-    """As `summarise`; a 409 that lists them where the weight versions differ."""
+    """Summarise results as `summarise`. Raises HttpError 409 with the versions where the weight versions differ."""
     versions = {
         result.worker.url: result.body["weight_version"]
         for result in results
@@ -264,7 +270,7 @@ def _one_version(results: Sequence[Result]) -> tuple[int, dict[str, object]]:
 
 
 def _members(results: Sequence[Result]) -> list[dict[str, object]]:
-    """Who joins a group, in the order of the ranks; see `Groups.plan`."""
+    """List the members of a group, in the order of their ranks; see `Groups.plan`."""
     return [
         {"worker": one.worker.url, "num_ranks": one.worker.num_ranks, "num_deaths": one.worker.num_deaths}
         for one in results

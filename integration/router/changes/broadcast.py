@@ -1,4 +1,4 @@
-"""The same call to many workers at once, and what came back."""
+"""One call to many workers at once, and their results."""
 
 from __future__ import annotations
 
@@ -14,39 +14,40 @@ from ...one_line import in_one_line
 from ..calls import WorkerCall
 from ..fleet.workers import Worker
 
-_MARGIN_S = 2.0  # beyond a call's own deadline: the worker's answer says more than our silence
+_MARGIN_S = 2.0  # wait this much longer than a call's own deadline, so that the worker can answer why it failed
 _MAX_TEXT = 2000  # characters of an error that is no JSON
 _RETRYABLE = frozenset({409, 429, 503})  # the worker did nothing
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one worker said."""
+    """The result of a call at one worker."""
 
     worker: Worker
     status: int | None  # None: it did not answer
     body: object = None  # JSON, or its beginning as text
-    error: str | None = None  # why it did not answer
-    was_received: bool = True  # False: it never got the call
+    error: str | None = None  # reason for which it did not answer
+    was_received: bool = True  # False: the call did not reach it
 
     @property
     def success(self) -> bool:
-        """2xx, and not an object that says otherwise."""
+        """Whether the status is 2xx and the body does not have `success: false`."""
         said_no = isinstance(self.body, dict) and self.body.get("success") is False
         return self.status is not None and 200 <= self.status < 300 and not said_no
 
     @property
     def is_refusal(self) -> bool:
-        """The worker answered that it did not do it."""
+        """Whether the worker answered that it did not run the verb."""
         return not self.success and self.status is not None and self.status < 500
 
     @property
     def is_retryable(self) -> bool:
+        """Whether the call may be sent again: it succeeded, or the worker did nothing."""
         return self.success or not self.was_received or self.status in _RETRYABLE
 
     @property
     def message(self) -> str:
-        """Its own words about how it went."""
+        """The worker's message, or the reason for which it did not answer."""
         if self.error is not None:
             return self.error
         if isinstance(self.body, dict):
@@ -57,11 +58,12 @@ class Result:
 
     @property
     def kind(self) -> str:
-        """The error's name for programs."""
+        """The error's type, "" without one."""
         error = self.body.get("error") if isinstance(self.body, dict) else None
         return str(error.get("type") or "") if isinstance(error, dict) else ""
 
     def report(self) -> dict[str, object]:
+        """Return its entry in `results` of an answer."""
         told = {"error": self.error} if self.error is not None else {"body": self.body}
         return {
             "worker": self.worker.url, "worker_id": self.worker.id, "success": self.success,
@@ -76,9 +78,9 @@ async def broadcast(
     timeout_s: float,
     bodies: Mapping[str, bytes] | None = None,
 ) -> list[Result]:
-    """Call every worker at once; the results in their order. Never raises for what a worker does.
+    """Call all workers at once. Returns their results in the order of the workers. Raises nothing for a worker's error.
 
-    bodies: by worker id, where they differ. A worker that is given up by the health checks is not waited for.
+    bodies: by worker id, where they differ. A worker that the health checks find dead is not waited for.
     """
     return await asyncio.gather(
         *(_ask(client, worker, call, timeout_s, (bodies or {}).get(worker.id, call.body)) for worker in workers)
@@ -113,10 +115,10 @@ async def _ask(client: httpx.AsyncClient, worker: Worker, call: WorkerCall, time
 
 
 def summarise(results: Sequence[Result]) -> tuple[int, dict[str, object]]:
-    """One status and one body for all of them.
+    """Combine the results into one status and one body.
 
-    200: all succeeded; what all their bodies have in common stands in this one. A 4xx or 501: all of them answered so.
-    502: anything else. `results` has each worker's own.
+    200: all succeeded; the body has the values that all their bodies have in common. A 4xx or 501: all answered with
+    it. 502: anything else. `results` of the body has each worker's own result.
     """
     reports = [result.report() for result in results]
     failed = [result for result in results if not result.success]
@@ -143,7 +145,7 @@ def summarise(results: Sequence[Result]) -> tuple[int, dict[str, object]]:
 
 
 def common(values: Sequence[object]) -> object:
-    """What JSON values agree in: objects by key, anything else as a whole; None where they agree in nothing."""
+    """Return the common part of JSON values: objects by key, other values as a whole; None without a common part."""
     first = values[0]
     if all(isinstance(value, dict) for value in values):
         shared = {}
@@ -167,5 +169,5 @@ def _value(answer: httpx.Response) -> object:
 
 
 def with_value(body: Mapping[str, object], name: str, value: object) -> bytes:
-    """The body with one field changed."""
+    """Encode the body with one field changed."""
     return json.dumps({**body, name: value}).encode()

@@ -1,7 +1,7 @@
-"""The update that is under way, on disk: so that a router that was killed in the middle of one knows it afterwards.
+"""The journal of the update in progress, on disk, so that a router knows after a kill that an update was not finished.
 
-The file exists from before the first worker is held back until the update has landed on all of them. One that is found
-at the start, or kept after a failure, is unresolved: nobody knows whether all workers have the same weights.
+The file exists from before the first worker is held until all workers have the update. An entry that is found at the
+start, or kept after a failure, is unresolved: it is not known whether all workers have the same weights.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class JournalUnwritable(OSError):
-    """The journal could not be written; no update may begin."""
+    """The journal cannot be written, so no update may begin."""
 
 
 @dataclass(frozen=True)
 class TargetRecord:
-    """A worker as it was before the update."""
+    """The state of a worker before the update."""
 
     url: str
     disabled: bool  # by an operator
@@ -35,26 +35,29 @@ class TargetRecord:
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """One update."""
+    """One update in the journal."""
 
     verb: str
     started_at: float  # seconds since the epoch
-    targets: tuple[TargetRecord, ...]  # none: the file could not be read, and everybody may be concerned
+    targets: tuple[TargetRecord, ...]  # empty: the file could not be read, and the update may concern all workers
     session: bool = False  # a weight-update session is open at the workers
-    failure: str | None = None  # why it is unresolved; None: under way
+    failure: str | None = None  # reason for which it is unresolved; None: in progress
 
     @property
     def age_s(self) -> float:
+        """Seconds since its start."""
         return max(0.0, time.time() - self.started_at)
 
     def concerns(self, url: str) -> bool:
+        """Return whether the update may have changed the worker at this URL."""
         return not self.targets or any(target.url == url for target in self.targets)
 
 
 class UpdateJournal:
-    """At most one entry, in a file that only its owner can read. Methods write, sync and return; call them in a thread.
+    """A journal of at most one entry, in a file that only its owner can read. Its methods block on the disk: call them
+    in a thread.
 
-    Raises ValueError where the folder is open to everybody, or another router uses the file.
+    Raises ValueError where all users can write in the folder, or another router uses the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,10 +78,11 @@ class UpdateJournal:
 
     @property
     def is_unresolved(self) -> bool:
+        """Whether there is an entry of an update that failed or was cut off."""
         return self.entry is not None and self.entry.failure is not None
 
     def write(self, entry: JournalEntry) -> None:
-        """Replace the entry: after this it survives a crash. Raises JournalUnwritable; then the old one stands."""
+        """Replace the entry, and sync it to the disk. Raises JournalUnwritable; then the old entry is kept."""
         try:
             replace_file(self.path, json.dumps(asdict(entry)))
         except OSError as error:
@@ -86,16 +90,17 @@ class UpdateJournal:
         self.entry = entry
 
     def keep(self, failure: str) -> None:
-        """The update did not land everywhere: the entry stays until somebody resolves it."""
+        """Keep the entry of an update that some workers may not have, until an operator resolves it."""
         assert self.entry is not None
-        self.entry = replace(self.entry, failure=failure)  # counts whether or not it can be written
+        self.entry = replace(self.entry, failure=failure)  # set also if it cannot be written
         try:
             self.write(self.entry)
         except JournalUnwritable as error:
             logger.error("%s; what stands there is as good: an entry that is found at the start is unresolved", error)
 
     def clear(self) -> None:
-        """All workers have the same weights. Raises JournalUnwritable; then the entry stays."""
+        """Remove the entry, because all workers have the same weights. Raises JournalUnwritable; then the entry is
+        kept."""
         try:
             remove_file(self.path)
         except OSError as error:
@@ -103,11 +108,11 @@ class UpdateJournal:
         self.entry = None
 
     def close(self) -> None:
-        """Let another router have the file."""
+        """Release the lock of the file."""
         os.close(self._lock)
 
     def report(self) -> dict[str, object]:
-        """As /weight_update_journal shows it. Changes nothing."""
+        """Return the answer of /weight_update_journal. Changes nothing."""
         return {"unresolved": self.is_unresolved, "entry": None if self.entry is None else asdict(self.entry)}
 
     def _read(self) -> JournalEntry | None:

@@ -1,4 +1,4 @@
-"""How each administrative verb goes to the workers."""
+"""The rules by which administrative verbs are broadcast to the workers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Rule:
-    """How a verb is broadcast."""
+    """The rule of one verb."""
 
     is_change: bool = False  # waits for the change before it
     holds: bool = False  # its targets get no requests meanwhile
-    journal: str = ""  # of an update: "opens" or "closes" a session, "writes", or "mends" what went wrong
-    one_version: bool = False  # 409 where the weight versions differ
+    journal: str = ""  # of an update: "opens" or "closes" a session, "writes", or "mends" after a failed update
+    one_version: bool = False  # answers 409 where the weight versions differ
 
 
 _UPDATE = Rule(is_change=True, holds=True, journal="writes")
 _CHANGE = Rule(is_change=True, holds=True)
 _READ = Rule()
 _VERSION = Rule(one_version=True)
-# By the last part of the path, so that /lockstep/VERB follows the same rule. What is not here is not broadcast.
+# By the last part of the path, so that /lockstep/VERB follows the same rule. Other verbs are not broadcast.
 RULES: dict[str, Rule] = {
     "pause_generation": _CHANGE,
     "continue_generation": Rule(is_change=True),
@@ -65,7 +65,7 @@ RULES: dict[str, Rule] = {
 
 
 def rule_for(verb: str, values: Mapping[str, object]) -> Rule:
-    """A checker that overwrites the weights is a change."""
+    """Find the rule of a verb. `weights_checker` is a change if it overwrites the weights."""
     if verb == "weights_checker" and values.get("action") == "reset_tensors":
         return _CHANGE
     return RULES[verb]

@@ -1,4 +1,4 @@
-"""What the journal says about the weights of the workers: before an update, after it, and after one that went wrong."""
+"""The journal's entries for the workers' weights: before an update, after it, and after a failed one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Updates:
-    """The journal's part of a change. Whoever calls is the one change under way."""
+    """The journal's part of a change. The caller holds the lock of changes."""
 
     def __init__(
         self, registry: WorkerRegistry, health: HealthChecks, journal: UpdateJournal, config: RouterConfig
@@ -30,8 +30,8 @@ class Updates:
         self.journal = journal
 
     async def open(self, verb: str, rule: Rule, targets: Sequence[Worker]) -> JournalEntry | None:
-        """Write the update down, before anybody is held back; the entry before it. Raises HttpError 409 after one that
-        is unresolved, 503 where it cannot be written."""
+        """Write the update to the journal, before any worker is held. Returns the entry before it. Raises HttpError 409
+        if an update is unresolved, 503 where the journal cannot be written."""
         if self.journal.is_unresolved and rule.journal != "mends":
             assert self.journal.entry is not None
             raise HttpError(
@@ -46,18 +46,18 @@ class Updates:
         return known
 
     def break_off(self, verb: str) -> None:
-        """Nobody knows how it ended."""
+        """Mark the update as unresolved, because its result is not known."""
         if self.journal.entry is not None and not self.journal.is_unresolved:
             self._keep(f"{verb} was broken off")
 
     def has_committed(self, worker: Worker) -> bool:
-        """Whether a worker has another version than before the update that is unresolved, as last read."""
+        """Return whether a worker's version, as last read, differs from the version before the unresolved update."""
         entry = self.journal.entry
         before = {target.url: target.weight_version for target in entry.targets} if entry is not None else {}
         return before.get(worker.url, worker.weight_version) != worker.weight_version
 
     async def settle(self, verb: str, rule: Rule, results: Sequence[Result], known: JournalEntry | None) -> None:
-        """What the journal says after an update. known: its entry before it."""
+        """Write, clear or keep the journal's entry by the results of an update. known: the entry before the update."""
         targets = [result.worker for result in results]
         if all(result.success for result in results):
             await self.read_versions(targets)
@@ -69,7 +69,7 @@ class Updates:
             self._registry.check_versions(self._config.allow_mixed_versions)
             return
         if all(result.is_refusal for result in results) and await self._are_unchanged(targets):
-            if known is None:  # nobody did anything
+            if known is None:  # no worker did anything
                 await self._clear()
             return
         if not self.journal.is_unresolved:
@@ -77,7 +77,7 @@ class Updates:
             self._keep(f"{verb} failed: {failed}")
 
     async def _are_unchanged(self, workers: Sequence[Worker]) -> bool:
-        """Whether every worker says that it has the version it had before the update."""
+        """Read the versions. Returns whether every worker answered that it has its version from before the update."""
         assert self.journal.entry is not None
         before = {target.url: target.weight_version for target in self.journal.entry.targets}
         if not await self.read_versions(workers):
@@ -85,7 +85,7 @@ class Updates:
         return all(before.get(worker.url, worker.weight_version) == worker.weight_version for worker in workers)
 
     async def read_versions(self, workers: Sequence[Worker]) -> bool:
-        """Ask again; False where one did not answer."""
+        """Read the workers' versions again. Returns False where a worker did not answer."""
         answers = await asyncio.gather(*map(self._health.read_version, workers), return_exceptions=True)
         for worker, answer in zip(workers, answers, strict=True):
             if isinstance(answer, httpx.HTTPError):
@@ -115,7 +115,7 @@ class Updates:
             self.hold_back(worker)
 
     async def resolve(self) -> tuple[JournalEntry | None, dict[str, str | None]]:
-        """An operator says that it is dealt with: the entry that was cleared, and the versions now. Raises HttpError
+        """Clear the entry for an operator. Returns the cleared entry, and the present versions by URL. Raises HttpError
         503."""
         entry = self.journal.entry
         if entry is not None:
@@ -124,7 +124,7 @@ class Updates:
         return entry, {worker.url: worker.weight_version for worker in self._registry.live()}
 
     def hold_back(self, worker: Worker) -> None:
-        """A worker that an unresolved update concerns gets no requests."""
+        """Hold a worker back if an unresolved update concerns it."""
         entry = self.journal.entry
         if entry is not None and entry.failure is not None and entry.concerns(worker.url):
             self._registry.hold(worker, Hold.JOURNAL, f"{entry.verb} is unresolved: {entry.failure}")

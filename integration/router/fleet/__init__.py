@@ -1,1 +1,1 @@
-"""The workers of a router: who they are, whether they live, which one gets a request."""
+"""The workers of a router: their list, their health, and the choice of one for a request."""

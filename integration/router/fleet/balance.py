@@ -1,8 +1,8 @@
-"""Which worker gets a request: the least loaded, unless one that knows the prompt is not much busier.
+"""The choice of a worker for a request: the least loaded one, unless a worker that knows the prompt is not much busier.
 
-Samples of one group, and the turns of one conversation, so meet their cached prompt. The idea of weighing the match of
-a prefix against the balance of the load is that of SGLang's router; here it is a table of chained hashes in place of a
-tree of texts.
+So the samples of one group, and the turns of one conversation, find their cached prompt. The idea to weigh the match of
+a prefix against the balance of the load is from SGLang's router, which uses a tree of texts; here it is a table of
+chained hashes.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from dataclasses import dataclass
 
 CHUNK_TOKENS = 64
 CHUNK_CHARACTERS = 256
-MAX_KEYS = 512  # pieces of one prompt that count; what is longer is told apart by its beginning
+MAX_KEYS = 512  # pieces of one prompt that are hashed; longer prompts are compared by their beginning
 _MAX_WORKERS_PER_KEY = 4
 _NAMESPACES = ("model", "extra_key", "cache_salt", "lora_path")  # equal prompts share no cache across these
 
 
 @dataclass(frozen=True)
 class WorkerLoad:
-    """What a worker has to do."""
+    """The load of a worker."""
 
     worker_id: str
-    num_running: int  # sequences under way
-    num_routed: int = 0  # sequences it was ever given: who had fewer goes first among equals
+    num_running: int  # running sequences
+    num_routed: int = 0  # sequences sent to it so far: of workers with equal loads, the one with fewer is chosen
 
 
 def choose(loads: Sequence[WorkerLoad], knows_prompt: Collection[str], slack: int) -> str:
-    """The id of the worker that gets the next request. Changes nothing.
+    """Choose the worker for the next request. Returns its id. Changes nothing.
 
-    knows_prompt: ids of workers whose cache probably holds the prompt. One of them is taken as long as it runs at most
-    `slack` sequences more than the least loaded worker. `loads` must not be empty.
+    knows_prompt: ids of workers whose cache probably holds the prompt. One of them is chosen if it runs at most `slack`
+    sequences more than the least loaded worker. `loads` must not be empty.
     """
     assert loads
 
@@ -48,14 +48,14 @@ def choose(loads: Sequence[WorkerLoad], knows_prompt: Collection[str], slack: in
 
 
 def prompt_keys(body: Mapping[str, object], routing_key: str | None = None) -> tuple[bytes, ...]:
-    """Hashes of ever longer beginnings of a request's prompt; none where it has no prompt that we can read.
+    """Hash longer and longer beginnings of a request's prompt. Returns () for a request without a readable prompt.
 
-    Equal beginnings have equal hashes. A batch counts by its first prompt. A routing key stands for the whole prompt.
+    Equal beginnings have equal hashes. Of a batch, the first prompt is used. A routing key replaces the prompt.
     """
     try:
         seed = json.dumps([body.get(name) for name in _NAMESPACES])
         pieces = _pieces(body) if routing_key is None else [f"key {routing_key}"]
-    except RecursionError:  # nested too deeply: the worker will say so
+    except RecursionError:  # nested too deeply: the worker will report it
         return ()
     keys, running = [], hashlib.blake2b(seed.encode("utf-8", "surrogatepass"), digest_size=16)
     for piece in pieces[:MAX_KEYS]:
@@ -65,17 +65,19 @@ def prompt_keys(body: Mapping[str, object], routing_key: str | None = None) -> t
 
 
 def num_sequences(body: Mapping[str, object]) -> int:
-    """How many sequences a request will run: prompts times samples; 1 where it cannot be told."""
+    """Count the sequences that a request will run: prompts times samples, or 1 where the body does not show it."""
     prompt = next((body[name] for name in ("input_ids", "text", "prompt") if body.get(name)), None)
     num_prompts = len(prompt) if isinstance(prompt, list) and not _are_tokens(prompt) else 1
     params = body.get("sampling_params")
     samples = body.get("n") or (params.get("n") if isinstance(params, dict) else None)
-    is_count = isinstance(samples, int) and not isinstance(samples, bool) and 0 < samples <= 4096
-    return num_prompts * (samples if is_count else 1)
+    if isinstance(samples, bool) or not isinstance(samples, int) or not 0 < samples <= 4096:
+        return num_prompts
+    return num_prompts * samples
 
 
 class PrefixTable:
-    """Which workers were last given prompts that begin so. Bounded; the oldest beginning is forgotten first."""
+    """A bounded table from beginnings of prompts to the workers that got such prompts last. The oldest beginning is
+    dropped first."""
 
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
@@ -85,11 +87,11 @@ class PrefixTable:
         return len(self._workers)
 
     def knowing(self, keys: Sequence[bytes]) -> tuple[str, ...]:
-        """Ids of the workers that know the longest beginning. Changes nothing."""
+        """Return the ids of the workers that know the longest beginning. Changes nothing."""
         return next((self._workers[key] for key in reversed(keys) if key in self._workers), ())
 
     def record(self, keys: Sequence[bytes], worker_id: str) -> None:
-        """The worker was given this prompt."""
+        """Note that the worker got this prompt."""
         for key in keys:
             others = [known for known in self._workers.pop(key, ()) if known != worker_id]
             self._workers[key] = (worker_id, *others[: _MAX_WORKERS_PER_KEY - 1])
@@ -97,7 +99,7 @@ class PrefixTable:
             self._workers.popitem(last=False)
 
     def forget(self, worker_id: str) -> None:
-        """The worker's cache is gone."""
+        """Drop a worker whose cache is lost."""
         for key, ids in list(self._workers.items()):
             if worker_id in ids:
                 rest = tuple(known for known in ids if known != worker_id)

@@ -1,4 +1,4 @@
-"""Small files that are there whole or as they were before, also after a crash, and that only their owner can read."""
+"""Small files, readable only by their owner, that have the new or the old content, never a part, also after a crash."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ....weight_sync.disk.atomic_folder import flush
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Give the file this text; after this it survives a crash. Raises OSError; then the old one stands."""
+    """Replace the file's text, and sync it to the disk. Raises OSError; then the old text is kept."""
     part = path.with_name(f"{path.name}.part")
     part.unlink(missing_ok=True)
     file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -22,6 +22,6 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def remove_file(path: Path) -> None:
-    """Have it gone, also after a crash. Raises OSError."""
+    """Remove the file, and sync its folder to the disk. Raises OSError."""
     path.unlink(missing_ok=True)
     flush(path.parent)

@@ -1,4 +1,4 @@
-"""Weight-update groups that span workers: who is which rank, and whether all of them are still there."""
+"""Weight-update groups over several workers: the ranks of each worker, and a check that all members are present."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ DEFAULT_GROUP = "weight_update_group"
 
 
 def rank_offsets(num_ranks: Sequence[int], rank_offset: int, world_size: int) -> list[int]:
-    """The first rank of each worker: they stand one behind the other from `rank_offset` on.
+    """Compute the first rank of each worker. Workers have consecutive ranks from `rank_offset` on.
 
-    Raises ValueError where the group has no room for all of them.
+    Raises ValueError where the group has too few ranks for all workers.
     """
     end = rank_offset + sum(num_ranks)
     if rank_offset < 1:
@@ -28,13 +28,14 @@ def rank_offsets(num_ranks: Sequence[int], rank_offset: int, world_size: int) ->
 
 
 class Groups:
-    """Groups that were made through this router. Of others it knows nothing, and lets them be."""
+    """The groups that were made through this router. Other groups are not checked."""
 
     def __init__(self) -> None:
         self._members: dict[str, dict[str, tuple[str, int]]] = {}  # group: {worker id: (url, deaths at that time)}
 
     def plan(self, name: str, values: Mapping[str, object], workers: Sequence[Worker]) -> dict[str, int]:
-        """The rank offset of each worker, by id. Raises HttpError: 409 for a group that exists, 422 without room."""
+        """Compute the rank offset of each worker, by id. Raises HttpError: 409 for a group that exists, 422 for one
+        that is too small."""
         if name in self._members:
             raise HttpError(409, f"the group {name!r} exists: destroy it first", code="group_exists")
         sizes = [worker.num_ranks for worker in workers]
@@ -45,14 +46,15 @@ class Groups:
         return dict(zip((worker.id for worker in workers), offsets, strict=True))
 
     def record(self, name: str, workers: Sequence[Worker]) -> None:
-        """All of them have joined."""
+        """Note the members of a group that all workers have joined."""
         self._members[name] = {worker.id: (worker.url, worker.num_deaths) for worker in workers}
 
     def forget(self, name: str) -> None:
+        """Drop a group that was destroyed."""
         self._members.pop(name, None)
 
     def check(self, name: str, workers: Sequence[Worker]) -> None:
-        """Raises HttpError 409, before anybody waits for a tensor, where the live workers are not the group's."""
+        """Raise HttpError 409, before any worker waits for a tensor, unless the live workers are the group's."""
         members = self._members.get(name)
         if members is None:
             return

@@ -1,4 +1,4 @@
-"""Is each worker alive, and what are its weights? One task a worker asks."""
+"""Health checks: one task for each worker that reads its health and its weight version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class HealthChecks:
-    """Probes every watched worker: at an interval, and at once where somebody met trouble."""
+    """Probes of all watched workers: at an interval, and at once for a worker that is suspect."""
 
     def __init__(
         self,
@@ -33,18 +33,21 @@ class HealthChecks:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def watch(self, worker: Worker) -> None:
+        """Start the probes of a worker."""
         self._tasks[worker.id] = asyncio.create_task(self._watch(worker), name=f"health {worker.url}")
 
     def forget(self, worker: Worker) -> None:
+        """Stop the probes of a worker."""
         self._tasks.pop(worker.id).cancel()
 
     async def close(self) -> None:
+        """Stop all probes."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def check(self, worker: Worker) -> None:
-        """One probe, with all that follows from it."""
+        """Probe a worker once, and update its state by the result."""
         worker.check_now.clear()
         try:
             answer = await self._get(worker, "/health")
@@ -68,7 +71,7 @@ class HealthChecks:
             self._die(worker, why)
 
     async def read_version(self, worker: Worker) -> str | None:
-        """The weight version of a worker, None where it does not tell. Raises httpx.HTTPError."""
+        """Read the weight version of a worker, or None where it reports none. Raises httpx.HTTPError."""
         for path in ("/get_weight_version", "/model_info"):
             values = _object(await self._get(worker, path))
             if isinstance(version := values.get("weight_version"), str):
@@ -80,7 +83,7 @@ class HealthChecks:
         while True:
             try:
                 await self.check(worker)
-            except Exception as error:  # whatever it is: without this task the worker would be forgotten
+            except Exception as error:  # any error: if this task ended, the worker would not be probed again
                 logger.exception("the probe of worker %s failed", worker.url)
                 self._die(worker, f"its probe failed: {type(error).__name__}")
             try:
@@ -90,7 +93,7 @@ class HealthChecks:
                 pass
 
     async def _learn(self, worker: Worker) -> None:
-        """Who it is, where that may have changed, and how it is."""
+        """Read a worker's version and readiness, and, where another process may have its address, its identity."""
         returns, known = not worker.is_alive, worker.weight_version
         if await self.read_version(worker) != known:
             worker.is_suspect = True  # an update, or another process that was started between two probes

@@ -1,8 +1,8 @@
-"""What was changed about a router's workers at run time, on disk: so that it is so again after a crash.
+"""The changes to a router's workers at run time, on disk, so that they hold again after a restart.
 
-The file holds the difference to the command line: who was added, removed, and disabled. A URL that is new on the
-command line is a worker whatever the file says, and one that is gone from it is none. To forget every change, delete
-the file.
+The file has the difference to the command line: workers that were added, removed and disabled. A URL that is new on the
+command line is a worker, also if the file lists it as removed; a URL that is no longer on it is not a worker. To drop
+all changes, delete the file.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ logger = logging.getLogger(__name__)
 
 
 class RosterUnwritable(OSError):
-    """The change could not be written, and was not made."""
+    """The change could not be written, so it was not made."""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """URLs, each list without repetition."""
+    """The changes as lists of URLs without repetition."""
 
-    configured: tuple[str, ...] = ()  # the command line that the rest refers to
+    configured: tuple[str, ...] = ()  # the command line to which the other lists refer
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()  # of the configured ones
     disabled: tuple[str, ...] = ()
 
     def under(self, configured: Sequence[str]) -> Changes:
-        """The same with another command line: what is new on it was not removed."""
+        """Apply the changes to another command line. URLs that are new on it do not count as removed."""
         added = tuple(url for url in self.added if url not in configured)
         removed = tuple(url for url in self.removed if url in self.configured and url in configured)
         known = {*configured, *added} - {*removed}
@@ -41,14 +41,15 @@ class Changes:
 
     @property
     def workers(self) -> tuple[str, ...]:
+        """URLs of all workers: the configured ones that were not removed, then the added ones."""
         return (*(url for url in self.configured if url not in self.removed), *self.added)
 
 
 class Roster:
-    """The changes, in a file beside the update journal, whose lock keeps it to one router."""
+    """The changes, in a file beside the update journal, whose lock also protects this file."""
 
     def __init__(self, path: Path | None, configured: Sequence[str]) -> None:
-        """path None: nothing outlives the router. Raises ValueError for a file that cannot be understood."""
+        """Read the file, or keep the changes in memory only if path is None. Raises ValueError for an invalid file."""
         self._path = path
         self.changes = _read(path).under(configured) if path is not None else Changes(tuple(configured))
         for what in ("added", "removed", "disabled"):
@@ -56,19 +57,22 @@ class Roster:
                 logger.warning("%s at run time, says %s: %s", what, path, ", ".join(urls))
 
     def add(self, url: str, disabled: bool) -> None:
-        """Methods write and sync before they return; call them in a thread. All raise RosterUnwritable."""
+        """Add a worker. This and the next methods block on the disk: call them in a thread. All raise
+        RosterUnwritable."""
         now = self.changes
         added = now.added if url in now.configured else _with(now.added, url)
         now = replace(now, added=added, removed=_without(now.removed, url))
         self._write(replace(now, disabled=(_with if disabled else _without)(now.disabled, url)))
 
     def remove(self, url: str) -> None:
+        """Remove a worker."""
         now = self.changes
         removed = _with(now.removed, url) if url in now.configured else now.removed
         added, disabled = _without(now.added, url), _without(now.disabled, url)
         self._write(replace(now, added=added, removed=removed, disabled=disabled))
 
     def set_disabled(self, urls: Iterable[str], disabled: bool) -> None:
+        """Disable or enable workers."""
         now = self.changes.disabled
         for url in urls:
             now = (_with if disabled else _without)(now, url)

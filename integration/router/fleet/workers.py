@@ -1,4 +1,4 @@
-"""The workers of a router: who they are, who lives, and who may be given requests."""
+"""The workers of a router: their list, their health, and whether they may get requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Health(Enum):
-    """What the probes of a worker say."""
+    """The health of a worker by its probes."""
 
     STARTING = "starting"  # has not answered yet
     ALIVE = "alive"
@@ -25,47 +25,49 @@ class Health(Enum):
 
 
 class Hold(Enum):
-    """Why a worker gets no requests although nobody disabled it."""
+    """A reason for which an enabled worker gets no requests."""
 
-    BROADCAST = "broadcast"  # a pause, an update or a group call is under way
+    BROADCAST = "broadcast"  # a pause, an update or a group call is in progress
     GROUP = "group"  # it did not join a group: until an operator enables it
-    JOURNAL = "journal"  # an update ended badly: until it is resolved
-    VERSION = "version"  # it came back with other weights than the rest: until they are the same
+    JOURNAL = "journal"  # an update failed: until an operator resolves it
+    VERSION = "version"  # it returned with other weights than the rest: until they are the same
 
 
 @dataclass(eq=False)
 class Worker:
-    """One engine behind HTTP. Written by the registry, the health checks and the administration, on the event loop."""
+    """One engine behind HTTP. The registry, the health checks and the administration change it, on the event loop."""
 
     url: str
     id: str  # the same for the same URL, also after the router restarts
     disabled: bool = False  # by an operator
-    holds: dict[Hold, str] = field(default_factory=dict)  # and why
+    holds: dict[Hold, str] = field(default_factory=dict)  # each with an explanation
     health: Health = Health.STARTING
-    paused: bool = False  # its engine: requests sent there would wait
-    num_running: int = 0  # sequences it has from us
-    num_routed: int = 0  # sequences it ever got from us
+    paused: bool = False  # its engine is paused: requests sent there would wait
+    num_running: int = 0  # running sequences that this router sent
+    num_routed: int = 0  # sequences that this router has sent so far
     num_failed_probes: int = 0
     num_deaths: int = 0
     last_error: str | None = None
     weight_version: str | None = None  # as last read
-    num_ranks: int = 1  # of its tensor and pipeline parallel mesh: members it adds to a group
-    startup_time: object = None  # tells one process from the next at the same address
+    num_ranks: int = 1  # ranks of its tensor and pipeline parallel mesh, which join a group
+    startup_time: object = None  # differs between two processes at the same address
     died: asyncio.Event = field(default_factory=asyncio.Event)  # replaced when it returns
-    is_suspect: bool = False  # somebody met trouble: it may be another process by now
+    is_suspect: bool = False  # a call to it failed: another process may have its address now
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_alive(self) -> bool:
+        """Whether its last probe succeeded, or too few have failed since."""
         return self.health is Health.ALIVE
 
     @property
     def can_take_requests(self) -> bool:
+        """Whether it is alive, enabled and without holds."""
         return self.is_alive and not self.disabled and not self.holds
 
     @contextmanager
     def running(self, num_sequences: int) -> Iterator[None]:
-        """Count sequences as under way."""
+        """Count sequences as running inside the block."""
         self.num_running += num_sequences
         self.num_routed += num_sequences
         try:
@@ -74,13 +76,13 @@ class Worker:
             self.num_running -= num_sequences
 
     def suspect(self, why: str) -> None:
-        """Have it probed at once."""
+        """Note an error, and ask for a probe at once."""
         self.last_error = why
         self.is_suspect = True
         self.check_now.set()
 
     def report(self) -> dict[str, object]:
-        """As /workers lists it. Changes nothing."""
+        """Return its entry of /workers. Changes nothing."""
         return {
             "id": self.id,
             "url": self.url,
@@ -114,7 +116,8 @@ class WorkerRegistry:
         return iter(list(self._workers.values()))
 
     def add(self, url: str, disabled: bool = False) -> tuple[Worker, bool]:
-        """The worker at this URL, and whether it is new. Raises ValueError for what is no URL of a server."""
+        """Add a worker at this URL, or find it. Returns the worker, and whether it is new. Raises ValueError for a text
+        that is no URL of a server."""
         url = worker_url(url)
         worker_id = str(uuid.uuid5(uuid.NAMESPACE_URL, url))
         if worker_id in self._workers:
@@ -124,7 +127,7 @@ class WorkerRegistry:
         return worker, True
 
     def find(self, id_or_url: str) -> Worker:
-        """Raises UnknownWorker."""
+        """Find a worker by its id or URL. Raises UnknownWorker."""
         if worker := self._workers.get(id_or_url):
             return worker
         try:
@@ -137,41 +140,45 @@ class WorkerRegistry:
         raise UnknownWorker(f"no worker {id_or_url!r}; known: {', '.join(w.url for w in self) or 'none'}")
 
     def remove(self, worker: Worker) -> None:
-        """It gets nothing more; what it is doing it finishes."""
+        """Remove a worker. It gets no more requests; its running ones finish."""
         del self._workers[worker.id]
         self.notify()
 
     def live(self) -> list[Worker]:
+        """List the workers that are alive."""
         return [worker for worker in self if worker.is_alive]
 
     def set_disabled(self, worker: Worker, disabled: bool) -> None:
-        """By an operator. Enabling also ends the hold after a failed group init."""
+        """Disable or enable a worker for an operator. Enabling also ends the hold after a failed group init."""
         worker.disabled = disabled
         if not disabled:
             worker.holds.pop(Hold.GROUP, None)
         self.notify()
 
     def hold(self, worker: Worker, hold: Hold, why: str) -> None:
+        """Send no requests to a worker, for this reason."""
         worker.holds[hold] = why
         self.notify()
 
     def unhold(self, worker: Worker, hold: Hold) -> None:
+        """End one hold of a worker, if it has it."""
         if worker.holds.pop(hold, None) is not None:
             self.notify()
 
     def mark_dead(self, worker: Worker, why: str) -> None:
-        """Everything that waits for an answer of it ends."""
+        """Mark a worker as dead, and end all requests that wait for its answers."""
         worker.last_error = why
         if worker.health is Health.DEAD:
             return
         logger.warning("worker %s is dead: %s", worker.url, why)
         worker.num_deaths += worker.is_alive
         worker.health = Health.DEAD
-        worker.paused = False  # a new process is not
+        worker.paused = False  # a new process will not be paused
         worker.died.set()
         self.notify()
 
     def mark_alive(self, worker: Worker) -> None:
+        """Mark a worker as alive."""
         if not worker.is_alive:
             logger.info("worker %s is alive", worker.url)
             worker.health = Health.ALIVE
@@ -179,8 +186,8 @@ class WorkerRegistry:
             self.notify()
 
     def check_versions(self, allow_mixed: bool, returned: Worker | None = None) -> None:
-        """Hold `returned` back where its weights are other than those of all the rest, and let go whoever's are the
-        same again, or have nobody left to differ from."""
+        """Hold `returned` back if its weight version differs from all other workers' versions. End this hold of the
+        workers whose version is the same again, or that have no other worker left to differ from."""
         for worker in self:
             if worker is not returned and Hold.VERSION not in worker.holds:
                 continue
@@ -200,12 +207,12 @@ class WorkerRegistry:
                 self.unhold(worker, Hold.VERSION)
 
     def notify(self) -> None:
-        """Something changed that others may wait for."""
+        """Wake the tasks that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def wait_for_change(self, deadline: float) -> bool:
-        """Until something changes; False at `deadline` (time.monotonic)."""
+        """Wait until something changes. Returns False at `deadline` (time.monotonic)."""
         changed = self._changed
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
@@ -216,7 +223,7 @@ class WorkerRegistry:
 
 
 def why_none(registry: WorkerRegistry) -> str:
-    """Why nobody takes requests, worker by worker."""
+    """Explain why no worker takes requests, worker by worker."""
     said = []
     for worker in registry:
         if not worker.is_alive:

@@ -1,4 +1,4 @@
-"""`lockstep ctl` against a real server: what it does, what it prints, and its exit codes."""
+"""`lockstep ctl` against a real server: its effects, its output and its exit codes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def server(service) -> Iterator[BackgroundServer]:
 
 @pytest.fixture
 def run(server, capsys):
-    """run("pause", ...): exit code, standard output, standard error."""
+    """Make a function that runs a verb: run("pause", ...) returns exit code, standard output and standard error."""
 
     def run(*arguments: str, key: str | None = KEY) -> tuple[int, str, str]:
         keys = [] if key is None else ["--admin-key", key]
@@ -109,7 +109,7 @@ def test_blocks_are_pinned_by_prompt_shown_in_the_cache_and_unpinned_by_hash(run
     assert code == 0 and len(hashes) == service.state()["num_pins"] == 2
     code, out, _ = run("cache")
     assert code == 0 and str(hashes[0]) in out and "pinned by me" in out
-    # A hash may be negative: after -- it is no option.
+    # A hash may be negative; after -- it is not read as an option.
     assert run("unpin", "--owner", "me", "--", *map(str, hashes))[0] == 0
     assert service.state()["num_pins"] == 0
     assert run("pin", "--", str(hashes[0]))[0] == 0
@@ -187,7 +187,7 @@ def test_a_missing_or_wrong_key_is_exit_code_4_and_the_environment_has_the_right
     assert not service.engine.is_paused
     monkeypatch.setenv("LOCKSTEP_ADMIN_KEY", KEY)
     assert run("pause", key=None)[0] == 0 and service.engine.is_paused
-    assert run("continue", key="wrong")[0] == 4  # an argument wins
+    assert run("continue", key="wrong")[0] == 4  # an argument replaces the environment's key
 
 
 def test_a_deadline_that_passes_is_a_refusal_and_the_verb_never_runs(run, service):
@@ -207,7 +207,7 @@ def test_a_deadline_that_passes_is_a_refusal_and_the_verb_never_runs(run, servic
 
 
 def test_the_installed_command_answers_without_torch(server):
-    """A shell waits for it."""
+    """The command must start quickly, because a shell waits for it."""
     script = (
         "import sys; from lockstep.integration.cli.main import main; "
         "sys.exit(main(sys.argv[1:]) or 'torch' in sys.modules)"
@@ -224,7 +224,7 @@ def test_the_installed_command_answers_without_torch(server):
 
 @pytest.fixture
 def pair(model, service, server, tmp_path) -> Iterator[tuple[list[RolloutService], list[BackgroundServer]]]:
-    """Two engines behind HTTP."""
+    """Serve two engines over HTTP."""
     model.save_pretrained(tmp_path / "model")
     other = RolloutService(Engine(tmp_path / "model", EngineConfig(kv_cache="32 blocks", max_num_seqs=4)))
     with serve_in_background(other, HttpConfig(port=0, admin_api_key=KEY)) as second:
@@ -234,7 +234,7 @@ def pair(model, service, server, tmp_path) -> Iterator[tuple[list[RolloutService
 
 @pytest.fixture
 def over(pair, tmp_path, capsys):
-    """As `run`, with a router before the two."""
+    """Make a function like `run`, with a router before the two engines."""
     urls = tuple(server.url for server in pair[1])
     http = HttpConfig(port=0, admin_api_key=KEY)
     with route_in_background(RouterConfig(urls, http, journal=tmp_path / "j.json", health_interval_s=0.1)) as router:
@@ -269,7 +269,7 @@ def test_every_verb_goes_over_a_router_and_shows_what_each_worker_said(over, pai
         assert all(line.startswith("  ") for line in lines if not line.startswith("http")), (verb, out)
         assert '{"' not in out and "{'" not in out, (verb, out)
         code, out, error = over("--json", verb, *arguments)
-        if verb != "unpin":  # what was unpinned is no longer pinned
+        if verb != "unpin":  # these blocks are no longer pinned
             assert (code, error, out.count("\n")) == (0, "", 1), (verb, out, error)
             assert [one["worker"] for one in json.loads(out)["results"]] == [server.url for server in servers]
     assert over("health")[:2] == (0, "healthy\n")

@@ -82,7 +82,7 @@ def test_a_mistake_is_answered_in_one_line_with_exit_code_2(arguments, words, ca
         monkeypatch.setattr(sys, "stdin", nothing)
         try:
             code = cli.main(arguments)
-        except SystemExit as end:  # argparse leaves this way
+        except SystemExit as end:  # argparse exits by this exception
             code = end.code
     errors = capfd.readouterr().err
     assert code == 2

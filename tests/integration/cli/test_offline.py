@@ -1,4 +1,4 @@
-"""`lockstep generate`: answers that survive a kill, and are the ones of an uninterrupted run."""
+"""`lockstep generate`: answers survive a kill, and equal the answers of an uninterrupted run."""
 
 import contextlib
 import fcntl
@@ -29,14 +29,14 @@ SAMPLING = SamplingParams(max_new_tokens=6, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch, restore_threads):
-    """Here and in the processes started here: these models are too small to share out."""
+    """Use one thread, here and in the processes started here: these models are too small for several."""
     torch.set_num_threads(1)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory) -> str:
-    """A small random model with its tokenizer."""
+    """Save a small random model with its tokenizer."""
     from lockstep.integration.grpo.arithmetic import build_tokenizer
 
     folder = tmp_path_factory.mktemp("model")
@@ -48,7 +48,8 @@ def model_folder(tmp_path_factory) -> str:
 
 @pytest.fixture
 def make_job(model_folder, tmp_path):
-    """make_job(lines, sampling=...): a job on an input file of these JSON values, written to answers.jsonl."""
+    """Make a function that makes a job on an input file of JSON values: make_job(lines, sampling=...). Its output is
+    answers.jsonl."""
 
     def make(records: list[object], **changes: object) -> OfflineJob:
         file = tmp_path / "prompts.jsonl"
@@ -60,7 +61,7 @@ def make_job(model_folder, tmp_path):
 
 
 def answers_of(job: OfflineJob) -> list[dict]:
-    """In the order of the input."""
+    """Read the answers of a job, in the order of the input."""
     answers = [json.loads(line) for line in Path(job.output).read_text().splitlines()]
     return sorted(answers, key=lambda answer: (answer["index"], answer["sample"]))
 
@@ -114,7 +115,7 @@ def test_a_second_run_answers_only_what_is_missing(make_job):
     assert Path(job.output).read_text().startswith("".join(lines[:5]))
     resumed = answers_of(job)
     for answer in (*whole, *resumed):
-        answer.pop("num_cached_tokens")  # whoever came first computed the prefix
+        answer.pop("num_cached_tokens")  # the first request computed the prefix, and their order may differ
     assert resumed == whole
     assert generate(job).num_written == 0
 
@@ -216,7 +217,7 @@ def test_a_prompt_beyond_the_context_is_answered_as_ignored(make_job):
 
 
 def wait_until(is_true, process: subprocess.Popen, seconds: float = 60.0) -> None:
-    """Look again and again until it holds. Fails when the deadline passes or the process ends first."""
+    """Check repeatedly until it holds. Fails when the deadline passes or the process ends first."""
     deadline = time.monotonic() + seconds
     while not is_true():
         assert time.monotonic() < deadline, "timed out"

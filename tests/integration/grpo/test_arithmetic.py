@@ -36,7 +36,7 @@ def test_heldout_problems_are_distinct_and_the_same_for_every_seed():
 
 
 def test_training_never_draws_a_heldout_pair_in_either_order():
-    # Two-digit operands: few enough pairs that a leak would show.
+    # Two-digit operands have so few pairs that a held-out pair in training would be found.
     data = arithmetic_problems(ArithmeticSpec(min_digits=2, max_digits=2, num_heldout=100))
     heldout = {canonical(problem) for problem in data.heldout}
     trained = {canonical(problem) for step in range(-20, 20) for problem in data.train_problems(step, 256)}

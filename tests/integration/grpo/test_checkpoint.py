@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there, and bring back model and optimizer to the bit."""
+"""Checkpoints are complete or absent, and restore model and optimizer bit by bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.integration.grpo.sections import TrainSettings
 
 
 class OneProcess(DdpBackend):
-    """The backend without its process group: what it keeps of a model and its AdamW is the same."""
+    """A backend without a process group. It keeps the same state of a model and its AdamW."""
 
     def __init__(self, model):
         ranks = SimpleNamespace(rank=0, num_ranks=1, is_first=True, device=torch.device("cpu"))

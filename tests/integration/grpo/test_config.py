@@ -1,4 +1,4 @@
-"""Settings: what is wrong is named by its key, all of it at once."""
+"""Settings: every fault is reported by its key, all faults at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The main job as its users run it: torchrun, two ranks, a config shrunk to seconds."""
+"""The main job as its users run it: torchrun, two ranks, and a config that takes seconds."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ SHRUNK = [
     "model.num_layers=2", "model.hidden_size=64", "engine.kv_cache=4MiB", "reward=text_reward:by_text",
     "train.learning_rate=1e-3",
 ]  # fmt: skip
-# Tells samples of an untrained model apart, so that every step changes the weights; and ends the whole job, as kill -9
-# from outside would, when KILL_AFTER_STEP steps stand in its log.
+# This reward differs between samples of an untrained model, so that every step changes the weights. It also kills the
+# whole job, like kill -9 from outside, when its log has KILL_AFTER_STEP steps.
 REWARD = """
 import os, signal
 from pathlib import Path
@@ -82,7 +82,7 @@ def lines_of(folder: Path) -> list[dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def straight_run(tmp_path_factory):
-    """One uninterrupted run, which several tests look at."""
+    """Run the job once without interruption, for several tests."""
     folder = tmp_path_factory.mktemp("straight")
     assert finish(torchrun(folder, str(CONFIG), *SHRUNK)) == 0, (folder / "log").read_text()
     return folder
@@ -116,7 +116,7 @@ def test_the_trained_model_loads_in_transformers_and_is_what_was_committed_last(
 @pytest.mark.slow
 @pytest.mark.parametrize("kill_after_step", [1, 3])
 def test_a_killed_and_resumed_run_ends_as_an_uninterrupted_one(straight_run, tmp_path, kill_after_step):
-    os.symlink(straight_run / ".cache", tmp_path / ".cache")  # the warm start is shared: it is skipped
+    os.symlink(straight_run / ".cache", tmp_path / ".cache")  # the warm start is shared, so it is skipped
     assert finish(torchrun(tmp_path, str(CONFIG), *SHRUNK, kill_after_step=kill_after_step)) == -signal.SIGKILL
     assert len(lines_of(tmp_path)) == kill_after_step, (tmp_path / "log").read_text()
     assert finish(torchrun(tmp_path, str(CONFIG), *SHRUNK, "--resume")) == 0, (tmp_path / "log").read_text()

@@ -1,4 +1,4 @@
-"""Samples laid end to end: every sampled token is predicted from the row before it."""
+"""Packed samples: every sampled token is predicted from the row before it."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def check_same(lines: dict[str, list[dict[str, object]]]) -> None:
 
 @pytest.fixture(scope="module")
 def lines_of_ddp(tmp_path_factory) -> dict[str, list[dict[str, object]]]:
-    """What the job tells with each layout, on two ranks of one agent."""
+    """Run the job with each layout, on two ranks of one agent. Returns its lines of metrics by layout."""
     folder = tmp_path_factory.mktemp("ddp")
     run_jobs(folder, 2, {name: f"trainer=ddp {layout}" for name, layout in LAYOUTS.items()})
     return {name: lines_of(folder, name) for name in LAYOUTS}
@@ -63,7 +63,7 @@ def test_replicas_of_several_of_four_ranks_give_the_numbers_of_four_engines(tmp_
 
 @pytest.mark.slow
 def test_two_agents_give_the_numbers_of_one(lines_of_ddp, tmp_path):
-    """Two nodes as torchrun sees them, on one host."""
+    """The two agents are two nodes for torchrun, on one host."""
     runs = {name: f"trainer=ddp {LAYOUTS[name]}" for name in ("dp2", "tp2")}
     port = free_port()
     nodes = [

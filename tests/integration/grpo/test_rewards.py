@@ -7,7 +7,7 @@ from lockstep.integration.grpo.rewards import exact_answer, load_reward
 
 @pytest.fixture
 def user_module(tmp_path, monkeypatch):
-    """Writes a module that can be imported during the test, and returns its name."""
+    """Write a module that can be imported during the test, and return its name."""
 
     def write(source):
         name = f"user_rewards_{tmp_path.name}"

@@ -1,4 +1,4 @@
-"""The main job with every trainer and every way its weights can go to the engines: the same digests and rewards."""
+"""The main job with every trainer and every sync of weights to the engines: the same digests and rewards."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SYNCS = {
     "delta": "sync=delta",
     "separate": "sync=distributed engines=separate",
 }
-# Every trainer and every sync once, beside what all are compared with.
+# Every trainer and every sync once, and the run with which all are compared.
 EACH_ONCE = {"ddp": ("disk", "separate"), "fsdp2": ("distributed",), "zero2": ("tensor",), "zero3": ("delta",)}
 
 
 def check(folder: Path, trainer: str, syncs: Sequence[str]) -> None:
-    """All of these did what `in_place` did."""
+    """Check that all of these runs have the results of `in_place`."""
     lines = {name: log_of(folder, f"{trainer}-{name}") for name in ("in_place", *syncs)}
     digests = {name: [line["weight_digest"] for line in of_run] for name, of_run in lines.items()}
     assert len(set(digests["in_place"])) == 3, "every step changes the weights"

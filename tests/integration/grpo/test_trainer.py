@@ -1,4 +1,4 @@
-"""The gap is a real measurement: 0.0 when trainer and engine agree, more when anything differs by the least bit."""
+"""The gap is a real measurement: 0.0 when trainer and engine are equal, and more when one bit differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router before real engines in processes of their own: they are killed, return, and are updated."""
+"""The router before real engines in processes of their own, which are killed, restarted and updated."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from lockstep.weight_sync.transports.group import DistributedTransport
 
 pytestmark = pytest.mark.slow
 
-START_S = 120.0  # of a process that imports everything, on a busy machine
+START_S = 120.0  # for a process that imports everything, on a busy machine
 WAIT_S = 60.0
 PARAMS = {"temperature": 0, "max_new_tokens": 300, "ignore_eos": True}
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
-    """Ask again and again; every question is a call over the network, so this is no busy loop."""
+    """Check repeatedly until it holds. Every check is a call over the network, so this is no busy loop."""
     deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline, f"not within {WAIT_S} s: {what}"
 
 
 class Process:
-    """A `lockstep` command that says where it listens."""
+    """A process of a `lockstep` command that prints its URL."""
 
     def __init__(self, *arguments: str) -> None:
         self.arguments = arguments
@@ -59,7 +59,7 @@ class Process:
         self._reader.start()
 
     def ready(self) -> str:
-        """The URL."""
+        """Wait until it listens. Returns its URL."""
         assert self._listens.wait(START_S), "".join(self.log)
         return self.log[-1].split()[-1] if " at http" in self.log[-1] else self._url()
 
@@ -82,12 +82,12 @@ class Process:
             self.log.append(line)
             if " at http" in line:
                 self._listens.set()
-        self._listens.set()  # it ended
+        self._listens.set()  # the process ended
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Iterator[list[Path]]:
-    """Three checkpoints of one model."""
+    """Save three checkpoints of one model."""
     import transformers
 
     config = transformers.Qwen2Config(
@@ -155,7 +155,7 @@ def request(i: int, **more: object) -> dict:
 
 
 def update_all(http: httpx.Client, url: str, folder: Path, version: str) -> httpx.Response:
-    """As a trainer does: pause, flush, update, continue."""
+    """Update all workers like a trainer: pause, flush, update, continue."""
     http.post(f"{url}/pause_generation", json={"mode": "retract"}).raise_for_status()
     http.post(f"{url}/flush_cache").raise_for_status()
     answer = http.post(f"{url}/update_weights_from_disk", json={"model_path": str(folder), "weight_version": version})
@@ -164,7 +164,7 @@ def update_all(http: httpx.Client, url: str, folder: Path, version: str) -> http
 
 
 class Stream:
-    """A streaming client in a thread: who answers, whether it has begun, and what it got."""
+    """A streaming client in a thread, with the answering worker, the start of the answer and its events."""
 
     def __init__(self, url: str, body: dict) -> None:
         self.begun, self.done = threading.Event(), threading.Event()
@@ -183,7 +183,7 @@ class Stream:
         self.done.set()
 
     def result(self) -> object:
-        """The last event before [DONE], or the error."""
+        """Return the last event before [DONE], or the error."""
         assert self.done.wait(WAIT_S), self.events[-1:]
         assert self.status == 200
         return json.loads(self.events[-2] if self.events[-1] == "[DONE]" else self.events[-1])
@@ -193,7 +193,7 @@ def test_kill_9_under_load_and_the_worker_returns(engines, router, http):
     solo = [http.post(f"{engines[1].url}/generate", json=request(i)).json()["output_ids"] for i in range(12)]
     victim, other = engines
     begun = None
-    for _ in range(20):  # a stream of the victim that has begun and is not over when the victim stops
+    for _ in range(20):  # a stream of the victim that has begun, and has not ended when the victim stops
         streams = [Stream(router.url, request(i)) for i in range(4)]
         for stream in streams:
             assert stream.begun.wait(WAIT_S)
@@ -250,7 +250,7 @@ def test_two_clients_updating_at_once_leave_one_version_everywhere(engines, rout
         answer = http.get(f"{router.url}/model_info")
         assert answer.status_code == 200 and answer.json()["weight_version"] in versions
         sums = http.post(f"{router.url}/weights_checker", json={"action": "checksum"}).json()
-        assert sums["success"] and len(sums["per_engine_checksum"]) == 64  # lifted, so it is the same on both
+        assert sums["success"] and len(sums["per_engine_checksum"]) == 64  # combined, because it is the same on both
         assert num_routable(router.url) == 2
         tokens = {
             tuple(http.post(f"{engine.url}/generate", json=request(5)).json()["output_ids"]) for engine in engines
@@ -364,7 +364,7 @@ def test_a_router_that_is_killed_in_the_middle_of_an_update_remembers_it(engines
         wait_until(lambda: all(w["is_healthy"] for w in workers(url).values()), "both engines are alive")
         seen = workers(url)
         assert num_routable(url) == 0 and all("journal" in worker["held"] for worker in seen.values())
-        assert seen[engines[0].url]["disabled"]  # as the operator had it
+        assert seen[engines[0].url]["disabled"]  # as set by the operator
         assert http.post(f"{url}/generate", json=request(0)).status_code == 503
         refused = http.post(f"{url}/update_weights_from_disk", json={"model_path": str(folders[1])})
         assert refused.status_code == 409 and "ended in the middle" in refused.json()["message"]
@@ -382,7 +382,7 @@ def test_a_router_that_is_killed_in_the_middle_of_an_update_remembers_it(engines
 
 
 def test_a_router_that_is_killed_remembers_which_workers_were_changed(http, tmp_path):
-    gone, kept, disabled, added = (f"http://127.0.0.1:{free_port()}" for _ in range(4))  # nobody there
+    gone, kept, disabled, added = (f"http://127.0.0.1:{free_port()}" for _ in range(4))  # no process listens there
     journal = tmp_path / "journal.json"
     command = ["route", "--port", str(free_port()), "--journal", str(journal), "--worker", gone, kept, disabled]
     router = Process(*command)
@@ -400,7 +400,7 @@ def test_a_router_that_is_killed_remembers_which_workers_were_changed(http, tmp_
         assert list(now) == list(before) == [kept, disabled, added]
         assert [worker["disabled"] for worker in now.values()] == [False, True, True]
         assert any("removed at run time" in line and gone in line for line in router.log)
-        # What cannot be written down is not done.
+        # A change that cannot be written is not made.
         journal.with_name("journal.json.workers.json.part").mkdir()
         refused = http.post(f"{url}/workers/{ids[kept]}/disable")
         assert refused.status_code == 503 and refused.json()["error"]["type"] == "roster_unwritable"

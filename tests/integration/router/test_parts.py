@@ -1,4 +1,4 @@
-"""The router's parts that need no network: balance, groups, the journal, what answers have in common, settings."""
+"""The router's parts that need no network: balance, groups, the journal, common parts of answers, settings."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_ranks_are_dealt_out_one_worker_after_the_other():
         rank_offsets([1], 0, 3)
 
 
-# -- what answers have in common -------------------------------------------------------------------------------------
+# -- common parts of answers -----------------------------------------------------------------------------------------
 
 
 def test_common_values_are_lifted_at_every_depth():
@@ -229,7 +229,7 @@ def test_a_journal_that_cannot_be_read_concerns_everybody(path, text):
 def test_a_journal_that_cannot_be_written_says_so_and_keeps_the_old_entry(path):
     journal = UpdateJournal(path)
     journal.write(ENTRY)
-    path.with_name(f"{path.name}.part").mkdir()  # root may write anywhere, but not a file over a folder
+    path.with_name(f"{path.name}.part").mkdir()  # stops root too: a file cannot replace a folder
     with pytest.raises(JournalUnwritable, match="cannot be written"):
         journal.write(JournalEntry("other", 0.0, ()))
     assert journal.entry == ENTRY and json.loads(path.read_text())["verb"] == ENTRY.verb
@@ -308,7 +308,7 @@ def test_workers_are_held_for_versions_that_differ_until_they_agree():
     assert Hold.VERSION in c.holds and "'4'" in c.holds[Hold.VERSION] and not a.holds
     registry.check_versions(allow_mixed=False)
     assert Hold.VERSION in c.holds
-    a.health = b.health = Health.DEAD  # nobody is left to differ from
+    a.health = b.health = Health.DEAD  # no other worker is left to differ from
     registry.check_versions(allow_mixed=False)
     assert c.can_take_requests
     registry.check_versions(allow_mixed=False, returned=c)

@@ -1,4 +1,4 @@
-"""The router over real sockets, with workers that do as they are told: what real ones do only by accident."""
+"""The router over real sockets, with fake workers that produce the rare failures of real ones on demand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAIT_S = 20.0
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
-    """Ask again and again; every question is a call over the network, so this is no busy loop."""
+    """Check repeatedly until it holds. Every check is a call over the network, so this is no busy loop."""
     deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline, f"not within {WAIT_S} s: {what}"
@@ -37,11 +37,11 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_: object) -> None:
-        """A connection that ended is what is being tested; a wrong answer shows at the client."""
+        """Ignore the error: tests end connections on purpose, and a client detects a wrong answer."""
 
 
 class SlowAnswer:
-    """What a FakeWorker says to a verb once a test lets it."""
+    """An answer of a FakeWorker to a verb that waits until the test releases it."""
 
     def __init__(self) -> None:
         self.entered, self.leave = threading.Event(), threading.Event()
@@ -53,7 +53,7 @@ class SlowAnswer:
 
 
 class FakeWorker:
-    """Answers from a table of path: (status, object) or function(body) -> either; notes every call."""
+    """A server that answers from a table of path: (status, object) or function(body) -> either, and notes each call."""
 
     def __init__(self, version: str = "1", **info: object) -> None:
         self.version, self.info = version, {"startup_time": time.time(), **info}
@@ -82,7 +82,7 @@ class FakeWorker:
         return f"http://127.0.0.1:{self.port}"
 
     def asked(self, path: str) -> list[dict]:
-        """Bodies of the calls to a path."""
+        """Return the bodies of the calls to a path."""
         return [body for _, called, _, body in self.calls if called.partition("?")[0] == path]
 
     def answer(self, path: str, body: dict) -> tuple[int, object]:
@@ -132,9 +132,9 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
 
     def die(self) -> None:
-        """As a killed process: the connection is reset."""
+        """End like a killed process: the connections are reset."""
         self.close_connection = True
-        with suppress(OSError):  # the router has left already
+        with suppress(OSError):  # the router has already closed it
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.shutdown(socket.SHUT_RDWR)
 
@@ -317,7 +317,7 @@ def test_a_client_that_leaves_takes_its_request_along(fleet):
     for worker in fleet.workers:
         worker.generate = streams
     with fleet.http.stream("POST", "/generate", json={"text": "a", "stream": True}) as answer:
-        lines = answer.iter_lines()  # kept: the answer is closed with it
+        lines = answer.iter_lines()  # kept in a variable, because the answer is closed with it
         assert next(lines) == "data: 1"
         wait_until(lambda: sum(fleet.report(w)["load"] for w in fleet.workers) == 1, "the load is counted")
     assert left.wait(WAIT_S)
@@ -473,14 +473,14 @@ def test_a_change_whose_client_left_or_whose_time_is_over_never_runs(fleet):
         assert answer.status_code == 503
         slow.leave.set()
         assert first.result(WAIT_S).status_code == 200
-    assert fleet.post("/release_weight_undo").status_code == 200  # behind all of them
+    assert fleet.post("/release_weight_undo").status_code == 200  # waits for all of them
     for worker in fleet.workers:
         assert not worker.asked("/continue_generation") and not worker.asked("/update_weights_from_disk")
 
 
 def test_paused_workers_are_known_and_avoided(fleet):
     paused, other = fleet.workers
-    paused.is_paused = True  # by somebody who called it directly
+    paused.is_paused = True  # by a client that called the worker directly
     wait_until(lambda: fleet.report(paused)["paused"], "the pause is seen")
     assert {fleet.post("/generate", {"text": f"{i}"}).json()["text"] for i in range(4)} == {other.url}
     other.is_paused = True
@@ -542,7 +542,7 @@ def test_an_update_that_fails_on_one_worker_holds_all_until_it_is_resolved(fleet
     good, bad = fleet.workers
 
     def update(body: dict) -> tuple[int, object]:
-        assert json.loads(fleet.journal.read_text())["failure"] is None  # it is there before the first worker is asked
+        assert json.loads(fleet.journal.read_text())["failure"] is None  # written before the first worker is called
         good.version = "2"
         return 200, {"success": True}
 
@@ -577,7 +577,7 @@ def test_an_update_that_all_refuse_leaves_nothing_behind(fleet):
 def test_a_session_is_in_the_journal_from_begin_to_end(fleet):
     assert fleet.post("/lockstep/begin_weight_update", {"weight_version": "2"}).status_code == 200
     assert json.loads(fleet.journal.read_text())["session"] is True
-    assert fleet.stats()["num_routable"] == 2  # the engines themselves sample nothing now
+    assert fleet.stats()["num_routable"] == 2  # the engines themselves refuse to sample now
     for worker in fleet.workers:
         worker.answers["/begin_weight_update"] = refuse("a session is open", "SessionError")
     answer = fleet.post("/begin_weight_update")
@@ -620,7 +620,7 @@ def test_a_session_that_ended_at_some_workers_is_taken_back_there_when_it_is_giv
     assert not bad.asked("/lockstep/revert_weight_update")
     assert fleet.http.get("/model_info").json()["weight_version"] == "1"
     assert not fleet.journal.exists() and fleet.stats()["num_routable"] == 2
-    # Where nothing is half done, a session that is not open is only that.
+    # Without an unfinished update, a session that is not open is no failure.
     assert fleet.post("/lockstep/abort_weight_update").status_code == 502
     assert len(good.asked("/lockstep/revert_weight_update")) == 1
 
@@ -629,7 +629,7 @@ def test_a_worker_that_met_trouble_is_asked_before_it_is_counted(make_fleet):
     fleet = make_fleet(2, health_interval_s=60.0)
     gone, other = fleet.workers
     gone.stop()
-    answer = fleet.post("/model_info")  # the first to notice
+    answer = fleet.post("/model_info")  # the first call that detects it
     assert answer.status_code == 502 and gone.url in answer.json()["message"]
     answer = fleet.post("/pause_generation")
     assert answer.status_code == 200 and [r["worker"] for r in answer.json()["results"]] == [other.url]
@@ -658,7 +658,7 @@ def test_a_journal_that_cannot_be_written_refuses_the_update(fleet):
 
 
 def counted(fleet: Fleet) -> dict[tuple[str, ...], float]:
-    """Of /metrics, by name and the values of its labels in the order of their names."""
+    """Read the samples of /metrics, by name and the values of the labels in the order of their names."""
     answer = httpx.get(f"{fleet.router.url}/metrics", timeout=WAIT_S)  # without a key
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
     samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
@@ -696,7 +696,7 @@ def test_requests_retries_affinity_broadcasts_and_the_journal_are_counted(make_f
     assert not any("no_such_verb" in key for key in now)
     fleet.post("/weight_update_journal/resolve", {"acknowledge": True})
     fleet.post("/remove_worker?url=" + dying.url)
-    assert not any(dying.url in key for key in counted(fleet))  # who is gone takes no room
+    assert not any(dying.url in key for key in counted(fleet))  # a removed worker has no counts
 
 
 # -- keys ------------------------------------------------------------------------------------------------------------
@@ -714,7 +714,7 @@ def test_the_router_has_keys_of_its_own_and_passes_them_on(make_fleet):
         assert nobody.get("/get_loads", headers=user).status_code == 200
         for path in ("/workers", "/pause_generation", "/weight_update_journal/resolve", "/remove_worker"):
             assert nobody.post(path, json={}, headers=user).status_code == 403, path
-    # A path that becomes another one at the worker is not passed on.
+    # A path that would become another one at the worker is not forwarded.
     port = int(fleet.router.url.rpartition(":")[2])
     for path in ("/v1/../pause_generation", "/v1/%2e%2e/pause_generation", "/v1/x/../../pause_generation"):
         with socket.create_connection(("127.0.0.1", port), WAIT_S) as raw:

@@ -1,6 +1,6 @@
-"""Every backend trains the same model to the same weights, with a gap of 0.0, on ranks that agree to the bit.
+"""Every backend trains the same model to the same weights, with a gap of 0.0, on ranks with equal bits.
 
-Run as a script, this file is one rank of the jobs below: `python test_trainer_backends.py FOLDER KIND...`.
+Run as a script, this file is one rank of the jobs below: `python test_backend.py FOLDER KIND...`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ ZERO_BF16_KINDS = ("zero0 bf16", "zero1 bf16", "zero2 bf16", "zero3 bf16")
 
 
 def tiny_qwen3(dtype: torch.dtype) -> PreTrainedModel:
-    """0.9 million parameters in tensors large enough for ZeRO-3 to cut; the head is tied to the embedding."""
+    """Build a model of 0.9 million parameters, in tensors large enough for ZeRO-3 to shard. The head is tied to the
+    embedding."""
     sizes = {"hidden_size": 64, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 2048, "head_dim": 32}
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -55,7 +56,7 @@ def tiny_qwen3(dtype: torch.dtype) -> PreTrainedModel:
     )
     model = Qwen3ForCausalLM(config).to(dtype)
     with torch.no_grad():
-        model.model.embed_tokens.weight.normal_(0.0, 0.1)  # gradients that have to be clipped
+        model.model.embed_tokens.weight.normal_(0.0, 0.1)  # so that gradients must be clipped
     return model
 
 
@@ -65,7 +66,7 @@ def job_config(kind: str, settings: TrainSettings = SETTINGS) -> JobConfig:
 
 
 class Trained:
-    """A trainer and the engine that samples for it, as the job has them."""
+    """A trainer and the engine that samples for it, as in the job."""
 
     def __init__(self, kind: str, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -90,7 +91,7 @@ class Trained:
         self.engine.weights.commit_weights(version, None)
 
     def samples(self, step: int) -> list[Sample]:
-        """More on rank 0 than on rank 1: a different number of micro-batches."""
+        """Make more samples on rank 0 than on rank 1, so that their numbers of micro-batches differ."""
         num_samples = 4 if self.ranks.is_first else 2
         params = SamplingParams(
             n=num_samples, max_new_tokens=9, temperature=1.0, sampling_seed=10 * step + self.ranks.rank
@@ -115,7 +116,7 @@ class Trained:
 
 
 def one_kind(kind: str, ranks: Ranks, folder: Path) -> dict[str, object]:
-    """Three steps; a checkpoint after two of them, which another trainer goes on from."""
+    """Train three steps, with a checkpoint after two, from which another trainer continues."""
     path = folder / kind.replace(" ", "-")
     straight = Trained(kind, ranks)
     lines = []
@@ -144,7 +145,7 @@ def save(state: TrainerState, path: Path, ranks: Ranks) -> None:
 
 
 def refusal(resumed: Trained, path: Path) -> list[object]:
-    """What is said to a state with a tensor missing, and whether anything was written."""
+    """Load a state without one tensor. Returns the error, and whether anything was written."""
     before = resumed.digest()
     state = TrainerState(load_file(path / "model"), load_file(path / "optimizer"))
     said = []
@@ -172,7 +173,7 @@ def rank_main(folder: Path, kinds: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What both ranks told, by kind, and where their files are."""
+    """The reports of both ranks, by kind, and the folder of their files."""
 
     ranks: list[dict[str, dict[str, object]]]
     folder: Path
@@ -210,7 +211,7 @@ def launch(folder: Path, *kinds: str) -> Job:
 
 
 def check(job: Job) -> None:
-    """What holds for every kind of trainer."""
+    """Check the requirements on every kind of trainer."""
     first, second = job.ranks
     before = model_digest(tiny_qwen3(torch.float32).named_parameters())
     for kind, told in first.items():
@@ -220,7 +221,7 @@ def check(job: Job) -> None:
         assert all(step["engine_digest"] == step["digest"] for step in steps), kind
         assert len({before, *(step["digest"] for step in steps)}) == NUM_STEPS + 1, kind
         assert [step["kl"] > 0 for step in steps] == [False, True, True], kind
-        assert all(step["norm"] > 2 * SETTINGS.max_grad_norm for step in steps), kind  # so that clipping is at work
+        assert all(step["norm"] > 2 * SETTINGS.max_grad_norm for step in steps), kind  # so that clipping has an effect
         assert told["resumed"] == steps[-1], kind
         assert "the state is of another model: model.layers.0.input_layernorm.weight" in told["refusal"][0], kind
         assert "state is of another trainer" in told["refusal"][1] and told["refusal"][2], kind
@@ -230,7 +231,7 @@ def check(job: Job) -> None:
 
 
 def difference(job: Job, kind: str, other: str) -> float:
-    """How far apart two kinds end, in parts of the way that they went."""
+    """Measure the distance between the final weights of two kinds, relative to their change by training."""
     start = dict(tiny_qwen3(torch.float32).named_parameters())
     tensors, others = job.tensors(kind), job.tensors(other)
     apart = sum((tensors[name] - others[name]).double().abs().sum().item() for name in start)
@@ -244,8 +245,8 @@ def test_ddp_and_fsdp2_train_alike(tmp_path):
     plain = job.steps("ddp plain")
     assert job.steps("fsdp2 plain") == [{**step, "norm": pytest.approx(step["norm"], rel=1e-4)} for step in plain]
     assert difference(job, "fsdp2", "ddp") < 1e-3
-    assert difference(job, "ddp plain", "ddp") > 1e-3  # the measure sees what clipping changes
-    for part in ("model", "optimizer"):  # checkpoints of one serve the other
+    assert difference(job, "ddp plain", "ddp") > 1e-3  # the measure is sensitive to clipping
+    for part in ("model", "optimizer"):  # a checkpoint of one kind equals the other's
         ddp, fsdp2 = (load_file(job.path(kind) / part) for kind in ("ddp", "fsdp2"))
         assert {name: t.shape for name, t in ddp.items()} == {name: t.shape for name, t in fsdp2.items()}
 
