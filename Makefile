@@ -34,7 +34,7 @@ test-slow: setup
 test-exhaustive: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m exhaustive -n 2 --dist loadfile $(ARGS)
 
-lint: setup
+lint: types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 

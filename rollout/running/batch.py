@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...kernels.attention.paged import PagedStep
 from ..sequences.request import Request
+from ..sequences.sequence import Sequence
 from ..sequences.step import ScheduledSequence, ScheduleOutput
 from ..sequences.worker_manager import WorkerSequenceManager
 
@@ -75,38 +76,12 @@ def build_batch(
     positions = np.arange(query_start[-1], dtype=np.int64) - query_start[owner] + starts[owner]
     tables = workers.block_tables.gather([item.id for item in items])
     slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    token_ids: list[int] = []
-    sampled: list[Request] = []
-    prompts: list[KnownRows] = []
-    jumps: list[KnownRows] = []
-    sampled_rows: list[int] = []
-    prompt_rows: list[int] = []
-    jump_rows: list[int] = []
-    allowed: list[bytes | None] = []
-    for index, item in enumerate(items):
-        sequence, request = workers.sequence(item.id), requests[item.id]
-        end = item.start + item.num_tokens
-        if item.num_tokens == 1:
-            token_ids.append(sequence.token_ids[item.start])
-        else:
-            token_ids += sequence.token_ids[item.start : end]
-        if end == sequence.num_tokens:
-            sampled.append(request)
-            sampled_rows.append(query_start[index + 1] - 1)
-            allowed.append(item.allowed)
-        if request.wants_prompt_logprobs and item.start < request.sequence.num_prompt_tokens:
-            asked = _prompt_rows(request, item, query_start[index])
-            if len(asked):
-                first_token = int(positions[asked[0]]) + 1
-                prompts.append(KnownRows(request, sequence.token_ids[first_token : first_token + len(asked)]))
-                prompt_rows += asked
-        if item.jump:
-            num_jumped, end_row = len(item.jump.token_ids), int(query_start[index + 1]) - 1
-            jumps.append(KnownRows(request, sequence.token_ids[-num_jumped:]))
-            jump_rows += range(end_row - num_jumped, end_row)
+    wanted = _WantedRows()
+    for item, first_row in zip(items, query_start.tolist(), strict=False):  # query_start has one more, the end
+        wanted.add(item, workers.sequence(item.id), requests[item.id], first_row)
     to: dict[str, Any] = {"device": device, "non_blocking": True}
     return Batch(
-        token_ids=torch.tensor(token_ids).to(**to),
+        token_ids=torch.tensor(wanted.token_ids).to(**to),
         positions=torch.from_numpy(positions).to(**to),
         slots=torch.from_numpy(slots).to(**to),
         paged=PagedStep(
@@ -114,12 +89,50 @@ def build_batch(
             query_start=torch.from_numpy(query_start).to(**to),
             context_lens=torch.from_numpy(context_lens).to(**to),
         ),
-        logit_rows=torch.tensor(sampled_rows + prompt_rows + jump_rows, dtype=torch.int64).to(**to),
-        sampled=tuple(sampled),
-        prompts=tuple(prompts),
-        jumps=tuple(jumps),
-        allowed=tuple(allowed) if any(mask is not None for mask in allowed) else (),
+        logit_rows=torch.tensor(wanted.logit_rows, dtype=torch.int64).to(**to),
+        sampled=tuple(wanted.sampled),
+        prompts=tuple(wanted.prompts),
+        jumps=tuple(wanted.jumps),
+        allowed=tuple(wanted.allowed) if any(mask is not None for mask in wanted.allowed) else (),
     )
+
+
+@dataclass
+class _WantedRows:
+    """The token ids of a batch, and its rows whose logits are read. Filled sequence by sequence, in their order."""
+
+    token_ids: list[int] = field(default_factory=list)
+    sampled: list[Request] = field(default_factory=list)
+    allowed: list[bytes | None] = field(default_factory=list)  # of each sampled one
+    prompts: list[KnownRows] = field(default_factory=list)
+    jumps: list[KnownRows] = field(default_factory=list)
+    _sampled_rows: list[int] = field(default_factory=list)
+    _prompt_rows: list[int] = field(default_factory=list)
+    _jump_rows: list[int] = field(default_factory=list)
+
+    @property
+    def logit_rows(self) -> list[int]:
+        """Rows that are sampled, rows that score prompt tokens, rows that score a jump's tokens."""
+        return self._sampled_rows + self._prompt_rows + self._jump_rows
+
+    def add(self, item: ScheduledSequence, sequence: Sequence, request: Request, first_row: int) -> None:
+        """Append the rows of one sequence, the first of which is row `first_row` of the batch."""
+        end, end_row = item.start + item.num_tokens, first_row + item.num_tokens
+        self.token_ids += sequence.token_ids[item.start : end]
+        if end == sequence.num_tokens:
+            self.sampled.append(request)
+            self._sampled_rows.append(end_row - 1)
+            self.allowed.append(item.allowed)
+        if request.wants_prompt_logprobs and item.start < request.sequence.num_prompt_tokens:
+            asked = _prompt_rows(request, item, first_row)
+            if len(asked):
+                first_token = item.start + asked[0] - first_row + 1
+                self.prompts.append(KnownRows(request, sequence.token_ids[first_token : first_token + len(asked)]))
+                self._prompt_rows += asked
+        if item.jump:
+            num_jumped = len(item.jump.token_ids)
+            self.jumps.append(KnownRows(request, sequence.token_ids[-num_jumped:]))
+            self._jump_rows += range(end_row - 1 - num_jumped, end_row - 1)
 
 
 @dataclass(frozen=True)
@@ -180,5 +193,5 @@ def _prompt_rows(request: Request, item: ScheduledSequence, first_row: int) -> r
     """Return this item's rows whose logits score requested prompt tokens that have no score yet."""
     first_token = max(request.options.logprob_start_len + len(request.record.prompt_logprobs), item.start + 1)
     last_token = min(item.start + item.num_tokens, request.sequence.num_prompt_tokens - 1)
-    start = int(first_row) + first_token - 1 - item.start
+    start = first_row + first_token - 1 - item.start
     return range(start, start + max(last_token - first_token + 1, 0))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 from transformers import PreTrainedModel
 
@@ -16,6 +17,7 @@ from ....rollout.engine import Engine
 from ....rollout.model.hosted_model import HostedModel
 from ....rollout.ranks.channel import RankChannel
 from ....rollout.sampling_params import SamplingParams
+from ....weight_sync.transaction.transaction import Undo
 from ...push.adapters.named_tensors import outgoing_specs, unwrapped
 from ...ranks import Ranks
 from ...service import RolloutService
@@ -91,7 +93,8 @@ def copied_service(config: JobConfig, folder: Path, ranks: Ranks) -> RolloutServ
 def write_gathered(service: RolloutService, backend: TrainerBackend, config: JobConfig, version: str) -> int:
     """Update an engine that has a copy or a part of the weights, with the whole tensors that all ranks gather one after
     another. Returns the number of bytes that were written on this rank."""
-    service.begin_weight_update(weight_version=version, undo=config.weights.undo)
+    undo = cast(Undo, config.weights.undo)  # checked where it was read
+    service.begin_weight_update(weight_version=version, undo=undo)
     record = service.update_weights_from_named_tensors(backend.named_tensors())
     service.end_weight_update()
     service.release_weight_undo()
