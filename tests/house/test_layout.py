@@ -271,6 +271,28 @@ def test_no_folder_holds_more_modules_than_one_can_survey():
     assert crowded == {}
 
 
+def long_functions(source: str, most_lines: int) -> list[str]:
+    """Functions of more lines than that, but for Triton's, which cannot be divided without cost."""
+    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [
+        function.name
+        for function in functions
+        if (function.end_lineno or 0) - function.lineno >= most_lines
+        and not any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+    ]
+
+
+def test_modules_and_functions_have_a_size_that_one_can_read():
+    long = {}
+    for name, path in modules().items():
+        source = path.read_text(encoding="utf-8")
+        found = long_functions(source, 60)
+        if found or source.count("\n") > 400:
+            long[name] = (source.count("\n"), found)
+    assert long == {}
+    assert long_functions("def f():\n" + "    x = 1\n" * 60, 60) == ["f"]
+
+
 def test_no_two_files_import_each_other_in_a_circle():
     assert cycle(import_graph()) == []
 
