@@ -29,7 +29,7 @@ def main() -> None:
     print(f"without a pin: {num_cached_after_flood(engine)} tokens of the system prompt were cached")
 
     engine.generate(SYSTEM, ONE_TOKEN)  # a pin protects what is cached: compute it first
-    report = engine.pin_prefix(SYSTEM, owner="example", ttl=300)  # for 300 seconds, unless it is unpinned before
+    report = engine.pin_prefix(SYSTEM, owner="example", ttl_s=300)  # for 300 seconds, unless it is unpinned before
     print(f"pinned {report.num_pinned} blocks; {report.num_unknown} were not cached, {report.num_refused} refused")
     print(f"with a pin: {num_cached_after_flood(engine)} tokens of the system prompt were cached")
     print(engine.cache_tree(depth=3, prompt=SYSTEM).text())

@@ -255,21 +255,21 @@ class Engine:
         self,
         hashes: Iterable[int],
         owner: str | None = None,
-        ttl: float | None = None,
+        ttl_s: float | None = None,
         *,
         op_id: str | None = None,
         timeout_s: float | None = None,
     ) -> PinReport:
         """Protect cached blocks and their parents from eviction until they are unpinned as often as pinned.
 
-        ttl: seconds after which these pins end. A flush or a weight commit ends pins, as does a request that could not
+        ttl_s: seconds after which these pins end. A flush or a weight commit ends pins, as does a request that could not
         run otherwise; the end of a request does not. Unknown hashes count 0. Blocks over the budget
-        (`EngineConfig.pin_budget`) are refused and counted. Raises ValueError for a bad hash (not 64 bits) or ttl.
+        (`EngineConfig.pin_budget`) are refused and counted. Raises ValueError for a bad hash (not 64 bits) or ttl_s.
         """
         hashes = tuple(hashes)
         return self.driver.control(
-            "pin_blocks", lambda: self.parts.ledger.pins.pin(hashes, owner, ttl), op_id, timeout_s,
-            hashes=hashes, owner=owner, ttl=ttl,
+            "pin_blocks", lambda: self.parts.ledger.pins.pin(hashes, owner, ttl_s), op_id, timeout_s,
+            hashes=hashes, owner=owner, ttl_s=ttl_s,
         )  # fmt: skip
 
     def unpin_blocks(
@@ -291,7 +291,7 @@ class Engine:
         self,
         prompt: Prompt,
         owner: str | None = None,
-        ttl: float | None = None,
+        ttl_s: float | None = None,
         *,
         extra_key: str = "",
         op_id: str | None = None,
@@ -301,8 +301,8 @@ class Engine:
         `unpin_blocks`, and counts full blocks of the prompt that are not cached as unknown."""
         ids = prompt_ids(prompt, self.tokenizer, self.model.vocab_size)
         return self.driver.control(
-            "pin_prefix", lambda: self._between_steps.pin_prefix(ids, extra_key, owner, ttl), op_id, timeout_s,
-            token_ids=ids, owner=owner, ttl=ttl, extra_key=extra_key,
+            "pin_prefix", lambda: self._between_steps.pin_prefix(ids, extra_key, owner, ttl_s), op_id, timeout_s,
+            token_ids=ids, owner=owner, ttl_s=ttl_s, extra_key=extra_key,
         )  # fmt: skip
 
     def evict_descendants(self, hash: int, *, op_id: str | None = None, timeout_s: float | None = None) -> EvictReport:

@@ -69,18 +69,18 @@ class Pins:
         """Count each owner's pins on a block."""
         return {owner: len(leases) for owner, leases in self._leases.get(hash, {}).items()}
 
-    def pin(self, hashes: Iterable[int], owner: Owner = None, ttl: float | None = None) -> PinReport:
+    def pin(self, hashes: Iterable[int], owner: Owner = None, ttl_s: float | None = None) -> PinReport:
         """Protect the blocks of these hashes and their ancestors, in the order given, as far as the budget allows.
 
-        owner: only this owner can unpin them; "" is the same as None. ttl: seconds until these pins expire. Raises
-        ValueError for an owner that is not a text, a ttl that is not positive and finite, and a hash that is not a
+        owner: only this owner can unpin them; "" is the same as None. ttl_s: seconds until these pins expire. Raises
+        ValueError for an owner that is not a text, a ttl_s that is not positive and finite, and a hash that is not a
         signed 64-bit integer; then nothing is pinned.
         """
         hashes, owner = _checked(hashes), _checked_owner(owner)
-        if ttl is not None and not (_is_number(ttl) and 0 < ttl < math.inf):
-            raise ValueError(f"ttl must be a positive number of seconds, not {ttl!r}")
+        if ttl_s is not None and not (_is_number(ttl_s) and 0 < ttl_s < math.inf):
+            raise ValueError(f"ttl_s must be a positive number of seconds, not {ttl_s!r}")
         self.expire()
-        expiry = math.inf if ttl is None else self._clock() + ttl
+        expiry = math.inf if ttl_s is None else self._clock() + ttl_s
         pinned, num_unknown, num_refused = [], 0, 0
         for hash in hashes:
             node = self._cache.get(hash)
@@ -94,7 +94,7 @@ class Pins:
                 self._cache.pin(node)
             self._cache.touch(node)
             insort(self._leases.setdefault(hash, {}).setdefault(owner, []), expiry)
-            if ttl is not None:
+            if ttl_s is not None:
                 self._note_expiry(expiry, hash)
             pinned.append(hash)
         if pinned:

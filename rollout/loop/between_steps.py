@@ -90,11 +90,11 @@ class BetweenSteps:
         num_blocks, num_unpinned = self._ledger.flush()
         return FlushReport(True, num_blocks, "", num_unpinned)
 
-    def pin_prefix(self, token_ids: list[int], extra_key: str, owner: str | None, ttl: float | None) -> PinReport:
+    def pin_prefix(self, token_ids: list[int], extra_key: str, owner: str | None, ttl_s: float | None) -> PinReport:
         """Pin the cached blocks of a prompt; its full blocks that are not cached count as unknown."""
         num_blocks = len(token_ids) // self._ledger.block_size
         path = self._ledger.path_of(Prefix(token_ids, self._ledger.block_size, extra_key), num_blocks)
-        report = self._ledger.pins.pin([node.hash for node in path], owner, ttl)
+        report = self._ledger.pins.pin([node.hash for node in path], owner, ttl_s)
         return replace(report, num_unknown=num_blocks - len(path))
 
     def evict_descendants(self, hash: int) -> EvictReport:

@@ -132,7 +132,7 @@ class Trace:
             assert has_holders or engine.state()["num_free_blocks"] == NUM_BLOCKS
         elif name == "pin":
             owner, ttl = ("router", None) if number % 3 else ("brief", 0.001)
-            report = engine.pin_prefix(prompt_of(number % NUM_KINDS), owner=owner, ttl=ttl)
+            report = engine.pin_prefix(prompt_of(number % NUM_KINDS), owner=owner, ttl_s=ttl)
             self.counts["pinned"] += report.num_pinned
             self.pinned += [(hash, owner) for hash in report.hashes]
         elif name == "unpin":

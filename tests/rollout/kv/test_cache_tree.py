@@ -163,7 +163,7 @@ def test_looking_changes_nothing_but_expired_pins():
     now = [0.0]
     ledger = KVLedger(8, SIZE, True, clock=lambda: now[0])
     put(ledger, words(1, 2))
-    ledger.pins.pin([hash_of(words(1, 2))], ttl=5)
+    ledger.pins.pin([hash_of(words(1, 2))], ttl_s=5)
     before = [node.num_hits for node in cache_tree(ledger).nodes]
     assert look(ledger, words(1, 2, 3)).num_protected == 2
     assert [node.num_hits for node in cache_tree(ledger).nodes] == before

@@ -382,8 +382,8 @@ def test_what_is_no_64_bit_hash_is_named_and_nothing_is_changed(cache, bad):
 @pytest.mark.parametrize("ttl", [0, -1, float("inf"), float("nan"), "5m", True])
 def test_a_bad_ttl_is_named_and_nothing_is_pinned(cache, ttl):
     hashes = cache.put(words(1))
-    with pytest.raises(ValueError, match="ttl must be a positive number of seconds, not ") as error:
-        cache.pins.pin(hashes, ttl=ttl)
+    with pytest.raises(ValueError, match="ttl_s must be a positive number of seconds, not ") as error:
+        cache.pins.pin(hashes, ttl_s=ttl)
     assert repr(ttl) in str(error.value)
     cache.assert_no_trace_of_pins()
 
@@ -427,7 +427,7 @@ def test_an_empty_owner_is_nobody_and_other_things_are_refused(cache):
 
 def test_pins_lift_themselves_when_their_time_has_come(cache):
     hashes = cache.put(words(1, 2))
-    cache.pins.pin(hashes, "me", ttl=10)
+    cache.pins.pin(hashes, "me", ttl_s=10)
     cache.now = 9.9
     assert cache.pins.expire() == 0 and cache.evict() == 0
     cache.now = 10.0
@@ -440,7 +440,7 @@ def test_pins_lift_themselves_when_their_time_has_come(cache):
 def test_each_pin_has_an_expiry_of_its_own_and_the_soonest_is_unpinned_first(cache):
     [hash] = cache.put(words(1))
     for ttl in (None, 30, 10, 20):
-        cache.pins.pin([hash], ttl=ttl)
+        cache.pins.pin([hash], ttl_s=ttl)
     cache.pins.unpin([hash])
     cache.now = 15.0
     assert cache.pins.expire() == 0  # that one was unpinned
@@ -453,9 +453,9 @@ def test_each_pin_has_an_expiry_of_its_own_and_the_soonest_is_unpinned_first(cac
 
 def test_an_expiry_touches_no_other_owner_and_no_later_pin_of_the_same_block(cache):
     [hash] = cache.put(words(1))
-    cache.pins.pin([hash], "brief", ttl=5)
+    cache.pins.pin([hash], "brief", ttl_s=5)
     cache.pins.unpin([hash], "brief")
-    cache.pins.pin([hash], "brief", ttl=50)
+    cache.pins.pin([hash], "brief", ttl_s=50)
     cache.pins.pin([hash], "other")
     cache.now = 6.0
     assert cache.pins.expire() == 0
@@ -466,7 +466,7 @@ def test_an_expiry_touches_no_other_owner_and_no_later_pin_of_the_same_block(cac
 def test_an_expired_pin_is_gone_before_anything_is_counted(cache):
     first, second = cache.put(words(1)), cache.put(words(2))
     cache.pins.max_blocks = 1
-    cache.pins.pin(first, ttl=5)
+    cache.pins.pin(first, ttl_s=5)
     cache.now = 5.0
     assert cache.pins.pin(second).num_pinned == 1
     assert cache.pins.unpin(first) == UnpinReport(0, 1)
@@ -474,9 +474,9 @@ def test_an_expired_pin_is_gone_before_anything_is_counted(cache):
 
 def test_pins_that_are_lifted_early_leave_no_pile_of_expiries(cache):
     hashes = cache.put(words(1, 2))
-    cache.pins.pin(hashes, ttl=1000)
+    cache.pins.pin(hashes, ttl_s=1000)
     for _ in range(5000):
-        cache.pins.pin(hashes[:1], ttl=1000)
+        cache.pins.pin(hashes[:1], ttl_s=1000)
         cache.pins.unpin(hashes[:1])
     assert len(cache.pins._expiries) < 200
     cache.now = 1000.0
@@ -580,7 +580,7 @@ def test_a_pin_on_what_a_request_holds_is_not_lifted_for_nothing():
 def test_auto_unpin_lifts_all_pins_of_a_block_and_tells_every_owner(cache):
     [hash] = cache.put(words(1))
     for owner in ("a", "b", "a"):
-        cache.pins.pin([hash], owner, ttl=100)
+        cache.pins.pin([hash], owner, ttl_s=100)
     assert release(cache, 16) == [hash]
     cache.ledger.events.flush()
     assert cache.events[-2:] == [

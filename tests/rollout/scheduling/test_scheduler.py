@@ -538,7 +538,7 @@ def test_expired_pins_make_room_without_a_warning(caplog):
     loop.ledger.pins._clock = lambda: loop.now
     loop.add("a", 16, new=1)
     loop.drain()
-    loop.ledger.pins.pin([node.hash for node in loop.ledger.cache], ttl=3)
+    loop.ledger.pins.pin([node.hash for node in loop.ledger.cache], ttl_s=3)
     loop.now += 3
     loop.add("b", 16, new=1)
     assert len(loop.step().scheduled) == 1
@@ -559,7 +559,7 @@ def test_random_traces_with_pins_drain_with_every_request_answered(seed, policy)
             loop.add(f"r{number}", prompt, new=dice.randint(1, 14))
         if dice.random() < 0.3 and len(loop.ledger.cache):
             hashes = dice.choices([node.hash for node in loop.ledger.cache], k=3)
-            num_pinned += loop.ledger.pins.pin(hashes, ttl=dice.choice((None, 5.0))).num_pinned
+            num_pinned += loop.ledger.pins.pin(hashes, ttl_s=dice.choice((None, 5.0))).num_pinned
         if dice.random() < 0.03:
             running = loop.scheduler.running()
             for request in running:
