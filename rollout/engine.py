@@ -262,7 +262,7 @@ class Engine:
     ) -> PinReport:
         """Protect cached blocks and their parents from eviction until they are unpinned as often as pinned.
 
-        ttl_s: seconds after which these pins end. A flush or a weight commit ends pins, as does a request that could not
+        ttl_s: time until these pins end. A flush or a weight commit ends pins, as does a request that could not
         run otherwise; the end of a request does not. Unknown hashes count 0. Blocks over the budget
         (`EngineConfig.pin_budget`) are refused and counted. Raises ValueError for a bad hash (not 64 bits) or ttl_s.
         """
