@@ -90,8 +90,8 @@ def undisturbed(kind: int) -> Completion:
 class Trace:
     """An engine under random events, and the invariants that must hold after each of them."""
 
-    def __init__(self, overlap: bool, make_runner: MakeRunner) -> None:
-        self.engine = make_engine(overlap, make_runner)
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self.engine.parts.managers.log = []
         self.kinds: dict[str, int] = {}  # of the live requests
         self.counts: Counter[str] = Counter()
@@ -243,7 +243,7 @@ WEIGHTS = {
     + [pytest.param(8, False, 2, marks=pytest.mark.exhaustive)],
 )
 def test_ten_thousand_random_events_lose_nothing(in_stages, seed, overlap, num_stages):
-    trace, dice = Trace(overlap, in_stages(num_stages)), random.Random(seed)
+    trace, dice = Trace(make_engine(overlap, in_stages(num_stages))), random.Random(seed)
     names = dice.choices(list(WEIGHTS), list(WEIGHTS.values()), k=10_000)
     num_replayed = 0
     for index, name in enumerate(names):
@@ -265,7 +265,7 @@ def test_ten_thousand_random_events_lose_nothing(in_stages, seed, overlap, num_s
 )  # fmt: skip
 def test_short_traces_that_shrink(in_stages, overlap, num_stages):
     """Run the same traces as hypothesis generates them: a failing one shrinks to the few events that matter."""
-    trace = Trace(overlap, in_stages(num_stages))
+    trace = Trace(make_engine(overlap, in_stages(num_stages)))
 
     @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(st.lists(st.tuples(st.sampled_from(sorted(WEIGHTS)), st.integers(0, 9999)), max_size=60))
@@ -277,7 +277,9 @@ def test_short_traces_that_shrink(in_stages, overlap, num_stages):
             trace.check_replay()
             trace.drain()
         except BaseException:
-            trace = Trace(overlap, in_stages(num_stages))  # the next trace, perhaps a shrunk one, starts afresh
+            trace = Trace(
+                make_engine(overlap, in_stages(num_stages))
+            )  # the next trace, perhaps a shrunk one, starts afresh
             raise
         trace.engine.parts.managers.log.clear()
 

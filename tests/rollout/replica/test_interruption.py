@@ -165,12 +165,12 @@ def test_random_events_at_a_replica_lose_nothing(make_model, run_world, tp, pp):
         return whole
 
     def cases(replica: Replica) -> tuple[dict[str, int], dict[str, int]]:
-        traces.make_engine = lambda overlap: replica.make(
+        engine = replica.make(
             kv_cache=traces.NUM_BLOCKS, max_num_seqs=traces.NUM_PLACES, max_num_batched_tokens=40,
             chunked_prefill_size=11, pin_budget=1.0, admission_ratio=0.0,
         )  # fmt: skip
         traces.undisturbed = undisturbed
-        trace, dice = traces.Trace(overlap=False), random.Random(10 * tp + pp)
+        trace, dice = traces.Trace(engine), random.Random(10 * tp + pp)
         names = dice.choices(list(traces.WEIGHTS), list(traces.WEIGHTS.values()), k=NUM_EVENTS)
         for index, name in enumerate(names):
             trace.event(name, dice.randrange(10_000))
