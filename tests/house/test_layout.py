@@ -5,6 +5,7 @@ import configparser
 import importlib
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -185,7 +186,9 @@ def imported_modules(name: str, source: str, known: set[str]) -> set[str]:
     return found - {""}
 
 
+@cache
 def import_graph() -> dict[str, set[str]]:
+    """The imports of every module, read once for all tests, which do not change it."""
     known = modules()
     return {name: imported_modules(name, path.read_text(), set(known)) for name, path in known.items()}
 
