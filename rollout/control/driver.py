@@ -107,7 +107,7 @@ class Driver:
     def _settle_in_phase(self) -> None:
         """Do as `settle`, but skip it while the trainer has the module: the next phase is soon enough."""
         if (call := self._unsettled()) is not None:
-            with suppress(DeadlineExceeded), self._model.borrowed("what comes before the next step", 0):
+            with suppress(DeadlineExceeded), self._model.borrowed("the callback before the next step", 0):
                 call()
 
     def _unsettled(self) -> Callable[[], None] | None:
