@@ -109,8 +109,11 @@ def test_a_third_of_256_streams_is_left_and_every_other_answer_is_as_if_alone(ov
             assert engine.metrics.num_retractions > 0, "the pool was not too small for the load"
         assert answers.count(None) > NUM_CLIENTS // 6, "hardly a client left before its answer was whole"
         for ask, expected, answer in zip(asks, alone, answers, strict=True):
-            if ask.leaves_after is not None:  # on a busy machine an answer may come whole in fewer chunks
-                continue
+            if ask.leaves_after is not None:
+                if answer is None:
+                    continue
+                # On a busy machine an answer may come whole in fewer chunks; then it is as if alone, too.
+                [expected] = engine.generate([ask.prompt], ask.params)
             assert answer["output_ids"] == list(expected.token_ids) and answer["text"] == expected.text
             meta = answer["meta_info"]
             assert [triple[0] for triple in meta["output_token_logprobs"]] == list(expected.logprobs)
