@@ -37,6 +37,14 @@ class DeadlineExceeded(LockstepError):
     """A command whose deadline passed before it began; it never runs."""
 
 
+class Overloaded(LockstepError):
+    """A refusal because too much waits already; try again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class OpIdTaken(LockstepError):
     """An op_id that belongs to another call, or to the same call with other arguments; nothing ran."""
 

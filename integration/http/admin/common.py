@@ -36,14 +36,15 @@ def endpoint(
     body: type[AdminBody],
     *,
     methods: Sequence[str] = ("POST",),
+    carries_data: bool = True,
     read: Callable[[Request], Awaitable[AdminBody]] | None = None,
 ) -> Callable[[Endpoint], Endpoint]:
     """Register `handler(request, body)`. Each method is an operation of its own in the API's description.
 
-    read: reads the body; None: `bodies.body_of`.
+    carries_data: see `bodies.body_of`, which reads the body unless `read` does.
     """
 
-    reader = read or body_of(body)
+    reader = read or body_of(body, carries_data=carries_data)
 
     def register(handler: Callable[[Request, Any], Any]) -> Endpoint:
         async def call(request: Request) -> Response:

@@ -49,7 +49,7 @@ class FlushBody(AdminBody):
     """Fields of flush_cache."""
 
 
-@endpoint(router, "/pause_generation", PauseBody)
+@endpoint(router, "/pause_generation", PauseBody, carries_data=False)
 async def pause_generation(request: Request, body: PauseBody) -> Response:
     """Run no more steps until continue_generation; the pause has begun when this answers."""
     try:
@@ -79,7 +79,7 @@ async def pause_generation(request: Request, body: PauseBody) -> Response:
     )
 
 
-@endpoint(router, "/continue_generation", ContinueBody)
+@endpoint(router, "/continue_generation", ContinueBody, carries_data=False)
 async def continue_generation(request: Request, body: ContinueBody) -> Response:
     """End a pause, and commit the weights of an update without a session; allowed also when nothing is paused."""
     if (skip := skipped(request, body)) is not None:
@@ -104,7 +104,7 @@ async def continue_generation(request: Request, body: ContinueBody) -> Response:
     )
 
 
-@endpoint(router, "/abort_request", AbortBody)
+@endpoint(router, "/abort_request", AbortBody, carries_data=False)
 async def abort_request(request: Request, body: AbortBody) -> Response:
     """End one live request, or all, with the output so far; an id that is not live is ignored. The answer is empty."""
     if (body.rid or body.abort_all) and skipped(request, body) is None:
@@ -119,7 +119,7 @@ async def abort_request(request: Request, body: AbortBody) -> Response:
     return Response()
 
 
-@endpoint(router, "/flush_cache", FlushBody, methods=("GET", "POST"))
+@endpoint(router, "/flush_cache", FlushBody, methods=("GET", "POST"), carries_data=False)
 async def flush_cache(request: Request, body: FlushBody) -> Response:
     """Empty the prefix cache. `?timeout=`: seconds to wait until the engine is idle. The answer is text."""
     timeout_s, state = _flush_timeout(request), request.app.state

@@ -50,7 +50,7 @@ class StopBody(AdminBody):
     """Fields of stop_profile."""
 
 
-@endpoint(router, "/start_profile", ProfileBody)
+@endpoint(router, "/start_profile", ProfileBody, carries_data=False)
 async def start_profile(request: Request, body: ProfileBody) -> Response:
     """Take a torch profile and a trace of the engine's steps, from now or `start_step` to stop_profile or for
     `num_steps`."""
@@ -72,7 +72,7 @@ async def start_profile(request: Request, body: ProfileBody) -> Response:
     return PlainTextResponse("Start profiling.\n", headers={"X-Profile-Path": _header(path)})
 
 
-@endpoint(router, "/stop_profile", StopBody)
+@endpoint(router, "/stop_profile", StopBody, carries_data=False)
 async def stop_profile(request: Request, body: StopBody) -> Response:
     """End the profile if it has not ended by itself; the file is complete when this answers."""
     if skipped(request, body) is not None:

@@ -19,7 +19,7 @@ from fastapi.responses import Response
 
 from ....weight_sync.transaction.records import UpdateRecord
 from ...weights.verbs import GROUP_NAME
-from ..edge.bodies import AdminBody, Count, fields_of, read_object
+from ..edge.bodies import AdminBody, Count, fields_of, read_as
 from ..edge.errors import BadField
 from .common import endpoint, rank_results, run_update, service_of, skipped, triple
 
@@ -92,7 +92,7 @@ async def update_weights_from_distributed(request: Request, body: DistributedBod
 async def _read_tensor_body(request: Request) -> TensorBody:
     # Handles in base64, one per rank: longer than other bodies, so the service's own limit is added.
     limit = request.app.state.config.max_body_bytes + 2 * service_of(request).config.max_pickle_bytes
-    return fields_of(TensorBody, await read_object(request, limit))
+    return await read_as(request, lambda values: fields_of(TensorBody, values), limit)
 
 
 @endpoint(router, "/update_weights_from_tensor", TensorBody, read=_read_tensor_body)

@@ -3,27 +3,48 @@
 Unknown top-level keys are ignored, null means the default, numbers may be sent as text. Refused are values that JSON
 does not have (NaN, Infinity), values that cannot be represented (1e999, too deep nesting, lone surrogates), and bodies
 longer than the limit.
+
+Bodies that take long to parse are parsed and checked on a thread, in slices: the event loop and the other threads of
+the process run meanwhile.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Annotated, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import ClientDisconnect
 
+from ....rollout.errors import Overloaded
+from .config import HttpConfig
 from .errors import BadField, HttpError
+from .json_slices import TooManyLists, parse_in_slices
 
 MAX_TIMEOUT_S = 7 * 86400.0
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+QUICK_BYTES = 1 << 16  # a body up to this length is parsed at once
+_LONG_BYTES = 1 << 20  # longer bodies wait for each other, and shorter ones not for them
+# One thread each: bodies that are parsed at the same time would only share the interpreter's lock.
+_MEDIUM = ThreadPoolExecutor(1, "lockstep-bodies")
+_LONG = ThreadPoolExecutor(1, "lockstep-long-bodies")
+_WINDOW = 1 << 20  # bytes that a pattern searches at a time
+# Escapes that may be a lone surrogate: a first half without a second one, the reverse, or any behind a backslash.
+_SURROGATE = re.compile(
+    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|[c-fC-F](?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD].)|[89a-fA-F](?<=\\\\u[dD].))"
+)
 
 Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 B = TypeVar("B", bound="Body")
+T = TypeVar("T")
 
 
 class Body(BaseModel):
@@ -44,41 +65,107 @@ class AdminBody(Body):
     stages: list[str] | None = Field(default=None, description="act only if the engine's stage is in this list")
 
 
-async def read_bytes(request: Request, limit: int) -> bytes:
-    """Read the body. Raises HttpError 413 for a body of more than `limit` bytes."""
+class OpenBodies:
+    """The number of bytes in all bodies that arrive or are parsed at the moment. Used by one event loop."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def add(self, num_bytes: int, limit: int) -> None:
+        """Count further bytes. Raises Overloaded where that would be more than the limit."""
+        if self.num_bytes + num_bytes > limit:
+            raise Overloaded(f"the open bodies together are longer than {limit} bytes (max_open_body_bytes)")
+        self.num_bytes += num_bytes
+
+
+@asynccontextmanager
+async def arrived(request: Request, limit: int) -> AsyncIterator[bytes]:
+    """Read the body, and count it among the open ones until the block ends. Raises HttpError 413 for a body of more
+    than `limit` bytes, 408 for one that does not arrive within `body_timeout_s`, and Overloaded where all open bodies
+    together are longer than `max_open_body_bytes`."""
+    state = request.app.state
+    config: HttpConfig = state.config
+    if not hasattr(state, "open_bodies"):
+        state.open_bodies = OpenBodies()
+    open_bodies: OpenBodies = state.open_bodies
     too_long = HttpError(413, f"the body is longer than {limit} bytes", code="too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise too_long
     parts, num_bytes = [], 0
-    async for part in request.stream():
-        num_bytes += len(part)
-        if num_bytes > limit:
-            raise too_long
-        parts.append(part)
-    return b"".join(parts)
+    try:
+        try:
+            async with asyncio.timeout(config.body_timeout_s):
+                async for part in request.stream():
+                    if num_bytes + len(part) > limit:
+                        raise too_long
+                    open_bodies.add(len(part), max(config.max_open_body_bytes, limit))
+                    num_bytes += len(part)
+                    parts.append(part)
+        except TimeoutError:
+            message = f"the body did not arrive within {config.body_timeout_s:g} s (body_timeout_s)"
+            raise HttpError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
+        except ClientDisconnect:
+            raise HttpError(400, "the client left before its body had arrived") from None
+        data = b"".join(parts)
+        parts.clear()
+        yield data
+    finally:
+        open_bodies.num_bytes -= num_bytes
 
 
-def parse_object(data: bytes) -> dict[str, object]:
-    """Parse a JSON object; an empty body is an empty object. Raises HttpError 400 for any other value."""
+async def read_bytes(request: Request, limit: int) -> bytes:
+    """Read the body. Raises as `arrived`."""
+    async with arrived(request, limit) as data:
+        return data
+
+
+def parse_object(data: bytes, max_lists: int | None = None) -> dict[str, object]:
+    """Parse a JSON object; an empty body is an empty object. Raises HttpError 400 for any other value, 413 for more
+    lists and objects than `max_lists` in a long body."""
     if not data.strip():
         return {}
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
+        text = data.decode("utf-8")
+        if len(data) <= QUICK_BYTES:
+            value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        else:
+            num = max_lists or len(data)
+            value = parse_in_slices(text, num, parse_constant=_refuse_constant, parse_float=_finite)
     except RecursionError:
         raise HttpError(400, "the body is nested too deeply") from None
+    except TooManyLists:
+        message = f"the body has more than {max_lists} lists and objects (max_body_lists)"
+        raise HttpError(413, message, code="too_large") from None
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are subclasses
         raise HttpError(400, f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise HttpError(400, f"the body must be a JSON object, not {_kind(value)}")
-    if _SURROGATE.search(data):
+    if any(_SURROGATE.search(data, at, at + _WINDOW + 16) for at in range(0, len(data), _WINDOW)):
         _refuse_surrogates(value)
     return value
 
 
+async def parsed(data: bytes, config: HttpConfig, then: Callable[[dict[str, object]], T]) -> T:
+    """Return `then` of the object in a body. Both run on a thread where the body is long. Raises as `parse_object`."""
+    if len(data) <= QUICK_BYTES:
+        return then(parse_object(data))
+    thread = _MEDIUM if len(data) <= _LONG_BYTES else _LONG
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(thread, lambda: then(parse_object(data, config.max_body_lists)))
+
+
+async def read_as(request: Request, then: Callable[[dict[str, object]], T], limit: int | None = None) -> T:
+    """Return `then` of the request's JSON object. limit: bytes; None: `max_body_bytes`. Raises HttpError 400, 408 or
+    413, Overloaded, and the errors of `then`."""
+    config: HttpConfig = request.app.state.config
+    async with arrived(request, limit or config.max_body_bytes) as data:
+        return await parsed(data, config, then)
+
+
 async def read_object(request: Request, limit: int | None = None) -> dict[str, object]:
-    """Read the request's JSON object. limit: bytes; None: the server's limit. Raises HttpError 400 or 413."""
-    return parse_object(await read_bytes(request, limit or request.app.state.config.max_body_bytes))
+    """Read the request's JSON object. limit and errors as in `read_as`."""
+    return await read_as(request, lambda values: values, limit)
 
 
 def fields_of(model: type[B], values: dict[str, object]) -> B:
@@ -91,11 +178,14 @@ def fields_of(model: type[B], values: dict[str, object]) -> B:
         raise BadField(".".join(map(str, first["loc"])), first["msg"]) from None
 
 
-def body_of(model: type[B]) -> Callable[[Request], Awaitable[B]]:
-    """Return a function that reads a request's body as `model`."""
+def body_of(model: type[B], *, carries_data: bool = True) -> Callable[[Request], Awaitable[B]]:
+    """Return a function that reads a request's body as `model`. carries_data: the body may have `max_body_bytes`, not
+    only `max_control_body_bytes`."""
 
     async def read(request: Request) -> B:
-        return fields_of(model, await read_object(request))
+        config: HttpConfig = request.app.state.config
+        limit = config.max_body_bytes if carries_data else min(config.max_body_bytes, config.max_control_body_bytes)
+        return await read_as(request, lambda values: fields_of(model, values), limit)
 
     return read
 
@@ -127,7 +217,7 @@ def _refuse_surrogates(value: object) -> None:
             except UnicodeEncodeError:
                 raise BadField(where, "has a lone surrogate, which is no character") from None
         elif isinstance(item, list):
-            todo += [(where, entry) for entry in item]
+            todo += [(where, entry) for entry in item if isinstance(entry, str | list | dict)]
         elif isinstance(item, dict):
             todo += [("a key", key) for key in item]
             todo += [(key if where == "body" else where, entry) for key, entry in item.items()]

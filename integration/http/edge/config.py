@@ -10,6 +10,13 @@ from dataclasses import dataclass, field
 API_KEY_VARIABLES = ("LOCKSTEP_API_KEY",)
 ADMIN_KEY_VARIABLES = ("LOCKSTEP_ADMIN_KEY", "SGLANG_OMNI_ADMIN_KEY")
 
+_POSITIVE = (
+    "max_body_bytes", "max_control_body_bytes", "max_open_body_bytes", "max_body_lists", "body_timeout_s",
+    "max_prompts", "max_sequences", "max_stop_bytes", "max_logit_bias", "max_top_logprobs", "max_listed_logprobs",
+    "max_logprob_entries", "max_waiting_requests", "max_waiting_tokens", "max_admin_calls", "max_connections",
+    "head_timeout_s", "idle_timeout_s", "write_timeout_s", "stall_timeout_s", "drain_timeout_s", "shutdown_timeout_s",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class HttpConfig:
@@ -25,9 +32,27 @@ class HttpConfig:
     stage: str = "rollout"  # the name by which `stages` in an admin body selects this engine
     extra_server_args: Mapping[str, object] = field(default_factory=dict, repr=False)  # echoed in /server_info
     max_body_bytes: int = 32 << 20  # of a request; pickled payloads have the service's own limit
+    max_control_body_bytes: int = 1 << 20  # of a call that carries no data: pause, abort, memory, profile
+    max_open_body_bytes: int = 512 << 20  # of all bodies that arrive or are parsed now, payloads apart; beyond: 503
+    max_body_lists: int = 1 << 20  # lists and objects in one body
+    body_timeout_s: float = 120.0  # within which a whole body must arrive
+    max_prompts: int = 4096  # of a request
+    max_sequences: int = 4096  # of a request: prompts times samples
+    max_stop_bytes: int = 1 << 16  # of all stop strings of a prompt
+    max_logit_bias: int = 1 << 14  # entries of a prompt's logit_bias; never more than the vocabulary has
+    max_top_logprobs: int = 128  # likeliest tokens at each position
+    max_listed_logprobs: int = 1024  # tokens of token_ids_logprob, at each position
+    max_logprob_entries: int = 4 << 20  # positions times such alternatives, all sequences of a request together
+    max_waiting_requests: int = 1 << 15  # sequences that wait; beyond: 503
+    max_waiting_tokens: int = 64 << 20  # prompt tokens of unanswered requests (four characters count as one); beyond: 503
     max_admin_calls: int = 64  # administrative calls that run at a time; further calls wait
+    max_connections: int = 1 << 14  # open ones, at most 3/4 of the process's descriptors; beyond, idle ones are closed
+    head_timeout_s: float = 30.0  # within which a request's head must arrive
+    idle_timeout_s: float = 5.0  # a connection without a request is closed after it
+    write_timeout_s: float = 600.0  # a client that reads nothing of its answer is cut off after it
     stall_timeout_s: float = 600.0  # a step that takes longer makes the health check fail
-    shutdown_timeout_s: float = 5.0  # seconds that requests may still run when the server is asked to end
+    drain_timeout_s: float = 20.0  # seconds that `lockstep serve` finishes open requests in, after a signal
+    shutdown_timeout_s: float = 5.0  # seconds that calls may still run when the server ends, after draining
 
     def __post_init__(self) -> None:
         for name, variables in (("api_key", API_KEY_VARIABLES), ("admin_api_key", ADMIN_KEY_VARIABLES)):
@@ -42,7 +67,7 @@ class HttpConfig:
         ]
         wrong += [
             f"{name} must be positive, not {getattr(self, name)!r}"
-            for name in ("max_body_bytes", "max_admin_calls", "stall_timeout_s", "shutdown_timeout_s")
+            for name in _POSITIVE
             if not getattr(self, name) > 0
         ]
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port < 65536:

@@ -8,13 +8,15 @@
 | 408 | DeadlineExceeded: the call's own deadline passed before it began, and it will not run |
 | 409 | Busy: another update is in progress; OpIdTaken: the op_id belongs to another operation |
 | 500 | a bug in Lockstep |
-| 503 | EngineStopped: the loop has ended, or is ending; RankFailure: a rank of the replica is lost |
+| 503 | EngineStopped: the loop has ended, or is ending; RankFailure: a rank of the replica is lost; Overloaded: too |
+|     | much waits already; Draining: the server ends. Retry-After says when to try again |
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping
 
 from fastapi import FastAPI, Request
@@ -30,6 +32,7 @@ from ....rollout.errors import (
     LedgerError,
     LockstepError,
     OpIdTaken,
+    Overloaded,
     RankFailure,
 )
 from ....weight_sync.errors import WeightSyncError
@@ -86,6 +89,14 @@ class Busy(HttpError):
         super().__init__(409, message, code="busy", extra=extra)
 
 
+class Draining(HttpError):
+    """The error for a new request while the server finishes the open ones before it ends."""
+
+    def __init__(self) -> None:
+        message = "the server is draining: it finishes its open requests and takes no new ones"
+        super().__init__(503, message, code="draining", headers={"Retry-After": "1"})
+
+
 class NotSupported(HttpError):
     """The error for a part of SGLang's API that this engine does not have."""
 
@@ -100,6 +111,9 @@ def as_http_error(error: Exception) -> HttpError:
     kind = type(error).__name__
     if isinstance(error, DeadlineExceeded):
         return HttpError(408, str(error), code=kind)
+    if isinstance(error, Overloaded):
+        after = str(max(math.ceil(error.retry_after_s), 1))
+        return HttpError(503, str(error), code="overloaded", headers={"Retry-After": after})
     if isinstance(error, OpIdTaken):
         return HttpError(409, str(error), param="op_id", code="busy")
     if isinstance(error, EngineStopped | RankFailure):
@@ -126,7 +140,12 @@ def error_body(error: HttpError, *, openai: bool) -> dict[str, object]:
         "type": _TITLES.get(error.status, str(error.status)),
         "param": error.param,
         "code": error.status,
-        "error": {"message": error.message, "type": error.code or _TITLES.get(error.status, ""), "param": error.param},
+        "error": {
+            "message": error.message,
+            "type": error.code or _TITLES.get(error.status, ""),
+            "param": error.param,
+            "code": error.code,
+        },
         **error.extra,
     }
 

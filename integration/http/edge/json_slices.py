@@ -1,0 +1,170 @@
+"""Parse and encode long JSON in slices, so that other threads run in between.
+
+The C functions of `json` hold the interpreter's lock for a whole document, which is seconds for tens of megabytes. Here
+each call of them sees one slice. What they accept and return is the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+
+_WINDOW = 1 << 16  # characters of a slice
+_ROW = 16  # entries of a long list that are encoded together
+_SPACE = re.compile(r"[ \t\n\r]*+")
+# Entries of a list that are neither lists nor objects, each with the comma behind it.
+_PLAIN_RUN = re.compile(r'(?:[ \t\n\r]*+(?:"(?:[^"\\]++|\\.)*+"[ \t\n\r]*+|[^\[\]{}",]++),)++', re.DOTALL)
+
+
+class TooManyLists(Exception):
+    """More lists and objects in a document than are allowed."""
+
+
+def parse_in_slices(
+    text: str,
+    max_lists: int,
+    *,
+    parse_constant: Callable[[str], object],
+    parse_float: Callable[[str], object] | None = None,
+) -> object:
+    """Parse one JSON value. Raises ValueError as `json.loads`, RecursionError for deep nesting, and TooManyLists for
+    more lists and objects than `max_lists`."""
+    decoder = json.JSONDecoder(parse_constant=parse_constant, parse_float=parse_float)  # type: ignore[arg-type]
+    parser = _Parser(text, decoder, max_lists)
+    value, at = parser.value(parser.skip(0))
+    if parser.skip(at) != len(text):
+        raise json.JSONDecodeError("Extra data", text, at)
+    return value
+
+
+class _Parser:
+    """The parser of one text. `at` is a place in the text; each method returns the place after what it has read."""
+
+    def __init__(self, text: str, decoder: json.JSONDecoder, max_lists: int) -> None:
+        self._text, self._decoder, self._left = text, decoder, max_lists
+        self._window, self._base = "", 0  # a copy of a part of the text, and its place
+
+    def skip(self, at: int) -> int:
+        """Return the place of the next character that is no white space."""
+        match = _SPACE.match(self._text, at)
+        assert match is not None  # it matches the empty text, too
+        return match.end()
+
+    def value(self, at: int) -> tuple[object, int]:
+        first = self._text[at : at + 1]
+        if first not in ("[", "{"):
+            return self._scalar(at)
+        found = self._short(at)
+        if found is not None:
+            return found
+        self._count(1)
+        return self._list(at) if first == "[" else self._object(at)
+
+    def _scalar(self, at: int) -> tuple[object, int]:
+        try:
+            return self._decoder.scan_once(self._text, at)
+        except StopIteration:
+            raise json.JSONDecodeError("Expecting value", self._text, at) from None
+
+    def _short(self, at: int) -> tuple[object, int] | None:
+        """Read a list or an object that lies in the window; None for one that is longer, or wrong."""
+        for _ in range(2):
+            start = at - self._base
+            if self._window and 0 <= start < len(self._window):
+                try:
+                    value, end = self._decoder.scan_once(self._window, start)
+                except (StopIteration, json.JSONDecodeError):
+                    if start == 0:
+                        return None
+                else:
+                    has_more = any(self._window.find(mark, start + 1, end) >= 0 for mark in "[{")
+                    self._count(_num_lists(value) if has_more else 1)
+                    return value, self._base + end
+            self._window, self._base = self._text[at : at + _WINDOW], at
+        return None
+
+    def _list(self, at: int) -> tuple[object, int]:
+        values: list[object] = []
+        at = self.skip(at + 1)
+        if self._text[at : at + 1] == "]":
+            return values, at + 1
+        while True:
+            run = _PLAIN_RUN.match(self._text, at, at + _WINDOW)
+            if run is not None:
+                values += self._decoder.decode(f"[{run[0][:-1]}]")
+                at = self.skip(run.end())
+            value, at = self.value(at)
+            values.append(value)
+            at, is_last = self._next(at, "]")
+            if is_last:
+                return values, at
+
+    def _object(self, at: int) -> tuple[object, int]:
+        values: dict[object, object] = {}
+        at = self.skip(at + 1)
+        if self._text[at : at + 1] == "}":
+            return values, at + 1
+        while True:
+            if self._text[at : at + 1] != '"':
+                raise json.JSONDecodeError("Expecting property name enclosed in double quotes", self._text, at)
+            key, at = self._scalar(at)
+            at = self.skip(at)
+            if self._text[at : at + 1] != ":":
+                raise json.JSONDecodeError("Expecting ':' delimiter", self._text, at)
+            values[key], at = self.value(self.skip(at + 1))
+            at, is_last = self._next(at, "}")
+            if is_last:
+                return values, at
+
+    def _next(self, at: int, closing: str) -> tuple[int, bool]:
+        """Read a comma or the closing mark. Returns the place after it, and whether it was the closing one."""
+        at = self.skip(at)
+        mark = self._text[at : at + 1]
+        if mark == closing:
+            return at + 1, True
+        if mark != ",":
+            raise json.JSONDecodeError("Expecting ',' delimiter", self._text, at)
+        return self.skip(at + 1), False
+
+    def _count(self, num: int) -> None:
+        self._left -= num
+        if self._left < 0:
+            raise TooManyLists
+
+
+def _num_lists(value: object) -> int:
+    """Count the lists and objects of a value, itself included."""
+    num, todo = 0, [value]
+    while todo:
+        entry = todo.pop()
+        if isinstance(entry, dict):
+            entry = list(entry.values())
+        if isinstance(entry, list):
+            num += 1
+            todo += [one for one in entry if isinstance(one, dict | list)]
+    return num
+
+
+def encode_in_slices(value: object, encode: Callable[[object], str]) -> Iterator[str]:
+    """Encode a plain value as JSON, piece by piece. `encode` encodes a part, without blanks."""
+    if isinstance(value, dict):
+        yield "{"
+        for index, (key, entry) in enumerate(value.items()):
+            yield f"{',' if index else ''}{encode(str(key))}:"
+            yield from encode_in_slices(entry, encode)
+        yield "}"
+    elif isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+        yield "["
+        for index, entry in enumerate(value):
+            if index:
+                yield ","
+            yield from encode_in_slices(entry, encode)
+        yield "]"
+    elif isinstance(value, list | tuple) and len(value) > _ROW:
+        yield "["
+        for index in range(0, len(value), _ROW):
+            yield f"{',' if index else ''}{encode(value[index : index + _ROW])[1:-1]}"
+        yield "]"
+    else:
+        yield encode(value)
