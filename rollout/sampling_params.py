@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -16,6 +17,9 @@ MAX_STOPS = 32
 MAX_STOP_REGEX_BYTES = 256
 NOT_SUPPORTED = ("beam_width",)
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+_SHORT = reprlib.Repr()  # the repr of a long value takes seconds
+_SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 20
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class SamplingParams:
         for name, (accepts, wanted) in _RULES.items():
             value = getattr(self, name)
             if not accepts(value):
-                problems.append(f"{name} must be {wanted}, not {value!r}")
+                problems.append(f"{name} must be {wanted}, not {_SHORT.repr(value)}")
         problems += [f"stop_regex {pattern!r}: {why}" for pattern, why in self._broken_patterns()]
         if len(grammars := [name for name in GRAMMARS if getattr(self, name) is not None]) > 1:
             problems.append(f"{', '.join(grammars)}: only one of them can constrain an output")

@@ -8,6 +8,7 @@ from ..service import RolloutService
 from ..version import version
 from .admin import cache, control, profile, unsupported, updates, verbs, weights
 from .admin.common import DOCUMENTED
+from .admin.flushes import Flushes
 from .admin.operations import Operations, Threads, UpdateGate
 from .admin.pause_lease import PauseLease
 from .admin.recorder import Profiler
@@ -43,7 +44,8 @@ def create_app(service: RolloutService, config: HttpConfig | None = None) -> Fas
     """Make the HTTP application of a service. The caller must run the engine's loop; `server` starts it.
 
     Handlers find in `app.state`: service, config, reads and operations (they run blocking calls), updates (the gate),
-    pause_lease, profiler, traffic, plain_paths (paths without parameters), is_closing (the server is about to end).
+    flushes, pause_lease, profiler, scrapes, traffic, plain_paths (paths without parameters), is_draining (the server
+    takes no new requests), is_closing (it is about to end).
     """
     config = config or HttpConfig()
     app = FastAPI(title="Lockstep", version=version(), docs_url=None, redoc_url=None)
@@ -55,8 +57,10 @@ def create_app(service: RolloutService, config: HttpConfig | None = None) -> Fas
     app.state.pause_lease = PauseLease(service)
     app.state.profiler = Profiler(service.engine)
     app.state.traffic = Traffic()
-    app.state.is_closing = app.state.is_flushing = False
+    app.state.flushes = Flushes(service.engine, app.state.reads)
+    app.state.is_closing = app.state.is_draining = False
     app.state.updated_from = None  # the folder of the last update from disk
+    app.state.scrapes = metrics.Scrapes(service, config, app.state.traffic)
     for module in ROUTERS:
         app.include_router(module.router, responses=DOCUMENTED)
     routes = [route for module in ROUTERS for route in module.router.routes]

@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
+import resource
 import signal
 import socket
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import NoReturn
 
 import uvicorn
 from fastapi import FastAPI
 
+from ...rollout.errors import LockstepError
 from ..service import RolloutService
 from .app import create_app
 from .edge.config import HttpConfig
+from .edge.connections import Connections
+from .generation.subscriptions import stop_taking
+
+logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 30.0
+_CLOSE_TIMEOUT_S = 10.0  # for everything after the server's own end: the engine, its ranks and its groups
+_LOOK_AGAIN_S = 0.05  # between two checks of whether all requests are answered
+_NUM_DESCRIPTORS = 1 << 16  # that a server asks the system for
 
 
 class _Server(uvicorn.Server):
-    """A server that reports when it listens, and marks the application before it ends."""
+    """A server that reports when it listens, and marks the application before it ends.
 
-    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
+    After a signal it drains: its socket stays open, new requests are refused, and open ones finish. A second signal
+    ends the wait. A process that has not ended in time is ended firmly.
+    """
+
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None], http: HttpConfig) -> None:
         super().__init__(config)
         self._on_listening = on_listening
+        self._http = http
+        self._firm_end: threading.Timer | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -32,8 +51,54 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         app = self.config.app
         assert isinstance(app, FastAPI)
+        stop_taking(app)
+        if self._captured_signals:
+            await self._drain(app)
         app.state.is_closing = True
         await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end; a second signal ends the wait for open requests."""
+        if self.should_exit:
+            self.force_exit = True
+        else:
+            limit_s = self._http.drain_timeout_s + 2 * self._http.shutdown_timeout_s + _CLOSE_TIMEOUT_S
+            self._firm_end = threading.Timer(limit_s, _end_firmly, (limit_s,))
+            self._firm_end.daemon = True
+            self._firm_end.start()
+        super().handle_exit(sig, frame)
+
+    def has_ended(self) -> None:
+        """Note that the process ends by itself."""
+        if self._firm_end is not None:
+            self._firm_end.cancel()
+
+    async def _drain(self, app: FastAPI) -> None:
+        """Wait for open requests and a running update. Requests that are left after `drain_timeout_s` are answered with
+        their output so far."""
+        await self._until_idle(app, self._http.drain_timeout_s)
+        hub = getattr(app.state, "hub", None)
+        if hub is None or not hub.open:
+            return
+        logger.warning("%d open requests are aborted: the server ends", len(hub.open))
+        engine, timeout_s = app.state.service.engine, self._http.shutdown_timeout_s
+
+        def abort() -> None:
+            engine.abort_request(abort_all=True, message="the server ended", timeout_s=timeout_s)
+
+        try:
+            await asyncio.wait_for(app.state.reads.run(abort), timeout_s)
+        except (LockstepError, TimeoutError) as error:
+            logger.error("the open requests could not be aborted: %s", error or "the engine does not answer")
+        await self._until_idle(app, timeout_s)
+
+    async def _until_idle(self, app: FastAPI, timeout_s: float) -> None:
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while asyncio.get_running_loop().time() < deadline and not self.force_exit:
+            hub = getattr(app.state, "hub", None)
+            if (hub is None or not hub.open) and app.state.updates.age_s is None:
+                return
+            await asyncio.sleep(_LOOK_AGAIN_S)
 
 
 class BackgroundServer:
@@ -48,7 +113,7 @@ class BackgroundServer:
         self._socket = _listen(config)
         self.port: int = self._socket.getsockname()[1]
         self._is_listening = threading.Event()
-        self._server = _Server(_uvicorn_config(self.app, config), self._is_listening.set)
+        self._server = _Server(_uvicorn_config(self.app, config), self._is_listening.set, config)
         self._was_driven = service.engine.is_started
         self._thread = threading.Thread(target=self._run, name="lockstep-http", daemon=True)
 
@@ -96,17 +161,20 @@ def serve_in_background(service: RolloutService, config: HttpConfig | None = Non
 
 
 def serve(service: RolloutService, config: HttpConfig, on_listening: Callable[[str], None] = lambda url: None) -> None:
-    """Serve in the main thread until SIGINT or SIGTERM, then close the service. on_listening: called with the url.
+    """Serve in the main thread until SIGINT or SIGTERM, then drain and close the service. on_listening: called with the
+    url.
 
     Raises ValueError and OSError as `BackgroundServer`, the exception of the signal, and RankFailure if a rank of the
     replica is lost: open requests have been answered with the failure then. The service is not closed in that case,
     because closing would wait for the lost rank."""
     config.check_bind()
+    _ask_for_descriptors()
     listening = _listen(config)
-    signal.signal(signal.SIGTERM, _end)  # uvicorn ends first, then raises the signal again
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)  # uvicorn ends first, then raises the signal again
     service.engine.start()
     app = create_app(service, config)
-    server = _Server(_uvicorn_config(app, config), lambda: on_listening(_url(listening)))
+    server = _Server(_uvicorn_config(app, config), lambda: on_listening(_url(listening)), config)
 
     def end() -> None:
         server.should_exit = True
@@ -118,10 +186,24 @@ def serve(service: RolloutService, config: HttpConfig, on_listening: Callable[[s
         app.state.pause_lease.cancel()
         service.engine.ranks.check()
         service.close()
+        server.has_ended()
 
 
 def _end(*_: object) -> NoReturn:
     raise SystemExit(0)
+
+
+def _end_firmly(limit_s: float) -> NoReturn:
+    logger.error("the server did not end within %g s: it is ended", limit_s)
+    os._exit(1)
+
+
+def _ask_for_descriptors() -> None:
+    """Raise this process's limit of open files as far as the system allows; a connection takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _NUM_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_NUM_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _url(listening: socket.socket) -> str:
@@ -144,6 +226,9 @@ def _listen(config: HttpConfig) -> socket.socket:
 def _uvicorn_config(app: FastAPI, config: HttpConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=Connections(config).protocol(),  # type: ignore[arg-type]  # called with uvicorn's arguments
+        ws="none",
+        timeout_keep_alive=max(1, round(config.idle_timeout_s)),
         log_config=None,  # the program configures logging
         log_level="warning",
         access_log=False,

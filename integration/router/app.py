@@ -69,7 +69,7 @@ class _Auth:
             level = Level.OPEN if path in _OPEN_PATHS else Level.NORMAL if path in _NORMAL_PATHS else level_of(path)
             headers = Headers(scope=scope)
             try:
-                check_origin(self._config, scope["method"], headers)
+                check_origin(self._config, scope["method"], headers, level)
                 check_key(self._config, level, headers.get("authorization"))
             except HttpError as refused:
                 await error_response(path, refused)(scope, receive, send)

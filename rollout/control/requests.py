@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -85,7 +86,7 @@ class RequestDesk:
             groups = [self._make(its_ids, setting, option, rid) for its_ids, setting, option, rid in asked]
             requests = [request for group in groups for request in group]
             ids = [request.id for request in requests]
-            if twice := sorted({id for id in ids if ids.count(id) > 1}):
+            if twice := sorted(id for id, num in Counter(ids).items() if num > 1):
                 raise ValueError(f"duplicate request ID detected: {', '.join(twice)}")
             self._mailboxes.connect(ids, listener, streamed=streamed)
             self._inbox.post(requests)
@@ -223,10 +224,12 @@ class RequestDesk:
         reason = FinishReason("abort", message="the caller went away")
         with self._driver.lock:
             self._driver.take_inbox()
-            for id in [id for id in ids if id in self._parts.sequences]:
+            live = [id for id in ids if id in self._parts.sequences]
+            for id in live:
                 self._mailboxes.close(id)
-                self._mailboxes.open([id], streamed=False)  # its answer is dropped with the box
-                self._driver.command("abort_request", partial(self._between_steps.abort, id, reason))
+            self._mailboxes.open(live, streamed=False)  # their answers are dropped with the boxes
+            if live:
+                self._driver.command("abort_request", partial(self._between_steps.abort_listed, live, reason))
             for id in ids:
                 self._mailboxes.close(id)
 

@@ -78,6 +78,11 @@ class BetweenSteps:
             self._loop.abort(request, reason or _aborted(request))
         return AbortReport(tuple(r.id for r in found), () if found else (rid,))
 
+    def abort_listed(self, ids: Iterable[str], reason: FinishReason) -> None:
+        """Abort the requests with these ids."""
+        for id in ids:
+            self._loop.abort(self._sequences.request(id), reason)
+
     # -- the prefix cache -------------------------------------------------------------------------------------------
 
     def flush(self) -> FlushReport:

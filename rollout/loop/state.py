@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..sequences.sequence import State
 from .gate import StepGate
 from .parts import Parts
 
@@ -18,6 +19,7 @@ def state_report(parts: Parts, gate: StepGate) -> dict[str, object]:
         "weight_bytes": model.weight_bytes,
         "num_running": scheduler.num_running,  # RUNNING and PAUSED: they hold blocks
         "num_waiting": scheduler.num_waiting,
+        "num_retracted": sum(r.sequence.state is State.WAITING_PREEMPT for r in scheduler.waiting()),  # among them
         "num_waiting_tokens": sum(r.sequence.num_tokens for r in scheduler.waiting()),
         "running_ids": [r.id for r in scheduler.running()],
         "waiting_ids": [r.id for r in scheduler.waiting()],

@@ -63,7 +63,7 @@ PLACES = {
         "grpo.problems grpo.rewards grpo.run_log grpo.task grpo.trainer grpo.warm_start http.edge http.server "
         "ranks"
     ),
-    "integration.http.server": "http.app http.edge service",
+    "integration.http.server": "http.app http.edge http.generation service",
     "integration.router.server": "router.app router.changes router.config router.fleet",
     "integration.bench.gpu": "bench.decode bench.parts bench.pause service",
     "integration.http.app": "http.admin http.edge http.generation http.observe http.openai service version",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from typing import Annotated
@@ -15,12 +14,12 @@ from pydantic import Field
 from ....rollout.completion import FinishReason
 from ....rollout.loop.commands import AbortReport, ContinueReport, FlushReport, PauseReport, check_pause
 from ..edge.bodies import MAX_TIMEOUT_S, AdminBody, Timeout
+from ..edge.disconnect import unless_gone
 from ..edge.errors import BadField
 from .common import endpoint, json_response, run, service_of, skipped
+from .pause_lease import end_pause
 
 router = APIRouter(tags=["control"])
-
-_LOOK_AGAIN_S = 0.02  # between two checks of whether all requests have ended: no event reports that
 
 
 class PauseBody(AdminBody):
@@ -61,8 +60,8 @@ async def pause_generation(request: Request, body: PauseBody) -> Response:
     engine, lease = service_of(request).engine, request.app.state.pause_lease
 
     def pause(seconds_left: float | None) -> PauseReport:
-        with lease.changing(body.ttl):
-            return engine.pause_generation(body.mode, timeout_s=seconds_left)  # type: ignore[arg-type]
+        with lease.changing(body.ttl, seconds_left) as still_left:
+            return engine.pause_generation(body.mode, timeout_s=still_left)  # type: ignore[arg-type]
 
     report = await run(request, body, pause)
     return json_response(
@@ -89,8 +88,7 @@ async def continue_generation(request: Request, body: ContinueBody) -> Response:
     def resume(seconds_left: float | None) -> ContinueReport:
         if body.torch_empty_cache and service.engine.model.device.type == "cuda":
             torch.cuda.empty_cache()
-        with service.turn_to_commit("continue_generation", seconds_left), lease.changing():
-            return service.continue_generation(timeout_s=seconds_left)
+        return end_pause(service, lease, seconds_left)
 
     report = await run(request, body, resume)
     return json_response(
@@ -121,28 +119,20 @@ async def abort_request(request: Request, body: AbortBody) -> Response:
 
 @endpoint(router, "/flush_cache", FlushBody, methods=("GET", "POST"), carries_data=False)
 async def flush_cache(request: Request, body: FlushBody) -> Response:
-    """Empty the prefix cache. `?timeout=`: seconds to wait until the engine is idle. The answer is text."""
+    """Empty the prefix cache. `?timeout=`: seconds to wait until the engine is idle; the wait ends with its client.
+    The answer is text."""
     timeout_s, state = _flush_timeout(request), request.app.state
     if skipped(request, body) is not None:
         return PlainTextResponse("skipped: this stage was not selected\n")
-    engine, deadline = service_of(request).engine, time.monotonic() + timeout_s
-    if state.is_flushing:
-        return PlainTextResponse("Another flush_cache is already in progress.\n", 400)
+    engine, began = service_of(request).engine, time.monotonic()
 
     def flush(seconds_left: float | None) -> FlushReport:
         return engine.flush_cache(timeout_s=seconds_left)
 
-    waits = timeout_s > 0
-    if waits:
-        state.is_flushing = True
-    try:
-        report = await run(request, body, flush)
-        while not report.success and time.monotonic() < deadline:
-            await asyncio.sleep(_LOOK_AGAIN_S)
-            report = await state.reads.run(engine.flush_cache)
-    finally:
-        if waits:  # a flush without a timeout must not clear the mark of another flush that waits
-            state.is_flushing = False
+    report = await run(request, body, flush)
+    if not report.success and timeout_s:
+        left = timeout_s - (time.monotonic() - began)
+        report = await unless_gone(request, state.flushes.wait(left)) or report
     if report.success:
         pinned = f", {report.num_unpinned} of them pinned" if report.num_unpinned else ""
         return PlainTextResponse(f"Cache flushed: {report.flushed_items} blocks{pinned}.\n")

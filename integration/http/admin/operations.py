@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 import threading
 import time
@@ -14,9 +16,11 @@ from typing import TypeVar
 from ....rollout.control.once_per_id import OncePerId
 from ....rollout.errors import DeadlineExceeded
 from ..edge.errors import Busy
+from ..edge.json_slices import encode_in_slices
 
 logger = logging.getLogger(__name__)
 
+_KEYED = json.JSONEncoder(sort_keys=True, default=str)
 T = TypeVar("T")
 
 
@@ -71,7 +75,8 @@ class Operations:
 
         if op_id is None:
             return await self._threads.run(begin)
-        answer, is_new = self._once_per_id.claim(op_id, path, arguments)
+        # Only a hash of the arguments is kept, and long ones are hashed beside the event loop.
+        answer, is_new = self._once_per_id.claim(op_id, path, await asyncio.to_thread(_digest, arguments))
         if is_new:
             task = asyncio.ensure_future(self._threads.run(lambda: _fulfil(answer, begin)))
             task.add_done_callback(_log_failure)  # logs a failure of the task itself
@@ -104,6 +109,13 @@ class UpdateGate:
             yield
         finally:
             self._current = None
+
+
+def _digest(arguments: object) -> str:
+    sha = hashlib.sha256()
+    for part in encode_in_slices(arguments, _KEYED.encode, sorts=True):
+        sha.update(part.encode())
+    return sha.hexdigest()
 
 
 def _fulfil(future: Future[T], call: Callable[[], T]) -> None:

@@ -57,6 +57,8 @@ async def start_profile(request: Request, body: ProfileBody) -> Response:
     for name, why in _UNSUPPORTED.items():
         if getattr(body, name):
             raise BadField(name, f"is not supported: {why}")
+    if body.output_dir is not None and not body.output_dir.isprintable():
+        raise BadField("output_dir", "must be printable: the answer names it in a header")
     if skipped(request, body) is not None:
         return PlainTextResponse("skipped: this stage was not selected\n")
     profiler = request.app.state.profiler
@@ -83,4 +85,4 @@ async def stop_profile(request: Request, body: StopBody) -> Response:
 
 
 def _header(path: object) -> str:
-    return str(path).encode("ascii", "backslashreplace").decode()
+    return str(path).encode("unicode_escape").decode()  # the environment may name the folder, too

@@ -82,6 +82,8 @@ class Profiler:
             chosen = [ProfilerActivity.CPU]
         target = Path(folder or os.environ.get("SGLANG_TORCH_PROFILER_DIR") or tempfile.gettempdir())
         target.mkdir(parents=True, exist_ok=True)
+        if not os.access(target, os.W_OK):
+            raise PermissionError(f"the folder {target} cannot be written")
         name = f"{prefix}{profile_id or time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.trace.json"
         new = _Profile(
             profile(

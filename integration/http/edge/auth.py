@@ -71,17 +71,30 @@ def check_key(config: HttpConfig, level: Level, authorization: str | None) -> No
         raise HttpError(403, "the key is not the one this call needs", code="forbidden")
 
 
-def check_origin(config: HttpConfig, method: str, headers: Headers) -> None:
+def needs_key(config: HttpConfig, level: Level) -> bool:
+    """Return whether calls of this level are refused without a key."""
+    if level is Level.OPEN:
+        return False
+    return bool(config.api_key if level is Level.NORMAL else config.admin_api_key or config.api_key)
+
+
+def check_origin(config: HttpConfig, method: str, headers: Headers, level: Level = Level.ADMIN) -> None:
     """Refuse requests from web pages of other sites: a browser on this machine can reach the loopback address, too.
 
-    The Origin header shows such a page. A page whose host name resolves to this machine is found by the Host header.
-    Raises HttpError 403.
+    The Origin header shows such a page, and Sec-Fetch-Site where a browser sends no Origin, as for images: only the
+    open paths answer then. A page whose host name resolves to this machine is found by the Host header, wherever a
+    call needs no key. Raises HttpError 403.
     """
     host, origin = headers.get("host", ""), headers.get("origin")
     if origin is not None and method not in ("GET", "HEAD") and origin.partition("://")[2] != host:
         raise HttpError(403, f"a page of {origin} may not call this server", code="forbidden")
+    site = headers.get("sec-fetch-site", "").lower()
+    if origin is None and level is not Level.OPEN and site in ("cross-site", "same-site"):
+        raise HttpError(403, "a page of another site may not call this server", code="forbidden")
     name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
-    if config.is_loopback and not (config.api_key or config.admin_api_key) and not _is_address(name.strip("[]")):
+    has_keys = bool(config.api_key or config.admin_api_key)
+    is_keyless = not has_keys if level is Level.OPEN else not needs_key(config, level)
+    if config.is_loopback and is_keyless and not _is_address(name.strip("[]")):
         raise HttpError(
             403, f"this server is called by its address, not as {name!r}, unless it has keys", code="forbidden"
         )
@@ -114,9 +127,10 @@ class AuthMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] != "OPTIONS":
             headers = Headers(scope=scope)
+            level = level_of(scope["path"])
             try:
-                check_origin(self._config, scope["method"], headers)
-                check_key(self._config, level_of(scope["path"]), headers.get("authorization"))
+                check_origin(self._config, scope["method"], headers, level)
+                check_key(self._config, level, headers.get("authorization"))
             except HttpError as refused:
                 await error_response(scope["path"], refused)(scope, receive, send)
                 return

@@ -44,7 +44,7 @@ class HttpConfig:
     max_listed_logprobs: int = 1024  # tokens of token_ids_logprob, at each position
     max_logprob_entries: int = 4 << 20  # positions times such alternatives, all sequences of a request together
     max_waiting_requests: int = 1 << 15  # sequences that wait; beyond: 503
-    max_waiting_tokens: int = 64 << 20  # prompt tokens of unanswered requests (four characters count as one); beyond: 503
+    max_waiting_tokens: int = 64 << 20  # prompt tokens of open requests, for each sample; beyond: 503
     max_admin_calls: int = 64  # administrative calls that run at a time; further calls wait
     max_connections: int = 1 << 14  # open ones, at most 3/4 of the process's descriptors; beyond, idle ones are closed
     head_timeout_s: float = 30.0  # within which a request's head must arrive
@@ -66,9 +66,7 @@ class HttpConfig:
             if (key := getattr(self, name)) and not (key.isprintable() and not any(map(str.isspace, key)))
         ]
         wrong += [
-            f"{name} must be positive, not {getattr(self, name)!r}"
-            for name in _POSITIVE
-            if not getattr(self, name) > 0
+            f"{name} must be positive, not {getattr(self, name)!r}" for name in _POSITIVE if not getattr(self, name) > 0
         ]
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port < 65536:
             wrong.append(f"port must be from 0 to 65535, not {self.port!r}")

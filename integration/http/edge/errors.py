@@ -39,6 +39,7 @@ from ....weight_sync.errors import WeightSyncError
 
 logger = logging.getLogger(__name__)
 
+_MAX_MESSAGE = 10_000  # characters about a wrong field; the message may quote it
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error"}
 _TITLES = {
     400: "Bad Request",
@@ -79,7 +80,9 @@ class BadField(HttpError):
     """The error of a wrong field in the request."""
 
     def __init__(self, param: str, message: str) -> None:
-        super().__init__(400, f"{param}: {message}", param=param)
+        message = f"{param}: {message}"
+        short = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]} ..."
+        super().__init__(400, short, param=param[:_MAX_MESSAGE])
 
 
 class Busy(HttpError):
@@ -153,8 +156,17 @@ def error_body(error: HttpError, *, openai: bool) -> dict[str, object]:
 def error_response(path: str, error: Exception) -> JSONResponse:
     """Make the answer to a request for `path` that failed with `error`."""
     answer = as_http_error(error)
+    _forget_frames(error)
     body = error_body(answer, openai=path.startswith("/v1/"))
     return JSONResponse(body, answer.status, answer.headers)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of the variables of the calls that failed, request bodies among them: an error may be kept as the answer
+    of its op_id."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 class EndingMiddleware:

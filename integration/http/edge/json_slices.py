@@ -30,7 +30,7 @@ def parse_in_slices(
 ) -> object:
     """Parse one JSON value. Raises ValueError as `json.loads`, RecursionError for deep nesting, and TooManyLists for
     more lists and objects than `max_lists`."""
-    decoder = json.JSONDecoder(parse_constant=parse_constant, parse_float=parse_float)  # type: ignore[arg-type]
+    decoder = json.JSONDecoder(parse_constant=parse_constant, parse_float=parse_float)
     parser = _Parser(text, decoder, max_lists)
     value, at = parser.value(parser.skip(0))
     if parser.skip(at) != len(text):
@@ -42,7 +42,9 @@ class _Parser:
     """The parser of one text. `at` is a place in the text; each method returns the place after what it has read."""
 
     def __init__(self, text: str, decoder: json.JSONDecoder, max_lists: int) -> None:
-        self._text, self._decoder, self._left = text, decoder, max_lists
+        self._text, self._left = text, max_lists
+        self._decode = decoder.decode
+        self._scan: Callable[[str, int], tuple[object, int]] = decoder.scan_once  # type: ignore[attr-defined]
         self._window, self._base = "", 0  # a copy of a part of the text, and its place
 
     def skip(self, at: int) -> int:
@@ -63,7 +65,7 @@ class _Parser:
 
     def _scalar(self, at: int) -> tuple[object, int]:
         try:
-            return self._decoder.scan_once(self._text, at)
+            return self._scan(self._text, at)
         except StopIteration:
             raise json.JSONDecodeError("Expecting value", self._text, at) from None
 
@@ -73,7 +75,7 @@ class _Parser:
             start = at - self._base
             if self._window and 0 <= start < len(self._window):
                 try:
-                    value, end = self._decoder.scan_once(self._window, start)
+                    value, end = self._scan(self._window, start)
                 except (StopIteration, json.JSONDecodeError):
                     if start == 0:
                         return None
@@ -92,7 +94,7 @@ class _Parser:
         while True:
             run = _PLAIN_RUN.match(self._text, at, at + _WINDOW)
             if run is not None:
-                values += self._decoder.decode(f"[{run[0][:-1]}]")
+                values += self._decode(f"[{run[0][:-1]}]")
                 at = self.skip(run.end())
             value, at = self.value(at)
             values.append(value)
@@ -146,20 +148,20 @@ def _num_lists(value: object) -> int:
     return num
 
 
-def encode_in_slices(value: object, encode: Callable[[object], str]) -> Iterator[str]:
-    """Encode a plain value as JSON, piece by piece. `encode` encodes a part, without blanks."""
+def encode_in_slices(value: object, encode: Callable[[object], str], *, sorts: bool = False) -> Iterator[str]:
+    """Encode a plain value as JSON, piece by piece. `encode` encodes a part, without blanks. sorts: by key."""
     if isinstance(value, dict):
         yield "{"
-        for index, (key, entry) in enumerate(value.items()):
+        for index, (key, entry) in enumerate(sorted(value.items()) if sorts else value.items()):
             yield f"{',' if index else ''}{encode(str(key))}:"
-            yield from encode_in_slices(entry, encode)
+            yield from encode_in_slices(entry, encode, sorts=sorts)
         yield "}"
     elif isinstance(value, list | tuple) and value and isinstance(value[0], dict):
         yield "["
         for index, entry in enumerate(value):
             if index:
                 yield ","
-            yield from encode_in_slices(entry, encode)
+            yield from encode_in_slices(entry, encode, sorts=sorts)
         yield "]"
     elif isinstance(value, list | tuple) and len(value) > _ROW:
         yield "["

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import marshal
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,10 +17,15 @@ from ....rollout.sampling_params import SamplingParams
 from ....rollout.sequences.request import RequestOptions
 from ..edge.bodies import Body, fields_of
 from ..edge.errors import BadField
+from .limits import RequestLimits
 from .meta import Wanted
 from .subscriptions import Asked
 
-MAX_SEQUENCES = 4096  # of one request: prompts times samples
+# Fields that may have an entry for each prompt.
+PER_PROMPT = (
+    "text", "sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "extra_key",
+    "cache_salt",
+)  # fmt: skip
 # Fields of SGLang's that we do not support and cannot ignore: without them the answer would be a different one.
 REFUSED = (
     "input_embeds", "image_data", "video_data", "audio_data", "lora_path", "lora_id", "custom_logit_processor",
@@ -58,6 +65,7 @@ class GenerateRequest:
     rids: list[str]
     stream: bool
     return_prompt_token_ids: bool
+    limits: RequestLimits
 
     @property
     def answers_list(self) -> bool:
@@ -66,23 +74,27 @@ class GenerateRequest:
 
     def asked(self, engine: Engine) -> Asked:
         """Tokenise the prompts and return the engine's part of the request. Slow for long texts. Raises BadField."""
-        return Asked(token_ids_of(engine, self.prompts, self.field, self.params), self.params, self.options, self.rids)
+        token_ids = token_ids_of(engine, self.prompts, self.field, self.params)
+        self.limits.entries(token_ids, self.params, self.options, "top_logprobs_num")
+        return Asked(token_ids, self.params, self.options, self.rids)
 
 
-def read_generate(values: dict[str, object], engine: Engine) -> GenerateRequest:
+def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimits) -> GenerateRequest:
     """Read and check a request's fields. Raises BadField, or ValueError naming the field."""
     refuse_unsupported(values, REFUSED)
+    limits.lists(values, PER_PROMPT)
     body = fields_of(GenerateBody, values)
     prompts, field, is_batch = _prompts(body)
     count = len(prompts)
-    params = [sampling_params(one) for one in _spread("sampling_params", body.sampling_params, count, is_batch)]
-    if (num_sequences := sum(p.n for p in params)) > MAX_SEQUENCES:
-        raise BadField("n", f"{num_sequences} sequences are more than the {MAX_SEQUENCES} that one request may have")
+    limits.prompts(count, field)
+    limits.lengths(prompts, field)
+    params = _all_params(_spread("sampling_params", body.sampling_params, count, is_batch), limits)
+    limits.sequences(sum(p.n for p in params))
     per_prompt = zip(
         _spread("return_logprob", body.return_logprob, count, is_batch),
         _spread("logprob_start_len", body.logprob_start_len, count, is_batch),
         _spread("top_logprobs_num", body.top_logprobs_num, count, is_batch),
-        _listed(body.token_ids_logprob, count, is_batch),
+        _listed(body.token_ids_logprob, count, is_batch, limits),
         _spread("extra_key", body.extra_key, count, is_batch),
         _spread("cache_salt", body.cache_salt, count, is_batch),
         strict=True,
@@ -95,11 +107,12 @@ def read_generate(values: dict[str, object], engine: Engine) -> GenerateRequest:
             options.append(RequestOptions(extra_key=key))
             wanted.append(Wanted())
             continue
+        limits.top(num_top, "top_logprobs_num")
         options.append(RequestOptions(start, num_top, listed, key))
         wanted.append(Wanted(True, start, num_top > 0, bool(listed), text_of))
     rids = _rids(body.rid, count, is_batch)
     return GenerateRequest(
-        prompts, field, is_batch, params, options, wanted, rids, body.stream, body.return_prompt_token_ids
+        prompts, field, is_batch, params, options, wanted, rids, body.stream, body.return_prompt_token_ids, limits
     )
 
 
@@ -120,6 +133,23 @@ def sampling_params(given: object) -> SamplingParams:
         raise BadField("sampling_params", str(error).removeprefix("sampling parameters: ")) from None
     refuse_unsupported(params.custom_params or {}, ("return_top_p_token_ids",))
     return params
+
+
+def _all_params(given: list[Any], limits: RequestLimits) -> list[SamplingParams]:
+    """Build the sampling parameters of all prompts; equal ones are built and kept once. Raises BadField."""
+    known: dict[bytes, SamplingParams] = {}
+    last: object = None
+    found: list[SamplingParams] = []
+    for one in given:
+        if one is not last or not found:
+            if isinstance(one, dict):
+                limits.given_params(one, "sampling_params")
+            key = marshal.dumps(one, 2)  # tells 1 from true, which compare as equal
+            if key not in known:
+                known[key] = sampling_params(one)
+            last = one
+        found.append(known[key])
+    return found
 
 
 def token_ids_of(
@@ -171,16 +201,21 @@ def _prompts(body: GenerateBody) -> tuple[list[str] | list[list[int]], str, bool
     return cast("list[str] | list[list[int]]", prompts if is_batch else [prompts]), field, is_batch
 
 
-def _listed(given: list[Any] | None, count: int, is_batch: bool) -> list[tuple[int, ...]]:
+def _listed(given: list[Any] | None, count: int, is_batch: bool, limits: RequestLimits) -> list[tuple[int, ...]]:
     """Return per prompt the token ids whose log-probabilities are wanted. Raises BadField for values of other types."""
     name, is_nested = "token_ids_logprob", any(isinstance(entry, list) for entry in given or [])
-    per_prompt = _spread(name, given, count, is_batch) if is_nested else [given] * count
-    for ids in per_prompt:
-        if not isinstance(ids, list | None):
-            raise BadField(name, "must be a list of token ids, or a list of such lists")
-        if bad := [id for id in ids or [] if isinstance(id, bool) or not isinstance(id, int)]:
-            raise BadField(name, f"must be token ids, not {bad[:5]!r}")
-    return [tuple(ids or ()) for ids in per_prompt]
+    if not is_nested:
+        return [_ids(name, given, limits)] * count
+    return [_ids(name, ids, limits) for ids in _spread(name, given, count, is_batch)]
+
+
+def _ids(name: str, ids: object, limits: RequestLimits) -> tuple[int, ...]:
+    if not isinstance(ids, list | None):
+        raise BadField(name, "must be a list of token ids, or a list of such lists")
+    limits.listed(ids or [], name)
+    if bad := [id for id in ids or [] if isinstance(id, bool) or not isinstance(id, int)]:
+        raise BadField(name, f"must be token ids, not {bad[:5]!r}")
+    return tuple(ids or ())
 
 
 def _spread(name: str, value: Any, count: int, is_batch: bool) -> list[Any]:
@@ -200,6 +235,6 @@ def _rids(given: str | list[str] | None, count: int, is_batch: bool) -> list[str
         return [f"{given}_{index}" for index in range(count)] if is_batch else [given]
     rids = _spread("rid", given, count, is_batch)
     if len(set(rids)) < count:
-        twice = sorted({rid for rid in rids if rids.count(rid) > 1})
+        twice = sorted(rid for rid, num in Counter(rids).items() if num > 1)
         raise BadField("rid", f"Duplicate request ID detected within the batch: {', '.join(twice)}")
     return [rid or uuid.uuid4().hex for rid in rids]

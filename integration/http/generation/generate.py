@@ -12,12 +12,12 @@ from fastapi.responses import Response
 from ....rollout.completion import Completion, StreamChunk
 from ....rollout.engine import Engine
 from ....rollout.errors import EngineStopped
-from ..edge.bodies import describe, read_object
+from ..edge.bodies import describe, read_as
 from ..edge.errors import HttpError, as_http_error
 from .body import GenerateBody, GenerateRequest, read_generate
 from .meta import Wanted, meta_info, stream_meta
 from .sse import DONE, GrowingList, GrowingText, dumps, event
-from .subscriptions import Asked, Subscription, hub_of
+from .subscriptions import Asked, Size, Subscription, hub_of
 
 router = APIRouter()
 
@@ -27,9 +27,9 @@ router = APIRouter()
 async def generate(request: Request) -> Response:
     """Complete one prompt or several. An aborted request is answered too, with its output so far."""
     received = time.monotonic()
-    values = await read_object(request)
     hub = hub_of(request.app)
-    ask = read_generate(values, hub.engine)
+    hub.refuse_if_draining()
+    ask = await read_as(request, lambda values: read_generate(values, hub.engine, hub.limits))
     return await hub.answer(request, GenerateReply(ask, hub.engine, received))
 
 
@@ -45,6 +45,11 @@ class GenerateReply:
     def is_streamed(self) -> bool:
         """See `Reply.is_streamed`."""
         return self.request.stream
+
+    @property
+    def size(self) -> Size:
+        """See `Reply.size`."""
+        return Size.of(self.request.prompts, (params.n for params in self.request.params))
 
     def asked(self) -> Asked:
         """See `Reply.asked`."""

@@ -11,9 +11,10 @@ loop once, for all of its sequences.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,16 +27,23 @@ from starlette.responses import JSONResponse, Response
 
 from ....rollout.completion import Completion, StreamChunk
 from ....rollout.engine import Engine
-from ....rollout.errors import EngineStopped
+from ....rollout.errors import EngineStopped, Overloaded
 from ....rollout.grammars.compiler import CompiledGrammar
 from ....rollout.sampling_params import SamplingParams
 from ....rollout.sequences.request import RequestOptions
+from ..edge.config import HttpConfig
 from ..edge.disconnect import unless_gone
+from ..edge.errors import Draining, HttpError
+from ..edge.json_slices import encode_in_slices
+from .limits import RequestLimits
 from .sse import EventStream
 
 logger = logging.getLogger(__name__)
 
 _INTAKE_THREADS = 4
+_QUICK_ENTRIES = 10_000  # an answer with up to this many log-probabilities is encoded at once
+_CHARS_PER_TOKEN = 4  # of a text that is not tokenised yet, about
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False)  # as JSONResponse encodes
 CLIENT_GONE = Response(status_code=499)  # returned to the framework; the client has disconnected
 T = TypeVar("T")
 
@@ -50,6 +58,23 @@ class Asked:
     rids: Sequence[str]
 
 
+@dataclass(frozen=True)
+class Size:
+    """The part of an HTTP request in the queue's limits."""
+
+    num_sequences: int
+    num_tokens: int  # of its prompts, for each sample of a prompt, because each sequence has its own copy
+
+    @classmethod
+    def of(cls, prompts: Iterable[str | Sequence[int]], num_samples: Iterable[int]) -> Size:
+        """Return the size of prompts with their numbers of samples. The tokens of a text are estimated."""
+        num_sequences = num_tokens = 0
+        for prompt, num in zip(prompts, num_samples, strict=False):
+            num_sequences += num
+            num_tokens += num * (-(-len(prompt) // _CHARS_PER_TOKEN) if isinstance(prompt, str) else len(prompt))
+        return cls(num_sequences, num_tokens)
+
+
 class Subscription:
     """The sequences of one HTTP request and their output. Used by the event loop only, except for the `on_` methods,
     which the engine calls."""
@@ -62,6 +87,7 @@ class Subscription:
         self.asked: Asked
         self.index_of: dict[str, int] = {}  # by sequence id, in the order of prompts and of their samples
         self.num_open = 0
+        self.size = Size(0, 0)  # as the hub counts it
 
     def on_chunk(self, chunk: StreamChunk) -> None:
         self._hub.post(self, chunk)
@@ -85,7 +111,9 @@ class Subscription:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         chunks, self._chunks = self._chunks, []
-        self.num_open -= sum(chunk.completion is not None for chunk in chunks)
+        num_ended = sum(chunk.completion is not None for chunk in chunks)
+        self.num_open -= num_ended
+        self._hub.ended(self, num_ended)
         return chunks
 
     async def completions(self) -> list[Completion]:
@@ -103,6 +131,10 @@ class Reply(Protocol):
     def is_streamed(self) -> bool:
         """Whether the answer is a stream of events."""
 
+    @property
+    def size(self) -> Size:
+        """The size that counts in the limits of the queue."""
+
     def asked(self) -> Asked:
         """Tokenise and check the prompts. Runs in a thread, because it may take long. Raises BadField."""
 
@@ -116,38 +148,107 @@ class Reply(Protocol):
 class Hub:
     """The open requests of one event loop."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, config: HttpConfig | None = None) -> None:
         self.engine = engine
+        self.config = config or HttpConfig()
+        self.limits = RequestLimits(engine, self.config)
         self.loop = asyncio.get_running_loop()
+        self.is_draining = False  # new requests are refused: the server will end
+        self.open: set[Subscription] = set()  # admitted, and neither answered nor left
+        self._num_sequences = self._num_tokens = 0  # of the open ones
         self._intake = ThreadPoolExecutor(_INTAKE_THREADS, "lockstep-intake")
+        self._encoding = ThreadPoolExecutor(1, "lockstep-answers")
         self._leaving_thread = ThreadPoolExecutor(1, "lockstep-leaving")
         self._leaving: deque[Subscription] = deque()
         self._news: deque[tuple[Subscription, StreamChunk | EngineStopped]] = deque()
         self._is_waking = False
 
+    def refuse_if_draining(self) -> None:
+        """Raise Draining if the server takes no new requests."""
+        if self.is_draining:
+            raise Draining
+
     async def answer(self, request: Request, reply: Reply) -> Response:
-        """Run the request and answer the client; abort its sequences if the client disconnects. Raises the errors of
-        `reply.asked`, `reply.whole` and `Engine.submit`."""
+        """Run the request and answer the client; abort its sequences if the client disconnects. Raises Draining,
+        Overloaded, and the errors of `reply.asked`, `reply.whole` and `Engine.submit`."""
+        self.refuse_if_draining()
+        subscription = self._admit(reply.size)
         if reply.is_streamed:
-            subscription = await self.subscribe(reply.asked, streamed=True)
+            await self._subscribe(subscription, reply.asked, streamed=True)
             return EventStream(reply.events(subscription), on_end=partial(self.leave, subscription))
         try:
-            completions = await unless_gone(request, self._completions(reply.asked))
+            completions = await unless_gone(request, self._completions(subscription, reply.asked))
         except ClientDisconnect:
             return CLIENT_GONE
-        return JSONResponse(reply.whole(completions))
+        if sum(map(_num_entries, completions)) <= _QUICK_ENTRIES:
+            return JSONResponse(reply.whole(completions))
+        content = await self.loop.run_in_executor(self._encoding, _encoded, reply, completions)
+        return Response(content, media_type="application/json")
 
-    async def _completions(self, prepare: Callable[[], Asked]) -> list[Completion]:
-        subscription = await self.subscribe(prepare, streamed=False)
+    async def _completions(self, subscription: Subscription, prepare: Callable[[], Asked]) -> list[Completion]:
+        await self._subscribe(subscription, prepare, streamed=False)
         try:
             return await subscription.completions()
         finally:
             self.leave(subscription)
 
+    def _admit(self, size: Size) -> Subscription:
+        """Count a request among the open ones until `leave`. Raises HttpError 400 for one that is too large alone,
+        Overloaded where too much waits already."""
+        config = self.config
+        if size.num_tokens > config.max_waiting_tokens:
+            raise HttpError(
+                400, f"prompts times samples have {size.num_tokens} tokens, more than the {config.max_waiting_tokens} "
+                "that may wait (max_waiting_tokens): send several requests"
+            )  # fmt: skip
+        num_waiting = self._num_sequences - self.engine.num_running
+        if num_waiting > 0 and num_waiting + size.num_sequences > config.max_waiting_requests:
+            raise Overloaded(
+                f"{num_waiting} sequences wait, and {size.num_sequences} more would be over the limit of "
+                f"{config.max_waiting_requests} (max_waiting_requests)"
+            )
+        if self._num_tokens + size.num_tokens > config.max_waiting_tokens:
+            raise Overloaded(
+                f"the open requests have {self._num_tokens} prompt tokens, and {size.num_tokens} more would be over "
+                f"the limit of {config.max_waiting_tokens} (max_waiting_tokens)"
+            )
+        subscription = Subscription(self)
+        subscription.size = size
+        self.open.add(subscription)
+        self._num_sequences += size.num_sequences
+        self._num_tokens += size.num_tokens
+        return subscription
+
+    def ended(self, subscription: Subscription, num: int) -> None:
+        """Note that sequences of an open request have ended."""
+        size = subscription.size
+        num = min(num, size.num_sequences)
+        self._num_sequences -= num
+        subscription.size = Size(size.num_sequences - num, size.num_tokens)
+
+    def _forget(self, subscription: Subscription) -> None:
+        """Count a request no longer among the open ones."""
+        if subscription in self.open:
+            self.open.remove(subscription)
+            self.ended(subscription, subscription.size.num_sequences)
+            self._num_tokens -= subscription.size.num_tokens
+
     async def subscribe(self, prepare: Callable[[], Asked], *, streamed: bool) -> Subscription:
         """Run `prepare` in a thread and queue its requests. Call `leave` at the end. Raises the errors of `prepare`
         and `Engine.submit`."""
-        subscription = Subscription(self)
+        subscription = self._admit(Size(0, 0))
+        await self._subscribe(subscription, prepare, streamed=streamed)
+        return subscription
+
+    async def _subscribe(self, subscription: Subscription, prepare: Callable[[], Asked], *, streamed: bool) -> None:
+        try:
+            await self._queue(subscription, prepare, streamed=streamed)
+        except BaseException:
+            self._forget(subscription)
+            raise
+
+    async def _queue(self, subscription: Subscription, prepare: Callable[[], Asked], *, streamed: bool) -> None:
+        """Run `prepare` in a thread and queue its requests."""
 
         def submit() -> list[list[str]]:
             asked = subscription.asked
@@ -167,7 +268,6 @@ class Hub:
         ids = [id for group in groups for id in group]
         subscription.index_of = {id: index for index, id in enumerate(ids)}
         subscription.num_open += len(ids)
-        return subscription
 
     async def _in_thread(self, run: Callable[[], T], subscription: Subscription) -> T:
         running = self.loop.run_in_executor(self._intake, run)
@@ -184,6 +284,7 @@ class Hub:
 
     def leave(self, subscription: Subscription) -> None:
         """Abort the subscription's open sequences, after the current step."""
+        self._forget(subscription)
         if subscription.num_open:
             subscription.num_open = 0
             self._withdraw_soon(subscription)
@@ -207,9 +308,9 @@ class Hub:
         self._leaving_thread.submit(self._withdraw)
 
     def _withdraw(self) -> None:
-        leaving = []
+        leaving = set()
         while self._leaving:
-            leaving.append(self._leaving.popleft())
+            leaving.add(self._leaving.popleft())
         if leaving:
             try:
                 self.engine.requests.withdraw(leaving)
@@ -217,9 +318,28 @@ class Hub:
                 logger.exception("requests of %d clients that have left could not be aborted", len(leaving))
 
 
+def stop_taking(app: Starlette) -> None:
+    """Refuse new generation requests from now on."""
+    app.state.is_draining = True
+    if (hub := getattr(app.state, "hub", None)) is not None:
+        hub.is_draining = True
+
+
 def hub_of(app: Starlette) -> Hub:
     """Return the hub of the running event loop; make it with the first request."""
     hub = getattr(app.state, "hub", None)
     if hub is None or hub.loop is not asyncio.get_running_loop():
-        hub = app.state.hub = Hub(app.state.service.engine)
+        hub = app.state.hub = Hub(app.state.service.engine, app.state.config)
+        hub.is_draining = app.state.is_draining
     return hub
+
+
+def _num_entries(c: Completion) -> int:
+    """Count the log-probabilities of an answer."""
+    lists = (c.top_logprobs, c.listed_logprobs, c.prompt_top_logprobs, c.prompt_listed_logprobs)
+    alternatives = sum(len(at) for positions in lists for at in positions or () if at is not None)
+    return alternatives + len(c.logprobs) + len(c.prompt_logprobs or ())
+
+
+def _encoded(reply: Reply, completions: list[Completion]) -> bytes:
+    return "".join(encode_in_slices(reply.whole(completions), _ENCODER.encode)).encode("utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import PlainTextResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from ....rollout.errors import RankFailure
 from ..admin.common import service_of
@@ -21,9 +21,14 @@ def is_alive(app: FastAPI) -> bool:
     return not app.state.is_closing and engine.failure is None and age_s < app.state.config.stall_timeout_s
 
 
+@router.get("/health_generate", response_class=Response, responses={503: {"description": "as /health, or draining"}})
+@router.get("/ping", response_class=Response, responses={503: {"description": "as /health, or draining"}})
+async def health_generate(request: Request) -> Response:
+    """Check that the engine is alive and takes requests, also while it is paused."""
+    return _draining() if request.app.state.is_draining else await health(request)
+
+
 @router.get("/health", response_class=Response, responses={503: {"description": "the loop has ended"}})
-@router.get("/health_generate", response_class=Response, responses={503: {"description": "the loop has ended"}})
-@router.get("/ping", response_class=Response, responses={503: {"description": "the loop has ended"}})
 async def health(request: Request) -> Response:
     """Check that the engine is alive, by its loop's heartbeat. A replica that has lost a rank answers which."""
     if is_alive(request.app):
@@ -32,8 +37,14 @@ async def health(request: Request) -> Response:
     return PlainTextResponse(f"{failure}\n" if isinstance(failure, RankFailure) else "", 503)
 
 
-@router.get("/ready", response_class=Response, responses={503: {"description": "not alive, or paused"}})
+@router.get("/ready", response_class=Response, responses={503: {"description": "not alive, paused, or draining"}})
 async def ready(request: Request) -> Response:
-    """Check that a request would be served now: alive, and not paused."""
+    """Check that a request would be served now: alive, not paused, and not draining."""
+    if request.app.state.is_draining:
+        return _draining()
     is_ready = is_alive(request.app) and not service_of(request).engine.is_paused
     return Response(status_code=200 if is_ready else 503)
+
+
+def _draining() -> Response:
+    return JSONResponse({"status": "draining"}, 503, {"Retry-After": "1"})

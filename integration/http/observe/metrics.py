@@ -6,7 +6,8 @@ meaning of SGLang's metrics; the others are Lockstep's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -22,10 +23,11 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from ....rollout.reports.latencies import Histogram
-from ....rollout.sequences.sequence import State
 from ...service import RolloutService
+from ..admin.operations import Threads
+from ..edge.config import HttpConfig
 from .model_info import served_name
-from .traffic import TrafficCollector
+from .traffic import Traffic, TrafficCollector
 
 router = APIRouter()
 
@@ -35,13 +37,29 @@ Key = TypeVar("Key", bound=tuple[str, ...])  # values of a counter's labels afte
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
     """Report the metrics as Prometheus text, or as OpenMetrics if the scraper asks for it."""
-    state = request.app.state
-    registry = CollectorRegistry(auto_describe=False)
-    model_name = served_name(state.service, state.config)
-    registry.register(ServiceCollector(state.service, model_name))
-    registry.register(TrafficCollector(state.traffic, model_name))
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
-    return Response(await state.reads.run(lambda: encode(registry)), media_type=content_type)
+    return Response(await request.app.state.scrapes.read(encode, content_type), media_type=content_type)
+
+
+class Scrapes:
+    """Scrapes of one server. The path needs no key, so all scrapers of a moment share one reading of the engine."""
+
+    def __init__(self, service: RolloutService, config: HttpConfig, traffic: Traffic) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        model_name = served_name(service, config)
+        self._registry.register(ServiceCollector(service, model_name))
+        self._registry.register(TrafficCollector(traffic, model_name))
+        self._threads = Threads(1)  # of their own: reports that need a key do not wait for scrapes
+        self._running: dict[str, asyncio.Task[bytes]] = {}  # by content type
+
+    async def read(self, encode: Callable[[CollectorRegistry], bytes], content_type: str) -> bytes:
+        """Return the metrics in a format."""
+        running = self._running.get(content_type)
+        if running is None:
+            running = asyncio.create_task(self._threads.run(lambda: encode(self._registry)))
+            self._running[content_type] = running
+            running.add_done_callback(lambda _: self._running.pop(content_type))
+        return await asyncio.shield(running)
 
 
 class ServiceCollector(Collector):
@@ -54,9 +72,8 @@ class ServiceCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Make one family per metric, all with the label model_name."""
         state: dict[str, Any] = self._service.state()
-        sequences = self._service.engine.live_sequences(0)
         counted: dict[str, float] = state["metrics"]
-        yield from self._requests(state, sum(s.state == State.WAITING_PREEMPT.value for s in sequences))
+        yield from self._requests(state, state["num_retracted"])
         yield from self._totals(state, counted)
         yield from self._blocks(state)
         yield from self._latencies()

@@ -89,10 +89,10 @@ def _live(request: Request, state: dict[str, Any]) -> dict[str, object]:
         },
     }
     return {
-        "status": "ready" if is_alive(request.app) else "ending",
+        "status": _status(request.app),
         "launch_command": _redacted(" ".join(_without_keys(sys.argv)), config),
         "scheduler_info": {
-            "status": "ready" if is_alive(request.app) else "ending",
+            "status": _status(request.app),
             "max_total_num_tokens": capacity,
             "max_req_input_len": engine.max_model_len - 1,
             "startup_time": STARTED,
@@ -105,6 +105,10 @@ def _live(request: Request, state: dict[str, Any]) -> dict[str, object]:
         "version": version(),
         "frontend": "python",
     }
+
+
+def _status(app: FastAPI) -> str:
+    return "ending" if not is_alive(app) else "draining" if app.state.is_draining else "ready"
 
 
 def _without_keys(arguments: list[str]) -> list[str]:

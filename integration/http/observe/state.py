@@ -22,4 +22,11 @@ async def get_state(request: Request) -> Response:
     """Report the whole state: sequences, blocks, weights, groups, and a pause's lease."""
     lease, updates = request.app.state.pause_lease, request.app.state.updates
     state = await read_state(request)
-    return json_response({**state, "pause_seconds_left": lease.seconds_left, "update_age_s": updates.age_s})
+    return json_response(
+        {
+            **state,
+            "pause_seconds_left": lease.seconds_left,
+            "update_age_s": updates.age_s,
+            "draining": request.app.state.is_draining,
+        }
+    )

@@ -12,18 +12,19 @@ from fastapi.responses import Response
 from ....rollout.completion import Completion
 from ....rollout.engine import Engine
 from ....rollout.errors import EngineStopped
-from ..edge.bodies import describe, read_object
+from ..edge.bodies import describe, read_as
 from ..edge.errors import HttpError, as_http_error, error_body
 from ..generation.generate import refuse_ignored
+from ..generation.limits import RequestLimits
 from ..generation.sse import DONE, dumps, event
-from ..generation.subscriptions import Asked, Subscription, hub_of
+from ..generation.subscriptions import Asked, Size, Subscription, hub_of
 from ..observe.model_info import served_name
 from .body import ChatBody, CompletionBody, OpenAIRequest, read_chat, read_completion
 from .format import answer, chunk_choice, chunk_head, echoed, extras, usage
 
 router = APIRouter()
 
-Read = Callable[[dict[str, object], Engine, str], OpenAIRequest]
+Read = Callable[[dict[str, object], Engine, str, RequestLimits], OpenAIRequest]
 
 
 @router.post("/v1/completions", openapi_extra=describe(CompletionBody))
@@ -42,9 +43,10 @@ async def _complete(request: Request, read: Read) -> Response:
     received = time.monotonic()
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HttpError(400, "the Content-Type must be application/json", param="Content-Type")
-    values = await read_object(request)
     hub = hub_of(request.app)
-    ask = read(values, hub.engine, served_name(request.app.state.service, request.app.state.config))
+    hub.refuse_if_draining()
+    name = served_name(request.app.state.service, request.app.state.config)
+    ask = await read_as(request, lambda values: read(values, hub.engine, name, hub.limits))
     return await hub.answer(request, OpenAIReply(ask, received))
 
 
@@ -59,6 +61,11 @@ class OpenAIReply:
     def is_streamed(self) -> bool:
         """See `Reply.is_streamed`."""
         return self.request.stream
+
+    @property
+    def size(self) -> Size:
+        """See `Reply.size`."""
+        return self.request.size
 
     def asked(self) -> Asked:
         """See `Reply.asked`."""

@@ -17,10 +17,11 @@ from ....rollout.sampling_params import SamplingParams
 from ....rollout.sequences.request import RequestOptions
 from ..edge.bodies import Body, fields_of
 from ..edge.errors import BadField
-from ..generation.body import MAX_SEQUENCES, namespace, refuse_unsupported, text_of_token, token_ids_of
 from ..generation.body import REFUSED as REFUSED_BY_GENERATE
+from ..generation.body import namespace, refuse_unsupported, text_of_token, token_ids_of
+from ..generation.limits import RequestLimits
 from ..generation.meta import Wanted
-from ..generation.subscriptions import Asked
+from ..generation.subscriptions import Asked, Size
 
 DEFAULT_MAX_TOKENS = 16  # of a completion; the default of a chat is the rest of the context
 REFUSED = (
@@ -120,21 +121,26 @@ class OpenAIRequest:
     return_prompt_token_ids: bool
     return_meta_info: bool
     decode: Callable[[Sequence[int]], str]
+    size: Size
     asked: Callable[[], Asked]  # tokenises, which may take long; raises BadField
 
 
-def read_completion(values: dict[str, object], engine: Engine, model: str) -> OpenAIRequest:
+def read_completion(values: dict[str, object], engine: Engine, model: str, limits: RequestLimits) -> OpenAIRequest:
     """Read and check the fields of a completion. Raises BadField."""
     refuse_unsupported(values, (*REFUSED, *REFUSED_BY_COMPLETIONS))
+    _check_sizes(values, limits)
     body = fields_of(CompletionBody, values)
     if body.best_of not in (None, body.n):
         raise BadField("best_of", "is not supported, but where it equals n")
     prompts = _prompts(body.prompt)
+    limits.prompts(len(prompts), "prompt")
+    limits.lengths(prompts, "prompt")
+    limits.top(body.logprobs or 0, "logprobs")
     has_logprobs = body.logprobs is not None
     if body.echo and has_logprobs and body.stream:
         raise BadField("echo", "with logprobs cannot be streamed")
     params = _params(body, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
-    _check_count(len(prompts) * body.n)
+    limits.sequences(len(prompts) * body.n)
     start = 0 if body.echo and has_logprobs else -1
     options = RequestOptions(start, body.logprobs or 0, (), namespace(body.extra_key, body.cache_salt))
     id = body.rid or f"cmpl-{uuid.uuid4().hex}"
@@ -143,17 +149,19 @@ def read_completion(values: dict[str, object], engine: Engine, model: str) -> Op
     def asked() -> Asked:
         count = len(prompts)
         token_ids = token_ids_of(engine, prompts, "prompt", [params] * count)
+        limits.entries(token_ids, [params] * count, [options] * count, "logprobs")
         return Asked(token_ids, [params] * count, [options] * count, rids)
 
     return _request(
         body, id, model, asked, engine, is_chat=False, logprobs=has_logprobs, num_top=body.logprobs or 0,
-        echo=body.echo, prompts=prompts, start=start,
+        echo=body.echo, prompts=prompts, start=start, size=Size.of(prompts, [body.n] * len(prompts)),
     )  # fmt: skip
 
 
-def read_chat(values: dict[str, object], engine: Engine, model: str) -> OpenAIRequest:
+def read_chat(values: dict[str, object], engine: Engine, model: str, limits: RequestLimits) -> OpenAIRequest:
     """Read and check the fields of a chat completion. Raises BadField."""
     refuse_unsupported(values, (*REFUSED, *REFUSED_BY_CHAT))
+    _check_sizes(values, limits)
     body = fields_of(ChatBody, values)
     if body.tool_choice not in (None, "none", "auto"):
         raise BadField("tool_choice", "is not supported")
@@ -165,9 +173,13 @@ def read_chat(values: dict[str, object], engine: Engine, model: str) -> OpenAIRe
         raise BadField("messages", "exactly one of messages and input_ids is needed")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = _params(body, max_tokens if max_tokens is not None else engine.max_model_len)
-    _check_count(body.n)
+    limits.sequences(body.n)
+    limits.top(body.top_logprobs, "top_logprobs")
     options = RequestOptions(-1, body.top_logprobs, (), namespace(body.extra_key, body.cache_salt))
     messages = None if body.messages is None else [_message(message) for message in body.messages]
+    contents = [content for message in messages or [] if isinstance(content := message.get("content"), str)]
+    limits.lengths(contents, "messages")
+    limits.lengths([body.input_ids or []], "input_ids")
     id = body.rid or f"chatcmpl-{uuid.uuid4().hex}"
 
     def asked() -> Asked:
@@ -179,11 +191,13 @@ def read_chat(values: dict[str, object], engine: Engine, model: str) -> OpenAIRe
         [token_ids] = token_ids_of(engine, [prompt], field, [params])
         room = max(engine.max_model_len - len(token_ids), 1)
         its_params = params if max_tokens is not None else replace(params, max_new_tokens=room)
+        limits.entries([token_ids], [its_params], [options], "top_logprobs")
         return Asked([token_ids], [its_params], [options], [id])
 
     return _request(
         body, id, model, asked, engine, is_chat=True, logprobs=body.logprobs, num_top=body.top_logprobs, echo=False,
         prompts=[], start=-1,
+        size=Size.of([body.input_ids or "".join(contents)], [body.n]),
     )  # fmt: skip
 
 
@@ -248,6 +262,7 @@ def _request(
     echo: bool,
     prompts: list[Any],
     start: int,
+    size: Size,
 ) -> OpenAIRequest:
     return OpenAIRequest(
         id=id,
@@ -265,6 +280,7 @@ def _request(
         return_prompt_token_ids=body.return_prompt_token_ids,
         return_meta_info=body.return_meta_info,
         decode=_decoder(engine, body.skip_special_tokens),
+        size=size,
         asked=asked,
     )
 
@@ -300,9 +316,9 @@ def _params(body: CommonBody, max_new_tokens: int) -> SamplingParams:
         raise BadField(message.split()[0], message.partition(" ")[2]) from None
 
 
-def _check_count(num_sequences: int) -> None:
-    if num_sequences > MAX_SEQUENCES:
-        raise BadField("n", f"{num_sequences} sequences are more than the {MAX_SEQUENCES} that one request may have")
+def _check_sizes(values: Mapping[str, object], limits: RequestLimits) -> None:
+    """Check the sizes of fields that are no prompts, before any is walked. Raises BadField."""
+    limits.given_params({name: value for name, value in values.items() if name not in ("prompt", "input_ids")})
 
 
 def _prompts(given: str | list[Any]) -> list[Any]:

@@ -1,0 +1,112 @@
+"""Connections of a server, with deadlines and a limit of their number.
+
+A head has a deadline, and a client that reads nothing of its answer. A body has its own (`bodies.arrived`), and the
+wait for an answer has none: pauses and streams may take hours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .config import HttpConfig
+
+_REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Type: text/plain\r\n"
+    b"Content-Length: 47\r\n\r\ntoo many connections are open (max_connections)"
+)
+
+
+class Connections:
+    """The open connections of one server."""
+
+    def __init__(self, config: HttpConfig) -> None:
+        self.head_timeout_s, self.write_timeout_s = config.head_timeout_s, config.write_timeout_s
+        num_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        is_limited = num_descriptors != resource.RLIM_INFINITY
+        self.limit = min(config.max_connections, num_descriptors * 3 // 4) if is_limited else config.max_connections
+        self.num_open = 0
+        self.idle: dict[Connection, None] = {}  # without a request, in the order in which they became idle
+
+    def protocol(self) -> Callable[..., Connection]:
+        """Return the protocol for uvicorn's setting `http`."""
+        return partial(Connection, self)
+
+
+class Connection(H11Protocol):
+    """A connection that closes itself when its client is too slow."""
+
+    def __init__(self, all: Connections, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._all = all
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        everyone = self._all
+        everyone.num_open += 1
+        if everyone.num_open > everyone.limit:
+            if not everyone.idle:
+                transport.write(_REFUSAL)
+                transport.close()
+                return
+            oldest = next(iter(everyone.idle))
+            everyone.idle.pop(oldest)
+            oldest.transport.abort()
+        self._follow()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._follow()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._all.idle.pop(self, None)  # it is the newest idle one now
+            if not self._has_request:
+                self._all.idle[self] = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.num_open -= 1
+        self._all.idle.pop(self, None)
+        self._stop_timers()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self._all.write_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    @property
+    def _has_request(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _follow(self) -> None:
+        """Begin or end the wait for a head. Further bytes do not prolong it."""
+        if self._has_request or self.transport.is_closing():
+            self._all.idle.pop(self, None)
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+        else:
+            self._all.idle.setdefault(self)
+            if self._head_timer is None:
+                self._head_timer = self.loop.call_later(self._all.head_timeout_s, self.transport.abort)
+
+    def _stop_timers(self) -> None:
+        for timer in (self._head_timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
+        self._head_timer = self._write_timer = None

@@ -1,0 +1,126 @@
+"""Limits of one generation request: counts are checked before contents are walked, texts before they are tokenised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+from ....rollout.engine import Engine
+from ....rollout.sampling_params import SamplingParams
+from ....rollout.sequences.request import RequestOptions
+from ..edge.config import HttpConfig
+from ..edge.errors import BadField
+
+_MAX_ENTRIES = (
+    1 << 18
+)  # values in one prompt's sampling parameters; their longest text, a grammar, may have as many bytes
+
+
+class RequestLimits:
+    """Check the parts of requests against the server's settings. Every method raises BadField that names the setting
+    and its value."""
+
+    def __init__(self, engine: Engine, config: HttpConfig) -> None:
+        self._engine, self._config = engine, config
+
+    @cached_property
+    def max_chars(self) -> int | None:
+        """The number of characters of the longest text that can fit into the context; None without a tokenizer."""
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            return None
+        return self._engine.max_model_len * max(map(len, tokenizer.get_vocab()), default=1)
+
+    def lists(self, values: Mapping[str, object], names: Iterable[str]) -> None:
+        """Check the lengths of lists that may have an entry for each prompt."""
+        for name in names:
+            value = values.get(name)
+            if isinstance(value, list) and len(value) > self._config.max_prompts:
+                self.prompts(len(value), name)
+
+    def prompts(self, num_prompts: int, field: str) -> None:
+        """Check the number of prompts."""
+        if num_prompts > (limit := self._config.max_prompts):
+            raise BadField(field, f"{num_prompts} entries are more than the {limit} prompts of a request (max_prompts)")
+
+    def sequences(self, num_sequences: int) -> None:
+        """Check the number of prompts times samples."""
+        if num_sequences > (limit := self._config.max_sequences):
+            raise BadField(
+                "n", f"{num_sequences} sequences are more than the {limit} that one request may have (max_sequences)"
+            )
+
+    def given_params(self, given: Mapping[str, object], field: str | None = None) -> None:
+        """Check the sizes of sampling parameters as they came. field: the field that holds them; None: they are fields
+        themselves."""
+        bias, stop = given.get("logit_bias"), given.get("stop")
+        limit = min(self._config.max_logit_bias, self._engine.model.vocab_size)
+        if isinstance(bias, Mapping) and len(bias) > limit:
+            message = f"logit_bias has {len(bias)} entries, more than {limit} (max_logit_bias, or the vocabulary)"
+            raise BadField(field or "logit_bias", message)
+        texts = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
+        num_bytes = sum(len(text) for text in texts if isinstance(text, str))
+        if num_bytes > (limit := self._config.max_stop_bytes):
+            raise BadField(field or "stop", f"stop has {num_bytes} bytes, more than {limit} (max_stop_bytes)")
+        for name, value in given.items():
+            if isinstance(value, list | dict) and _has_more_than(_MAX_ENTRIES, value):
+                raise BadField(field or name, f"{name[:100]} has more than {_MAX_ENTRIES} values")
+
+    def lengths(self, prompts: Iterable[str | Sequence[int]], field: str) -> None:
+        """Check that prompts may fit into the context: token ids by their number, texts by their characters."""
+        room, max_chars = self._engine.max_model_len, self.max_chars
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                if max_chars is not None and len(prompt) > max_chars:
+                    raise BadField(
+                        field, f"Input length ({len(prompt)} characters) exceeds the maximum allowed length "
+                        f"({max_chars} characters are as many as {room} of the longest tokens have)"
+                    )  # fmt: skip
+            elif len(prompt) > room:
+                raise BadField(
+                    field, f"Input length ({len(prompt)} tokens) exceeds the maximum allowed length ({room} tokens)"
+                )
+
+    def top(self, num_top: int, field: str) -> None:
+        """Check the number of likeliest tokens at each position."""
+        if num_top > (limit := self._config.max_top_logprobs):
+            raise BadField(field, f"{num_top} are more than {limit} (max_top_logprobs)")
+
+    def listed(self, token_ids: Sequence[object], field: str) -> None:
+        """Check the number of named tokens at each position."""
+        if len(token_ids) > (limit := self._config.max_listed_logprobs):
+            raise BadField(field, f"{len(token_ids)} tokens are more than {limit} (max_listed_logprobs)")
+
+    def entries(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        options: Sequence[RequestOptions],
+        field: str,
+    ) -> None:
+        """Check the number of positions times alternatives, of all sequences together."""
+        total = 0
+        for ids, its_params, its_options in zip(prompts, params, options, strict=True):
+            if not (num := its_options.top_logprobs_num + len(its_options.token_ids_logprob)):
+                continue
+            room, start = self._engine.max_model_len - len(ids), its_options.logprob_start_len
+            num_positions = min(its_params.max_new_tokens, room) + (len(ids) - start if start >= 0 else 0)
+            total += max(num_positions, 1) * num * its_params.n
+        if total > (limit := self._config.max_logprob_entries):
+            raise BadField(
+                field, f"{total} positions times alternatives are more than the {limit} of a request "
+                "(max_logprob_entries): ask for fewer alternatives or tokens, or start later"
+            )  # fmt: skip
+
+
+def _has_more_than(limit: int, value: object) -> bool:
+    """Return whether a value has more parts than this, without looking at many more."""
+    todo, num = [value], 0
+    while todo:
+        entry = todo.pop()
+        parts = entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ()
+        num += len(parts)
+        if num > limit:
+            return True
+        todo += [part for part in parts if isinstance(part, dict | list)]
+    return False
