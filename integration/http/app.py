@@ -45,7 +45,7 @@ def create_app(service: RolloutService, config: HttpConfig | None = None) -> Fas
 
     Handlers find in `app.state`: service, config, reads and operations (they run blocking calls), updates (the gate),
     flushes, pause_lease, profiler, scrapes, traffic, plain_paths (paths without parameters), is_draining (the server
-    takes no new requests), is_closing (it is about to end).
+    takes no new requests), is_closing (it is about to end). A server adds its `connections`.
     """
     config = config or HttpConfig()
     app = FastAPI(title="Lockstep", version=version(), docs_url=None, redoc_url=None)

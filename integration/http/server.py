@@ -43,6 +43,7 @@ class _Server(uvicorn.Server):
         self._on_listening = on_listening
         self._http = http
         self._firm_end: threading.Timer | None = None
+        self._is_hurried = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -58,9 +59,12 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end; a second signal ends the wait for open requests."""
-        if self.should_exit:
+        """Begin to end. A second signal ends the wait for open requests, a third one all waiting."""
+        if self._is_hurried:
             self.force_exit = True
+        elif self.should_exit:
+            self._is_hurried = True
+            return
         else:
             limit_s = self._http.drain_timeout_s + 2 * self._http.shutdown_timeout_s + _CLOSE_TIMEOUT_S
             self._firm_end = threading.Timer(limit_s, _end_firmly, (limit_s,))
@@ -76,7 +80,7 @@ class _Server(uvicorn.Server):
     async def _drain(self, app: FastAPI) -> None:
         """Wait for open requests and a running update. Requests that are left after `drain_timeout_s` are answered with
         their output so far."""
-        await self._until_idle(app, self._http.drain_timeout_s)
+        await self._until_idle(app, self._http.drain_timeout_s, lambda: self._is_hurried)
         hub = getattr(app.state, "hub", None)
         if hub is None or not hub.open:
             return
@@ -90,11 +94,11 @@ class _Server(uvicorn.Server):
             await asyncio.wait_for(app.state.reads.run(abort), timeout_s)
         except (LockstepError, TimeoutError) as error:
             logger.error("the open requests could not be aborted: %s", error or "the engine does not answer")
-        await self._until_idle(app, timeout_s)
+        await self._until_idle(app, timeout_s, lambda: self.force_exit)
 
-    async def _until_idle(self, app: FastAPI, timeout_s: float) -> None:
+    async def _until_idle(self, app: FastAPI, timeout_s: float, is_over: Callable[[], bool]) -> None:
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while asyncio.get_running_loop().time() < deadline and not self.force_exit:
+        while asyncio.get_running_loop().time() < deadline and not is_over():
             hub = getattr(app.state, "hub", None)
             if (hub is None or not hub.open) and app.state.updates.age_s is None:
                 return
@@ -224,9 +228,10 @@ def _listen(config: HttpConfig) -> socket.socket:
 
 
 def _uvicorn_config(app: FastAPI, config: HttpConfig) -> uvicorn.Config:
+    app.state.connections = Connections(config)
     return uvicorn.Config(
         app,
-        http=Connections(config).protocol(),  # type: ignore[arg-type]  # called with uvicorn's arguments
+        http=app.state.connections.protocol(),
         ws="none",
         timeout_keep_alive=max(1, round(config.idle_timeout_s)),
         log_config=None,  # the program configures logging

@@ -16,7 +16,7 @@ class Flushes:
 
     def __init__(self, engine: Engine, threads: Threads) -> None:
         self._engine, self._threads = engine, threads
-        self._num_waiting = 0
+        self.num_waiting = 0  # clients
         self._attempts: asyncio.Task[FlushReport] | None = None
 
     async def wait(self, timeout_s: float) -> FlushReport | None:
@@ -24,13 +24,13 @@ class Flushes:
         if self._attempts is None:
             self._attempts = asyncio.create_task(self._attempt())
         attempts = self._attempts
-        self._num_waiting += 1
+        self.num_waiting += 1
         try:
             done, _ = await asyncio.wait({attempts}, timeout=max(timeout_s, 0))
             return attempts.result() if done else None
         finally:
-            self._num_waiting -= 1
-            if self._attempts is attempts and (attempts.done() or not self._num_waiting):
+            self.num_waiting -= 1
+            if self._attempts is attempts and (attempts.done() or not self.num_waiting):
                 self._attempts = None
                 attempts.cancel()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import httpx
 import pytest
@@ -269,6 +271,36 @@ def test_an_error_is_the_answer_of_its_op_id_too(client):
     body = {"op_id": "e", "group_name": "nobody"}
     first, again = (client.post("/destroy_weights_update_group", json=body) for _ in range(2))
     assert first.status_code == 400 and first.json() == again.json()
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_the_arguments_of_a_call_with_an_op_id_are_not_kept(client, server, is_wrong):
+    body = {"block_hashes": ["x"] if is_wrong else [1], "op_id": "a", "owner": "o"}
+    if is_wrong:
+        body = {"op_id": "a", "group_name": "nobody", "pad": "x"}
+    path = "/destroy_weights_update_group" if is_wrong else "/hicache/pin_blocks"
+    kept = []
+    operations = server.app.state.operations
+    run = operations.run
+
+    class Arguments(dict):
+        """Arguments that a weak reference can follow."""
+
+    async def watched(path: str, call: object, *, arguments: dict, **options: object) -> object:
+        followed = Arguments(arguments)
+        kept.append(weakref.ref(followed))
+
+        def with_arguments(seconds_left: float | None, held: Arguments = followed) -> object:
+            return call(seconds_left)
+
+        return await run(path, with_arguments, arguments=followed, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(operations, "run", watched)
+        assert client.post(path, json=body).status_code == (400 if is_wrong else 200)
+    gc.collect()
+    assert [reference() for reference in kept] == [None]
+    assert client.post(path, json=body).status_code == (400 if is_wrong else 200)
 
 
 def test_calls_of_one_op_id_that_overlap_run_once():

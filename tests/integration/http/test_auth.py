@@ -152,6 +152,10 @@ def test_keys_appear_in_no_answer_and_no_log(service, caplog, monkeypatch):
         ({"Host": "evil.example:{port}"}, 403),
         ({"Host": "localhost:{port}"}, 200),
         ({"Host": "[::1]:{port}"}, 200),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Sec-Fetch-Site": "none"}, 200),
     ],
 )
 def test_a_web_page_of_another_site_cannot_drive_an_engine_on_loopback(service, headers, status):
@@ -160,3 +164,29 @@ def test_a_web_page_of_another_site_cannot_drive_an_engine_on_loopback(service, 
         sent = {key: value.replace("{host}", host).replace("{port}", port) for key, value in headers.items()}
         assert httpx.post(f"{server.url}/pause_generation", headers=sent).status_code == status
         assert service.engine.is_paused == (status == 200)
+
+
+def test_images_of_a_web_page_cannot_act_and_open_paths_may_be_linked(service):
+    with serve_in_background(service, HttpConfig(port=0)) as server:
+        image = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": "image", "Sec-Fetch-Mode": "no-cors"}
+        for path in ("/flush_cache?timeout=604800", "/weights_checker", "/state", "/generate", "/lockstep/sequences"):
+            assert httpx.get(server.url + path, headers=image).status_code == 403, path
+        assert httpx.get(server.url, headers={**image, "Sec-Fetch-Mode": "navigate"}).status_code == 200
+        assert httpx.get(f"{server.url}/health", headers=image).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("keys", "path", "status"),
+    [
+        ((None, ADMIN), "/state", 403),
+        ((None, ADMIN), "/server_info", 403),
+        ((None, ADMIN), "/health", 200),
+        ((KEY, ADMIN), "/state", 200),
+        ((KEY, None), "/state", 200),
+        ((None, None), "/health", 403),
+    ],
+)
+def test_a_page_whose_name_was_made_to_mean_this_machine_needs_a_key(service, keys, path, status):
+    with serve_in_background(service, HttpConfig(port=0, api_key=keys[0], admin_api_key=keys[1])) as server:
+        headers = {"Host": f"evil.example:{server.port}"} | ({"Authorization": f"Bearer {KEY}"} if keys[0] else {})
+        assert httpx.get(server.url + path, headers=headers).status_code == status

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import threading
 import time
 
@@ -166,6 +167,41 @@ def test_an_abort_of_nobody_is_ignored(client, service):
     assert asked.result().finish_reason.type == "length"
 
 
+def test_a_pause_whose_time_passes_while_another_call_holds_the_lease_never_runs(client, server, service):
+    lease, held, release = server.app.state.pause_lease, threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lease.changing():
+            held.set()
+            release.wait(30)
+
+    holder = submit(hold)
+    assert held.wait(30)
+    answer = client.post("/pause_generation", json={"mode": "in_place", "timeout_s": 0.2})
+    assert answer.status_code == 408 and "0.2 s that were left" in answer.json()["message"]
+    other = client.post("/lockstep/pause_generation", json={"mode": "in_place", "timeout_s": 0.2})
+    assert other.status_code == 408
+    release.set()
+    soon(holder)
+    assert not service.engine.is_paused
+
+
+def test_a_pause_is_not_held_up_by_a_continue_that_waits_for_an_update(client, service, monkeypatch):
+    waits, may_end = threading.Event(), threading.Event()
+
+    def commit() -> None:
+        waits.set()
+        may_end.wait(30)
+
+    monkeypatch.setattr(service, "commit_implicit_update", commit)
+    goes_on = submit(client.post, "/continue_generation", json={})
+    assert waits.wait(30)
+    assert client.post("/pause_generation", json={"mode": "in_place", "timeout_s": 20}).status_code == 200
+    assert service.engine.is_paused
+    may_end.set()
+    assert soon(goes_on).status_code == 200
+
+
 # -- flush ------------------------------------------------------------------------------------------------------------
 
 
@@ -192,38 +228,29 @@ def test_a_flush_of_a_busy_engine_fails_at_once_or_after_its_time(client, servic
     assert asked.result().finish_reason.type == "length"
 
 
-def test_a_second_flush_while_one_waits_is_refused(client, service, until):
+def test_flushes_that_wait_share_the_wait_and_one_that_does_not_wait_is_answered_at_once(
+    client, server, service, until
+):
     asked = Asked(service.engine).begun()
     client.post("/pause_generation", json={"mode": "in_place"})
-    first = submit(client.get, "/flush_cache", params={"timeout": 30})
-    until(lambda: "already in progress" in (again := client.get("/flush_cache")).text and again.status_code == 400)
+    waiting = [submit(client.get, "/flush_cache", params={"timeout": 30}) for _ in range(2)]
+    until(lambda: server.app.state.flushes.num_waiting == 2)
+    assert client.get("/flush_cache").text.startswith("Flush cache failed. 1 running")
     client.post("/abort_request", json={"abort_all": True})
-    assert soon(first).status_code == 200
+    assert [soon(flush).status_code for flush in waiting] == [200, 200]
     assert asked.result().finish_reason.type == "abort"
     assert client.get("/flush_cache").status_code == 200
 
 
-def test_a_flush_that_ends_while_another_waits_lets_no_third_one_in(client, service, until, monkeypatch):
+def test_a_flush_that_waits_ends_with_its_client(client, server, service, until):
     asked = Asked(service.engine).begun()
     client.post("/pause_generation", json={"mode": "in_place"})
-    flush, begun, may_end = service.engine.flush_cache, threading.Event(), threading.Event()
-
-    def slow_at_first(**options: object) -> object:
-        if not begun.is_set():
-            begun.set()
-            assert may_end.wait(30)
-        return flush(**options)
-
-    monkeypatch.setattr(service.engine, "flush_cache", slow_at_first)
-    at_once = submit(client.get, "/flush_cache")
-    assert begun.wait(30)
-    waiting = submit(client.get, "/flush_cache", params={"timeout": 30})
-    until(lambda: "already in progress" in client.get("/flush_cache").text)
-    may_end.set()
-    assert soon(at_once).text.startswith("Flush cache failed. 1 running")
-    assert "already in progress" in client.get("/flush_cache").text
+    flushes = server.app.state.flushes
+    with socket.create_connection(("127.0.0.1", server.port)) as page:
+        page.sendall(b"GET /flush_cache?timeout=604800 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        until(lambda: flushes.num_waiting == 1)
+    until(lambda: flushes.num_waiting == 0)
     client.post("/abort_request", json={"abort_all": True})
-    assert soon(waiting).status_code == 200
     assert asked.result().finish_reason.type == "abort"
 
 
@@ -255,6 +282,27 @@ def test_a_profile_covers_the_loops_thread_and_is_written_when_stop_answers(clie
     assert file.name.startswith("a.run-1") and answer.headers["x-profile-path"] == str(file)
     names = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
     assert any(str(name).startswith("aten::") for name in names)
+    assert client.post("/stop_profile").status_code == 400
+
+
+@pytest.mark.parametrize("name", ["a\r\nSet-Cookie: x=1", "a\x00", "a\x7f", "a\u2028b"])
+def test_a_profile_whose_folder_no_header_can_name_is_refused_and_does_not_begin(client, tmp_path, name):
+    answer = client.post("/start_profile", json={"output_dir": f"{tmp_path}/{name}"})
+    assert (answer.status_code, answer.json()["param"]) == (400, "output_dir") and "set-cookie" not in answer.headers
+    assert client.post("/stop_profile").status_code == 400
+    assert list(tmp_path.glob("a*")) == []
+
+
+def test_a_profile_into_a_folder_that_the_environment_names_is_told_escaped(client, tmp_path, monkeypatch):
+    monkeypatch.setenv("SGLANG_TORCH_PROFILER_DIR", f"{tmp_path}/a\r\nb: é")
+    answer = client.post("/start_profile", json={"activities": ["CPU"]})
+    assert answer.status_code == 200 and f"{tmp_path}/a\\r\\nb: \\xe9" in answer.headers["x-profile-path"]
+    assert client.post("/stop_profile").status_code == 200
+
+
+def test_a_profile_into_what_is_no_folder_does_not_begin(client, tmp_path):
+    (tmp_path / "file").touch()
+    assert client.post("/start_profile", json={"output_dir": f"{tmp_path}/file"}).status_code == 400
     assert client.post("/stop_profile").status_code == 400
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,6 +18,7 @@ from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.server import BackgroundServer, serve_in_background
 from lockstep.rollout.reports.latencies import REQUEST_BOUNDS, TOKEN_BOUNDS, Histogram
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support.callers import soon, submit
 from lockstep.weight_sync.digests.model_digest import tensor_roots
 from lockstep.weight_sync.errors import DigestMismatch, SessionError
 
@@ -274,3 +276,32 @@ def test_labels_are_as_many_as_there_are_routes_whatever_is_asked_for(scrape, se
     assert {entry["method"] for entry in labels} == {"GET", "POST", "other"}
     assert got("lockstep:http_requests_total", path="other", method="GET", status="404") == 40
     assert got("lockstep:http_requests_total", path="/generate", method="other", status="405") == 40
+
+
+def test_scrapes_of_a_moment_share_one_reading_and_leave_reports_their_turns(server, service):
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        release.wait(PATIENCE)
+
+    holder = submit(service.engine.between_steps, "hold", hold)
+    assert held.wait(PATIENCE)
+    readings = []
+    service_state = service.state
+
+    def counted() -> dict:
+        readings.append(1)
+        return service_state()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(service, "state", counted)
+        scrapes = [submit(httpx.get, f"{server.url}/metrics", timeout=PATIENCE) for _ in range(20)]
+        wait_for(lambda: server.app.state.traffic.num_open == 0 and readings)
+        # The scrapes wait for the engine. A report that does not need it is answered.
+        key = {"Authorization": "Bearer an-admin-key"}
+        assert httpx.get(f"{server.url}/model_info", headers=key, timeout=PATIENCE).status_code in (200, 503)
+        release.set()
+        soon(holder)
+        assert all(soon(scrape).status_code == 200 for scrape in scrapes)
+    assert len(readings) < 10

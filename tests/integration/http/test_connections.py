@@ -1,0 +1,161 @@
+"""Tests of connections that are silent, slow, many or dropped, over raw sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import torch
+
+from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.http.server import BackgroundServer, serve_in_background
+from lockstep.integration.service import RolloutService
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.tests.support.callers import PATIENCE, soon, submit
+from lockstep.tests.support.random_models import random_model
+
+QUICK = HttpConfig(port=0, head_timeout_s=0.3, body_timeout_s=0.3, idle_timeout_s=1, write_timeout_s=0.3)
+ASK = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}}
+HEAD = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[RolloutService]:
+    torch.set_num_threads(1)
+    service = RolloutService(Engine(random_model("qwen3"), EngineConfig(kv_cache=64)))
+    with service.rollout():
+        yield service
+        service.engine.stop()
+
+
+@pytest.fixture(scope="module")
+def quick(service) -> Iterator[BackgroundServer]:
+    with serve_in_background(service, QUICK) as server:
+        yield server
+
+
+def connect(server: BackgroundServer, sent: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
+    connection.sendall(sent)
+    return connection
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    """Read until the server closes the connection."""
+    parts = []
+    while True:
+        try:
+            part = connection.recv(1 << 20)
+        except ConnectionResetError:
+            part = b""
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", b"GET /health HTT", b"GET /health HTTP/1.1\r\nHost: a\r\n"])
+def test_a_connection_without_a_whole_head_is_closed(quick, sent):
+    with connect(quick, sent) as connection:
+        assert read_to_end(connection) == b""
+
+
+def test_a_head_that_comes_byte_by_byte_has_no_longer_time(quick):
+    tick = threading.Event()
+    with connect(quick, b"GET /health HTTP/1.1\r\nX: ") as connection:
+        connection.setblocking(False)
+        for _ in range(round(PATIENCE / 0.02)):
+            tick.wait(0.02)
+            try:
+                connection.send(b"x")
+                if connection.recv(1) == b"":
+                    return
+            except BlockingIOError:
+                continue
+            except OSError:
+                return
+    raise AssertionError("it was never closed")
+
+
+def test_a_body_that_does_not_arrive_is_a_408_and_the_connection_ends(quick):
+    with connect(quick, HEAD + b'{"input_ids": [') as connection:
+        answer = read_to_end(connection)
+    assert answer.startswith(b"HTTP/1.1 408 ") and b"connection: close" in answer.lower()
+    assert b"did not arrive within 0.3 s (body_timeout_s)" in answer
+
+
+def test_a_connection_that_is_idle_after_an_answer_is_closed(quick):
+    with connect(quick, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n") as connection:
+        assert read_to_end(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_refused_body_that_goes_on_arriving_does_not_keep_the_connection(quick):
+    with connect(quick, b"POST /nowhere HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\nx") as connection:
+        assert read_to_end(connection).startswith(b"HTTP/1.1 404 ")
+
+
+def test_a_client_that_reads_nothing_of_its_answers_is_cut_off(quick, until):
+    asks = b"GET /openapi.json HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 2000
+    connections = quick.app.state.connections
+    until(lambda: connections.num_open == 0)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", quick.port))
+        connection.sendall(asks)
+        until(lambda: connections.num_open == 1)
+        until(lambda: connections.num_open == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_that_take_long_are_not_cut_by_the_deadlines(quick, service, until, stream):
+    service.engine.pause_generation("in_place")
+    asked = submit(httpx.post, f"{quick.url}/generate", json={**ASK, "stream": stream}, timeout=PATIENCE)
+    until(lambda: service.engine.state()["num_waiting"] == 1)
+    for sent in (b"", HEAD):  # as long as both deadlines take
+        with connect(quick, sent) as connection:
+            read_to_end(connection)
+    service.engine.continue_generation()
+    answer = soon(asked)
+    assert answer.status_code == 200 and (b"[DONE]" in answer.content) == stream
+
+
+def test_beyond_the_number_of_connections_the_oldest_idle_one_gives_way_and_then_new_ones_are_refused(service, until):
+    with serve_in_background(service, HttpConfig(port=0, max_connections=5)) as server:
+        connections = server.app.state.connections
+        idle = [connect(server) for _ in range(5)]
+        until(lambda: connections.num_open == 5)
+        assert httpx.get(f"{server.url}/health", headers={"Connection": "close"}).status_code == 200
+        assert read_to_end(idle[0]) == b""
+        service.engine.pause_generation("in_place")
+        asked = [submit(httpx.post, f"{server.url}/generate", json=ASK, timeout=PATIENCE) for _ in range(5)]
+        until(lambda: service.engine.state()["num_waiting"] == 5)
+        with connect(server, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n") as refused:
+            answer = read_to_end(refused)
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1" in answer and b"(max_connections)" in answer
+        service.engine.continue_generation()
+        assert [soon(one).status_code for one in asked] == [200] * 5
+        for connection in idle:
+            connection.close()
+
+
+def test_a_thousand_connections_that_are_dropped_leave_no_descriptor_and_no_thread(service, until):
+    body = b'{"input_ids": [5, 6]}'
+    whole = HEAD.replace(b"1000", str(len(body)).encode()) + body
+    with serve_in_background(service, HttpConfig(port=0)) as server:
+        assert httpx.post(f"{server.url}/generate", json=ASK, timeout=PATIENCE).status_code == 200
+        connections = server.app.state.connections
+        until(lambda: connections.num_open == 0)
+        num_files, num_threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+        for index in range(1000):
+            connect(server, (b"", b"GET /he", HEAD, HEAD + b"{", whole)[index % 5]).close()
+        until(lambda: connections.num_open == 0 and not server.app.state.hub.open)
+        assert httpx.post(f"{server.url}/generate", json=ASK, timeout=PATIENCE).status_code == 200
+        until(lambda: connections.num_open == 0)
+        assert len(os.listdir("/proc/self/fd")) <= num_files + 2
+        assert threading.active_count() <= num_threads + 4  # of the pools, which are made when they are first used
+        until(lambda: service.engine.state()["num_running"] + service.engine.state()["num_waiting"] == 0)
+        service.engine.check_integrity()

@@ -1,0 +1,182 @@
+"""Tests of the end of a server: it drains, within its settings, and then it ends firmly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from lockstep.integration.http.generation.subscriptions import stop_taking
+from lockstep.tests.support.callers import PATIENCE, soon, submit, wait_until
+from lockstep.tests.support.forked_ranks import free_port
+
+ASK = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3, "temperature": 0, "ignore_eos": True}}
+LONG = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 200, "temperature": 0, "ignore_eos": True}}
+# A server whose engine is held between two steps for good.
+HELD = """
+import sys, threading
+from lockstep.integration.http import server
+from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.service import RolloutService
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+server._CLOSE_TIMEOUT_S = 0.5
+service = RolloutService(Engine(sys.argv[1], EngineConfig(kv_cache=32)))
+hold = threading.Thread(target=service.engine.between_steps, args=("hold", threading.Event().wait), daemon=True)
+def listens(url):
+    hold.start()
+    print(url, file=sys.stderr, flush=True)
+server.serve(service, HttpConfig(port=0, drain_timeout_s=0.2, shutdown_timeout_s=0.2), listens)
+"""
+
+
+def assert_draining(answer: httpx.Response) -> None:
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["code"] == "draining"
+
+
+def test_a_server_that_drains_says_so_refuses_new_requests_and_finishes_open_ones(client, server, service, until):
+    service.engine.pause_generation("in_place")
+    opened = submit(client.post, "/generate", json=ASK)
+    until(lambda: service.engine.state()["num_waiting"] == 1)
+    stop_taking(server.app)
+    assert_draining(client.post("/generate", json=ASK))
+    assert_draining(client.post("/generate", json={**ASK, "stream": True}))
+    assert_draining(client.post("/v1/completions", json={"prompt": [5, 6]}))
+    assert_draining(client.post("/v1/chat/completions", json={"input_ids": [5, 6]}))
+    for path in ("/ready", "/health_generate", "/ping"):
+        answer = client.get(path)
+        assert (answer.status_code, answer.json()) == (503, {"status": "draining"})
+    assert client.get("/health").status_code == 200  # draining is not dead
+    assert client.get("/state").json()["draining"] and client.get("/server_info").json()["status"] == "draining"
+    assert client.post("/continue_generation").status_code == 200
+    answer = soon(opened)
+    assert answer.status_code == 200 and len(answer.json()["output_ids"]) == 3
+
+
+def test_a_server_that_has_answered_nothing_yet_drains_too(client, server):
+    stop_taking(server.app)
+    assert_draining(client.post("/generate", json=ASK))
+
+
+# -- processes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    from lockstep.tests.support.random_models import random_model
+
+    path = tmp_path_factory.mktemp("model")
+    random_model("qwen2").save_pretrained(path)
+    return path
+
+
+@contextmanager
+def process(*arguments: str) -> Iterator[tuple[subprocess.Popen, str]]:
+    """Start a Python process that serves; yield it and its url."""
+    started = subprocess.Popen(
+        [sys.executable, *arguments], stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    try:
+        assert started.stderr is not None
+        url = next(line.split()[-1] for line in started.stderr if "http://" in line)
+        rest = threading.Thread(target=started.stderr.read, daemon=True)  # a full pipe would stop the process
+        rest.start()
+        yield started, url
+    finally:
+        started.kill()
+        started.wait()
+
+
+def serving(folder: Path, **http: object):
+    config = folder / f"serve-{len(os.listdir(folder))}.toml"
+    settings = "".join(f"{name} = {value}\n" for name, value in {"port": 0, **http}.items())
+    config.write_text(f'[engine]\nkv_cache = "64 blocks"\n[http]\n{settings}')
+    return process("-m", "lockstep.integration.cli", "serve", "--model", str(folder), "--config", str(config))
+
+
+def status_of(url: str, path: str) -> int:
+    return httpx.get(url + path, timeout=PATIENCE).status_code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_a_running_stream_end_while_new_requests_are_refused(folder, number):
+    with serving(folder, drain_timeout_s=60) as (server, url), httpx.Client(timeout=PATIENCE) as client:
+        with client.stream("POST", f"{url}/generate", json={**LONG, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            httpx.post(f"{url}/pause_generation", json={"mode": "in_place"}, timeout=PATIENCE)
+            server.send_signal(number)
+            wait_until(lambda: status_of(url, "/ready") == 503 and '"draining"' in httpx.get(f"{url}/ready").text)
+            assert_draining(httpx.post(f"{url}/generate", json=ASK, timeout=PATIENCE))
+            assert status_of(url, "/health") == 200
+            httpx.post(f"{url}/continue_generation", json={}, timeout=PATIENCE).raise_for_status()
+            chunks = [line for line in lines if line]
+        assert chunks[-1] == "data: [DONE]" and '"type":"length"' in chunks[-2]
+        assert server.wait(PATIENCE) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_a_signal_answers_what_does_not_end_in_time_with_its_output_so_far(folder, is_queued):
+    with serving(folder, drain_timeout_s=0.5) as (server, url), httpx.Client(timeout=PATIENCE) as client:
+        if is_queued:
+            client.post(f"{url}/pause_generation", json={"mode": "in_place"}).raise_for_status()
+        opened = submit(httpx.post, f"{url}/generate", json={**LONG}, timeout=PATIENCE)
+        name = "num_waiting" if is_queued else "num_running"
+        wait_until(lambda: client.get(f"{url}/state").json()[name] == 1)
+        if not is_queued:
+            client.post(f"{url}/pause_generation", json={"mode": "in_place"}).raise_for_status()
+        server.send_signal(signal.SIGTERM)
+        answer = soon(opened)
+        assert answer.status_code == 200
+        assert answer.json()["meta_info"]["finish_reason"]["type"] == "abort"
+        assert len(answer.json()["output_ids"]) < 200
+        assert server.wait(PATIENCE) == 0
+
+
+@pytest.mark.slow
+def test_a_signal_during_an_update_that_never_ends_is_obeyed_in_time(folder):
+    with serving(folder, drain_timeout_s=0.5, shutdown_timeout_s=0.5) as (server, url):
+        group = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
+        joining = submit(httpx.post, f"{url}/init_weights_update_group", json={**group, "backend": "gloo"}, timeout=60)
+        wait_until(lambda: httpx.get(f"{url}/state", timeout=PATIENCE).json()["weight_groups"])
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(PATIENCE) in (0, 1)
+        assert soon(joining).status_code == 503
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_the_wait_for_open_requests(folder):
+    with serving(folder, drain_timeout_s=600) as (server, url):
+        httpx.post(f"{url}/pause_generation", json={"mode": "in_place"}, timeout=PATIENCE).raise_for_status()
+        opened = submit(httpx.post, f"{url}/generate", json=ASK, timeout=PATIENCE)
+        wait_until(lambda: httpx.get(f"{url}/state", timeout=PATIENCE).json()["num_waiting"] == 1)
+        server.send_signal(signal.SIGTERM)
+        wait_until(lambda: status_of(url, "/ready") == 503 and '"draining"' in httpx.get(f"{url}/ready").text)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(PATIENCE) == 0
+        assert soon(opened).status_code == 200
+
+
+@pytest.mark.slow
+def test_an_engine_that_does_not_answer_does_not_keep_the_process(folder):
+    with process("-c", HELD, str(folder)) as (server, url):
+        opened = submit(httpx.post, f"{url}/generate", json=ASK, timeout=PATIENCE)
+        wait_until(lambda: status_of(url, "/health") == 200)
+        began = time.monotonic()
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(PATIENCE) == 1
+        assert time.monotonic() - began < PATIENCE / 2
+        with pytest.raises(httpx.HTTPError):
+            soon(opened).raise_for_status()

@@ -1,0 +1,281 @@
+"""Tests of the limits of generation over a real socket: counts, lengths, bodies and the queue."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import torch
+
+from lockstep.integration.grpo.arithmetic import build_tokenizer
+from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.http.generation import body as generate_body
+from lockstep.integration.http.server import BackgroundServer, serve_in_background
+from lockstep.integration.service import RolloutService
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.tests.support.callers import soon, submit
+from lockstep.tests.support.random_models import random_model
+
+BIAS = b",".join(b'"%d":1' % id for id in range(2 << 20))
+LATEST_S = 2.0  # after it a health check would be late
+SHORT = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
+LIMITS = HttpConfig(
+    port=0, max_prompts=8, max_sequences=16, max_stop_bytes=100, max_logit_bias=10, max_top_logprobs=5,
+    max_listed_logprobs=6, max_logprob_entries=200, max_control_body_bytes=1000, max_waiting_requests=20,
+    max_waiting_tokens=1000,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[RolloutService]:
+    torch.set_num_threads(1)
+    model = random_model("qwen3", vocab_size=128, max_position_embeddings=512)
+    service = RolloutService(Engine(model, EngineConfig(kv_cache=128), tokenizer=build_tokenizer()))
+    with service.rollout():
+        yield service
+        service.engine.stop()
+
+
+@pytest.fixture(scope="module")
+def served(service) -> Iterator[BackgroundServer]:
+    with serve_in_background(service, LIMITS) as server:
+        yield server
+
+
+@pytest.fixture
+def client(served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, timeout=60) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"text": ["1"] * 9}, "text", "the 8 prompts of a request (max_prompts)"),
+        ({"input_ids": [[1]] * 9}, "input_ids", "the 8 prompts of a request (max_prompts)"),
+        ({"rid": ["1"] * 9}, "rid", "(max_prompts)"),
+        ({"sampling_params": [SHORT] * 9}, "sampling_params", "(max_prompts)"),
+        ({"sampling_params": {"n": 17}}, "n", "17 sequences are more than the 16"),
+        ({"sampling_params": {"stop": ["x" * 60, "y" * 60]}}, "sampling_params", "stop has 120 bytes, more than 100"),
+        (
+            {"sampling_params": {"logit_bias": {str(id): 1 for id in range(11)}}},
+            "sampling_params",
+            "logit_bias has 11 entries, more than 10 (max_logit_bias",
+        ),
+        ({"sampling_params": {"custom_params": {"a": [0] * (1 << 18)}}}, "sampling_params", "more than 262144 values"),
+        ({"return_logprob": True, "top_logprobs_num": 6}, "top_logprobs_num", "6 are more than 5 (max_top_logprobs)"),
+        ({"return_logprob": True, "top_logprobs_num": 10**9}, "top_logprobs_num", "(max_top_logprobs)"),
+        ({"return_logprob": True, "token_ids_logprob": list(range(7))}, "token_ids_logprob", "(max_listed_logprobs)"),
+        (
+            {"text": ["1"], "return_logprob": True, "token_ids_logprob": [list(range(7))]},
+            "token_ids_logprob",
+            "7 tokens are more than 6 (max_listed_logprobs)",
+        ),
+        (
+            {"return_logprob": True, "top_logprobs_num": 5, "sampling_params": {"max_new_tokens": 41}},
+            "top_logprobs_num",
+            "205 positions times alternatives are more than the 200",
+        ),
+        (
+            {"return_logprob": True, "top_logprobs_num": 5, "sampling_params": {"max_new_tokens": 20, "n": 3}},
+            "top_logprobs_num",
+            "300 positions",
+        ),
+        (
+            {"input_ids": [3] * 60, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 4,
+             "sampling_params": SHORT},
+            "top_logprobs_num",
+            "248 positions",
+        ),
+        ({"input_ids": [1] * 513}, "input_ids", "513 tokens) exceeds the maximum allowed length"),
+    ],
+)  # fmt: skip
+def test_each_limit_of_generate_is_a_400_that_names_its_setting(client, fields, param, says):
+    prompt = {} if {"text", "input_ids"} & set(fields) else {"text": "1 + 2"}
+    answer = client.post("/generate", json={**prompt, **fields})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["param"] == param and says in answer.json()["message"]
+    assert len(answer.content) < 5000
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"prompt": ["1"] * 9}, "prompt", "(max_prompts)"),
+        ({"prompt": [[1]] * 9}, "prompt", "(max_prompts)"),
+        ({"prompt": "1", "n": 17}, "n", "(max_sequences)"),
+        ({"prompt": "1", "logprobs": 6}, "logprobs", "(max_top_logprobs)"),
+        ({"prompt": "1", "logprobs": 5, "max_tokens": 41}, "logprobs", "(max_logprob_entries)"),
+        ({"prompt": "1", "logit_bias": {str(id): 1 for id in range(11)}}, "logit_bias", "(max_logit_bias"),
+        ({"prompt": "1", "stop": "x" * 101}, "stop", "(max_stop_bytes)"),
+        ({"messages": [], "top_logprobs": 6, "logprobs": True}, "top_logprobs", "(max_top_logprobs)"),
+        ({"input_ids": [1], "top_logprobs": 5, "logprobs": True}, "top_logprobs", "(max_logprob_entries)"),
+    ],
+)
+def test_each_limit_of_openais_calls_is_a_400_that_names_its_setting(client, fields, param, says):
+    path = "/v1/completions" if "prompt" in fields else "/v1/chat/completions"
+    answer = client.post(path, json={"model": "", **fields})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param and says in answer.json()["error"]["message"]
+
+
+def test_requests_up_to_the_limits_are_answered(client):
+    body = {"text": ["1"] * 8, "sampling_params": {**SHORT, "n": 2, "stop": "x" * 100}}
+    answer = client.post("/generate", json={**body, "return_logprob": True, "top_logprobs_num": 5})
+    assert answer.status_code == 200 and len(answer.json()) == 16
+    listed = {"return_logprob": True, "token_ids_logprob": list(range(6)), "sampling_params": SHORT}
+    assert client.post("/generate", json={"text": "1", **listed}).status_code == 200
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(client, service, monkeypatch):
+    longest = max(map(len, service.engine.tokenizer.get_vocab()))
+
+    def tokenise(*_: object) -> object:
+        raise AssertionError("it was tokenised")
+
+    monkeypatch.setattr(generate_body, "prompt_ids", tokenise)
+    text = "1" * (512 * longest + 1)
+    answer = client.post("/generate", json={"text": text})
+    assert (
+        answer.status_code == 400 and f"exceeds the maximum allowed length ({512 * longest}" in answer.json()["message"]
+    )
+    for path, body in (
+        ("completions", {"prompt": text}),
+        ("chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        answer = client.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 400 and "exceeds the maximum" in answer.json()["error"]["message"]
+
+
+def test_equal_settings_of_a_batch_are_built_once(client, served):
+    made = []
+
+    limits = generate_body.RequestLimits(served.app.state.service.engine, LIMITS)
+    with pytest.MonkeyPatch.context() as patched:
+        params = generate_body.SamplingParams
+        patched.setattr(generate_body, "sampling_params", lambda given: made.append(given) or params.from_dict(given))
+        found = generate_body._all_params([{"n": 1}, {"n": 2}, {"n": 1}, {"n": 2}] * 100, limits)
+    assert len(made) == 2 and [one.n for one in found[:3]] == [1, 2, 1] and found[0] is found[2]
+
+
+# -- bodies ---------------------------------------------------------------------------------------------------------
+
+
+def test_calls_without_data_have_a_small_limit_and_others_a_large_one(client):
+    padding = {"pad": "x" * 2000}
+    for path in ("/pause_generation", "/continue_generation", "/abort_request", "/flush_cache", "/start_profile"):
+        answer = client.post(path, json=padding)
+        assert answer.status_code == 413 and "1000 bytes" in answer.json()["message"], path
+    assert client.post("/hicache/pin_blocks", json={"block_hashes": [1], **padding}).status_code == 200
+    assert client.post("/generate", json={"text": "1", "sampling_params": SHORT, **padding}).status_code == 200
+
+
+def test_bodies_that_are_open_together_are_limited(service):
+    config = HttpConfig(port=0, max_open_body_bytes=100_000, max_body_bytes=90_000)
+    with serve_in_background(service, config) as server:
+        began, may_go_on = threading.Event(), threading.Event()
+
+        def slowly() -> Iterator[bytes]:
+            yield b'{"text": "1", "pad": "' + b"x" * 80_000
+            began.set()
+            may_go_on.wait(60)
+            yield b'"}'
+
+        first = submit(httpx.post, f"{server.url}/generate", content=slowly(), timeout=60)
+        assert began.wait(60)
+        bodies = server.app.state
+        while getattr(bodies, "open_bodies", None) is None or bodies.open_bodies.num_bytes < 80_000:
+            assert httpx.get(f"{server.url}/health").status_code == 200
+        answer = httpx.post(f"{server.url}/generate", json={"text": "1", "pad": "x" * 30_000})
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert "max_open_body_bytes" in answer.json()["message"]
+        may_go_on.set()
+        assert soon(first).status_code == 200
+        assert server.app.state.open_bodies.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"input_ids": [' + b"[1]," * (7 << 20) + b"[1]]}",
+        b'{"text": "1", "sampling_params": {"logit_bias": {'
+        + b",".join(b'"%d":1' % i for i in range(2 << 20))
+        + b"}}}",
+        b'{"text": "1", "rid": [' + b"{}," * (8 << 20) + b"{}]}",
+        b'{"text": "1", "sampling_params": {"temperature": [' + b"1.5," * (7 << 20) + b"1]}}",
+        b'{"text": "' + b"\\ud83d\\ude00 " * (2 << 20) + b'", "x": "\\ud800"}',
+    ],
+    ids=["prompts", "bias", "ids", "floats", "surrogate"],
+)
+@pytest.mark.slow
+def test_health_and_state_are_in_time_while_a_body_of_32_mb_is_read(service, body):
+    body = body[: 32 << 20]
+    with serve_in_background(service, HttpConfig(port=0)) as server:
+        sending = [submit(httpx.post, f"{server.url}/generate", content=body, timeout=300) for _ in range(2)]
+        latest = 0.0
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            while not all(future.done() for future in sending):
+                for path in ("/health", "/state"):
+                    began = time.monotonic()
+                    assert client.get(path).status_code == 200
+                    latest = max(latest, time.monotonic() - began)
+        assert all(soon(future).status_code in (400, 413) for future in sending)
+        assert latest < LATEST_S
+
+
+# -- the queue ------------------------------------------------------------------------------------------------------
+
+
+def test_what_waits_is_limited_and_a_refusal_says_when_to_come_again(served, client, service, until):
+    service.engine.pause_generation("in_place")
+    ask = {"input_ids": [5, 6], "sampling_params": {**SHORT, "n": 10}}
+    waiting = [submit(httpx.post, f"{served.url}/generate", json=ask, timeout=60) for _ in range(2)]
+    until(lambda: service.engine.state()["num_waiting"] == 20)
+    for path, body in (("/generate", ask), ("/v1/completions", {"prompt": [5, 6]})):
+        answer = client.post(path, json=body)
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert "max_waiting_requests" in answer.text and answer.json()["error"]["code"] == "overloaded"
+    service.engine.continue_generation()
+    assert [soon(one).status_code for one in waiting] == [200, 200]
+    assert client.post("/generate", json=ask).status_code == 200
+
+
+def test_the_tokens_that_wait_are_limited(served, client, service, until):
+    service.engine.pause_generation("in_place")
+    ask = {"input_ids": [5] * 450, "sampling_params": SHORT}
+    waiting = [submit(httpx.post, f"{served.url}/generate", json=ask, timeout=60) for _ in range(2)]
+    until(lambda: service.engine.state()["num_waiting"] == 2)
+    answer = client.post("/generate", json=ask)
+    assert answer.status_code == 503 and "max_waiting_tokens" in answer.text and answer.headers["retry-after"] == "1"
+    service.engine.continue_generation()
+    assert [soon(one).status_code for one in waiting] == [200, 200]
+    assert client.post("/generate", json=ask).status_code == 200
+    alone = client.post("/generate", json={**ask, "sampling_params": {**SHORT, "n": 3}})
+    assert (
+        alone.status_code == 400 and "1350 tokens, more than the 1000 that may wait (max_waiting_tokens)" in alone.text
+    )
+
+
+def test_a_large_answer_is_the_answer_that_a_small_one_would_be(client, served, service, monkeypatch):
+    from lockstep.integration.http.generation import subscriptions
+
+    ask = {"text": ["1 + 2", "3"], "sampling_params": {**SHORT, "n": 2}, "return_logprob": True, "top_logprobs_num": 5,
+           "return_text_in_logprobs": True}  # fmt: skip
+    small = client.post("/generate", json=ask)
+    monkeypatch.setattr(subscriptions, "_QUICK_ENTRIES", 3)
+    large = client.post("/generate", json=ask)
+
+    def comparable(answer: httpx.Response) -> list[dict]:
+        assert answer.status_code == 200 and answer.headers["content-type"] == "application/json"
+        shown = json.loads(answer.content)
+        for one in shown:
+            for name in ("id", "e2e_latency", "cached_tokens", "cached_tokens_details", "response_sent_to_client_ts"):
+                one["meta_info"].pop(name, None)
+        return shown
+
+    assert comparable(small) == comparable(large)
