@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -12,23 +12,21 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..http.edge.auth import Level, check_key, check_origin, level_of
-from ..http.edge.bodies import parse_object, read_bytes
-from ..http.edge.errors import BadField, HttpError, error_response, install
+from ..http.edge.bodies import parse_object, parse_object_off_loop, read_bytes
+from ..http.edge.errors import BadField, EndingMiddleware, HttpError, error_response, install
 from .changes.broadcast import broadcast
 from .changes.journal import UpdateJournal
 from .changes.rules import RULES
 from .config import RouterConfig
-from .fleet.balance import num_sequences, prompt_keys
 from .fleet.roster import Roster
 from .fleet.workers import UnknownWorker, why_none
+from .generation import ProxyResponse
 from .metrics import render
-from .proxy import Generation, ProxyResponse
 from .router import Router, call_of, router_of
 from .worker_paths import add_workers
 
 _OPEN_PATHS = frozenset({"/liveness", "/readiness"})
 _NORMAL_PATHS = frozenset({"/get_loads"})
-ROUTING_KEY_HEADER = "x-smg-routing-key"  # slime's header: requests with equal values go to the same worker
 
 
 def create_app(config: RouterConfig, journal: UpdateJournal, roster: Roster) -> FastAPI:
@@ -53,6 +51,7 @@ def create_app(config: RouterConfig, journal: UpdateJournal, roster: Roster) -> 
     install(app)
     app.add_exception_handler(UnknownWorker, _answer_unknown)
     app.add_middleware(_Auth, config=config)
+    app.add_middleware(EndingMiddleware)
     return app
 
 
@@ -74,7 +73,16 @@ class _Auth:
             except HttpError as refused:
                 await error_response(path, refused)(scope, receive, send)
                 return
+            router: Router = scope["app"].state.router
+            with router.open_request() if _is_awaited(scope) else nullcontext():
+                await self._app(scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+
+def _is_awaited(scope: Scope) -> bool:
+    """Return whether the router waits for the end of this request before it ends: not for reports."""
+    return scope["method"] not in ("GET", "HEAD")
 
 
 async def _answer_unknown(request: Request, error: Exception) -> Response:
@@ -99,8 +107,10 @@ def _add_health(app: FastAPI) -> None:
     @app.get("/readiness")
     @app.get("/ready")
     async def readiness(request: Request) -> Response:
-        """Answer 200 while a worker takes requests."""
+        """Answer 200 while a worker takes requests. A router that drains says so in a 503."""
         router = router_of(request)
+        if router.is_draining:
+            return JSONResponse({"status": "draining"}, 503)
         return _ok_if(any(worker.can_take_requests and not worker.paused for worker in router.registry), router)
 
     @app.get("/metrics")
@@ -116,16 +126,19 @@ def _add_health(app: FastAPI) -> None:
         return JSONResponse({"workers": loads})
 
     @app.get("/v1/loads")
-    async def loads(request: Request) -> JSONResponse:
+    async def all_loads(request: Request) -> JSONResponse:
         """List the loads of all live workers, each with its worker."""
         router = router_of(request)
         call = await call_of(request, router.config.http.max_body_bytes)
-        live = router.registry.live()
-        results = await broadcast(router.administering, live, call, router.config.health_timeout_s)
+        live, config = router.registry.live(), router.config
+        results = await broadcast(
+            router.administering, live, call, config.health_timeout_s, config.max_admin_answer_bytes
+        )  # fmt: skip
         merged, failed = [], {}
         for result in results:
-            if result.success and isinstance(result.body, dict) and isinstance(result.body.get("loads"), list):
-                merged += [{**load, "worker": result.worker.url} for load in result.body["loads"]]
+            loads = result.body.get("loads") if result.success and isinstance(result.body, dict) else None
+            if isinstance(loads, list) and all(isinstance(load, dict) for load in loads):
+                merged += [{**load, "worker": result.worker.url} for load in loads]
             else:
                 failed[result.worker.url] = result.message or f"answered {result.status}"
         if failed or not live:
@@ -163,7 +176,7 @@ def _add_admin(app: FastAPI) -> None:
     async def administer(request: Request) -> JSONResponse:
         router = router_of(request)
         call = await call_of(request, router.config.max_admin_body_bytes)
-        values: Mapping[str, object] = parse_object(call.body)
+        values: Mapping[str, object] = await parse_object_off_loop(call.body, router.config.http.max_body_lists)
         verb = request.scope["path"].rpartition("/")[2]
         status, body = await router.admin.run(verb, call, values, request.is_disconnected)
         return JSONResponse(body, status)
@@ -180,14 +193,7 @@ def _add_admin(app: FastAPI) -> None:
 
 def _add_generation(app: FastAPI) -> None:
     async def generate(request: Request) -> Response:
-        router = router_of(request)
-        call = await call_of(request, router.config.http.max_body_bytes)
-        try:
-            body = parse_object(call.body)
-        except HttpError:  # the worker will report the fault
-            body = {}
-        keys = prompt_keys(body, request.headers.get(ROUTING_KEY_HEADER))
-        return ProxyResponse(router.proxy, Generation(call, keys, num_sequences(body)))
+        return ProxyResponse(router_of(request))
 
     app.add_api_route("/generate", generate, methods=["POST", "PUT"])
     app.add_api_route("/v1/{path:path}", generate, methods=["GET", "POST"])

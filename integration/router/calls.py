@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+Headers = tuple[tuple[bytes, bytes], ...]
+
 # Headers of one connection, headers that the router writes itself, and headers that would compress an event stream.
 _NOT_FORWARDED = frozenset(
-    {"host", "connection", "keep-alive", "proxy-connection", "proxy-authenticate", "proxy-authorization", "te",
-     "trailer", "transfer-encoding", "upgrade", "content-length", "accept-encoding", "expect"}
+    {b"host", b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate", b"proxy-authorization", b"te",
+     b"trailer", b"transfer-encoding", b"upgrade", b"content-length", b"accept-encoding", b"expect"}
 )  # fmt: skip
-NOT_RETURNED = _NOT_FORWARDED | {"date", "server"}
+_NOT_RETURNED = _NOT_FORWARDED | {b"date", b"server"}
+PLAIN = (b"accept-encoding", b"identity")
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class WorkerCall:
     method: str
     path: str
     query: str
-    headers: tuple[tuple[str, str], ...]  # without the headers of the connection
+    headers: Headers  # without the headers of the connection
     body: bytes
 
     @property
@@ -29,7 +32,11 @@ class WorkerCall:
         return f"{self.path}?{self.query}" if self.query else self.path
 
 
-def headers_of(headers: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+def headers_of(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     """Select the headers of a client that are forwarded to a worker: Authorization, but not those of the connection."""
-    kept = [(name, value) for name, value in headers if name.lower() not in _NOT_FORWARDED]
-    return (*kept, ("accept-encoding", "identity"))
+    return (*((name, value) for name, value in headers if name.lower() not in _NOT_FORWARDED), PLAIN)
+
+
+def returned(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Select the headers of a worker that are passed on to a client, as they came."""
+    return [(name.lower(), value) for name, value in headers if name.lower() not in _NOT_RETURNED]

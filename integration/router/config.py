@@ -13,7 +13,8 @@ from ..http.edge.config import HttpConfig
 
 _POSITIVE = (
     "health_interval_s", "health_timeout_s", "dead_after", "lock_limit_s", "admin_timeout_s", "queue_timeout_s",
-    "request_timeout_s", "connect_timeout_s", "max_attempts", "max_prefixes", "max_admin_body_bytes",
+    "request_timeout_s", "connect_timeout_s", "drain_timeout_s", "max_attempts", "max_prefixes", "max_held_requests",
+    "max_body_bytes", "max_open_body_bytes", "max_kept_answer_bytes", "max_admin_body_bytes", "max_admin_answer_bytes",
 )  # fmt: skip
 
 
@@ -28,7 +29,10 @@ class RouterConfig:
     health_timeout_s: float = 5.0  # longest wait for a probe
     dead_after: int = 3  # failed probes in a row after which a worker is dead; one refused connection is enough
     connect_timeout_s: float = 5.0  # longest time to open a connection to a worker
-    queue_timeout_s: float = 60.0  # longest wait of a request while an update holds all workers back
+    queue_timeout_s: float = (
+        60.0  # longest wait of a request for a worker: while workers start, or an update holds them
+    )
+    max_held_requests: int = 10_000  # requests that wait for a worker; further ones get 503
     request_timeout_s: float = 3600.0  # longest time of a generation, all attempts together
     max_attempts: int = 3  # workers that one request may reach, so that a request that kills workers does not kill all
     affinity_slack: int = 8  # a worker that knows the prompt may run this many sequences more than the least loaded
@@ -36,7 +40,12 @@ class RouterConfig:
     lock_limit_s: float = 300.0  # longest wait of a pause, an update or a group call for the one before it
     admin_timeout_s: float = 300.0  # longest time of an administrative call without a timeout_s
     allow_mixed_versions: bool = False  # also route to a worker that returned with other weights than the rest
+    drain_timeout_s: float = 30.0  # seconds in which open requests may end after SIGTERM; then they end with an error
+    max_body_bytes: int = 32 << 20  # largest body of a generation request
+    max_open_body_bytes: int = 1 << 30  # bodies of all open generation requests together; beyond it 503
+    max_kept_answer_bytes: int = 256 << 20  # answers kept until they are complete, together; more is passed on in parts
     max_admin_body_bytes: int = 1 << 30  # largest body of an administrative call
+    max_admin_answer_bytes: int = 256 << 20  # largest answer of a worker to an administrative call
 
     def __post_init__(self) -> None:
         settings = {name: getattr(self, name) for name in _POSITIVE}

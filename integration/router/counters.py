@@ -13,6 +13,7 @@ class Outcome(Enum):
     REFUSED = "refused"  # 4xx, passed on
     FAILED = "failed"  # 5xx, passed on
     MOVED = "moved"  # the worker produced nothing; another one may
+    DRAINING = "draining"  # the worker refused it because it drains; another one may take it
     BROKEN = "broken"  # the worker ended in the middle of the answer
     TIMED_OUT = "timed_out"
     CLIENT_LEFT = "client_left"

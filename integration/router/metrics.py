@@ -11,9 +11,10 @@ from prometheus_client.registry import Collector
 
 from .changes.journal import UpdateJournal
 from .counters import Affinity, RouterCounters
-from .fleet.workers import Worker, WorkerRegistry
+from .fleet.held import HeldRequests
+from .fleet.workers import Health, Worker, WorkerRegistry
 
-WORKER_STATES = ("starting", "dead", "disabled", "held", "paused", "routable")
+WORKER_STATES = ("unseen", "starting", "draining", "dead", "disabled", "held", "paused", "routable")
 JOURNAL_STATES = ("empty", "under_way", "unresolved")
 
 
@@ -28,8 +29,10 @@ def render(collector: Collector, accept: str) -> tuple[bytes, str]:
 class RouterCollector(Collector):
     """A collector that reads a router on its event loop. It changes nothing."""
 
-    def __init__(self, registry: WorkerRegistry, counters: RouterCounters, journal: UpdateJournal) -> None:
-        self._registry, self._counters, self._journal = registry, counters, journal
+    def __init__(
+        self, registry: WorkerRegistry, counters: RouterCounters, journal: UpdateJournal, held: HeldRequests
+    ) -> None:
+        self._registry, self._counters, self._journal, self._held = registry, counters, journal, held
 
     def collect(self) -> Iterator[Metric]:
         """Collect the metrics of workers, requests, broadcasts and the journal."""
@@ -66,6 +69,9 @@ class RouterCollector(Collector):
         yield CounterMetricFamily(
             "lockstep:router_retries", "Times that a request was sent to another worker.", counters.num_retries
         )
+        yield GaugeMetricFamily(
+            "lockstep:router_held_requests", "Requests that wait for a worker.", len(self._held)
+        )  # fmt: skip
         family = CounterMetricFamily(
             "lockstep:router_unanswered_requests", "Requests that no worker answered.", labels=["reason"]
         )
@@ -107,7 +113,7 @@ class RouterCollector(Collector):
 
 def _state_of(worker: Worker) -> str:
     """Return the first reason for which a worker gets no requests, or "routable"."""
-    if not worker.is_alive:
+    if worker.health is not Health.ALIVE:
         return worker.health.value
     if worker.disabled:
         return "disabled"

@@ -1,8 +1,8 @@
 """The forwarding of a request to one worker, or to another one if the first fails before it has produced output.
 
-An answer that is no event stream is forwarded when it is complete, so until then the request can move. A stream is
-forwarded event by event. After its first event, the failure of its worker ends it with an error event, and without
-[DONE].
+An answer that is no event stream is forwarded when it is complete, so until then the request can move; the part of it
+that the router has no memory for is passed on as it comes. A stream is forwarded event by event. After its first event,
+the failure of its worker ends it with an error event, and without [DONE].
 """
 
 from __future__ import annotations
@@ -10,25 +10,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import httpx
-from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
-from ..http.edge.disconnect import first_of, until_disconnect
-from ..http.edge.errors import HttpError, error_body
-from ..one_line import in_one_line
+from ..http.edge.disconnect import first_of
+from ..http.edge.errors import HttpError
+from .budget import Budget
 from .calls import WorkerCall
 from .config import RouterConfig
 from .counters import Affinity, Outcome, RouterCounters
 from .fleet.balance import PrefixTable, WorkerLoad, choose
-from .fleet.workers import Hold, Worker, WorkerRegistry, why_none
-from .relay import Relay, Unavailable
+from .fleet.held import HeldRequests
+from .fleet.workers import Worker, WorkerRegistry
+from .relay import Drains, Relay, Unavailable, refusal
+from .wire import Wire, WorkerFailed, beginning
 
 logger = logging.getLogger(__name__)
 
 _END_OF_EVENT = b"\n\n"
+_MAX_REFUSAL_BYTES = 1 << 16  # of a 503 that is read before the request moves
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,16 @@ class Generation:
     call: WorkerCall
     keys: tuple[bytes, ...]  # keys of its prompt, see `balance.prompt_keys`
     num_sequences: int
+
+
+@dataclass
+class _Course:
+    """The course of one request so far."""
+
+    deadline: float  # time.monotonic
+    failures: list[tuple[str, str]] = field(default_factory=list)  # URL and reason of each attempt that failed
+    num_sent: int = 0  # times that it was sent to a worker
+    waited_s: float = 0.0  # for a worker
 
 
 class _WorkerDied(Exception):
@@ -51,18 +63,27 @@ class _Begun(Exception):
 class Proxy:
     """The part of a router that chooses workers and forwards requests."""
 
-    def __init__(
-        self, registry: WorkerRegistry, client: httpx.AsyncClient, config: RouterConfig, counters: RouterCounters
-    ) -> None:
+    def __init__(self, registry: WorkerRegistry, wire: Wire, config: RouterConfig, counters: RouterCounters) -> None:
         self._registry = registry
         self._counters = counters
-        self._client = client
+        self._wire = wire
         self._config = config
         self._prefixes = PrefixTable(config.max_prefixes)
+        self._answers = Budget(config.max_kept_answer_bytes)
+        self._limits: set[asyncio.Timeout] = set()  # of the open attempts
+        self._is_ending = False
+        self.held = HeldRequests(registry, config.max_held_requests)
 
     def forget(self, worker: Worker) -> None:
         """Forget the prompts of a worker whose cache is lost."""
         self._prefixes.forget(worker.id)
+
+    def end(self) -> None:
+        """End all open requests with an error, because the router ends."""
+        self._is_ending = True
+        now = asyncio.get_running_loop().time()
+        for limit in self._limits:
+            limit.reschedule(now)
 
     async def run(self, generation: Generation, send: Send) -> None:
         """Answer the request. Raises HttpError, before anything was sent, if no worker could answer."""
@@ -73,23 +94,24 @@ class Proxy:
             raise
 
     async def _run(self, generation: Generation, send: Send) -> None:
-        deadline = time.monotonic() + self._config.request_timeout_s
-        failures: dict[str, str] = {}
-        for _ in range(self._config.max_attempts):
-            worker = await self._pick(generation, set(failures), deadline)
-            self._counters.num_retries += bool(failures)
-            relay = Relay(send, worker, is_last=len(failures) + 1 == self._config.max_attempts)
+        course = _Course(time.monotonic() + self._config.request_timeout_s)
+        while len(course.failures) < self._config.max_attempts:
+            worker = await self._pick(generation, course)
+            self._counters.num_retries += course.num_sent > 0
+            course.num_sent += 1
+            relay = Relay(send, worker, is_last=len(course.failures) + 1 == self._config.max_attempts)
             try:
                 with worker.running(generation.num_sequences):
-                    why = await self._try(worker, generation.call, relay, deadline)
+                    why = await self._try(worker, generation.call, relay, course.deadline)
             finally:
                 self._counters.requests[worker.url, relay.outcome] += 1
             if relay.outcome is Outcome.TIMED_OUT and not relay.has_begun:
-                raise HttpError(504, why, code="timeout")
-            if relay.outcome is not Outcome.MOVED:
+                raise HttpError(504, why, code="timeout") if not self._is_ending else _ending(why)
+            if relay.outcome is Outcome.MOVED:
+                course.failures.append((worker.url, why))
+            elif relay.outcome is not Outcome.DRAINING:  # which is no attempt: the worker has not looked at the request
                 return
-            failures[worker.url] = why
-        listed = "; ".join(f"{url}: {why}" for url, why in failures.items())
+        listed = "; ".join(f"{url}: {why}" for url, why in course.failures)
         raise HttpError(502, f"workers failed before they produced anything: {listed}", code="workers_failed")
 
     async def _try(self, worker: Worker, call: WorkerCall, relay: Relay, deadline: float) -> str:
@@ -97,44 +119,61 @@ class Proxy:
         error before the answer has begun."""
         why = ""
         try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                await self._attempt(worker, call, relay)
+            async with asyncio.timeout(0.0 if self._is_ending else deadline - time.monotonic()) as limit:
+                self._limits.add(limit)
+                try:
+                    await self._attempt(worker, call, relay)
+                finally:
+                    self._limits.discard(limit)
         except _Begun as error:
             worker.suspect(str(error))
-            why = f"worker {worker.url} ended in the middle of this answer: {error}"
+            why = f"worker {worker.url} ended in the middle of this answer to {call.path}: {error}"
             await relay.fail(why, Outcome.BROKEN)
         except TimeoutError:
             why = f"not answered within {self._config.request_timeout_s:g} s by worker {worker.url}"
+            if self._is_ending:
+                why = f"the router ended before worker {worker.url} had answered {call.path}"
             await relay.fail(why, Outcome.TIMED_OUT)
-        except (_WorkerDied, Unavailable, httpx.TransportError) as error:
-            relay.outcome, why = Outcome.MOVED, in_one_line(error)
+        except Drains as error:
+            relay.outcome, why = Outcome.DRAINING, str(error)
+            if worker.is_alive:
+                self._registry.mark_draining(worker)
+        except (_WorkerDied, Unavailable, WorkerFailed) as error:
+            relay.outcome, why = Outcome.MOVED, str(error)
             worker.suspect(why)
-            logger.warning("a request that had produced nothing leaves worker %s: %s", worker.url, why)
+            logger.warning(
+                "%s, which had produced nothing, leaves worker %s: %s", call.path, worker.url, why
+            )  # fmt: skip
         return why
 
-    async def _pick(self, generation: Generation, tried: set[str], deadline: float) -> Worker:
-        """Choose the worker for a request. Waits while a broadcast holds all workers back. Raises HttpError 503."""
-        deadline = min(deadline, time.monotonic() + self._config.queue_timeout_s)
-        while True:
-            able = [worker for worker in self._registry if worker.can_take_requests]
-            able = [worker for worker in able if worker.url not in tried] or able
-            # Requests wait in a paused engine, so one is chosen only if all engines are paused.
-            able = [worker for worker in able if not worker.paused] or able
-            if able:
-                knowing = self._prefixes.knowing(generation.keys)
-                loads = [WorkerLoad(worker.id, worker.num_running, worker.num_routed) for worker in able]
-                worker = self._registry.find(choose(loads, knowing, self._config.affinity_slack))
-                is_known = any(one.id in knowing for one in able)
-                hit = Affinity.HIT if worker.id in knowing else Affinity.TOO_BUSY if is_known else Affinity.UNKNOWN
-                self._counters.affinity[hit] += 1
-                self._prefixes.record(generation.keys, worker.id)
-                return worker
-            is_short = any(Hold.BROADCAST in worker.holds for worker in self._registry.live())
-            if not is_short or not await self._registry.wait_for_change(deadline):
-                raise HttpError(
-                    503, f"no worker takes requests: {why_none(self._registry)}", code="no_workers",
-                    headers={"Retry-After": "1"},
-                )  # fmt: skip
+    async def _pick(self, generation: Generation, course: _Course) -> Worker:
+        """Choose the worker for a request. Waits while there is none. Raises HttpError 503."""
+        tried = {url for url, _ in course.failures}
+        started = time.monotonic()
+        patience_s = max(0.0, self._config.queue_timeout_s - course.waited_s)
+        try:
+            return await self.held.worker(
+                lambda: self._choose(generation, tried), min(course.deadline, started + patience_s)
+            )
+        finally:
+            course.waited_s += time.monotonic() - started
+
+    def _choose(self, generation: Generation, tried: set[str]) -> Worker | None:
+        able = [worker for worker in self._registry if worker.can_take_requests]
+        # A worker that failed this request gets it again only if a probe has found it well since.
+        able = [one for one in able if one.url not in tried] or [one for one in able if not one.is_suspect]
+        # Requests wait in a paused engine, so one is chosen only if all engines are paused.
+        able = [worker for worker in able if not worker.paused] or able
+        if not able:
+            return None
+        knowing = self._prefixes.knowing(generation.keys)
+        loads = [WorkerLoad(worker.id, worker.num_running, worker.num_routed) for worker in able]
+        worker = self._registry.find(choose(loads, knowing, self._config.affinity_slack))
+        is_known = any(one.id in knowing for one in able)
+        hit = Affinity.HIT if worker.id in knowing else Affinity.TOO_BUSY if is_known else Affinity.UNKNOWN
+        self._counters.affinity[hit] += 1
+        self._prefixes.record(generation.keys, worker.id)
+        return worker
 
     async def _attempt(self, worker: Worker, call: WorkerCall, relay: Relay) -> None:
         """Forward the call until the answer ends or the worker dies. Raises _Begun for an error after the client has
@@ -144,44 +183,54 @@ class Proxy:
             if not await first_of(passing, worker.died.wait()):
                 raise _WorkerDied(worker.last_error or "it is dead")
             passing.result()
-        except (_WorkerDied, httpx.TransportError) as error:
+        except (_WorkerDied, WorkerFailed) as error:
             if relay.has_begun:
-                raise _Begun(in_one_line(error)) from error
+                raise _Begun(str(error)) from error
             raise
 
     async def _pass_through(self, worker: Worker, call: WorkerCall, relay: Relay) -> None:
-        timeout = httpx.Timeout(None, connect=self._config.connect_timeout_s)
-        async with self._client.stream(
-            call.method, worker.url + call.target, headers=list(call.headers), content=call.body, timeout=timeout
-        ) as answer:
-            if not answer.headers.get("content-type", "").startswith("text/event-stream"):
-                await relay.whole(answer, b"".join([part async for part in answer.aiter_raw()]))
-                return
-            rest = b""
+        async with self._wire.call(worker.url, call) as answer:
+            if answer.status_code == 503 and not relay.is_last:
+                raise refusal(await beginning(answer, _MAX_REFUSAL_BYTES))
+            if answer.headers.get("content-type", "").startswith("text/event-stream"):
+                await self._pass_events(answer, relay)
+            else:
+                await self._pass_whole(answer, relay)
+
+    async def _pass_whole(self, answer: httpx.Response, relay: Relay) -> None:
+        """Forward an answer when it is complete. The answer for which memory is short is passed on as it comes."""
+        declared = answer.headers.get("content-length", "")
+        num_bytes = int(declared) if declared.isdecimal() else None
+        body = bytearray()
+        with self._answers.share() as kept:
             async for part in answer.aiter_raw():
-                events, end, rest = (rest + part).rpartition(_END_OF_EVENT)
-                if end:
-                    await relay.events(answer, events + end)
-            await relay.end(answer, rest)
+                body += part
+                if relay.has_begun or not kept.resize(len(body)):
+                    await relay.part(answer, bytes(body), num_bytes)
+                    body.clear()
+                    kept.resize(0)
+            if relay.has_begun:
+                await relay.end(answer, b"")
+            else:
+                await relay.whole(answer, bytes(body))
+
+    async def _pass_events(self, answer: httpx.Response, relay: Relay) -> None:
+        """Forward a stream event by event. The event for which memory is short is passed on as it comes."""
+        rest = bytearray()
+        with self._answers.share() as kept:
+            async for part in answer.aiter_raw():
+                start = max(0, len(rest) - 1)  # the end of an event may be in two parts
+                rest += part
+                end = rest.rfind(_END_OF_EVENT, start) + len(_END_OF_EVENT)
+                if end >= len(_END_OF_EVENT):
+                    await relay.events(answer, bytes(rest[:end]))
+                    del rest[:end]
+                if not kept.resize(len(rest)):
+                    await relay.part(answer, bytes(rest))
+                    rest.clear()
+                    kept.resize(0)
+            await relay.end(answer, bytes(rest))
 
 
-class ProxyResponse(Response):
-    """A response that runs a generation. If the client disconnects, it closes the worker's connection, which aborts the
-    request there."""
-
-    def __init__(self, proxy: Proxy, generation: Generation) -> None:
-        super().__init__()
-        self._proxy = proxy
-        self._generation = generation
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answering = asyncio.create_task(self._answer(scope, receive, send))
-        if await first_of(answering, until_disconnect(receive)):
-            answering.result()
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._proxy.run(self._generation, send)
-        except HttpError as error:
-            body = error_body(error, openai=scope["path"].startswith("/v1/"))
-            await JSONResponse(body, error.status, error.headers)(scope, receive, send)
+def _ending(why: str) -> HttpError:
+    return HttpError(503, why, code="ending", headers={"Retry-After": "1"})

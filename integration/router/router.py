@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
 import httpx
 from fastapi import Request
 
 from ..http.edge.bodies import read_bytes
+from ..http.edge.disconnect import first_of
 from ..http.edge.errors import HttpError
+from .budget import Budget
 from .calls import WorkerCall, headers_of
 from .changes.admin import Admin
 from .changes.journal import UpdateJournal
@@ -14,10 +22,14 @@ from .changes.updates import Updates
 from .config import RouterConfig, worker_url
 from .counters import RouterCounters
 from .fleet.health import HealthChecks
+from .fleet.peek import peek
 from .fleet.roster import Roster
 from .fleet.workers import Worker, WorkerRegistry
 from .metrics import RouterCollector
 from .proxy import Proxy
+from .wire import Wire
+
+logger = logging.getLogger(__name__)
 
 
 class Router:
@@ -27,20 +39,21 @@ class Router:
         self.config = config
         self.registry = WorkerRegistry()
         self.counters = RouterCounters()
-        unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         verify = httpx.create_ssl_context()
-        self._generating = httpx.AsyncClient(limits=unlimited, timeout=None, trust_env=False, verify=verify)
+        self._generating = Wire(verify, config.connect_timeout_s, num_kept=256)
         # A new connection for each call: a kept connection may be closed, and a change must not be sent twice.
-        single = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        timeout = httpx.Timeout(None, connect=config.connect_timeout_s)
-        self.administering = httpx.AsyncClient(limits=single, timeout=timeout, trust_env=False, verify=verify)
+        self.administering = Wire(verify, config.connect_timeout_s, num_kept=0)
         self.proxy = Proxy(self.registry, self._generating, config, self.counters)
+        self.bodies = Budget(config.max_open_body_bytes)  # of open generation requests
+        self._peeking = ThreadPoolExecutor(1, "peek")  # one: more would only take the interpreter from the event loop
         self._health = HealthChecks(self.registry, self.administering, config, self.proxy.forget)
         updates = Updates(self.registry, self._health, journal, config)
         self.admin = Admin(
             self.registry, self._health, updates, roster, self.administering, config, self.counters
         )  # fmt: skip
-        self.collector = RouterCollector(self.registry, self.counters, journal)
+        self.collector = RouterCollector(self.registry, self.counters, journal, self.proxy.held)
+        self._num_open = 0  # requests that a drain waits for
+        self._all_done = asyncio.Event()
 
     def start(self) -> None:
         """Add the workers of the command line, with the changes that were made at run time."""
@@ -71,11 +84,51 @@ class Router:
             self._health.watch(worker)
         return worker, is_new
 
+    async def peek(self, body: bytes, routing_key: str | None) -> tuple[tuple[bytes, ...], int]:
+        """Call `peek` in the thread for it."""
+        return await asyncio.get_running_loop().run_in_executor(self._peeking, peek, body, routing_key)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it finishes its open requests and takes no new ones."""
+        return self.admin.is_draining
+
+    @contextmanager
+    def open_request(self) -> Iterator[None]:
+        """Count a request as open inside the block."""
+        self._num_open += 1
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+            if not self._num_open:
+                self._all_done.set()
+
+    async def drain(self, limit_s: float, at_once: asyncio.Event) -> None:
+        """Take no new requests, and wait until the open ones are done. After `limit_s` seconds, or when `at_once` is
+        set, end them with an error."""
+        self.admin.is_draining = True
+        self.proxy.held.close()
+        if not self._num_open:
+            return
+        logger.info("draining: %d open requests may end within %g s", self._num_open, limit_s)
+        self._all_done.clear()
+        try:
+            async with asyncio.timeout(limit_s):
+                done = asyncio.ensure_future(self._all_done.wait())
+                await first_of(done, at_once.wait())
+        except TimeoutError:
+            pass
+        if self._num_open:
+            logger.warning("%d requests end unfinished", self._num_open)
+            self.proxy.end()
+
     async def close(self) -> None:
         """Stop the health checks and close the connections."""
         await self._health.close()
-        await self._generating.aclose()
-        await self.administering.aclose()
+        await self._generating.close()
+        await self.administering.close()
+        self._peeking.shutdown(wait=False, cancel_futures=True)
 
 
 def router_of(request: Request) -> Router:
@@ -85,9 +138,14 @@ def router_of(request: Request) -> Router:
 
 async def call_of(request: Request, limit: int) -> WorkerCall:
     """Build the call to a worker from a request, with a body of at most `limit` bytes."""
+    return call_with(request, await read_bytes(request, limit))
+
+
+def call_with(request: Request, body: bytes) -> WorkerCall:
+    """Build the call to a worker from a request whose body has been read."""
     # The key was checked for this path. A path with dots would be another path at the worker.
     if {".", ".."} & set(request.scope["path"].split("/")):
         raise HttpError(404, "Not Found")
     path = request.scope["raw_path"].decode("latin-1")
-    headers = headers_of(request.headers.items())
-    return WorkerCall(request.method, path, request.url.query, headers, await read_bytes(request, limit))
+    query = request.scope["query_string"].decode("latin-1")
+    return WorkerCall(request.method, path, query, headers_of(request.headers.raw), body)

@@ -2,18 +2,54 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from .app import create_app
 from .changes.journal import UpdateJournal
 from .config import RouterConfig
 from .fleet.roster import Roster
 
-_START_TIMEOUT_S = 30.0
+_END_MARGIN_S = 30.0  # beyond the times of a router's settings, for its end
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class _Server(uvicorn.Server):
+    """A server that keeps its listening socket until the open requests are done, and ends without the signal's code.
+
+    The first signal begins the drain; a second one ends the open requests at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI, drain_timeout_s: float) -> None:
+        super().__init__(config)
+        self._app, self._drain_timeout_s = app, drain_timeout_s
+        self._at_once: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None  # while it drains
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone, which `signals_end` has. (uvicorn would raise them again at the end.)"""
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to drain, or end the drain."""
+        if self._at_once is not None:
+            loop, event = self._at_once
+            loop.call_soon_threadsafe(event.set)
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain, then close the sockets and the connections."""
+        self._at_once = (asyncio.get_running_loop(), asyncio.Event())
+        await self._app.state.router.drain(self._drain_timeout_s, self._at_once[1])
+        await super().shutdown(sockets)
 
 
 class RouterServer:
@@ -36,16 +72,19 @@ class RouterServer:
             self._socket.close()
             raise
         self._host, self.port = self._socket.getsockname()[:2]
-        self._server = uvicorn.Server(
+        app = create_app(config, self._journal, roster)
+        self._server = _Server(
             uvicorn.Config(
-                create_app(config, self._journal, roster),
+                app,
                 log_config=None,
                 log_level="warning",
                 access_log=False,
                 lifespan="on",
                 timeout_graceful_shutdown=max(1, round(config.http.shutdown_timeout_s)),
                 server_header=False,
-            )
+            ),
+            app,
+            config.drain_timeout_s,
         )
 
     @property
@@ -54,8 +93,18 @@ class RouterServer:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self.port}"
 
+    @contextmanager
+    def signals_end(self) -> Iterator[None]:
+        """End the server by SIGINT and SIGTERM that come inside the block, also before it runs. In the main thread."""
+        before = {number: signal.signal(number, self._server.handle_exit) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
     def run(self) -> None:
-        """Serve until SIGINT or SIGTERM, or until `stop`."""
+        """Serve until `stop`. Then requests that are open may end, see `RouterConfig.drain_timeout_s`."""
         try:
             self._server.run(sockets=[self._socket])
         finally:
@@ -72,6 +121,7 @@ class BackgroundRouter:
     def __init__(self, config: RouterConfig) -> None:
         """Start the router. Raises as `RouterServer`."""
         self._server = RouterServer(config)
+        self._limit_s = config.drain_timeout_s + config.http.shutdown_timeout_s + _END_MARGIN_S
         self._thread = threading.Thread(target=self._server.run, name="lockstep-router", daemon=True)
         self._thread.start()
 
@@ -81,9 +131,9 @@ class BackgroundRouter:
         return self._server.url
 
     def close(self) -> None:
-        """Stop listening and wait for the end. Idempotent."""
+        """Stop the router as SIGTERM does, and wait for the end. Idempotent."""
         self._server.stop()
-        self._thread.join(_START_TIMEOUT_S)
+        self._thread.join(self._limit_s)
 
     def __enter__(self) -> BackgroundRouter:
         return self
@@ -104,8 +154,9 @@ def route(config: RouterConfig, announce: Callable[[str], None]) -> None:
     """Run a router in this thread until SIGINT or SIGTERM. `announce` gets the URL when the socket listens. Raises
     ValueError and OSError as `RouterServer`."""
     server = RouterServer(config)
-    announce(server.url)
-    server.run()
+    with server.signals_end():
+        announce(server.url)
+        server.run()
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from ..http.edge.bodies import parse_object, read_bytes
 from ..http.edge.errors import BadField
-from .fleet.workers import Health
+from .fleet.workers import Health, Worker
 from .router import router_of
 
 
@@ -18,8 +20,7 @@ def add_workers(app: FastAPI) -> None:
     async def list_workers(request: Request) -> JSONResponse:
         """List all workers with their states."""
         workers = list(router_of(request).registry)
-        num_healthy = sum(worker.health is Health.ALIVE for worker in workers)
-        stats = {"num_healthy": num_healthy, "num_routable": sum(worker.can_take_requests for worker in workers)}
+        stats = _stats(workers) | {"num_held_requests": len(router_of(request).proxy.held)}
         return JSONResponse({"workers": [worker.report() for worker in workers], "total": len(workers), "stats": stats})
 
     @app.post("/workers")
@@ -71,6 +72,13 @@ def add_workers(app: FastAPI) -> None:
     async def enable(request: Request, worker_id: str) -> JSONResponse:
         """Send requests to a worker again."""
         return await _set_disabled(request, worker_id, False)
+
+
+def _stats(workers: Sequence[Worker]) -> dict[str, int]:
+    return {
+        "num_healthy": sum(worker.health is Health.ALIVE for worker in workers),
+        "num_routable": sum(worker.can_take_requests for worker in workers),
+    }
 
 
 async def _add(request: Request, url: object, disabled: bool = False) -> JSONResponse:

@@ -68,7 +68,7 @@ PLACES = {
     "integration.bench.gpu": "bench.decode bench.parts bench.pause service",
     "integration.http.app": "http.admin http.edge http.generation http.observe http.openai service version",
     "integration.router.app": (
-        "http.edge router.changes router.config router.fleet router.metrics router.proxy router.router "
+        "http.edge router.changes router.config router.fleet router.generation router.metrics router.router "
         "router.worker_paths"
     ),
     "integration.bench.cache": "bench.parts",
@@ -89,24 +89,26 @@ PLACES = {
         "grpo.backends grpo.config push.adapters push.local_target push.pusher push.remote_engine ranks service"
     ),
     "integration.http.observe": "http.admin http.edge service version",
+    "integration.router.generation": "http.edge router.budget router.fleet router.proxy router.router",
     "integration.router.router": (
-        "http.edge router.calls router.changes router.config router.counters router.fleet router.metrics router.proxy"
+        "http.edge router.budget router.calls router.changes router.config router.counters router.fleet "
+        "router.metrics router.proxy router.wire"
     ),
     "integration.http.admin": "http.edge plain_values push.local_target service weights",
     "integration.push.remote_engine": "plain_values push.local_target service",
     "integration.router.metrics": "router.changes router.counters router.fleet",
     "integration.router.proxy": (
-        "http.edge one_line router.calls router.config router.counters router.fleet router.relay"
+        "http.edge router.budget router.calls router.config router.counters router.fleet router.relay router.wire"
     ),
     "integration.grpo.plan": "grpo.arithmetic grpo.config grpo.rewards grpo.task grpo.trainer grpo.warm_start ranks",
     "integration.push.local_target": "plain_values service",
-    "integration.router.changes": "http.edge one_line router.calls router.config router.counters router.fleet",
+    "integration.router.changes": "http.edge router.calls router.config router.counters router.fleet router.wire",
     "integration.router.relay": "router.calls router.counters router.fleet",
     "integration.grpo.checkpoint": "grpo.backends",
     "integration.grpo.task": "grpo.arithmetic grpo.config grpo.problems",
     "integration.grpo.trainer": "grpo.backends grpo.config grpo.loss grpo.packing grpo.sections ranks",
     "integration.grpo.warm_start": "grpo.arithmetic",
-    "integration.router.fleet": "http.edge router.config",
+    "integration.router.fleet": "http.edge router.calls router.config router.wire",
     "integration.service": "service_config weights",
     "integration.grpo.arithmetic": "grpo.problems",
     "integration.grpo.backends": "grpo.sections push.adapters ranks",
@@ -130,6 +132,8 @@ PLACES = {
     "integration.plain_values": "",
     "integration.push.adapters": "",
     "integration.ranks": "",
+    "integration.router.wire": "http.edge router.calls",
+    "integration.router.budget": "",
     "integration.router.calls": "",
     "integration.router.counters": "",
     "integration.service_config": "",

@@ -103,8 +103,7 @@ async def arrived(request: Request, limit: int) -> AsyncIterator[bytes]:
                     num_bytes += len(part)
                     parts.append(part)
         except TimeoutError:
-            message = f"the body did not arrive within {config.body_timeout_s:g} s (body_timeout_s)"
-            raise HttpError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
+            raise late_body(config.body_timeout_s) from None
         except ClientDisconnect:
             raise HttpError(400, "the client left before its body had arrived") from None
         data = b"".join(parts)
@@ -112,6 +111,12 @@ async def arrived(request: Request, limit: int) -> AsyncIterator[bytes]:
         yield data
     finally:
         open_bodies.num_bytes -= num_bytes
+
+
+def late_body(timeout_s: float) -> HttpError:
+    """Make the error of a body that did not arrive in time."""
+    message = f"the body did not arrive within {timeout_s:g} s (body_timeout_s)"
+    return HttpError(408, message, code="body_timeout", headers={"Connection": "close"})
 
 
 async def read_bytes(request: Request, limit: int) -> bytes:
@@ -146,13 +151,18 @@ def parse_object(data: bytes, max_lists: int | None = None) -> dict[str, object]
     return value
 
 
-async def parsed(data: bytes, config: HttpConfig, then: Callable[[dict[str, object]], T]) -> T:
+async def parsed(data: bytes, max_lists: int, then: Callable[[dict[str, object]], T]) -> T:
     """Return `then` of the object in a body. Both run on a thread where the body is long. Raises as `parse_object`."""
     if len(data) <= QUICK_BYTES:
         return then(parse_object(data))
     thread = _MEDIUM if len(data) <= _LONG_BYTES else _LONG
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(thread, lambda: then(parse_object(data, config.max_body_lists)))
+    return await loop.run_in_executor(thread, lambda: then(parse_object(data, max_lists)))
+
+
+async def parse_object_off_loop(data: bytes, max_lists: int) -> dict[str, object]:
+    """Parse a JSON object as `parse_object`, a long one on a thread, so that other requests go on meanwhile."""
+    return await parsed(data, max_lists, lambda values: values)
 
 
 async def read_as(request: Request, then: Callable[[dict[str, object]], T], limit: int | None = None) -> T:
@@ -160,7 +170,7 @@ async def read_as(request: Request, then: Callable[[dict[str, object]], T], limi
     413, Overloaded, and the errors of `then`."""
     config: HttpConfig = request.app.state.config
     async with arrived(request, limit or config.max_body_bytes) as data:
-        return await parsed(data, config, then)
+        return await parsed(data, config.max_body_lists, then)
 
 
 async def read_object(request: Request, limit: int | None = None) -> dict[str, object]:

@@ -15,8 +15,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-import httpx
-
 from ...http.edge.bodies import MAX_TIMEOUT_S
 from ...http.edge.errors import HttpError
 from ..calls import WorkerCall
@@ -24,12 +22,19 @@ from ..config import RouterConfig
 from ..counters import RouterCounters
 from ..fleet.groups import DEFAULT_GROUP, Groups
 from ..fleet.health import HealthChecks
+from ..fleet.held import draining
 from ..fleet.roster import Roster, RosterUnwritable
 from ..fleet.workers import Hold, Worker, WorkerRegistry, why_none
+from ..wire import Wire
 from .broadcast import Result, broadcast, summarise, with_value
-from .rules import Rule, rule_for
+from .rules import RULES, Rule, rule_for
 from .updates import Updates
 
+# Verbs that leave out draining workers: updates and groups, which the end of a worker would break off for the others,
+# and reports of what all workers have in common after them.
+_OF_LASTING_WORKERS = {"init_weights_update_group", "state"} | {
+    verb for verb, rule in RULES.items() if rule.one_version or rule.journal in ("opens", "writes", "closes")
+}
 _MOMENT_S = 1.0  # for a change with a limit of 0: the lock was free a moment before
 
 
@@ -42,13 +47,14 @@ class Admin:
         health: HealthChecks,
         updates: Updates,
         roster: Roster,
-        client: httpx.AsyncClient,
+        wire: Wire,
         config: RouterConfig,
         counters: RouterCounters,
     ) -> None:
         self.updates, self.roster = updates, roster
         self._registry, self._health = registry, health
-        self._client, self._config, self._counters = client, config, counters
+        self._wire, self._config, self._counters = wire, config, counters
+        self.is_draining = False  # the router ends: no update may begin
         self._groups = Groups()
         self._lock = asyncio.Lock()
         self._running: tuple[str, float] | None = None  # the current change, and its start
@@ -76,7 +82,7 @@ class Admin:
     ) -> tuple[int, dict[str, object]]:
         rule = rule_for(verb, values)
         if not rule.is_change:
-            results = await self._broadcast(await self._targets(), call, values)
+            results = await self._broadcast(await self._targets(verb), call, values)
             if rule.one_version:
                 return _one_version(results)
             status, body = summarise(results)
@@ -84,8 +90,10 @@ class Admin:
         async with self.changing(verb, min(self._config.lock_limit_s, _timeout_s(values) or math.inf)):
             if await has_left():
                 raise HttpError(408, f"the client of {verb} left before it began", code="client_left")
-            targets = await self._targets()
+            targets = await self._targets(verb)
             if rule.journal:
+                if self.is_draining and self.updates.journal.entry is None:
+                    raise draining()
                 return summarise(await self._update(verb, rule, call, values, targets))
             return summarise(await self._change(verb, rule, call, values, targets))
 
@@ -194,7 +202,7 @@ class Admin:
             is_settled = True
         finally:
             if not is_settled:
-                self.updates.break_off(verb)
+                await self.updates.break_off(verb)
         return results
 
     async def _revert_committed(
@@ -217,10 +225,14 @@ class Admin:
 
     # -- small things -----------------------------------------------------------------------------------------------
 
-    async def _targets(self) -> list[Worker]:
-        """Return the live workers. A suspect worker is probed first, because a call to a dead worker is no success."""
+    async def _targets(self, verb: str) -> list[Worker]:
+        """Return the live workers, for some verbs without the draining ones. A suspect worker is probed first, because
+        a call to a dead worker is no success."""
         await asyncio.gather(*(self._health.check(worker) for worker in self._registry.live() if worker.is_suspect))
-        if not (live := self._registry.live()):
+        live = self._registry.live()
+        if verb in _OF_LASTING_WORKERS:
+            live = [worker for worker in live if not worker.is_draining]
+        if not live:
             raise HttpError(503, f"no live upstream workers: {why_none(self._registry)}", code="no_workers")
         return live
 
@@ -233,7 +245,7 @@ class Admin:
     ) -> list[Result]:
         # The workers keep the call's own deadline; this one is for workers that do not answer.
         limit_s = max(_timeout_s(values) or 0.0, self._config.admin_timeout_s)
-        return await broadcast(self._client, targets, call, limit_s, bodies)
+        return await broadcast(self._wire, targets, call, limit_s, self._config.max_admin_answer_bytes, bodies)
 
     def _busy(self) -> str:
         if self._running is None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import httpx
-
+from ...http.edge.disconnect import first_of
 from ...http.edge.errors import HttpError, error_body
-from ...one_line import in_one_line
 from ..calls import WorkerCall
 from ..fleet.workers import Worker
+from ..wire import Answer, NotReached, Wire, WorkerFailed
 
 _MARGIN_S = 2.0  # wait this much longer than a call's own deadline, so that the worker can answer why it failed
 _MAX_TEXT = 2000  # characters of an error that is no JSON
+_MAX_DEPTH = 50  # levels of objects that are compared key by key
+_LONG_BYTES = 1 << 16  # a longer answer is parsed in a thread, so that other requests go on
 _RETRYABLE = frozenset({409, 429, 503})  # the worker did nothing
 
 
@@ -72,46 +73,40 @@ class Result:
 
 
 async def broadcast(
-    client: httpx.AsyncClient,
+    wire: Wire,
     workers: Sequence[Worker],
     call: WorkerCall,
     timeout_s: float,
+    max_bytes: int,
     bodies: Mapping[str, bytes] | None = None,
 ) -> list[Result]:
     """Call all workers at once. Returns their results in the order of the workers. Raises nothing for a worker's error.
 
-    bodies: by worker id, where they differ. A worker that the health checks find dead is not waited for.
+    max_bytes: of an answer. bodies: by worker id, where they differ. A worker that the health checks find dead is not
+    waited for.
     """
+    calls = (replace(call, body=bodies[worker.id]) if bodies else call for worker in workers)
     return await asyncio.gather(
-        *(_ask(client, worker, call, timeout_s, (bodies or {}).get(worker.id, call.body)) for worker in workers)
+        *(_ask(wire, worker, one, timeout_s, max_bytes) for worker, one in zip(workers, calls, strict=True))
     )
 
 
-async def _ask(client: httpx.AsyncClient, worker: Worker, call: WorkerCall, timeout_s: float, body: bytes) -> Result:
-    died = worker.died
-    asking = asyncio.create_task(
-        client.request(call.method, worker.url + call.target, headers=list(call.headers), content=body)
-    )
-    death = asyncio.create_task(died.wait())
+async def _ask(wire: Wire, worker: Worker, call: WorkerCall, timeout_s: float, max_bytes: int) -> Result:
+    asking = asyncio.create_task(wire.fetch(worker.url, call, max_bytes, timeout_s + _MARGIN_S))
     try:
-        done, _ = await asyncio.wait(
-            {asking, death}, timeout=timeout_s + _MARGIN_S, return_when=asyncio.FIRST_COMPLETED
-        )
-        if asking in done:
-            answer = asking.result()
-            return Result(worker, answer.status_code, _value(answer))
-        why = f"it died: {worker.last_error}" if death in done else f"timed out: no answer within {timeout_s:g} s"
-        return Result(worker, None, error=why)
-    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        worker.suspect(in_one_line(error))
-        return Result(worker, None, error=f"not reached: {in_one_line(error)}", was_received=False)
-    except httpx.HTTPError as error:
-        worker.suspect(in_one_line(error))
-        return Result(worker, None, error=f"no answer: {in_one_line(error)}")
-    finally:
-        for task in (asking, death):
-            task.cancel()
-        await asyncio.gather(asking, death, return_exceptions=True)
+        if not await first_of(asking, worker.died.wait()):
+            return Result(worker, None, error=f"it died: {worker.last_error}")
+        answer = asking.result()
+        value = await asyncio.to_thread(_value, answer) if len(answer.body) > _LONG_BYTES else _value(answer)
+        return Result(worker, answer.status, value)
+    except NotReached as error:
+        worker.suspect(str(error))
+        return Result(worker, None, error=f"not reached: {error}", was_received=False)
+    except WorkerFailed as error:
+        worker.suspect(str(error))
+        return Result(worker, None, error=f"{call.path}: {error}")
+    except HttpError as error:
+        return Result(worker, None, error=error.message, was_received=False)
 
 
 def summarise(results: Sequence[Result]) -> tuple[int, dict[str, object]]:
@@ -144,28 +139,32 @@ def summarise(results: Sequence[Result]) -> tuple[int, dict[str, object]]:
     return error.status, error_body(error, openai=False)
 
 
-def common(values: Sequence[object]) -> object:
+def common(values: Sequence[object], depth: int = _MAX_DEPTH) -> object:
     """Return the common part of JSON values: objects by key, other values as a whole; None without a common part."""
     first = values[0]
-    if all(isinstance(value, dict) for value in values):
+    if depth and all(isinstance(value, dict) for value in values):
         shared = {}
         for key in first:  # type: ignore[attr-defined]
             if all(key in value for value in values):  # type: ignore[operator]
                 parts = [value[key] for value in values]  # type: ignore[index]
-                part = common(parts)
+                part = common(parts, depth - 1)
                 if part is not None or all(one is None for one in parts):
                     shared[key] = part
         return shared
     return first if all(value == first and type(value) is type(first) for value in values) else None
 
 
-def _value(answer: httpx.Response) -> object:
-    if not answer.content:
+def _value(answer: Answer) -> object:
+    """Return the JSON of an answer, or its text where it is none, or none that the router's own answer can contain."""
+    if not answer.body:
         return None
     try:
-        return answer.json()
+        value = json.loads(answer.body)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
-        return answer.text if answer.is_success else answer.text[:_MAX_TEXT]
+        text = answer.body.decode("utf-8", "replace")
+        return text if answer.is_success else text[:_MAX_TEXT]
+    return value
 
 
 def with_value(body: Mapping[str, object], name: str, value: object) -> bytes:

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import stat
+import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -62,6 +63,7 @@ class UpdateJournal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._writing = threading.Lock()  # one thread at a time has the file
         folder = path.parent
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if folder.stat().st_mode & stat.S_IWOTH:
@@ -83,29 +85,40 @@ class UpdateJournal:
 
     def write(self, entry: JournalEntry) -> None:
         """Replace the entry, and sync it to the disk. Raises JournalUnwritable; then the old entry is kept."""
-        try:
-            replace_file(self.path, json.dumps(asdict(entry)))
-        except OSError as error:
-            raise JournalUnwritable(f"the journal {self.path} cannot be written: {error}") from error
-        self.entry = entry
+        with self._writing:
+            try:
+                replace_file(self.path, json.dumps(asdict(entry)))
+            except OSError as error:
+                raise JournalUnwritable(f"the journal {self.path} cannot be written: {error}") from error
+            self.entry = entry
 
-    def keep(self, failure: str) -> None:
-        """Keep the entry of an update that some workers may not have, until an operator resolves it."""
+    def fail(self, failure: str) -> None:
+        """Mark the entry as unresolved, in memory only. Does not block."""
         assert self.entry is not None
-        self.entry = replace(self.entry, failure=failure)  # set also if it cannot be written
-        try:
-            self.write(self.entry)
-        except JournalUnwritable as error:
-            logger.error("%s; what stands there is as good: an entry that is found at the start is unresolved", error)
+        self.entry = replace(self.entry, failure=failure)
+
+    def save(self) -> None:
+        """Sync the present entry to the disk. Logs an error of the disk: the older entry there means the same."""
+        with self._writing:
+            if self.entry is None:  # an operator was faster
+                return
+            try:
+                replace_file(self.path, json.dumps(asdict(self.entry)))
+            except OSError as error:
+                logger.error(
+                    "the journal %s cannot be written: %s. What stands there is as good: an entry that is found at the "
+                    "start is unresolved", self.path, error,
+                )  # fmt: skip
 
     def clear(self) -> None:
         """Remove the entry, because all workers have the same weights. Raises JournalUnwritable; then the entry is
         kept."""
-        try:
-            remove_file(self.path)
-        except OSError as error:
-            raise JournalUnwritable(f"the journal {self.path} cannot be cleared: {error}") from error
-        self.entry = None
+        with self._writing:
+            try:
+                remove_file(self.path)
+            except OSError as error:
+                raise JournalUnwritable(f"the journal {self.path} cannot be cleared: {error}") from error
+            self.entry = None
 
     def close(self) -> None:
         """Release the lock of the file."""

@@ -7,12 +7,11 @@ import logging
 import time
 from collections.abc import Sequence
 
-import httpx
-
 from ...http.edge.errors import HttpError
 from ..config import RouterConfig
 from ..fleet.health import HealthChecks
 from ..fleet.workers import Hold, Worker, WorkerRegistry
+from ..wire import WorkerFailed
 from .broadcast import Result
 from .journal import JournalEntry, JournalUnwritable, TargetRecord, UpdateJournal
 from .rules import Rule
@@ -45,10 +44,10 @@ class Updates:
             await self._write(_entry(verb, targets))
         return known
 
-    def break_off(self, verb: str) -> None:
+    async def break_off(self, verb: str) -> None:
         """Mark the update as unresolved, because its result is not known."""
         if self.journal.entry is not None and not self.journal.is_unresolved:
-            self._keep(f"{verb} was broken off")
+            await self._keep(f"{verb} was broken off")
 
     def has_committed(self, worker: Worker) -> bool:
         """Return whether a worker's version, as last read, differs from the version before the unresolved update."""
@@ -74,7 +73,7 @@ class Updates:
             return
         if not self.journal.is_unresolved:
             failed = "; ".join(f"{r.worker.url}: {r.message or r.status}" for r in results if not r.success)
-            self._keep(f"{verb} failed: {failed}")
+            await self._keep(f"{verb} failed: {failed}")
 
     async def _are_unchanged(self, workers: Sequence[Worker]) -> bool:
         """Read the versions. Returns whether every worker answered that it has its version from before the update."""
@@ -88,7 +87,7 @@ class Updates:
         """Read the workers' versions again. Returns False where a worker did not answer."""
         answers = await asyncio.gather(*map(self._health.read_version, workers), return_exceptions=True)
         for worker, answer in zip(workers, answers, strict=True):
-            if isinstance(answer, httpx.HTTPError):
+            if isinstance(answer, WorkerFailed):
                 worker.suspect(str(answer))
             elif isinstance(answer, BaseException):
                 raise answer
@@ -108,11 +107,14 @@ class Updates:
         for worker in self._registry:
             self._registry.unhold(worker, Hold.JOURNAL)
 
-    def _keep(self, failure: str) -> None:
+    async def _keep(self, failure: str) -> None:
+        """Keep the entry of an update that some workers may not have, until an operator resolves it."""
         logger.error("a weight update is unresolved: %s", failure)
-        self.journal.keep(failure)
+        # The workers are held before the disk is waited for, because requests go on meanwhile.
+        self.journal.fail(failure)
         for worker in self._registry:
             self.hold_back(worker)
+        await asyncio.shield(asyncio.to_thread(self.journal.save))
 
     async def resolve(self) -> tuple[JournalEntry | None, dict[str, str | None]]:
         """Clear the entry for an operator. Returns the cleared entry, and the present versions by URL. Raises HttpError

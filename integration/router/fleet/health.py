@@ -6,12 +6,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-import httpx
-
+from ..calls import PLAIN, WorkerCall
 from ..config import RouterConfig
+from ..wire import Answer, NotReached, Wire, WorkerFailed
 from .workers import Worker, WorkerRegistry
 
 logger = logging.getLogger(__name__)
+
+_MAX_REPORT_BYTES = 4 << 20  # of an answer to a probe
 
 
 class HealthChecks:
@@ -20,17 +22,18 @@ class HealthChecks:
     def __init__(
         self,
         registry: WorkerRegistry,
-        client: httpx.AsyncClient,
+        wire: Wire,
         config: RouterConfig,
         on_death: Callable[[Worker], None],
     ) -> None:
         self._registry = registry
-        self._client = client
+        self._wire = wire
         self._config = config
         self._on_death = on_death
         self._tasks: dict[str, asyncio.Task[None]] = {}
         key = config.http.admin_api_key or config.http.api_key
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        authorization = ((b"authorization", f"Bearer {key}".encode()),) if key else ()
+        self._headers = (*authorization, PLAIN)
 
     def watch(self, worker: Worker) -> None:
         """Start the probes of a worker."""
@@ -50,18 +53,18 @@ class HealthChecks:
         """Probe a worker once, and update its state by the result."""
         worker.check_now.clear()
         try:
-            answer = await self._get(worker, "/health")
-            why = None if answer.is_success else f"/health answered {answer.status_code}"
-        except httpx.ConnectError as error:
-            self._die(worker, f"cannot connect: {error}")
+            why = await self._probe(worker)
+        except NotReached as error:
+            was_alive = worker.is_alive
+            self._registry.mark_gone(worker, str(error))
+            if was_alive:
+                self._on_death(worker)
             return
-        except httpx.HTTPError as error:
-            why = f"/health failed: {type(error).__name__} {error}".strip()
-        if why is None:
-            try:
-                await self._learn(worker)
-            except httpx.HTTPError as error:
-                why = f"its probe failed: {type(error).__name__} {error}".strip()
+        except WorkerFailed as error:
+            why = f"its probe failed: {error}"
+        else:
+            if why is not None:
+                self._registry.mark_starting(worker)
         if why is None:
             worker.num_failed_probes = 0
             return
@@ -70,10 +73,21 @@ class HealthChecks:
         if worker.num_failed_probes >= self._config.dead_after:
             self._die(worker, why)
 
+    async def _probe(self, worker: Worker) -> str | None:
+        """Ask a worker for its state. Returns the reason for which it is not healthy. Raises WorkerFailed."""
+        health = await self._get(worker, "/health")
+        if health.is_success:
+            await self._learn(worker)
+        elif _is_draining(await self._get(worker, "/ready")):
+            self._registry.mark_draining(worker)
+        else:
+            return f"/health answered {health.status}"
+        return None
+
     async def read_version(self, worker: Worker) -> str | None:
-        """Read the weight version of a worker, or None where it reports none. Raises httpx.HTTPError."""
+        """Read the weight version of a worker, or None where it reports none. Raises WorkerFailed."""
         for path in ("/get_weight_version", "/model_info"):
-            values = _object(await self._get(worker, path))
+            values = await self._get_object(worker, path)
             if isinstance(version := values.get("weight_version"), str):
                 worker.weight_version = version
                 return version
@@ -85,7 +99,7 @@ class HealthChecks:
                 await self.check(worker)
             except Exception as error:  # any error: if this task ended, the worker would not be probed again
                 logger.exception("the probe of worker %s failed", worker.url)
-                self._die(worker, f"its probe failed: {type(error).__name__}")
+                self._die(worker, f"its probe failed inside the router: {error}")
             try:
                 async with asyncio.timeout(self._config.health_interval_s):
                     await worker.check_now.wait()
@@ -94,11 +108,11 @@ class HealthChecks:
 
     async def _learn(self, worker: Worker) -> None:
         """Read a worker's version and readiness, and, where another process may have its address, its identity."""
-        returns, known = not worker.is_alive, worker.weight_version
+        returns, known, was_suspect = not worker.is_alive, worker.weight_version, worker.is_suspect
         if await self.read_version(worker) != known:
             worker.is_suspect = True  # an update, or another process that was started between two probes
-        if returns or worker.is_suspect:
-            info = _object(await self._get(worker, "/server_info"))
+        if returns or worker.is_suspect or worker.is_draining:
+            info = await self._get_object(worker, "/server_info")
             started = info.get("startup_time")
             if not returns and started != worker.startup_time:
                 self._die(worker, "another process answers at its address")
@@ -107,10 +121,15 @@ class HealthChecks:
             sizes = [size for name in ("tp_size", "pp_size") if isinstance(size := info.get(name), int) and size > 0]
             worker.num_ranks = sizes[0] * sizes[1] if len(sizes) == 2 else 1
         ready = await self._get(worker, "/ready")
-        if ready.status_code in (200, 503):
-            worker.paused = ready.status_code == 503
+        if _is_draining(ready):
+            self._registry.mark_draining(worker)
+            return
+        if ready.status in (200, 503):
+            worker.paused = ready.status == 503
         self._registry.check_versions(self._config.allow_mixed_versions, worker if returns else None)
         self._registry.mark_alive(worker)
+        if was_suspect:
+            self._registry.notify()  # a request may wait for this
 
     def _die(self, worker: Worker, why: str) -> None:
         was_alive = worker.is_alive
@@ -118,13 +137,19 @@ class HealthChecks:
         if was_alive:
             self._on_death(worker)
 
-    async def _get(self, worker: Worker, path: str) -> httpx.Response:
-        return await self._client.get(worker.url + path, headers=self._headers, timeout=self._config.health_timeout_s)
+    async def _get(self, worker: Worker, path: str) -> Answer:
+        call = WorkerCall("GET", path, "", self._headers, b"")
+        try:
+            return await self._wire.fetch(worker.url, call, _MAX_REPORT_BYTES, self._config.health_timeout_s)
+        except NotReached:
+            raise
+        except WorkerFailed as error:
+            raise WorkerFailed(f"GET {path}: {error}") from error
+
+    async def _get_object(self, worker: Worker, path: str) -> dict[str, object]:
+        answer = await self._get(worker, path)
+        return answer.object() if answer.is_success else {}
 
 
-def _object(answer: httpx.Response) -> dict[str, object]:
-    try:
-        values = answer.json() if answer.is_success else {}
-    except (ValueError, RecursionError):
-        values = {}
-    return values if isinstance(values, dict) else {}
+def _is_draining(ready: Answer) -> bool:
+    return ready.status == 503 and ready.object().get("status") == "draining"

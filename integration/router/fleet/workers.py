@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,9 +18,11 @@ logger = logging.getLogger(__name__)
 class Health(Enum):
     """The health of a worker by its probes."""
 
-    STARTING = "starting"  # has not answered yet
+    UNSEEN = "unseen"  # no process has answered at its address yet
+    STARTING = "starting"  # a new process answers there, and is not healthy yet
     ALIVE = "alive"
-    DEAD = "dead"
+    DRAINING = "draining"  # it finishes its open requests, takes no new ones, and ends
+    DEAD = "dead"  # it was healthy, and is not
 
 
 class Hold(Enum):
@@ -41,7 +42,7 @@ class Worker:
     id: str  # the same for the same URL, also after the router restarts
     disabled: bool = False  # by an operator
     holds: dict[Hold, str] = field(default_factory=dict)  # each with an explanation
-    health: Health = Health.STARTING
+    health: Health = Health.UNSEEN
     paused: bool = False  # its engine is paused: requests sent there would wait
     num_running: int = 0  # running sequences that this router sent
     num_routed: int = 0  # sequences that this router has sent so far
@@ -52,18 +53,24 @@ class Worker:
     num_ranks: int = 1  # ranks of its tensor and pipeline parallel mesh, which join a group
     startup_time: object = None  # differs between two processes at the same address
     died: asyncio.Event = field(default_factory=asyncio.Event)  # replaced when it returns
+    is_gone: bool = True  # nothing has listened at its address since it was healthy: the next process is a new one
     is_suspect: bool = False  # a call to it failed: another process may have its address now
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_alive(self) -> bool:
-        """Whether its last probe succeeded, or too few have failed since."""
-        return self.health is Health.ALIVE
+        """Whether its last probe succeeded, or too few have failed since; True also while it drains."""
+        return self.health in (Health.ALIVE, Health.DRAINING)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it finishes its open requests and takes no new ones."""
+        return self.health is Health.DRAINING
 
     @property
     def can_take_requests(self) -> bool:
-        """Whether it is alive, enabled and without holds."""
-        return self.is_alive and not self.disabled and not self.holds
+        """Whether it is alive, not draining, enabled and without holds."""
+        return self.health is Health.ALIVE and not self.disabled and not self.holds
 
     @contextmanager
     def running(self, num_sequences: int) -> Iterator[None]:
@@ -87,7 +94,7 @@ class Worker:
             "id": self.id,
             "url": self.url,
             "status": self.health.value,
-            "is_healthy": self.is_alive,
+            "is_healthy": self.health is Health.ALIVE,
             "disabled": self.disabled,
             "held": {hold.value: why for hold, why in self.holds.items()},
             "routable": self.can_take_requests,
@@ -110,7 +117,7 @@ class WorkerRegistry:
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
-        self._changed = asyncio.Event()
+        self.on_change: list[Callable[[], None]] = []  # called after each change that may give a request a worker
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(list(self._workers.values()))
@@ -166,24 +173,53 @@ class WorkerRegistry:
             self.notify()
 
     def mark_dead(self, worker: Worker, why: str) -> None:
-        """Mark a worker as dead, and end all requests that wait for its answers."""
+        """Mark a worker that was healthy as dead, and end all requests that wait for its answers."""
         worker.last_error = why
-        if worker.health is Health.DEAD:
+        if not worker.is_alive:
             return
-        logger.warning("worker %s is dead: %s", worker.url, why)
-        worker.num_deaths += worker.is_alive
-        worker.health = Health.DEAD
+        if worker.is_draining:
+            logger.info("worker %s was draining and has ended: %s", worker.url, why)
+        else:
+            logger.warning("worker %s is dead: %s", worker.url, why)
+        worker.num_deaths += 1
         worker.paused = False  # a new process will not be paused
         worker.died.set()
-        self.notify()
+        self._become(worker, Health.DEAD)
+
+    def mark_gone(self, worker: Worker, why: str) -> None:
+        """Note that no process listens at a worker's address. If it was healthy, it is dead now."""
+        self.mark_dead(worker, why)
+        worker.is_gone = True
+        if worker.health is Health.STARTING:
+            self._become(worker, Health.DEAD if worker.num_deaths else Health.UNSEEN)
+
+    def mark_starting(self, worker: Worker) -> None:
+        """Mark a worker that is not healthy yet as starting, if its process is a new one."""
+        if worker.is_gone and worker.health in (Health.UNSEEN, Health.DEAD):
+            logger.info("worker %s is starting", worker.url)
+            self._become(worker, Health.STARTING)
 
     def mark_alive(self, worker: Worker) -> None:
         """Mark a worker as alive."""
-        if not worker.is_alive:
+        if worker.health is not Health.ALIVE:
             logger.info("worker %s is alive", worker.url)
-            worker.health = Health.ALIVE
+            self._revive(worker, Health.ALIVE)
+
+    def mark_draining(self, worker: Worker) -> None:
+        """Mark a worker as draining. It gets no new requests; its open ones go on."""
+        if not worker.is_draining:
+            logger.info("worker %s is draining: it gets no new requests", worker.url)
+            self._revive(worker, Health.DRAINING)
+
+    def _revive(self, worker: Worker, health: Health) -> None:
+        if not worker.is_alive:
             worker.died = asyncio.Event()
-            self.notify()
+        worker.is_gone = False
+        self._become(worker, health)
+
+    def _become(self, worker: Worker, health: Health) -> None:
+        worker.health = health
+        self.notify()
 
     def check_versions(self, allow_mixed: bool, returned: Worker | None = None) -> None:
         """Hold `returned` back if its weight version differs from all other workers' versions. End this hold of the
@@ -207,29 +243,30 @@ class WorkerRegistry:
                 self.unhold(worker, Hold.VERSION)
 
     def notify(self) -> None:
-        """Wake the tasks that wait for a change."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """Call the functions that wait for a change."""
+        for call in self.on_change:
+            call()
 
-    async def wait_for_change(self, deadline: float) -> bool:
-        """Wait until something changes. Returns False at `deadline` (time.monotonic)."""
-        changed = self._changed
-        try:
-            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                await changed.wait()
-        except TimeoutError:
-            return False
-        return True
+
+def needs_operator(registry: WorkerRegistry) -> bool:
+    """Return whether no worker can take requests again without an operator. False where there are no workers: some may
+    be added."""
+    workers = list(registry)
+    forbidding = {Hold.GROUP, Hold.JOURNAL}
+    return bool(workers) and all(worker.disabled or forbidding & worker.holds.keys() for worker in workers)
 
 
 def why_none(registry: WorkerRegistry) -> str:
     """Explain why no worker takes requests, worker by worker."""
     said = []
     for worker in registry:
-        if not worker.is_alive:
-            said.append(f"{worker.url} is {worker.health.value} ({worker.last_error or 'not answered yet'})")
+        if worker.health is not Health.ALIVE:
+            why = f" ({worker.last_error})" if worker.last_error and not worker.is_draining else ""
+            said.append(f"{worker.url} is {worker.health.value}{why}")
         elif worker.disabled:
             said.append(f"{worker.url} is disabled")
-        else:
+        elif worker.holds:
             said.append(f"{worker.url} is held: {'; '.join(worker.holds.values())}")
+        else:
+            said.append(f"{worker.url} is being asked whether it is well ({worker.last_error})")
     return "; ".join(said) or "there are none"

@@ -233,7 +233,8 @@ def test_a_journal_that_cannot_be_written_says_so_and_keeps_the_old_entry(path):
     with pytest.raises(JournalUnwritable, match="cannot be written"):
         journal.write(JournalEntry("other", 0.0, ()))
     assert journal.entry == ENTRY and json.loads(path.read_text())["verb"] == ENTRY.verb
-    journal.keep("worker b is gone")
+    journal.fail("worker b is gone")
+    journal.save()
     assert journal.is_unresolved
     journal.close()
 

@@ -1,0 +1,76 @@
+"""Requests that wait for a worker: while workers start or are restarted, and while an update holds all of them back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from ...http.edge.errors import HttpError
+from .workers import Worker, WorkerRegistry, needs_operator, why_none
+
+_RETRY = {"Retry-After": "1"}
+
+
+def draining() -> HttpError:
+    """Make the error for a new request while the router finishes its open ones before it ends."""
+    message = "the router is draining: it finishes its open requests and takes no new ones"
+    return HttpError(503, message, code="draining", headers=_RETRY)
+
+
+class HeldRequests:
+    """The waiting requests in the order of their arrival. The first one gets a worker before the next one looks."""
+
+    def __init__(self, registry: WorkerRegistry, max_held: int) -> None:
+        """Wait for changes of this registry. max_held: requests that may wait at a time."""
+        self._registry = registry
+        self._max_held = max_held
+        self._turns: OrderedDict[asyncio.Event, None] = OrderedDict()  # the first one's is set when it may look
+        self._is_closed = False
+        registry.on_change.append(self._wake_first)
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def close(self) -> None:
+        """Answer 503 to every waiting request, and to every one that would have to wait, because the router drains."""
+        self._is_closed = True
+        self._wake_first()
+
+    async def worker(self, find: Callable[[], Worker | None], deadline: float) -> Worker:
+        """Return the worker that `find` returns, as soon as it does and all earlier requests have theirs. A request
+        that is cancelled leaves the queue. Raises HttpError 503 at `deadline` (time.monotonic), where too many wait,
+        and where only an operator can bring a worker back."""
+        if not self._turns and (worker := find()) is not None:
+            return worker
+        if len(self._turns) >= self._max_held:
+            message = f"{len(self._turns)} requests wait for a worker already: {why_none(self._registry)}"
+            raise HttpError(503, message, code="queue_full", headers=_RETRY)
+        turn = asyncio.Event()
+        self._turns[turn] = None
+        self._wake_first()
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                while True:
+                    await turn.wait()
+                    turn.clear()
+                    if (worker := find()) is not None:
+                        return worker
+                    if self._is_closed:
+                        raise draining()
+                    if needs_operator(self._registry):
+                        raise self._no_worker()
+        except TimeoutError:
+            raise self._no_worker() from None
+        finally:
+            del self._turns[turn]
+            self._wake_first()
+
+    def _no_worker(self) -> HttpError:
+        message = f"no worker takes requests: {why_none(self._registry)}"
+        return HttpError(503, message, code="no_workers", headers=_RETRY)
+
+    def _wake_first(self) -> None:
+        if self._turns:
+            next(iter(self._turns)).set()

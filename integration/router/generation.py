@@ -1,0 +1,74 @@
+"""The answer to a generation request: its body is read, its worker chosen, and the worker's answer passed on."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from ..http.edge.bodies import late_body
+from ..http.edge.disconnect import first_of, until_disconnect
+from ..http.edge.errors import HttpError, error_body
+from .budget import Share
+from .fleet.held import draining
+from .fleet.peek import peek
+from .proxy import Generation
+from .router import Router, call_with
+
+ROUTING_KEY_HEADER = "x-smg-routing-key"  # slime's header: requests with equal values go to the same worker
+_SHORT_BYTES = 1 << 14  # a longer body is looked at in a thread
+
+
+class ProxyResponse(Response):
+    """A response that runs a generation. If the client disconnects, it leaves the queue for a worker, or closes the
+    worker's connection, which aborts the request there."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__()
+        self._router = router
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if self._router.is_draining and scope["method"] != "GET":
+                raise draining()
+            # The body counts until the end, because the request may move to another worker until then.
+            with self._router.bodies.share() as kept:
+                generation = await self._read(Request(scope, receive), kept)
+                answering = asyncio.create_task(self._router.proxy.run(generation, send))
+                if await first_of(answering, until_disconnect(receive)):
+                    answering.result()
+        except ClientDisconnect:
+            pass  # with half a body
+        except HttpError as error:
+            body = error_body(error, openai=scope["path"].startswith("/v1/"))
+            await JSONResponse(body, error.status, error.headers)(scope, receive, send)
+
+    async def _read(self, request: Request, kept: Share) -> Generation:
+        """Read the request, with its body in `kept`. Raises HttpError 413 for a body that is too long, 408 for one that
+        does not arrive in time, 503 where all open bodies are too long, and ClientDisconnect."""
+        limit = self._router.config.max_body_bytes
+        too_long = HttpError(413, f"the body is longer than {limit} bytes", code="too_large")
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > limit:
+            raise too_long
+        body, timeout_s = bytearray(), self._router.config.http.body_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limit:
+                        raise too_long
+                    if not kept.resize(len(body)):
+                        message = f"the open requests have {self._router.bodies.limit} bytes already"
+                        raise HttpError(503, message, code="overloaded", headers={"Retry-After": "1"})
+        except TimeoutError:
+            raise late_body(timeout_s) from None
+        data, routing_key = bytes(body), request.headers.get(ROUTING_KEY_HEADER)
+        if len(data) > _SHORT_BYTES:
+            keys, num_sequences = await self._router.peek(data, routing_key)
+        else:
+            keys, num_sequences = peek(data, routing_key)
+        return Generation(call_with(request, data), keys, num_sequences)

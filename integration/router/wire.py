@@ -1,0 +1,123 @@
+"""Calls to workers over HTTP. Answers are bounded and taken as bytes, and errors are in words that a caller knows.
+
+The transport is used without httpx's client: a client would keep cookies of the workers, decompress their answers, and
+follow what their headers say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+
+from ..http.edge.errors import HttpError
+from .calls import WorkerCall
+
+_MAX_WORDS = 200  # characters of an error of the transport
+
+
+class WorkerFailed(Exception):
+    """The worker gave no answer that can be used. The message is sent to clients."""
+
+
+class NotReached(WorkerFailed):
+    """No connection to the worker was made, so it has nothing of the call."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A complete answer of a worker."""
+
+    status: int
+    body: bytes
+
+    @property
+    def is_success(self) -> bool:
+        """Whether the status is 2xx."""
+        return 200 <= self.status < 300
+
+    def object(self) -> dict[str, object]:
+        """Return the JSON object of the body, or {} where it is none."""
+        try:
+            values = json.loads(self.body)
+        except (ValueError, RecursionError):
+            return {}
+        return values if isinstance(values, dict) else {}
+
+
+class Wire:
+    """The connections to the workers."""
+
+    def __init__(self, verify: ssl.SSLContext, connect_timeout_s: float, num_kept: int) -> None:
+        """Prepare connections. num_kept: idle connections that stay open; 0: a new connection for each call."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=num_kept)
+        self._transport = httpx.AsyncHTTPTransport(verify=verify, trust_env=False, limits=limits)
+        self._connect_timeout_s = connect_timeout_s
+
+    @asynccontextmanager
+    async def call(self, url: str, call: WorkerCall) -> AsyncIterator[httpx.Response]:
+        """Send a call to the worker at `url`, and yield its answer when the head is there; the body is read inside the
+        block. Raises WorkerFailed, also for errors inside the block, and HttpError 400 for a call that cannot be
+        forwarded."""
+        extensions = {
+            "timeout": {"connect": self._connect_timeout_s},
+            "target": call.target.encode("latin-1"),  # as the client wrote it
+        }
+        request = httpx.Request(
+            call.method, url, headers=list(call.headers), content=call.body, extensions=extensions
+        )  # fmt: skip
+        try:
+            answer = await self._transport.handle_async_request(request)
+            try:
+                if not 200 <= answer.status_code < 600:
+                    raise WorkerFailed(f"it answered with the status {answer.status_code}, which ends no request")
+                yield answer
+            finally:
+                await answer.aclose()
+        except httpx.ConnectTimeout:
+            raise NotReached(f"no connection within {self._connect_timeout_s:g} s") from None
+        except httpx.ConnectError as error:
+            raise NotReached(_with_words("no connection", error)) from error
+        except httpx.LocalProtocolError as error:  # the worker has not seen it
+            raise HttpError(400, _with_words("the request cannot be forwarded", error)) from None
+        except httpx.RemoteProtocolError as error:
+            raise WorkerFailed(_with_words("its answer to the call is broken", error)) from error
+        except httpx.TransportError as error:
+            raise WorkerFailed(_with_words("the connection broke", error)) from error
+
+    async def fetch(self, url: str, call: WorkerCall, max_bytes: int, limit_s: float) -> Answer:
+        """Send a call and return its whole answer. Raises WorkerFailed, also for an answer of more than `max_bytes` and
+        for one that takes more than `limit_s` seconds."""
+        try:
+            async with asyncio.timeout(limit_s), self.call(url, call) as answer:
+                return Answer(answer.status_code, await beginning(answer, max_bytes, is_all=True))
+        except TimeoutError:
+            raise WorkerFailed(f"timed out: no answer within {limit_s:g} s") from None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._transport.aclose()
+
+
+async def beginning(answer: httpx.Response, max_bytes: int, is_all: bool = False) -> bytes:
+    """Read at most `max_bytes` of an answer. Raises WorkerFailed for a longer one if it must be all of it."""
+    body = bytearray()
+    async for part in answer.aiter_raw():
+        body += part
+        if len(body) > max_bytes:
+            if is_all:
+                raise WorkerFailed(f"its answer is longer than {max_bytes} bytes")
+            break
+    return bytes(body[:max_bytes])
+
+
+def _with_words(what: str, error: httpx.TransportError) -> str:
+    """Add the transport's words to `what`, without names of Python's types."""
+    words = re.sub(r"bytearray\((.*)\)", r"\1", " ".join(str(error).split()))[:_MAX_WORDS]
+    return f"{what}: {words}" if words else what
