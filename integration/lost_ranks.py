@@ -45,13 +45,14 @@ def loss_of(error: Exception, ranks: RankChannel | None) -> RankFailure | None:
     return cause.error() if cause is not None else None
 
 
-def leave(error: Exception, rank: int, where: str) -> NoReturn:
+def leave(error: Exception, rank: int, where: str, *, is_known: bool = False) -> NoReturn:
     """Report the lost rank, or the failure, in one line on stderr and in torchrun's error file, and end this process.
 
-    Nothing is closed, because closing would wait for other ranks. where: the place in the job.
+    Nothing is closed, because closing would wait for other ranks. where: the place in the job; is_known: the error's
+    text says everything.
     """
     what = str(error)
-    if not isinstance(error, RankFailure):
+    if not is_known and not isinstance(error, RankFailure):
         traceback.print_exception(error)
         what = f"{type(error).__name__}: {error}"
     line = f"lockstep: error: rank {rank} stops {where}: {' '.join(what.split())}"
