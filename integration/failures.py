@@ -16,7 +16,7 @@ from .one_line import in_one_line
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-class FileFailed(Exception):
+class FileFailed(OSError):
     """A file that cannot be written or read. The message names it, the reason, and what to do next."""
 
 
@@ -30,6 +30,8 @@ def files_of(path: Path, verb: str = "written", advice: str = "") -> Iterator[No
     is done with it; advice: what to do next."""
     try:
         yield
+    except FileFailed:
+        raise
     except (OSError, SafetensorError) as error:
         raise file_failure(error, path, verb, advice) from error
 

@@ -69,17 +69,22 @@ class GrpoJob:
         self.backend = make_backend(config, ranks)
         # The engine comes before the trainer, which may shard the module that the engine hosts or copies.
         self.engine = make_engine(config, self.model, folder, self.tokenizer, ranks, self.backend)
-        self.trainer = GrpoTrainer(
-            self.engine.hosted, self.backend, config.train, config.rollout.temperature, ranks,
-            announce_step=self.engine.announce_step,
-        )  # fmt: skip
         self.first_step = self.step = 0  # step: number of the current step, from 1
-        if resume and (checkpoint := newest_checkpoint(config.folder / "checkpoints")) is not None:
-            self.first_step, state = load_checkpoint(checkpoint)
-            self.backend.load_state(state)
-        self.step = self.first_step
-        self.engine.sync(str(self.first_step))
-        self._http = self._serve()
+        try:
+            self.trainer = GrpoTrainer(
+                self.engine.hosted, self.backend, config.train, config.rollout.temperature, ranks,
+                announce_step=self.engine.announce_step,
+            )  # fmt: skip
+            if resume and (checkpoint := newest_checkpoint(config.folder / "checkpoints")) is not None:
+                self.first_step, state = load_checkpoint(checkpoint)
+                self.backend.load_state(state)
+            self.step = self.first_step
+            self.engine.sync(str(self.first_step))
+            self._http = self._serve()
+        except BaseException:
+            if config.parallel.num_ranks == 1:  # else closing would wait for the other ranks
+                self.engine.close()
+            raise
 
     def run(self) -> None:
         """Train to the last step, evaluate and save the model. Rank 0 prints the results."""

@@ -55,8 +55,8 @@ PLACES = {
     "integration.grpo.main": "grpo.config failures grpo.job grpo.plan grpo.run_folder lost_ranks ranks",
     "integration.bench.serve": "bench.parts http.edge http.server service",
     "integration.cli": (
-        "grpo.config grpo.plan http.edge http.server launcher lost_ranks ranks router.config router.server service "
-        "service_config version"
+        "failures grpo.config grpo.plan http.edge http.server launcher lost_ranks ranks router.config router.server "
+        "service service_config version"
     ),
     "integration.grpo.job": (
         "grpo.arithmetic grpo.checkpoint grpo.config grpo.engines failures grpo.loss grpo.packing grpo.plan "

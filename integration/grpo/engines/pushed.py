@@ -43,7 +43,11 @@ class PushedEngine(OtherModelEngine):
     ) -> None:
         super().__init__(config, model, backend)
         self._ranks = ranks
-        self._exit = ExitStack()
+        with ExitStack() as self._exit:
+            self._open(config, folder, ranks)
+            self._exit = self._exit.pop_all()  # it is all open; an error before closes what was
+
+    def _open(self, config: JobConfig, folder: Path, ranks: Ranks) -> None:
         sockets = self._shared_folder()
         own = _socket(sockets, ranks.rank)
         if config.engines == "separate":
