@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -56,10 +57,13 @@ def leave(error: Exception, rank: int, where: str, *, is_known: bool = False) ->
         traceback.print_exception(error)
         what = f"{type(error).__name__}: {error}"
     line = f"lockstep: error: rank {rank} stops {where}: {' '.join(what.split())}"
-    sys.stderr.write(f"{line}\n")  # one write even where stderr has no buffer: other ranks write there too
-    sys.stderr.flush()
+    with suppress(OSError):  # here and below: on a full disk the exit code has to do
+        sys.stderr.write(f"{line}\n")  # one write even where stderr has no buffer: other ranks write there too
+        sys.stderr.flush()
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
-        Path(error_file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
-    sys.stdout.flush()
+        with suppress(OSError):
+            Path(error_file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
+    with suppress(OSError):
+        sys.stdout.flush()
     os._exit(1)

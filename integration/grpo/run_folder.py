@@ -75,7 +75,8 @@ def prepare_folder(folder: Path, *, resume: bool) -> None:
             else:
                 unfinished.unlink()
         remove_leftovers(folder)
-        remove_stale_segments(_SEGMENTS)
+        if _SEGMENTS.is_dir():
+            remove_stale_segments(_SEGMENTS)
         remove_leftovers(Path(tempfile.gettempdir()), f"{SOCKETS}*")
         folder.mkdir(parents=True, exist_ok=True)
 
