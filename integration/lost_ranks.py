@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -45,20 +46,24 @@ def loss_of(error: Exception, ranks: RankChannel | None) -> RankFailure | None:
     return cause.error() if cause is not None else None
 
 
-def leave(error: Exception, rank: int, where: str) -> NoReturn:
+def leave(error: Exception, rank: int, where: str, *, is_known: bool = False) -> NoReturn:
     """Report the lost rank, or the failure, in one line on stderr and in torchrun's error file, and end this process.
 
-    Nothing is closed, because closing would wait for other ranks. where: the place in the job.
+    Nothing is closed, because closing would wait for other ranks. where: the place in the job; is_known: the error's
+    text says everything.
     """
     what = str(error)
-    if not isinstance(error, RankFailure):
+    if not is_known and not isinstance(error, RankFailure):
         traceback.print_exception(error)
         what = f"{type(error).__name__}: {error}"
     line = f"lockstep: error: rank {rank} stops {where}: {' '.join(what.split())}"
-    sys.stderr.write(f"{line}\n")  # one write even where stderr has no buffer: other ranks write there too
-    sys.stderr.flush()
+    with suppress(OSError):  # here and below: on a full disk the exit code has to do
+        sys.stderr.write(f"{line}\n")  # one write even where stderr has no buffer: other ranks write there too
+        sys.stderr.flush()
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
-        Path(error_file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
-    sys.stdout.flush()
+        with suppress(OSError):
+            Path(error_file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
+    with suppress(OSError):
+        sys.stdout.flush()
     os._exit(1)

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from ..failures import FileFailed
 from ..version import version
 from .bench import BENCHMARKS
 from .parser import CommandParser
@@ -25,7 +26,8 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 2, after one line on stderr, for a mistake of the user."""
+    """Run one command. Returns the exit code: 2, after one line on stderr, for a mistake of the user; 1 for a file that
+    cannot be written."""
     commands = "\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())
     parser = CommandParser(
         prog="lockstep",
@@ -43,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"lockstep: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 2
+    except FileFailed as error:
+        print(f"lockstep: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return 1
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr, flush=True)
         return 130

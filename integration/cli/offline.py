@@ -24,8 +24,10 @@ from tqdm import tqdm
 from ...rollout.completion import Completion, FinishReason
 from ...rollout.config import EngineConfig
 from ...rollout.sampling_params import SamplingParams
+from ..failures import files_of
 
 STANDARD = "-"  # as a file name: standard input or output
+_GO_ON = "mend that, then run the same command again: it computes the answers that are missing"
 _FIRST_BYTES = b'{"index": '  # every answer starts with them
 _MAX_FAULTS = 10  # input lines named in one message
 # Other engine settings change speed and memory, never a result.
@@ -171,16 +173,25 @@ class AnswerFile:
                     raise ValueError(f"{where}: {changed}made from {_MADE_FROM[name]}; choose another --output")
 
     def append(self, answers: Iterable[Mapping[str, object]]) -> None:
-        """Write answers to the operating system, so that they survive a kill of this process."""
-        self._file.write(b"".join(json.dumps(answer).encode() + b"\n" for answer in answers))
-        self._file.flush()
+        """Write answers to the operating system, so that they survive a kill of this process. Raises FileFailed."""
+        with files_of(self._shown, advice=_GO_ON):
+            self._file.write(b"".join(json.dumps(answer).encode() + b"\n" for answer in answers))
+            self._file.flush()
 
     def close(self) -> None:
-        """Flush the file to the disk, and release its lock."""
-        self._file.flush()
-        if self.name != STANDARD:
-            os.fsync(self._file.fileno())
-            self._file.close()
+        """Flush the file to the disk, and release its lock. Raises FileFailed."""
+        with files_of(self._shown, advice=_GO_ON):
+            try:
+                self._file.flush()
+                if self.name != STANDARD:
+                    os.fsync(self._file.fileno())
+            finally:
+                if self.name != STANDARD:
+                    self._file.close()
+
+    @property
+    def _shown(self) -> Path:
+        return Path("standard output" if self.name == STANDARD else self.name)
 
 
 @dataclass(frozen=True)

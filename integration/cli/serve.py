@@ -11,6 +11,7 @@ from typing import Any
 
 from ...rollout.config import EngineConfig
 from ..http.edge.config import HttpConfig
+from ..launcher import end_with_launcher
 from ..service_config import ServiceConfig
 from .parser import PACKAGE, CommandParser
 from .settings import build, named, read_settings, read_tables
@@ -19,6 +20,7 @@ from .settings import build, named, read_settings, read_tables
 def run(arguments: Sequence[str]) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code."""
     options = _parse(arguments)
+    end_with_launcher()
     tables = read_tables(options.config)
     model: Any = options.model or tables["http"].pop("model_path", None)
     if model is None:

@@ -2,8 +2,9 @@
 
 A checkpoint is a folder `step-000020` with the model, the optimizer's tensors and the step. Its tensors are whole, also
 when the trainer is sharded. It is written under another name, flushed to the disk and renamed, so it is complete or
-absent. No pickle: tensors are safetensors, the rest is JSON. Every random choice of the job is a pure function of
-(seed, step), so no generator state is kept.
+absent. An older one is removed after its successor stands, and loses its name first. No pickle: tensors are
+safetensors, the rest is JSON. Every random choice of the job is a pure function of (seed, step), so no generator state
+is kept.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from ...weight_sync.disk.atomic_folder import atomic_folder
+from ..failures import files_of
 from .backends.backend import TrainerState
 
 _PREFIX = "step-"
@@ -22,16 +24,19 @@ _NUM_KEPT = 2
 
 
 def save_checkpoint(folder: Path, step: int, state: TrainerState) -> Path:
-    """Write the state after `step` finished steps, and delete all but the newest two checkpoints. One rank calls it."""
+    """Write the state after `step` finished steps, and delete all but the newest two checkpoints. One rank calls it.
+
+    Raises FileFailed; then nothing is left of this checkpoint, and the older ones are all there.
+    """
     path = folder / f"{_PREFIX}{step:06d}"
-    # A resumed run may write the same step again, with the same bytes.
-    with atomic_folder(path, replace=True) as partial:
+    with files_of(path), atomic_folder(path) as partial:
         for name in ("model", "optimizer"):
             tensors = {key: tensor.detach().contiguous() for key, tensor in getattr(state, name).items()}
             save_file(tensors, partial / f"{name}.safetensors")
         (partial / "state.json").write_text(json.dumps({"step": step}) + "\n")
     for old in _checkpoints(folder)[:-_NUM_KEPT]:
-        shutil.rmtree(old)
+        with files_of(old, "removed"):
+            shutil.rmtree(old.rename(old.with_name(f".{old.name}.removed")))
     return path
 
 
@@ -41,9 +46,11 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def load_checkpoint(path: Path) -> tuple[int, TrainerState]:
-    """Read a checkpoint. Returns its number of finished steps, and the state for `TrainerBackend.load_state`."""
-    state = TrainerState(load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors"))
-    return json.loads((path / "state.json").read_text())["step"], state
+    """Read a checkpoint. Returns its number of finished steps, and the state for `TrainerBackend.load_state`. Raises
+    FileFailed."""
+    with files_of(path, "read", "remove this folder, then --resume continues from the checkpoint before it"):
+        state = TrainerState(load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors"))
+        return json.loads((path / "state.json").read_text())["step"], state
 
 
 def _checkpoints(folder: Path) -> list[Path]:

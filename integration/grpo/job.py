@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from transformers.utils import logging as transformers_logging
 from ...kernels.sampling.draws import derive_seed
 from ...rollout.completion import Completion
 from ...rollout.sampling_params import SamplingParams
+from ...weight_sync.disk.atomic_folder import flush_folder, partial_folder
+from ..failures import FileFailed, files_of
 from ..ranks import Ranks
 from .arithmetic import ArithmeticSpec
 from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
@@ -28,6 +31,7 @@ from .packing import Sample
 from .plan import model_spec
 from .problems import Problem
 from .rewards import load_reward
+from .run_folder import say
 from .run_log import RunLog
 from .task import build_task
 from .trainer import GrpoTrainer, make_backend
@@ -65,21 +69,26 @@ class GrpoJob:
         self.backend = make_backend(config, ranks)
         # The engine comes before the trainer, which may shard the module that the engine hosts or copies.
         self.engine = make_engine(config, self.model, folder, self.tokenizer, ranks, self.backend)
-        self.trainer = GrpoTrainer(
-            self.engine.hosted, self.backend, config.train, config.rollout.temperature, ranks,
-            announce_step=self.engine.announce_step,
-        )  # fmt: skip
         self.first_step = self.step = 0  # step: number of the current step, from 1
-        if resume and (checkpoint := newest_checkpoint(config.folder / "checkpoints")) is not None:
-            self.first_step, state = load_checkpoint(checkpoint)
-            self.backend.load_state(state)
-        self.step = self.first_step
-        self.engine.sync(str(self.first_step))
-        self._http = self._serve()
+        try:
+            self.trainer = GrpoTrainer(
+                self.engine.hosted, self.backend, config.train, config.rollout.temperature, ranks,
+                announce_step=self.engine.announce_step,
+            )  # fmt: skip
+            if resume and (checkpoint := newest_checkpoint(config.folder / "checkpoints")) is not None:
+                self.first_step, state = load_checkpoint(checkpoint)
+                self.backend.load_state(state)
+            self.step = self.first_step
+            self.engine.sync(str(self.first_step))
+            self._http = self._serve()
+        except BaseException:
+            if config.parallel.num_ranks == 1:  # else closing would wait for the other ranks
+                self.engine.close()
+            raise
 
     def run(self) -> None:
         """Train to the last step, evaluate and save the model. Rank 0 prints the results."""
-        config, log = self.config, None
+        config, log, is_writable = self.config, None, True
         before = self._accuracy_before()
         if self.ranks.is_first:
             log = RunLog(config.folder, config.run.num_steps, self.first_step, tensorboard=config.run.tensorboard)
@@ -94,13 +103,16 @@ class GrpoJob:
                     log.step(line)
                 if is_last or (step + 1) % config.run.checkpoint_every == 0:
                     self._save_checkpoint(step + 1)
+        except FileFailed:
+            is_writable = False
+            raise
         finally:
             if log is not None:
-                log.close()
+                log.close(draws=is_writable)
         self._save_model(config.folder / "model")
         if log is not None:
-            print(f"held-out accuracy: {before:.1%} before, {log.heldout_accuracy:.1%} after {config.run.num_steps} "
-                  "steps", flush=True)  # fmt: skip
+            after = f"{log.heldout_accuracy:.1%} after {config.run.num_steps} steps"
+            say(f"held-out accuracy: {before:.1%} before, {after}")
         dist.barrier()  # no rank ends before the results are written, or while other ranks may call its engine
 
     def _serve(self) -> BackgroundServer | None:
@@ -200,10 +212,12 @@ class GrpoJob:
         """Measure the held-out accuracy of the run's first model. A resumed run reads it from the run's folder."""
         path = self.config.folder / "before.json"
         if self.first_step:
-            return json.loads(path.read_text())["heldout_accuracy"] if self.ranks.is_first else 0.0
+            with files_of(path, "read"):
+                return json.loads(path.read_text())["heldout_accuracy"] if self.ranks.is_first else 0.0
         accuracy = self.heldout_accuracy()
         if self.ranks.is_first:
-            path.write_text(json.dumps({"heldout_accuracy": accuracy}) + "\n")
+            with files_of(path):
+                path.write_text(json.dumps({"heldout_accuracy": accuracy}) + "\n")
         return accuracy
 
     def _built_model(self) -> Path:
@@ -228,9 +242,15 @@ class GrpoJob:
 
     def _save_model(self, folder: Path) -> None:
         tensors = self.backend.on_first(self.backend.named_tensors())
-        if self.ranks.is_first:
-            self.model.save_pretrained(folder, state_dict=tensors)
-            self.tokenizer.save_pretrained(folder)
+        if not self.ranks.is_first:
+            return
+        with files_of(folder), partial_folder(folder) as partial:
+            self.model.save_pretrained(partial, state_dict=tensors)
+            self.tokenizer.save_pretrained(partial)
+            flush_folder(partial)
+            if folder.exists():  # of a run that had ended and was resumed: the same model
+                shutil.rmtree(folder)
+            partial.rename(folder)
 
 
 def _report_warm_start(progress: WarmStartProgress) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from .config import JobConfig, load_config
@@ -25,7 +24,8 @@ REFUSAL_S = 20  # time in which all ranks of one torchrun have read the config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job, or with --check print its plan. Returns the exit code: 2 for a mistake of the user."""
+    """Run the job, or with --check print its plan. Returns the exit code: 2 for a mistake of the user, 1 for a file
+    that cannot be written or read."""
     parser = argparse.ArgumentParser(prog="lockstep.integration.grpo", description=__doc__)
     parser.add_argument("config", help="a TOML file; see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
@@ -48,27 +48,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Every rank finds the same faults, before a process group exists that could hang; one rank reports them.
         if rank != "0" and _is_ended_by_launcher():
             return 2
-        return _refuse(error)
+        return _report(error)
+    return _run(config, rank, resume=options.resume)
+
+
+def _run(config: JobConfig, rank: str, *, resume: bool) -> int:
+    """Run the job on this rank. Returns the exit code. Of a failure that concerns all ranks one rank reports."""
+    from ..failures import FileFailed, OtherRankFailed
+    from .run_folder import owned_folder
+
     try:
-        run(config, resume=options.resume)
+        # Owned before a process group exists: a refused rank 0 leaves no other rank in a collective.
+        with owned_folder(config.folder, resume=resume) if rank == "0" else nullcontext():
+            run(config, resume=resume)
     except ValueError as error:
-        return _refuse(error)
+        return _report(error)
+    except FileFailed as error:
+        if rank != "0" and _is_ended_by_launcher():  # rank 0 has most likely failed at the same file
+            return 1
+        return _report(error, 1)
+    except Exception as error:  # a boundary of processes
+        # Longer than a rank waits that has a failure of its own to report.
+        is_symptom = isinstance(error, OtherRankFailed) or _is_of_a_group(error)
+        if is_symptom and "TORCHELASTIC_RUN_ID" in os.environ and _is_ended_by_launcher(2 * REFUSAL_S):
+            return 1
+        raise
     return 0
 
 
-def _is_ended_by_launcher() -> bool:
+def _is_of_a_group(error: Exception) -> bool:
+    from ...rollout.ranks.remote_errors import is_of_a_group
+
+    return is_of_a_group(error)
+
+
+def _is_ended_by_launcher(timeout_s: float | None = None) -> bool:
     """Wait for the SIGTERM that torchrun sends after another rank has ended. Returns whether it came.
 
     If this rank ended first, torchrun would end rank 0 before rank 0 has reported the fault. If no signal comes, only
     this rank found the fault: its machine has another config, or no such file.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    return signal.sigtimedwait({signal.SIGTERM}, REFUSAL_S) is not None
+    return signal.sigtimedwait({signal.SIGTERM}, REFUSAL_S if timeout_s is None else timeout_s) is not None
 
 
-def _refuse(error: ValueError) -> int:
-    print(f"lockstep: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    return 2
+def _report(error: Exception, code: int = 2) -> int:
+    with suppress(OSError):  # where the log's disk is full too, the exit code has to do
+        print(f"lockstep: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    return code
 
 
 def _set_up_logging(rank: str) -> None:
@@ -83,19 +110,19 @@ def run(config: JobConfig, *, resume: bool) -> None:
     from ..lost_ranks import outlive_sigterm
     from ..ranks import process_group, this_rank
 
-    if config.parallel.num_ranks > 1:
-        outlive_sigterm()
     ranks = this_rank(config.engine.device)
     with process_group(ranks, config.run.timeout_s):
+        if config.parallel.num_ranks > 1:
+            outlive_sigterm()  # not before: a rank that waits for the others to come has nothing to report
         _train(config, ranks, resume=resume)
 
 
 def _train(config: JobConfig, ranks: Ranks, *, resume: bool) -> None:
+    from ..failures import FileFailed
     from ..lost_ranks import leave, loss_of
     from .job import GrpoJob
+    from .run_folder import say
 
-    if ranks.is_first:
-        prepare_folder(config.folder, resume=resume)
     started = time.perf_counter()
     job = None
     try:
@@ -105,20 +132,10 @@ def _train(config: JobConfig, ranks: Ranks, *, resume: bool) -> None:
         if config.parallel.num_ranks == 1 or isinstance(error, ValueError):
             raise
         where = f"in training step {job.step}" if job else "before training"
-        leave(loss_of(error, job.engine.ranks if job else None) or error, ranks.rank, where)
+        cause = loss_of(error, job.engine.ranks if job else None) or error
+        leave(cause, ranks.rank, where, is_known=isinstance(cause, FileFailed))
     finally:
         if job is not None:
             job.close()
     if ranks.is_first:
-        print(f"total {time.perf_counter() - started:.0f} s; results in {config.folder}", flush=True)
-
-
-def prepare_folder(folder: Path, *, resume: bool) -> None:
-    """Make the run's folder. An existing one is used with `resume` and renamed without; it is never overwritten."""
-    if folder.exists() and not resume:
-        number = 1
-        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
-            number += 1
-        shutil.move(folder, aside)
-        print(f"an earlier run of this name was moved to {aside}", flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
+        say(f"total {time.perf_counter() - started:.0f} s; results in {config.folder}")

@@ -3,43 +3,64 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+from ...weight_sync.disk.atomic_folder import flush
+from ..failures import files_of
+
+logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 PLOT = "progress.png"
 
 
 class RunLog:
-    """A log with one line for each step. Only one rank has it; its folder must exist."""
+    """A log with one line for each step. Only one rank has it; its folder must exist.
+
+    The metrics must not be lost: FileFailed is raised where they cannot be written. The bar, the plot and TensorBoard's
+    events are views of them: one that cannot be written is reported once, and the run goes on.
+    """
 
     def __init__(self, folder: Path, num_steps: int, first_step: int, *, tensorboard: bool) -> None:
         self._folder = folder
         self._lines = drop_lines_after(folder / METRICS, first_step)
-        self._bar = tqdm(total=num_steps, initial=first_step, unit="step", dynamic_ncols=True)
+        self._bar = tqdm(total=num_steps, initial=first_step, unit="step", dynamic_ncols=True, file=_Stderr())
         self._writer = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and seldom used
 
-            self._writer = SummaryWriter(folder / "tensorboard", purge_step=first_step)
+            with files_of(folder / "tensorboard"):
+                self._writer = SummaryWriter(folder / "tensorboard", purge_step=first_step)
 
     def step(self, line: Mapping[str, object]) -> None:
         """Append one step's metrics to the file, flushed to the disk, and show them in the bar."""
         self._lines.append(dict(line))
-        with open(self._folder / METRICS, "a", encoding="utf-8") as file:
+        path = self._folder / METRICS
+        with files_of(path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
         if self._writer is not None:
-            for name, value in line.items():
-                if isinstance(value, int | float) and name != "step":
-                    self._writer.add_scalar(name, value, line["step"])
+            try:
+                for name, value in line.items():
+                    if isinstance(value, int | float) and name != "step":
+                        self._writer.add_scalar(name, value, line["step"])
+            except OSError as error:
+                self._drop_tensorboard(error)
         self._bar.set_postfix_str(self._summary(), refresh=False)
         self._bar.update()
+
+    def _drop_tensorboard(self, error: OSError) -> None:
+        self._writer = None
+        logger.error("TensorBoard's events in %s end here, the run goes on: %s", self._folder, error)
 
     @property
     def heldout_accuracy(self) -> float | None:
@@ -55,13 +76,34 @@ class RunLog:
             f"sync {last['sync_s']:.3f}s | v{last['weight_version']} {str(last['weight_digest'])[:8]}"
         )
 
-    def close(self) -> None:
-        """Close the bar and the TensorBoard file, and draw the plot."""
+    def close(self, *, draws: bool = True) -> None:
+        """Close the bar and the TensorBoard file, and draw the plot. draws=False: after a file has failed."""
         self._bar.close()
-        if self._writer is not None:
-            self._writer.close()
-        if self._lines:
-            plot(self._lines, self._folder / PLOT)
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except OSError as error:
+            self._drop_tensorboard(error)
+        try:
+            if self._lines and draws:
+                plot(self._lines, self._folder / PLOT)
+        except OSError as error:
+            logger.error("%s is not up to date: %s", self._folder / PLOT, error)
+
+
+class _Stderr:
+    """Standard error for a bar, which may be a file on a full disk: what cannot be written is dropped."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            sys.stderr.flush()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -73,11 +115,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def drop_lines_after(path: Path, num_steps: int) -> list[dict[str, Any]]:
-    """Keep only the first `num_steps` steps of a metrics file, atomically. Returns their lines."""
-    kept = [line for line in read_metrics(path) if line["step"] <= num_steps]
+    """Keep only the first `num_steps` steps of a metrics file, atomically. Returns their lines. Raises FileFailed."""
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    os.replace(partial, path)
+    with files_of(path):
+        kept = [line for line in read_metrics(path) if line["step"] <= num_steps]
+        try:
+            partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            flush(partial)
+            os.replace(partial, path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
     return kept
 
 

@@ -6,8 +6,6 @@ import hashlib
 import json
 import os
 import random
-import shutil
-import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +18,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from ...weight_sync.disk.atomic_folder import flush_folder, partial_folder
+from ...weight_sync.disk.claims import remove_leftovers
+from ..failures import files_of
 from .arithmetic import CONTEXT_TOKENS, ArithmeticSpec, arithmetic_problems, build_tokenizer, worked_solution
 
 FORMAT = 1  # part of the cache key: raise it when a code change gives another model for the same spec
@@ -111,6 +112,7 @@ def warm_start(
     device = torch.device(device)
     key = warm_start_key(spec, num_ranks, device.type, prepared_as)
     folder = Path(cache_dir) / f"warm-start-{key}"
+    remove_leftovers(folder.parent)
     if _rank_zero_finds(folder, device):
         return folder
     with torch.random.fork_rng(devices=[]):
@@ -251,19 +253,16 @@ def _rank_zero_finds(folder: Path, device: torch.device) -> bool:
 
 
 def _save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, spec: WarmStartSpec, folder: Path) -> None:
-    """Write the folder under another name and rename it, so that a folder of this name is always complete."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
-    partial.mkdir()
-    try:
+    """Write the folder under another name and rename it, so that a folder of this name is always complete. Raises
+    FileFailed."""
+    with files_of(folder), partial_folder(folder) as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         (partial / "warm_start.json").write_text(json.dumps(asdict(spec), indent=2) + "\n")
+        flush_folder(partial)
         try:
             os.rename(partial, folder)
         except OSError:
             if not folder.is_dir():
                 raise
             # Another job with the same spec has written the folder; its result is the same.
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

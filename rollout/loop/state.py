@@ -46,5 +46,6 @@ def state_report(parts: Parts, gate: StepGate) -> dict[str, object]:
         "num_grammars_compiled": grammars.num_compiled,
         "grammar_compile_seconds": grammars.compile_seconds,
         "numerics": model.numerics.describe(),
+        "trace": parts.reports.trace.report(),
         "metrics": parts.reports.metrics.as_dict(),
     }

@@ -1,30 +1,40 @@
 """A log of events in time, in the format of Chrome traces, which chrome://tracing and Perfetto open.
 
 The file is a JSON array that may end without its bracket, which viewers accept: a killed run leaves a readable trace.
+A trace must not disturb what it describes: where its file cannot be written, the trace ends and the engine goes on.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TextIO
+
+logger = logging.getLogger(__name__)
 
 _FLUSH_EVERY = 512  # events between writes
 _NO_SPAN: AbstractContextManager[None] = nullcontext()  # reusable: it holds nothing
 
 
 class Trace:
-    """Append events to a file; does nothing without one. Thread-safe."""
+    """Append events to a file; does nothing without one. Thread-safe.
+
+    A file that cannot be written ends the trace: the error is logged, counted and kept for `report`, and not raised.
+    """
 
     def __init__(self, path: str | Path | None) -> None:
         self._file: TextIO | None = None
         self._lock = threading.Lock()
         self._events: list[dict[str, object]] = []
+        self._path: str | None = None  # of the newest file
+        self._failure: str | None = None  # the error that ended the newest trace
+        self.num_failures = 0  # traces that ended because their file could not be written
         if path is not None:
             self.open(path)
 
@@ -40,7 +50,8 @@ class Trace:
                 raise ValueError("a trace is being written already")
             self._events = []
             self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - until `close`
-            self._file.write("[\n")
+            self._path, self._failure = str(path), None
+            self._write("[\n")
 
     def start(self, path: str | Path) -> bool:
         """Do as `open`, but return False if a file is open already."""
@@ -75,18 +86,36 @@ class Trace:
     def flush(self) -> None:
         """Write the buffered events."""
         with self._lock:
-            if self._file is not None:
-                self._file.writelines(json.dumps(event) + ",\n" for event in self._events)
-                self._file.flush()
-            self._events = []
+            events, self._events = self._events, []
+            self._write("".join(json.dumps(event) + ",\n" for event in events))
 
     def close(self) -> None:
+        """Write the buffered events and the end of the file."""
         self.flush()
         with self._lock:
-            if self._file is not None:
-                self._file.write("{}]\n")
-                self._file.close()
+            self._write("{}]\n", is_last=True)
+
+    def report(self) -> dict[str, object]:
+        """Return the newest file, whether it is being written, and the failures. Changes nothing."""
+        return {"path": self._path, "is_on": self.is_on, "failure": self._failure, "num_failures": self.num_failures}
+
+    def _write(self, text: str, *, is_last: bool = False) -> None:
+        """Write to the file, or end the trace where that fails. The caller holds the lock."""
+        file = self._file
+        if file is None:
+            return
+        try:
+            file.write(text)
+            file.flush()
+            if is_last:
+                file.close()
                 self._file = None
+        except OSError as error:
+            with suppress(OSError):  # closing tries to write the rest again
+                file.close()
+            self._file, self._failure = None, f"{self._path} cannot be written: {error.strerror or error}"
+            self.num_failures += 1
+            logger.error("the trace has ended, the engine goes on: %s", self._failure)
 
     def _add(self, event: dict[str, object]) -> None:
         event["pid"], event["tid"] = os.getpid(), threading.get_native_id()

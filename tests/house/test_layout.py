@@ -51,17 +51,17 @@ PLACES = {
     "weight_sync.deadline": "",
     "weight_sync.errors": "",
     "weight_sync.manifest": "",
-    "integration.grpo.__main__": "grpo.main",
-    "integration.grpo.main": "grpo.config grpo.job grpo.plan lost_ranks ranks",
+    "integration.grpo.__main__": "grpo.main launcher",
+    "integration.grpo.main": "grpo.config failures grpo.job grpo.plan grpo.run_folder lost_ranks ranks",
     "integration.bench.serve": "bench.parts http.edge http.server service",
     "integration.cli": (
-        "grpo.config grpo.plan http.edge http.server lost_ranks ranks router.config router.server service "
-        "service_config version"
+        "failures grpo.config grpo.plan http.edge http.server launcher lost_ranks ranks router.config router.server "
+        "service service_config version"
     ),
     "integration.grpo.job": (
-        "grpo.arithmetic grpo.checkpoint grpo.config grpo.engines grpo.loss grpo.packing grpo.plan "
-        "grpo.problems grpo.rewards grpo.run_log grpo.task grpo.trainer grpo.warm_start http.edge http.server "
-        "ranks"
+        "grpo.arithmetic grpo.checkpoint grpo.config grpo.engines failures grpo.loss grpo.packing grpo.plan "
+        "grpo.problems grpo.rewards grpo.run_folder grpo.run_log grpo.task grpo.trainer grpo.warm_start http.edge "
+        "http.server ranks"
     ),
     "integration.http.server": "http.app http.edge http.generation service",
     "integration.router.server": "router.app router.changes router.config router.fleet",
@@ -86,7 +86,8 @@ PLACES = {
     "integration.router.worker_paths": "http.edge router.fleet router.router",
     "integration.bench.parts": "push.local_target push.remote_engine service",
     "integration.grpo.engines": (
-        "grpo.backends grpo.config push.adapters push.local_target push.pusher push.remote_engine ranks service"
+        "grpo.backends grpo.config failures grpo.run_folder push.adapters push.local_target push.pusher "
+        "push.remote_engine ranks service"
     ),
     "integration.http.observe": "http.admin http.edge service version",
     "integration.router.generation": "http.edge router.budget router.fleet router.proxy router.router",
@@ -104,10 +105,11 @@ PLACES = {
     "integration.push.local_target": "plain_values service",
     "integration.router.changes": "http.edge router.calls router.config router.counters router.fleet router.wire",
     "integration.router.relay": "router.calls router.counters router.fleet",
-    "integration.grpo.checkpoint": "grpo.backends",
+    "integration.grpo.checkpoint": "grpo.backends failures",
+    "integration.grpo.run_folder": "failures",
     "integration.grpo.task": "grpo.arithmetic grpo.config grpo.problems",
     "integration.grpo.trainer": "grpo.backends grpo.config grpo.loss grpo.packing grpo.sections ranks",
-    "integration.grpo.warm_start": "grpo.arithmetic",
+    "integration.grpo.warm_start": "grpo.arithmetic failures",
     "integration.router.fleet": "http.edge router.calls router.config router.wire",
     "integration.service": "service_config weights",
     "integration.grpo.arithmetic": "grpo.problems",
@@ -118,15 +120,17 @@ PLACES = {
     "integration.push.pusher": "push.adapters",
     "integration.router.config": "http.edge",
     "integration.weights": "plain_values service_config",
+    "integration.failures": "one_line",
     "integration.grpo.loss": "",
     "integration.grpo.packing": "",
     "integration.grpo.problems": "",
     "integration.grpo.reading": "",
     "integration.grpo.rewards": "",
-    "integration.grpo.run_log": "",
+    "integration.grpo.run_log": "failures",
     "integration.grpo.sections": "",
     "integration.http.edge": "",
     "integration.kv_events": "",
+    "integration.launcher": "",
     "integration.lost_ranks": "",
     "integration.one_line": "",
     "integration.plain_values": "",

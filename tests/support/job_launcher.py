@@ -26,7 +26,7 @@ def by_text(prompt, completion, answer):
 JOBS = """
 import os, sys
 from contextlib import closing
-from lockstep.integration.grpo.main import prepare_folder
+from lockstep.integration.grpo.run_folder import prepare_folder
 from lockstep.integration.grpo.job import GrpoJob
 from lockstep.integration.grpo.config import load_config
 from lockstep.integration.ranks import process_group, this_rank

@@ -4,36 +4,45 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .claims import claimed_folder
+
 
 @contextmanager
-def atomic_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
+def atomic_folder(path: str | Path) -> Iterator[Path]:
     """Yield a new folder to be filled. It gets the name `path` when the block ends and is removed when the block
     raises.
 
-    Its files are on the disk before it has that name. Raises ValueError where `path` exists already; with `replace` the
-    old folder is removed at the end instead, right before the new one gets its name.
+    Its files are on the disk before it has that name. Raises ValueError where `path` exists already. The parts of
+    processes that were killed are removed first.
     """
     target = Path(path)
-    if target.exists() and not replace:
+    if target.exists():
         raise ValueError(f"{target} exists already")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.parent / f".{target.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
-    partial.mkdir()
-    try:
+    with partial_folder(target) as partial:
         yield partial
         flush_folder(partial)
-        if replace and target.exists():
-            shutil.rmtree(target)
         partial.rename(target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     flush(target.parent)
+
+
+@contextmanager
+def partial_folder(target: Path) -> Iterator[Path]:
+    """Yield a new hidden folder beside `target`, to be filled and renamed to it; otherwise it is removed at the end.
+
+    An OSError that names no file gets the name of the target.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with claimed_folder(target.with_name(f".{target.name}.partial-{secrets.token_hex(8)}")) as partial:
+            yield partial
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(target)
+        raise
 
 
 def flush_folder(folder: Path) -> None:

@@ -59,10 +59,10 @@ class Segment:
             # Allocated now: a full folder is an OSError here and not a SIGBUS at the first write.
             os.posix_fallocate(file, 0, size)
             self._map = mmap.mmap(file, size)
-        except OSError:
+        except OSError as error:
             self.path.unlink()
             os.close(file)
-            raise
+            raise OSError(error.errno, error.strerror, str(folder)) from error
         self._map[: len(MAGIC)] = MAGIC
         self.data = torch.frombuffer(self._map, dtype=torch.uint8)[HEADER_BYTES:]
         self.unlink = weakref.finalize(self, _unlink, self.path, file, os.getpid())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..disk.claims import claimed_folder, remove_leftovers
 from ..disk.folder import save_folder
 from ..manifest import Manifest, NamedTensors
 from ..target import Target
@@ -15,10 +15,12 @@ from .transport import Sent, on_all, raise_failures
 
 
 class DiskTransport:
-    """Sends weights as a folder of safetensors that every target reads. The folder is removed afterwards."""
+    """Sends weights as a folder of safetensors that every target reads. The folder is removed afterwards, or by the
+    next sender there if this process is killed."""
 
     def __init__(self, folder: Path | str) -> None:
         self._folder = Path(folder)
+        remove_leftovers(self._folder)
 
     def send(self, targets: Sequence[Target], manifest: Manifest, tensors: NamedTensors, timeout_s: float) -> Sent:
         """Save a folder and let every target read it; see `Transport.send`."""
@@ -31,11 +33,8 @@ class DiskTransport:
     def new_folder(self) -> Iterator[Path]:
         """Yield a free path, and remove the folder there afterwards."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"update-{uuid.uuid4().hex[:12]}"
-        try:
-            yield path
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
+        with claimed_folder(self._folder / f"update-{uuid.uuid4().hex[:12]}") as path:
+            yield path / "weights"
 
     def committed(self) -> None:
         """Do nothing: no state is kept."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import secrets
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,18 +15,21 @@ from transformers import PreTrainedModel
 
 from ....rollout.completion import Completion, FinishReason
 from ....rollout.sampling_params import SamplingParams
+from ....weight_sync.disk.claims import claimed_folder
 from ....weight_sync.target import Target
 from ....weight_sync.transports.delta import DeltaTransport
 from ....weight_sync.transports.disk import DiskTransport
 from ....weight_sync.transports.group import DistributedTransport
 from ....weight_sync.transports.same_host import TensorTransport
 from ....weight_sync.transports.transport import Transport
+from ...failures import OtherRankFailed, file_failure, files_of
 from ...push.local_target import LocalTarget, run_verb
-from ...push.pusher import WeightPusher
+from ...push.pusher import PushFailed, WeightPusher
 from ...push.remote_engine import RemoteEngine, RemoteTarget, VerbServer
 from ...ranks import Ranks
 from ..backends.backend import TrainerBackend
 from ..config import JobConfig
+from ..run_folder import SOCKETS
 from .engine import OtherModelEngine, copied_service
 
 _GENERATE_TIMEOUT_S = 3600.0
@@ -40,7 +43,11 @@ class PushedEngine(OtherModelEngine):
     ) -> None:
         super().__init__(config, model, backend)
         self._ranks = ranks
-        self._exit = ExitStack()
+        with ExitStack() as self._exit:
+            self._open(config, folder, ranks)
+            self._exit = self._exit.pop_all()  # it is all open; an error before closes what was
+
+    def _open(self, config: JobConfig, folder: Path, ranks: Ranks) -> None:
         sockets = self._shared_folder()
         own = _socket(sockets, ranks.rank)
         if config.engines == "separate":
@@ -76,8 +83,15 @@ class PushedEngine(OtherModelEngine):
         return [completion_from_plain(answer) for answer in answers]
 
     def sync(self, version: str) -> int:
-        """See `JobEngine.sync`."""
-        pushed = self._pusher.push_tensors(self._backend.named_tensors(), self._specs, version)
+        """See `JobEngine.sync`. Raises FileFailed on rank 0 where there is no room for the weights on their way."""
+        try:
+            pushed = self._pusher.push_tensors(self._backend.named_tensors(), self._specs, version)
+        except PushFailed as error:
+            if isinstance(error.__cause__, OSError):
+                raise file_failure(error.__cause__, self._config.folder, f"synced to version {version}") from error
+            if not self._ranks.is_first:
+                raise OtherRankFailed(str(error)) from error
+            raise
         return pushed.sent.num_bytes if pushed is not None else 0
 
     def weight_digest(self) -> str | None:
@@ -90,12 +104,13 @@ class PushedEngine(OtherModelEngine):
 
     def _shared_folder(self) -> Path:
         """Make a folder for the sockets, the same one for every rank. Unix sockets need a short path."""
-        paths = [tempfile.mkdtemp(prefix="lockstep-") if self._ranks.is_first else None]
-        dist.broadcast_object_list(paths, src=0)
-        folder = Path(str(paths[0]))
+        paths: list[str | None] = [None]
         if self._ranks.is_first:
-            self._exit.callback(shutil.rmtree, folder, ignore_errors=True)
-        return folder
+            path = Path(tempfile.gettempdir()) / f"{SOCKETS}{secrets.token_hex(4)}"
+            with files_of(path):
+                paths = [str(self._exit.enter_context(claimed_folder(path, 0o700)))]
+        dist.broadcast_object_list(paths, src=0)
+        return Path(str(paths[0]))
 
     def _share(self, error: str | None) -> str | None:
         shared = [error]

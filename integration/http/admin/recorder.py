@@ -37,7 +37,10 @@ class _Profile:
     def write(self) -> None:
         """Write torch's trace to its file; slow for a long profile. An error goes to `written`."""
         try:
+            self.path.unlink(missing_ok=True)
             self.torch.export_chrome_trace(str(self.path))
+            if not self.path.is_file():  # torch only logs that it could not write, and removes the part
+                raise OSError(f"torch could not write {self.path}: its log has the reason; is the disk full?")
             self.written.set_result(self.path)
         except Exception as error:  # noqa: BLE001 - a thread boundary: the caller of `stop` gets the error
             self.written.set_exception(error)

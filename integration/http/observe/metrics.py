@@ -123,6 +123,11 @@ class ServiceCollector(Collector):
             ("lockstep:retokenisations", "Checks of tokens sampled after a jump.", counted["num_retokenisations"]),
             ("lockstep:jump_forward_seconds", "Time spent planning jumps.", counted["jump_forward_seconds"]),
             ("lockstep:grammar_seconds", "Time spent on grammars in steps.", counted["grammar_seconds"]),
+            (
+                "lockstep:trace_failures",
+                "Traces that ended because their file could not be written.",
+                self._service.engine.parts.reports.trace.num_failures,
+            ),
             ("lockstep:evicted_blocks", "Cached blocks evicted to make room.", _number(state["num_evicted_blocks"])),
         ):
             yield self._counter(name, what, {(): value})

@@ -18,10 +18,12 @@ import transformers
 
 from lockstep.integration.cli import offline
 from lockstep.integration.cli.offline import AnswerFile, OfflineJob, generate, read_prompts
+from lockstep.integration.failures import FileFailed
 from lockstep.integration.grpo.warm_start import ModelSpec, build_model
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support.full_disks import no_file_above
 
 ENGINE = EngineConfig(kv_cache=256, max_num_seqs=4)
 SAMPLING = SamplingParams(max_new_tokens=6, ignore_eos=True)
@@ -285,3 +287,12 @@ def test_the_module_imports_nothing_heavy():
     assert offline.STANDARD == "-"
     code = "import sys, lockstep.integration.cli.offline; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_answers_that_do_not_fit_on_the_disk_are_one_error_with_the_next_step(tmp_path):
+    file = AnswerFile(str(tmp_path / "answers.jsonl"))
+    with no_file_above(100):
+        for finish in (partial(file.append, [{"index": 0, "text": "x" * 200}]), file.close):
+            with pytest.raises(FileFailed, match=r"jsonl cannot be written: File too large; .* the same command again"):
+                finish()
+    assert AnswerFile(str(tmp_path / "answers.jsonl")).answers == {}

@@ -30,7 +30,8 @@ SHRUNK = [
     "train.learning_rate=1e-3",
 ]  # fmt: skip
 # This reward differs between samples of an untrained model, so that every step changes the weights. It also kills the
-# whole job, like kill -9 from outside, when its log has KILL_AFTER_STEP steps.
+# whole job, like kill -9 from outside, when its log has KILL_AFTER_STEP steps, and waits for ever (nothing opens the
+# pipe's other end) when it has HOLD_AFTER_STEP.
 REWARD = """
 import os, signal
 from pathlib import Path
@@ -42,20 +43,23 @@ def by_text(prompt, completion, answer):
         ranks = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
         for pid in [launcher, *(int(rank) for rank in ranks if int(rank) != os.getpid()), os.getpid()]:
             os.kill(pid, signal.SIGKILL)
+    hold = int(os.environ.get("HOLD_AFTER_STEP", "0"))
+    if hold and log.exists() and log.read_text().count("\\n") >= hold:
+        open("pipe").read()
     return sum(map(ord, completion)) % 97 / 97
 """
 SAME_IN_EVERY_RUN = ("step", "reward_mean", "logprob_gap", "sync_bytes", "weight_version", "weight_digest",
                      "heldout_accuracy", "loss")  # fmt: skip
 
 
-def torchrun(folder: Path, *arguments: str, num_ranks: int = 2, kill_after_step: int = 0) -> subprocess.Popen:
+def torchrun(folder: Path, *arguments: str, num_ranks: int = 2, **environment: object) -> subprocess.Popen:
     """Start the job in `folder`, in a process group of its own, its output in `folder`/log."""
     (folder / "text_reward.py").write_text(REWARD)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks),
                "-m", "lockstep.integration.grpo", *arguments]  # fmt: skip
     with open(folder / "log", "w") as log:
-        environment = os.environ | {"KILL_AFTER_STEP": str(kill_after_step)}
-        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True, env=environment)
+        values = os.environ | {name: str(value) for name, value in environment.items()}
+        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True, env=values)
 
 
 def finish(process: subprocess.Popen, seconds: float = 150) -> int:
@@ -68,11 +72,21 @@ def finish(process: subprocess.Popen, seconds: float = 150) -> int:
 def kill(process: subprocess.Popen) -> None:
     """End the launcher and its ranks, each in a session of its own, at once."""
     if process.poll() is None:
-        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        for pid in [process.pid, *map(int, ranks)]:
+        for pid in [process.pid, *ranks_of(process)]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
 
 
 def lines_of(folder: Path) -> list[dict[str, object]]:
@@ -117,11 +131,43 @@ def test_the_trained_model_loads_in_transformers_and_is_what_was_committed_last(
 @pytest.mark.parametrize("kill_after_step", [1, 3])
 def test_a_killed_and_resumed_run_ends_as_an_uninterrupted_one(straight_run, tmp_path, kill_after_step):
     os.symlink(straight_run / ".cache", tmp_path / ".cache")  # the warm start is shared, so it is skipped
-    assert finish(torchrun(tmp_path, str(CONFIG), *SHRUNK, kill_after_step=kill_after_step)) == -signal.SIGKILL
+    assert finish(torchrun(tmp_path, str(CONFIG), *SHRUNK, KILL_AFTER_STEP=kill_after_step)) == -signal.SIGKILL
     assert len(lines_of(tmp_path)) == kill_after_step, (tmp_path / "log").read_text()
     assert finish(torchrun(tmp_path, str(CONFIG), *SHRUNK, "--resume")) == 0, (tmp_path / "log").read_text()
     assert lines_of(tmp_path) == lines_of(straight_run)
     assert "warm start" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
+def test_a_job_on_a_full_disk_and_one_without_its_launcher_end_and_are_resumed(straight_run, tmp_path, capfd, until):
+    """Three starts of one run: the first checkpoint does not fit; torchrun is killed alone; to the end."""
+    os.symlink(straight_run / ".cache", tmp_path / ".cache")
+    os.mkfifo(tmp_path / "pipe")
+    # The limit is that of the shell and of all processes below it; the log is a pipe.
+    command = f"ulimit -f 100; exec {sys.executable} -m torch.distributed.run --nproc-per-node 2"
+    command += f" -m lockstep.integration.grpo {CONFIG} {' '.join(SHRUNK)} 2>&1"
+    (tmp_path / "text_reward.py").write_text(REWARD)
+    process = subprocess.Popen(["bash", "-c", command], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    log = process.communicate(timeout=150)[0]
+    assert process.returncode == 1 and log.count("lockstep: error:") == 1, log
+    assert (
+        "lockstep: error: runs/arithmetic/checkpoints/step-000002 cannot be written: File too large; make room" in log
+    )
+    assert "--resume" in log and log.count("Traceback") == 1 and "ChildFailedError" in log, log  # torchrun's own
+    assert list((tmp_path / "runs/arithmetic/checkpoints").iterdir()) == []
+
+    process = torchrun(tmp_path, str(CONFIG), *SHRUNK, "--resume", HOLD_AFTER_STEP=3)
+    try:
+        until(lambda: len(lines_of(tmp_path)) == 3 or process.poll() is not None, 150)
+        first, second = ranks_of(process)
+        assert main([str(CONFIG), f"run.dir={tmp_path}/runs", "--resume"]) == 2
+        assert f"is used by process {first} on host" in capfd.readouterr().err
+        process.kill()
+        until(lambda: has_ended(first) and has_ended(second))
+    finally:
+        kill(process)
+    assert finish(torchrun(tmp_path, str(CONFIG), *SHRUNK, "--resume")) == 0, (tmp_path / "log").read_text()
+    assert lines_of(tmp_path) == lines_of(straight_run)
 
 
 @pytest.mark.slow

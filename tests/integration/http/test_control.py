@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
+import shutil
 import socket
 import threading
 import time
@@ -353,6 +356,24 @@ def test_a_profile_that_has_not_begun_is_called_off_and_one_that_cannot_begin_ha
     assert client.post("/stop_profile").status_code == 400
     assert client.post("/start_profile", json={"output_dir": str(tmp_path / "next")}).status_code == 200
     assert client.post("/stop_profile").status_code == 200
+
+
+def test_a_profile_that_cannot_be_written_is_an_error_and_the_engine_goes_on(client, service, tmp_path):
+    folder = tmp_path / "profiles"
+    assert client.post("/start_profile", json={"output_dir": str(folder), "activities": ["CPU"]}).status_code == 200
+    shutil.rmtree(folder)
+    said = client.post("/stop_profile")
+    assert said.status_code == 400 and "torch could not write" in said.json()["message"]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / f"x-{os.getpid()}.engine.json").symlink_to("/dev/full")  # where the engine's trace will lie
+    body = {"output_dir": str(tmp_path / "full"), "profile_id": "x", "activities": ["CPU"]}
+    assert client.post("/start_profile", json=body).status_code == 200
+    [completion] = service.engine.generate([PROMPT], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    assert len(completion.token_ids) == 8
+    assert client.post("/stop_profile").status_code == 200
+    assert client.get("/state").json()["trace"]["num_failures"] == 1
+    assert re.search(r"lockstep:trace_failures_total\{[^}]*\} 1\.0", client.get("/metrics").text)
+    assert client.get("/health").status_code == 200
 
 
 def test_a_profile_that_cannot_be_is_a_400_naming_the_field(client):

@@ -20,6 +20,7 @@ from lockstep.integration.router.fleet.balance import PrefixTable, WorkerLoad, c
 from lockstep.integration.router.fleet.groups import rank_offsets
 from lockstep.integration.router.fleet.roster import Roster, RosterUnwritable
 from lockstep.integration.router.fleet.workers import Health, Hold, Worker, WorkerRegistry
+from lockstep.tests.support.full_disks import no_file_above
 
 # -- balance ---------------------------------------------------------------------------------------------------------
 
@@ -236,6 +237,16 @@ def test_a_journal_that_cannot_be_written_says_so_and_keeps_the_old_entry(path):
     journal.fail("worker b is gone")
     journal.save()
     assert journal.is_unresolved
+    journal.close()
+
+
+def test_a_full_disk_keeps_the_old_entry_and_leaves_no_part(path):
+    journal = UpdateJournal(path)
+    journal.write(ENTRY)
+    with no_file_above(20), pytest.raises(JournalUnwritable, match="File too large"):
+        journal.write(JournalEntry("other", 0.0, ()))
+    assert journal.entry == ENTRY and json.loads(path.read_text())["verb"] == ENTRY.verb
+    assert sorted(file.name for file in path.parent.iterdir()) == [path.name, f"{path.name}.lock"]
     journal.close()
 
 

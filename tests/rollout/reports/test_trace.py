@@ -10,6 +10,7 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.reports.trace import Trace
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support.full_disks import no_file_above
 
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=0.0)
 
@@ -89,3 +90,31 @@ def test_no_trace_writes_nothing(tmp_path):
     trace.counter("c", a=1)
     trace.close()
     assert not trace.is_on and list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_engine(make_model, caplog, tmp_path):
+    settings = EngineConfig(kv_cache="64 blocks", max_num_seqs=8, trace="/dev/full")
+    engine = Engine(make_model("qwen3"), settings)
+    assert not engine.state()["trace"]["is_on"]
+    assert all(len(c.token_ids) == 12 for c in engine.generate([[1, 2, 3]] * 40, PARAMS))
+    report = engine.state()["trace"]
+    assert (report["path"], report["num_failures"]) == ("/dev/full", 1)
+    assert report["failure"] == "/dev/full cannot be written: No space left on device"
+    assert [record.getMessage() for record in caplog.records if "trace" in record.name] == [
+        f"the trace has ended, the engine goes on: {report['failure']}"
+    ]
+    assert engine.driver.start_trace(tmp_path / "t.json")
+    engine.close()
+    assert read(tmp_path / "t.json") and engine.state()["trace"]["failure"] is None
+
+
+def test_a_disk_that_fills_up_later_ends_the_trace_once(tmp_path, caplog):
+    trace = Trace(tmp_path / "t.json")
+    with no_file_above(100_000):
+        for _ in range(3000):
+            trace.instant("event", text="x" * 50)
+    trace.instant("lost")
+    trace.flush()
+    trace.close()
+    assert (trace.is_on, trace.num_failures, len(caplog.records)) == (False, 1, 1)
+    assert (tmp_path / "t.json").stat().st_size <= 100_000

@@ -1,0 +1,56 @@
+"""Failures that a program reports in one line: files that cannot be written or read, and failures of other ranks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from .one_line import in_one_line
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class FileFailed(OSError):
+    """A file that cannot be written or read. The message names it, the reason, and what to do next."""
+
+
+class OtherRankFailed(Exception):
+    """A failure of another rank, which reports it."""
+
+
+@contextmanager
+def files_of(path: Path, verb: str = "written", advice: str = "") -> Iterator[None]:
+    """Turn an error of the file system in the block into FileFailed. path: the file that the block is about; verb: what
+    is done with it; advice: what to do next."""
+    try:
+        yield
+    except FileFailed:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise file_failure(error, path, verb, advice) from error
+
+
+def file_failure(error: OSError | SafetensorError, path: Path, verb: str = "written", advice: str = "") -> FileFailed:
+    """Make the one line of an error of the file system."""
+    number, reason = _number_of(error), in_one_line(error)
+    if number is not None:
+        reason = os.strerror(number)
+    if isinstance(error, OSError) and error.filename is not None and Path(str(error.filename)) != path:
+        reason = f"{error.filename}: {reason}"
+    remedy = "make room there" if number in _FULL else "mend that"
+    resume = "start the same job with --resume, which continues from the newest checkpoint"
+    return FileFailed(f"{path} cannot be {verb}: {reason}; {advice or f'{remedy}, then {resume}'}")
+
+
+def _number_of(error: OSError | SafetensorError) -> int | None:
+    """Return the error's errno. safetensors has it in its text only."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
