@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 NamedTensors = Iterable[tuple[str, Tensor]]
+MAX_DIMENSIONS = 64  # of a tensor; torch itself supports no more
+MAX_ELEMENTS = 1 << 62
+_MAX_WRONG = 20  # in one message
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
@@ -26,7 +29,7 @@ def parse_dtype(name: str) -> torch.dtype:
     """Return the dtype of that name, with or without "torch.". Raises ValueError quoting an unknown one."""
     dtype = _DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
     if dtype is None:
-        raise ValueError(f"unknown dtype {name!r}")
+        raise ValueError(f"unknown dtype {_short(name)}")
     return dtype
 
 
@@ -69,24 +72,52 @@ def specs_from_lists(
     """
     if not len(names) == len(dtypes) == len(shapes):
         raise ValueError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: they must be as many")
-    wrong, specs = [], []
+    wrong: list[str] = []
+    specs: list[TensorSpec] = []
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        if len(wrong) >= _MAX_WRONG:
+            wrong.append("the rest was not read")
+            break
         if not isinstance(name, str):
-            wrong.append(f"name {name!r} is not a string")
-            continue
-        sizes = list(shape) if isinstance(shape, list | tuple | torch.Size) else None
-        if sizes is None or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in sizes):
-            wrong.append(f"{name}: shape {shape!r}")
+            wrong.append(f"name {_short(name)} is not a string")
             continue
         try:
-            specs.append(TensorSpec(name, parse_dtype(dtype), tuple(sizes)))
+            sizes = _sizes(shape)
+            specs.append(TensorSpec(name, parse_dtype(dtype), sizes))
         except ValueError as error:
             wrong.append(f"{name}: {error}")
     twice = sorted(name for name, count in Counter(spec.name for spec in specs).items() if count > 1)
-    wrong += [f"{name} is named more than once" for name in twice]
+    wrong += [f"{name} is named more than once" for name in twice[:_MAX_WRONG]]
     if wrong:
         raise ValueError("; ".join(wrong))
     return tuple(specs)
+
+
+def _sizes(shape: object) -> tuple[int, ...]:
+    """Read a shape of plain values. Raises ValueError for any other value, and for sizes that no tensor can have."""
+    if not isinstance(shape, list | tuple | torch.Size):
+        raise ValueError(f"shape {_short(shape)}")
+    # Bounded before any of them are multiplied: the product of long numbers takes minutes.
+    if len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"shape of {len(shape)} dimensions")
+    if any(isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < MAX_ELEMENTS for n in shape):
+        raise ValueError(f"shape [{', '.join(map(_short, shape))}]")
+    if math.prod(max(n, 1) for n in shape) >= MAX_ELEMENTS:
+        raise ValueError(f"shape {list(shape)} of more elements than there are addresses")
+    return tuple(shape)
+
+
+def _short(value: object) -> str:
+    """Return a value of a message, unless it is long."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return "a number of more than 64 bits"
+    if isinstance(value, list | tuple) and len(value) <= 4:
+        return f"[{', '.join(map(_short, value))}]"
+    if isinstance(value, dict) and len(value) <= 4:
+        return f"{{{', '.join(f'{_short(key)}: {_short(item)}' for key, item in value.items())}}}"
+    return (
+        f"{value!r:.100}" if isinstance(value, int | float | str | None) else f"a value of type {type(value).__name__}"
+    )
 
 
 @dataclass(frozen=True)
@@ -119,14 +150,18 @@ class Manifest:
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
         """Read a manifest from JSON. Raises ValueError naming every error."""
-        values = json.loads(text)
+        return cls.from_values(json.loads(text))
+
+    @classmethod
+    def from_values(cls, values: object) -> Manifest:
+        """Read a manifest from the plain values of `to_json`. Raises ValueError naming every error."""
         if not isinstance(values, dict):
             raise ValueError(f"a manifest is a JSON object, not {type(values).__name__}")
         wanted = {"version", "names", "dtypes", "shapes", "digests", "model_digest"}
         if wrong := sorted(wanted ^ set(values)):
             raise ValueError(f"manifest keys that are missing or unknown: {', '.join(wrong)}")
         lists = {key: values[key] for key in ("names", "dtypes", "shapes")}
-        if wrong := [f"{key} = {value!r}" for key, value in lists.items() if not isinstance(value, list)]:
+        if wrong := [f"{key} = {_short(value)}" for key, value in lists.items() if not isinstance(value, list)]:
             raise ValueError(f"manifest fields of the wrong type: {'; '.join(wrong)}")
         return cls.checked(specs_from_lists(*lists.values()), values)
 
@@ -141,7 +176,7 @@ class Manifest:
             "model_digest": isinstance(values.get("model_digest"), str | None),
             "digests": _are_texts(values.get("digests")),
         }
-        if wrong := [f"{key} = {values.get(key)!r}" for key, right in is_right.items() if not right]:
+        if wrong := [f"{key} = {_short(values.get(key))}" for key, right in is_right.items() if not right]:
             raise ValueError(f"manifest fields of the wrong type: {'; '.join(wrong)}")
         digests = cast(dict[str, str], values["digests"])
         if unknown := sorted(set(digests) - {spec.name for spec in tensors}):

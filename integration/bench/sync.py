@@ -44,14 +44,15 @@ from ...weight_sync.layout.bucket import word_view
 from ...weight_sync.manifest import Manifest
 from ...weight_sync.transports.delta import DeltaTransport
 from ...weight_sync.transports.disk import DiskTransport
-from ...weight_sync.transports.group import DistributedTransport, free_port
+from ...weight_sync.transports.group import DistributedTransport
 from ...weight_sync.transports.same_host import TensorTransport
 from ...weight_sync.transports.transport import Sent, Transport
 from ..push.adapters.trainer_tensors import trainer_specs, trainer_tensors
 from ..service import RolloutService
+from .parts.chaos import free_ports
 from .parts.presets import PRESETS
 from .parts.sync_peer import ENGINE, Peer
-from .parts.sync_raw import HOST, RawEnd, flat_model, memory, restart_peak
+from .parts.sync_raw import RawEnd, flat_model, memory, restart_peak
 from .parts.sync_report import DENSITIES, Sample, brief, key, report
 
 TIMEOUT_S = 120.0  # for each wait
@@ -235,7 +236,7 @@ class SyncBench:
         return time.perf_counter() - started
 
     def _join_raw(self) -> None:
-        port, path = free_port(HOST), f"/dev/shm/lockstep-bench-{uuid.uuid4().hex}"
+        (port,), path = free_ports(1), f"/dev/shm/lockstep-bench-{uuid.uuid4().hex}"
         with ThreadPoolExecutor(1) as pool:
             joining = pool.submit(self._ask, "raw_join", port=port, rank=1, limit_s=TIMEOUT_S)
             self._raw.join(port, 0, TIMEOUT_S)

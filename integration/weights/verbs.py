@@ -141,10 +141,12 @@ class WeightVerbs:
         group_name: str = GROUP_NAME,
         backend: str = "nccl",
         *,
+        group_secret: str | None = None,
         timeout_s: float | None = None,
     ) -> None:
         """Join a group as rank `rank_offset`; rank 0 is the sender. Blocks until all have joined, while the engine
-        keeps running. Raises ValueError for a group that exists, TransferFailed when not all ranks came in time.
+        keeps running. group_secret: known to all ranks (`join_group`); None where the sender has none, as other
+        frameworks' do. Raises ValueError for a group that exists, TransferFailed when not all ranks came in time.
 
         Where several ranks hold the model each joins, as `rank_offset` plus its local rank, and the engine runs no step
         meanwhile.
@@ -153,7 +155,7 @@ class WeightVerbs:
         # Other frameworks send the port also as text.
         rendezvous = Rendezvous(
             master_address, int(master_port), rank_offset + self.replica.local_rank, world_size, group_name,
-            backend, self._timeout_s(timeout_s), device,  # type: ignore[arg-type]
+            backend, self._timeout_s(timeout_s), device, secret=group_secret,  # type: ignore[arg-type]
         )  # fmt: skip
         self.replica.peers.together(
             "init_weights_update_group",

@@ -1,7 +1,8 @@
 """C++ kernels, compiled at first use and loaded with ctypes (which releases the GIL during a call).
 
 A library is stored in `$LOCKSTEP_CACHE_DIR`, or `$XDG_CACHE_HOME/lockstep`, or `~/.cache/lockstep`, under a name that
-is a digest of its sources, flags, compiler and processor.
+is a digest of its sources, flags, compiler and processor. A library is code: a folder or file that another user owns or
+can write to is refused.
 `LOCKSTEP_NATIVE=0` switches native code off. `LOCKSTEP_MAX_ISA`, one of `ISA_LEVELS`, forbids all kernels the
 instructions above that level: for tests, and to make one machine compute as a less capable one would.
 """
@@ -12,6 +13,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 import threading
@@ -35,6 +37,10 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-ffp-contract=off", "-f
 # From the least to the most capable; _WITHOUT: flag that forbids the next level. "plain" is the compiler's baseline.
 ISA_LEVELS = ("plain", "avx2", "avx512", "avx512_bf16", "amx")
 _WITHOUT = {"avx2": "-mno-avx512f", "avx512": "-mno-avx512bf16", "avx512_bf16": "-mno-amx-bf16"}
+
+
+class UnsafeCache(ValueError):
+    """A cache whose libraries another user could have put there; the message names it and the remedy."""
 
 
 class NativeUnavailable(Exception):
@@ -129,7 +135,7 @@ _listening = _Listening()
 def build(source: Path, environ: Mapping[str, str], more_flags: Sequence[str] = ()) -> NativeLibrary:
     """Compile `source` unless the cache has its library, and load it. Several processes may do so at once.
 
-    more_flags: put after FLAGS, so that they override them. Raises NativeUnavailable with the cause.
+    more_flags: put after FLAGS, so that they override them. Raises NativeUnavailable with the cause, and UnsafeCache.
     """
     if environ.get("LOCKSTEP_NATIVE") == "0":
         raise NativeUnavailable("switched off by LOCKSTEP_NATIVE=0")
@@ -139,9 +145,12 @@ def build(source: Path, environ: Mapping[str, str], more_flags: Sequence[str] = 
     openmp = _openmp_link_flags(is_clang="clang" in version)
     path = _cache_dir(environ) / f"{source.stem}-{_digest(source, version, [*flags, *openmp])}.so"
     started = time.perf_counter()
+    _make_folder(path.parent)
+    _check_owner(path.parent)
     compiled = not path.exists()
     if compiled:
         _compile(compiler, source, flags, openmp, path)
+    _check_owner(path)
     seconds = time.perf_counter() - started if compiled else 0.0
     try:
         return NativeLibrary(path, seconds, ctypes.CDLL(str(path)))
@@ -179,6 +188,29 @@ def _cache_dir(environ: Mapping[str, str]) -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "lockstep"
 
 
+def _make_folder(folder: Path) -> None:
+    """Make the cache folder, for this user alone, unless it exists."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise NativeUnavailable(f"the cache folder {folder} cannot be made: {error}") from error
+
+
+def _check_owner(path: Path) -> None:
+    """Raise UnsafeCache for a folder or a library that another user owns or can write to."""
+    found = path.stat()
+    owner, mode = found.st_uid, stat.S_IMODE(found.st_mode)
+    # Root may have filled a cache for all users of an image.
+    if owner in (os.geteuid(), 0) and not mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return
+    why = f"belongs to the user {owner}" if owner not in (os.geteuid(), 0) else f"has mode {mode:04o}"
+    raise UnsafeCache(
+        f"the kernel cache {path} {why}, so that another user could have put code there: "
+        f"make it yours (chmod go-w, chown) or set LOCKSTEP_CACHE_DIR to a folder of your own"
+    )
+
+
 def _openmp_link_flags(is_clang: bool) -> list[str]:
     """Return flags to link the libgomp that torch has loaded: two runtimes would keep two thread pools on the cores."""
     torch_root = Path(torch.__file__).parent
@@ -206,11 +238,11 @@ def _processor() -> str:
 
 def _compile(compiler: str, source: Path, flags: list[str], link_flags: list[str], path: Path) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.stem}-") as work:
             compiled, linked = f"{work}/kernel.o", f"{work}/kernel.so"
             _run([compiler, *flags, INCLUDE_FLAG, "-c", str(source), "-o", compiled])
             _run([compiler, "-shared", compiled, "-o", linked, *link_flags])
+            os.chmod(linked, 0o755)  # whatever the umask allows others
             os.replace(linked, path)  # atomic: another rank sees the whole library or none
     except OSError as error:
         raise NativeUnavailable(f"the cache folder {path.parent} cannot be written: {error}") from error

@@ -8,6 +8,7 @@ time of their last return.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -78,22 +79,37 @@ def meet(mesh: Mesh) -> tuple[dist.Store, StoreAddress]:
     timeout = timedelta(seconds=mesh.timeout_s)
     server = None
     message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+    is_one_host = _is_one_host(mesh)
     if mesh.is_controller:
         prefix = f"lockstep/{uuid.uuid4().hex}"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             address = StoreAddress(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), prefix, -1)
         else:
-            server = dist.TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
-            address = StoreAddress(socket.gethostname(), server.port, prefix, 0)
+            host = "127.0.0.1" if is_one_host else socket.gethostname()
+            listener = socket.create_server((host, 0))
+            port = listener.getsockname()[1]
+            # Of this address only; torch by itself would listen at all of the machine.
+            server = dist.TCPStore(
+                host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+            address = StoreAddress(host, port, prefix, 0)
         data = json.dumps(asdict(address)).encode()
         message[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     mesh.replica_group.broadcast(message, 0).wait()
     address = StoreAddress(**json.loads(bytes(message.tolist()).rstrip(b"\0")))
     store = server
     if store is None:
-        host = "127.0.0.1" if address.host == socket.gethostname() else address.host
-        store = dist.TCPStore(host, address.port, None, False, timeout, wait_for_workers=False)
+        store = dist.TCPStore(address.host, address.port, None, False, timeout, wait_for_workers=False)
     return dist.PrefixStore(address.prefix, store), address
+
+
+def _is_one_host(mesh: Mesh) -> bool:
+    """Return whether all ranks of the replica have the same host name. A collective of the replica."""
+    name = hashlib.sha256(socket.gethostname().encode()).digest()
+    mine = torch.frombuffer(bytearray(name), dtype=torch.uint8)
+    all_names = [torch.zeros_like(mine) for _ in range(mesh.num_ranks)]
+    dist.all_gather(all_names, mine, group=mesh.replica_group)
+    return all(torch.equal(mine, other) for other in all_names)
 
 
 class RankWatch:

@@ -21,21 +21,24 @@ def join_group(
     timeout_s: float = 300.0,
     device: torch.device | None = None,
     layout: str = "torch",
+    secret: str | None = None,
 ) -> WeightGroup:
     """Join a process group of its own and return it when all `world_size` ranks are there. Blocks: call it in a thread
     without other work. `Rendezvous` does the same with a `cancel`; `GroupRegistry` keeps groups by name.
 
-    Rank 0 is the sender and hosts the store at master_address:master_port; the others wait for it. layout: how the keys
-    of the two ends are nested (`LAYOUTS`); the default fits trainers that build theirs by SGLang's recipe. backend
-    "nccl" needs `device`, and one GPU per rank: NCCL refuses two ranks on one GPU, so that a machine with a single GPU
-    can only have a group of one rank. Under TORCH_DISTRIBUTED_DEBUG=DETAIL such trainers wrap their group in one that
+    Rank 0 is the sender and hosts the store at master_address:master_port, an address of its machine and no other one;
+    the others wait for it. secret: text that all ranks know and no other process, or None, as for foreign trainers;
+    with it no other process reads the store's values or writes valid ones (over NCCL: but for NCCL's own). layout: how
+    the keys of the two ends are nested (`LAYOUTS`); the default fits trainers that build theirs by SGLang's recipe.
+    backend "nccl" needs `device`, and one GPU per rank: NCCL refuses two ranks on one GPU, so that a machine with a
+    single GPU can only have a group of one rank. Under TORCH_DISTRIBUTED_DEBUG=DETAIL such trainers wrap their group in one that
     checks every operation; our group cannot communicate with it.
 
     Raises ValueError listing every bad argument, and TransferFailed naming rank, group, phase and the ranks that had
     not arrived: at the deadline, when our ends disagree about the world size, or when one rank joins twice.
     """
     return Rendezvous(
-        master_address, master_port, rank, world_size, group_name, backend, timeout_s, device, layout
+        master_address, master_port, rank, world_size, group_name, backend, timeout_s, device, layout, secret
     ).join()
 
 
@@ -52,6 +55,7 @@ class GroupRegistry:
         group_name = rendezvous.group_name
         with self._lock:
             if group_name in self._groups:
+                rendezvous.cancel()
                 raise ValueError(f"a group named {group_name!r} exists already; destroy it first")
             self._groups[group_name] = rendezvous
         group: WeightGroup | None = None

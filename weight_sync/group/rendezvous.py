@@ -1,11 +1,12 @@
 """The rendezvous of a weight group's ranks, with a deadline and a way to cancel it.
 
-Uses only public torch names. Connecting to a store blocks as long as the process that hosts it is stopped, so it runs
+Connecting to a store blocks as long as the process that hosts it is stopped, so it runs
 in a thread of its own too (see `shared_keys`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import threading
 from datetime import timedelta
@@ -16,6 +17,8 @@ import torch.distributed as dist
 
 from ..deadline import Deadline
 from ..errors import TransferFailed
+from .interface import gloo_group, host_store, listen_at
+from .sealed_store import Keys, sealed
 from .shared_keys import SharedKeys, Stop
 from .weight_group import Backend, Lane, WeightGroup
 
@@ -37,7 +40,7 @@ _POLL_S = 0.005  # between two checks of which ranks have read the refusal
 class _RendezvousStore(dist.Store):
     """The store as gloo uses it while its ranks find each other: a wait here can be cancelled."""
 
-    def __init__(self, store: dist.Store, rank: int, stop: Stop, deadline: Deadline) -> None:
+    def __init__(self, store: Keys, rank: int, stop: Stop, deadline: Deadline) -> None:
         super().__init__()
         self._store, self._rank, self._stop, self._deadline = store, rank, stop, deadline
         self._keys = SharedKeys(store)
@@ -91,15 +94,20 @@ class Rendezvous:
         timeout_s: float = 300.0,
         device: torch.device | None = None,
         layout: str = "torch",
+        secret: str | None = None,
     ) -> None:
-        """Check the arguments; see `join_group`."""
+        """Check the arguments, see `join_group`, and open rank 0's port, which port 0 leaves to the system.
+
+        Raises ValueError for wrong arguments, TransferFailed where rank 0 cannot listen at its address.
+        """
         wrong = [
             text
             for text, holds in {
                 f"world_size {world_size} is not positive": world_size >= 1,
                 f"rank {rank} is not in a group of {world_size}": 0 <= rank < world_size,
-                f"master_port {master_port} is not a port": 0 < master_port < 65536,
+                f"master_port {master_port} is not a port": (master_port > 0 or rank == 0) and master_port < 65536,
                 "group_name is empty": bool(group_name),
+                "the secret is empty": secret != "",
                 f"backend {backend!r} is not one of {', '.join(_DEVICE_OF)}": backend in _DEVICE_OF,
                 f"layout {layout!r} is not one of {', '.join(LAYOUTS)}": layout in LAYOUTS,
                 f"device {device} is not a CUDA device with an index, which nccl needs": backend != "nccl"
@@ -111,7 +119,7 @@ class Rendezvous:
         if wrong:
             raise ValueError("; ".join(wrong))
         self._address = (master_address, master_port)
-        self.group_name = group_name
+        self.group_name, self._secret = group_name, secret
         self._rank, self._world_size, self._backend = rank, world_size, backend
         self._device = torch.device("cpu") if backend == "gloo" or device is None else device
         self._layout = layout
@@ -123,10 +131,21 @@ class Rendezvous:
         self._result: WeightGroup | BaseException | None = None
         self._proxy: _RendezvousStore | None = None
         self._refused: str | None = None  # why the rendezvous cannot succeed, when this rank has learned it
+        self._own_address = ""  # of this machine, as the other ranks reach it
+        self._listener = self._listen() if rank == 0 else None
+
+    @property
+    def port(self) -> int:
+        """The port of the store."""
+        return self._address[1]
 
     def cancel(self) -> None:
-        """End a waiting `join`, from any thread; it raises TransferFailed. Does nothing after the join."""
+        """End a `join` that waits or has not begun, from any thread; it raises TransferFailed. Does nothing after the
+        join."""
         self._cancelled.set()
+        with self._lock:
+            if self._listener is not None:
+                self._listener.close()
         self._wake.set()
 
     def join(self) -> WeightGroup:
@@ -182,7 +201,7 @@ class Rendezvous:
 
     def _meet(self) -> WeightGroup:
         host = self._connect()
-        roster = SharedKeys(dist.PrefixStore(f"lockstep/{self.group_name}", host))
+        roster = SharedKeys(self._sealed(dist.PrefixStore(f"lockstep/{self.group_name}", host), "roster"))
         try:
             self._sign(roster)
             chain: dist.Store = host
@@ -190,14 +209,12 @@ class Rendezvous:
                 chain = dist.PrefixStore(prefix.format(group=self.group_name, device=_DEVICE_OF[self._backend]), chain)
             if self._backend == "nccl":
                 return self._group((self._make_nccl(chain),), host, chain)
-            proxy = self._proxy = _RendezvousStore(chain, self._rank, lambda: self._refusal(roster), self._deadline)
-            first = dist.ProcessGroupGloo(proxy, self._rank, self._world_size, self._deadline.left)
+            proxy, first = self._make_gloo(self._sealed(chain, "first"), roster)
             if not self._all_are_ours(roster):
                 return self._group((first,), host, chain, proxy)
             proxy.close()
             chain = dist.PrefixStore(f"lockstep/{self.group_name}/second", host)
-            again = self._proxy = _RendezvousStore(chain, self._rank, lambda: self._refusal(roster), self._deadline)
-            second = dist.ProcessGroupGloo(again, self._rank, self._world_size, self._deadline.left)
+            again, second = self._make_gloo(self._sealed(chain, "second"), roster)
             return self._group((first, second), host, chain, proxy, again)
         finally:
             if self._rank == 0 and self._refused is not None:
@@ -208,7 +225,17 @@ class Rendezvous:
         self, lanes: tuple[dist.ProcessGroupGloo | dist.ProcessGroupNCCL, ...], *stores: dist.Store
     ) -> WeightGroup:
         both = cast("tuple[Lane, ...]", lanes)
-        return WeightGroup(self.group_name, self._rank, self._world_size, self._backend, self._device, both, stores)
+        return WeightGroup(
+            self.group_name, self._rank, self._world_size, self._backend, self._device, both, stores, self._secret
+        )
+
+    def _sealed(self, store: dist.Store, scope: str) -> Keys:
+        return sealed(store, self._secret, scope)
+
+    def _make_gloo(self, keys: Keys, roster: SharedKeys) -> tuple[_RendezvousStore, dist.ProcessGroupGloo]:
+        """Let gloo's ranks find each other; returns the store, which the group needs, and the group."""
+        proxy = self._proxy = _RendezvousStore(keys, self._rank, lambda: self._refusal(roster), self._deadline)
+        return proxy, gloo_group(proxy, self._rank, self._world_size, self._own_address, self._deadline.left)
 
     def _all_are_ours(self, roster: SharedKeys) -> bool:
         """Return whether every rank uses this class, when all are there. Rank 0 decides."""
@@ -222,12 +249,24 @@ class Rendezvous:
             return False
         return roster.get("all_ours", self._deadline, lambda: self._refusal(roster)) == "yes"
 
+    def _listen(self) -> socket.socket:
+        """Open the port of the store, before any other rank is told of it."""
+        try:
+            listener = listen_at(*self._address)
+        except OSError as error:
+            raise TransferFailed(f"rank 0 of group {self.group_name!r}, rendezvous: {error}") from error
+        self._own_address, port = listener.getsockname()[:2]
+        self._address = (self._address[0], port)
+        return listener
+
     def _connect(self) -> dist.TCPStore:
         address, port = self._address
         if self._rank == 0:
-            return dist.TCPStore(
-                address, port, self._world_size, True, timeout=self._deadline.left, wait_for_workers=False
-            )
+            with self._lock:
+                listener, self._listener = self._listener, None
+            if listener is None or listener.fileno() < 0:
+                raise self._failure("its port is closed")
+            return host_store(listener, address, self._world_size, self._deadline.left)
         failure = "not tried"
         while not self._stopped() and not self._deadline.has_passed:
             soon = self._deadline.at_most(_CONNECT_S)
@@ -235,7 +274,8 @@ class Rendezvous:
                 # A plain socket first: a TCPStore would keep trying and ignore `cancel`. When it is connected, the
                 # TCPStore counts this rank in at a host that waits for all of them (wait_for_workers, which only hosts
                 # wait for).
-                socket.create_connection(self._address, timeout=max(0.05, soon.left_s)).close()
+                with socket.create_connection(self._address, timeout=max(0.05, soon.left_s)) as connection:
+                    self._own_address = connection.getsockname()[0]
                 return dist.TCPStore(address, port, self._world_size, False, timeout=soon.left)
             except (OSError, RuntimeError) as error:
                 failure = str(error)
@@ -289,6 +329,9 @@ class Rendezvous:
         return "cancelled" if self._cancelled.is_set() else None
 
     def _make_nccl(self, store: dist.Store) -> dist.ProcessGroupNCCL:
+        if self._secret is not None:
+            # Not sealed: this keeps groups apart, but a process that lists the keys can read NCCL's.
+            store = dist.PrefixStore(hashlib.sha256(f"nccl/{self._secret}".encode()).hexdigest(), store)
         # NCCL's threads keep using the store, so they get torch's own. The connection is made now and not at the first
         # broadcast, so that a rank that never joins makes the rendezvous fail.
         torch.cuda.set_device(self._device)

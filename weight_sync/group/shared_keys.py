@@ -15,9 +15,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import TypeVar
 
-import torch.distributed as dist
-
 from ..deadline import Deadline
+from .sealed_store import Keys
 
 T = TypeVar("T")
 Stop = Callable[[], str | None]  # called while waiting; returns None, or the reason to stop
@@ -33,9 +32,9 @@ class Interrupted(RuntimeError):
 class SharedKeys:
     """A key-value store of all ranks whose calls end at their deadline even where torch's would not."""
 
-    def __init__(self, store: dist.Store) -> None:
-        self._store: dist.Store | None = store
-        self._jobs: queue.SimpleQueue[tuple[Future, Callable[[dist.Store], object]] | None] = queue.SimpleQueue()
+    def __init__(self, store: Keys) -> None:
+        self._store: Keys | None = store
+        self._jobs: queue.SimpleQueue[tuple[Future, Callable[[Keys], object]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def put(self, key: str, value: str, deadline: Deadline) -> None:
@@ -80,14 +79,14 @@ class SharedKeys:
         self._store = None
         self._jobs.put(None)
 
-    def _call(self, job: Callable[[dist.Store], T], deadline: Deadline) -> T:
+    def _call(self, job: Callable[[Keys], T], deadline: Deadline) -> T:
         try:
             # A call that is answered at once succeeds also after the deadline, so that failures can still be reported.
             return self._submit(job).result(max(deadline.left_s, 0.05))
         except FutureTimeout:
             raise Interrupted("the process that hosts the store does not answer") from None
 
-    def _submit(self, job: Callable[[dist.Store], T]) -> Future[T]:
+    def _submit(self, job: Callable[[Keys], T]) -> Future[T]:
         if self._store is None:
             raise Interrupted("the store is closed")
         if self._thread is None:
@@ -107,5 +106,5 @@ class SharedKeys:
                 future.set_exception(error)
 
 
-def _delete_key(store: dist.Store, key: str) -> bool:
+def _delete_key(store: Keys, key: str) -> bool:
     return store.delete_key(key)

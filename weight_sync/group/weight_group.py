@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..deadline import Deadline
 from ..errors import TransferFailed
+from .sealed_store import sealed
 from .shared_keys import SharedKeys
 
 Backend = Literal["gloo", "nccl"]
@@ -52,11 +53,12 @@ class WeightGroup:
         device: torch.device,
         lanes: tuple[Lane, ...],
         stores: tuple[dist.Store, ...],
+        secret: str | None = None,
     ) -> None:
         self.name, self.rank, self.world_size, self.backend, self.device = name, rank, world_size, backend, device
         self.broken: str | None = None
         self.num_updates = 0  # updates that this rank has taken part in; see protocol.py
-        self.keys = SharedKeys(dist.PrefixStore(f"lockstep/{name}", stores[0]))
+        self.keys = SharedKeys(sealed(dist.PrefixStore(f"lockstep/{name}", stores[0]), secret, "updates"))
         self._lanes = lanes  # empty after `destroy`
         self._num_broadcasts = 0  # the same on all ranks that are in step
         self._stores = stores  # torch holds no reference to a Python store

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_OPCODES = 2_000_000  # about two seconds and 200 MB of small values; a tensor takes about 40
+MAX_NESTED_OPCODES = 4 * MAX_OPCODES  # of all pickles inside a pickle together, of which one is held at a time
 
 _MARK = object()
 
@@ -37,19 +38,36 @@ class Call:
     function: Global
     arguments: tuple[object, ...]
     state: object = None  # the state that the payload sets on the object
+    reading: object = None  # what its reader made of it: a call that is named many times is read once
 
 
-def parse(data: bytes, allowed: Collection[tuple[str, str]]) -> object:
+@dataclass
+class Budget:
+    """The opcodes that may still be parsed."""
+
+    num_left: int
+
+    def take(self) -> None:
+        """Count one opcode. Raises UnsafePickle when none is left."""
+        if self.num_left <= 0:
+            raise UnsafePickle("more opcodes than a payload of tensors needs, in all its parts together")
+        self.num_left -= 1
+
+
+def parse(data: bytes, allowed: Collection[tuple[str, str]], budget: Budget | None = None) -> object:
     """Parse a pickle to None, bool, int, float, str, bytes, tuple, list, dict with str keys, Global or Call.
 
     Values may contain each other, and themselves: walk them by the shape you expect, and do not print or compare them.
-    Raises UnsafePickle for a name that is not in `allowed`, quoting it, and for opcodes that no tensor payload needs;
-    ValueError for bytes that are no pickle.
+    budget: of several pickles together, besides the limit of each. Raises UnsafePickle for a name that is not in
+    `allowed`, quoting it, for opcodes that no tensor payload needs, and for too many; ValueError for bytes that are no
+    pickle.
     """
     machine = _Machine(allowed)
     for count, (opcode, argument, position) in enumerate(pickletools.genops(data)):
         if count >= MAX_OPCODES:
             raise UnsafePickle(f"a payload of more than {MAX_OPCODES} opcodes")
+        if budget is not None:
+            budget.take()
         if opcode.name == "STOP":
             assert position is not None, "the position of every opcode in bytes is known"
             if position != len(data) - 1:

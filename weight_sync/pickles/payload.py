@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..layout.json_values import is_count
-from ..same_host.handover import raise_if_any, shown
-from .inert import Call, UnsafePickle, parse
+from ..same_host.handover import MAX_OFFENDERS, raise_if_any, shown
+from .inert import MAX_NESTED_OPCODES, Budget, Call, UnsafePickle, parse
 from .payload_tensors import (
     ALLOWED,
     BUCKETS,
@@ -75,27 +75,31 @@ def read_framework_payload(
     return [(name, tensor) for (name, _), tensor in zip(named, tensors, strict=True)]
 
 
-def _parse(serialized: object, max_bytes: int) -> object:
+def _parse(serialized: object, max_bytes: int, budget: Budget | None = None) -> object:
     if not isinstance(serialized, str | bytes):
         raise ValueError(f"a payload is base64 text or bytes, not {shown(serialized)}")
     num_bytes = len(serialized) * 3 // 4 if isinstance(serialized, str) else len(serialized)
     if num_bytes > max_bytes + 2:  # base64 pads up to two bytes
         raise ValueError(f"a payload of {num_bytes} bytes; the limit is {max_bytes}")
     if isinstance(serialized, bytes):
-        return parse(serialized, ALLOWED)
+        return parse(serialized, ALLOWED, budget)
     try:
         data = base64.b64decode(serialized, validate=True)
     except ValueError as error:  # binascii.Error is one; so is text that is not ASCII
         raise ValueError(f"the payload is not base64: {error}") from error
-    return parse(data, ALLOWED)
+    return parse(data, ALLOWED, budget)
 
 
 def _plan_named(payload: object, tp_rank: int, max_bytes: int, problems: list[str]) -> list[tuple[str, TensorPlan]]:
     if type(payload) is not list:
         raise ValueError(f"a list of (name, tensor) was expected, not {described_value(payload)}")
     named: dict[str, TensorPlan] = {}
-    left = max_bytes  # for all nested pickles together: a value with several references is parsed several times
+    # For all nested pickles together: a value with several references is parsed several times.
+    left, budget = max_bytes, Budget(MAX_NESTED_OPCODES)
     for index, entry in enumerate(payload):
+        if len(problems) >= MAX_OFFENDERS:
+            problems.append("the rest was not read")
+            break
         if type(entry) not in (tuple, list) or len(entry) != 2 or type(entry[0]) is not str:
             problems.append(f"entry {index} is not (name, tensor)")
             continue
@@ -105,9 +109,10 @@ def _plan_named(payload: object, tp_rank: int, max_bytes: int, problems: list[st
                 raise ValueError("named more than once")
             if type(value) is Call and name_of(value.function) in PER_RANK:
                 nested = _of_rank(value, tp_rank)
-                value = _parse(nested, left)
-                assert isinstance(nested, str | bytes), "nothing else can be parsed"
-                left -= len(nested)
+                # Charged before it is parsed: one that fails costs as much as one that does not.
+                size, before = len(nested) if isinstance(nested, str | bytes) else 0, left
+                left -= size
+                value = _parse(nested, before, budget)
             named[name] = plan_tensor(value)
         except UnsafePickle:
             raise
@@ -153,6 +158,9 @@ def _plan_bucket(payload: object, problems: list[str]) -> tuple[TensorPlan, list
         raise ValueError("the metadata of a flattened bucket must be a list")
     slices: dict[str, _Slice] = {}
     for index, value in enumerate(fields["metadata"]):
+        if len(problems) >= MAX_OFFENDERS:
+            problems.append("the rest was not read")
+            break
         try:
             one = _plan_slice(value, flat.shape[0])
             if one.name in slices:
@@ -171,7 +179,7 @@ def _plan_slice(value: object, num_bytes: int) -> _Slice:
     if not (is_count(start) and is_count(end) and start <= end <= num_bytes):
         raise ValueError(f"{shown(name)}: bytes {shown(start)} to {shown(end)} of a bucket of {num_bytes}")
     dtype, shape = dtype_of(state["dtype"]), counts_of(state["shape"])
-    if len(shape) > 64 or math.prod(shape) * dtype.itemsize != end - start or length != end - start:
+    if math.prod(shape) * dtype.itemsize != end - start or length != end - start:
         sizes = f"{dtype}{list(shape[:8])} in {end - start} bytes, numel {shown(length)}"
         raise ValueError(f"{shown(name)}: {sizes}")
     return _Slice(name, dtype, shape, start, end)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..layout.json_values import is_count
-from ..manifest import parse_dtype
+from ..manifest import MAX_DIMENSIONS, parse_dtype
 from ..same_host.cuda_ipc import CudaHandle, visible_uuids
 from ..same_host.handover import shown, strided_problem
 from .inert import Call, Global
@@ -189,11 +189,13 @@ def name_of(value: object) -> Name:
 
 
 def _called(value: object, table: Mapping[Name, Callable[[Call], T]], what: str) -> T:
-    """Apply the table's function to the record of a call. Raises ValueError for any other value."""
+    """Apply the table's function to the record of a call, once. Raises ValueError for any other value."""
     found = table.get(name_of(value.function)) if type(value) is Call else None
     if found is None or type(value) is not Call:
         raise ValueError(f"{what} was expected, not {described_value(value)}")
-    return found(value)
+    if value.reading is None:
+        value.reading = found(value)
+    return cast(T, value.reading)
 
 
 def described_value(value: object) -> str:
@@ -227,16 +229,22 @@ def dtype_of(value: object) -> torch.dtype:
 
 
 def counts_of(value: object) -> tuple[int, ...]:
-    """Read a torch.Size, tuple or list of counts."""
+    """Read a torch.Size, tuple or list of counts, at most one for each dimension that a tensor can have."""
     if type(value) is Call and name_of(value.function) == _SIZE:
         (value,) = _arguments(value, 1)
-    if not isinstance(value, tuple | list) or not all(is_count(number) for number in value):
+    if not isinstance(value, tuple | list):
+        raise ValueError(f"sizes or strides were expected, not {described_value(value)}")
+    if len(value) > MAX_DIMENSIONS:
+        raise ValueError(f"{len(value)} dimensions")
+    if not all(is_count(number) for number in value):
         raise ValueError(f"sizes or strides were expected, not {described_value(value)}")
     return tuple(value)
 
 
 def open_all(plans: list[TensorPlan], timeout_s: float) -> list[Tensor]:
-    """Attach the planned tensors; a storage that was sent once is attached once. Raises TransferFailed."""
+    """Attach the planned tensors; a storage that was sent once is attached once. Raises ValueError where one shared
+    memory has two sizes, before any is attached, and TransferFailed."""
+    _check_sizes(plans)
     storages: dict[StoragePlan, torch.UntypedStorage] = {}
     uuids = visible_uuids() if any(isinstance(plan, CudaHandle) for plan in plans) else []
     tensors: list[Tensor] = []
@@ -249,3 +257,15 @@ def open_all(plans: list[TensorPlan], timeout_s: float) -> list[Tensor]:
         empty = torch.empty(0, dtype=plan.dtype)
         tensors.append(empty.set_(storages[plan.storage], plan.offset, plan.shape, plan.stride))
     return tensors
+
+
+def _check_sizes(plans: list[TensorPlan]) -> None:
+    """Check that each shared memory has one size: torch would keep the first, and fail at the second."""
+    sizes: dict[object, int] = {}
+    for plan in plans:
+        storage = None if isinstance(plan, CudaHandle) else plan.storage
+        if isinstance(storage, NamedStorage | DescriptorStorage):
+            size = sizes.setdefault(storage.memory, storage.num_bytes)
+            if size != storage.num_bytes:
+                named = " at ".join(shown(part) for part in storage.memory)
+                raise ValueError(f"shared memory {named} is sent with {size} bytes and with {storage.num_bytes}")

@@ -63,6 +63,11 @@ class NamedStorage:
     num_bytes: int
     sent: object  # its place in a payload: torch counts one user per place, and attaching takes over that count
 
+    @property
+    def memory(self) -> tuple[object, object]:
+        """The shared memory that this names."""
+        return self.handle, self.manager
+
     def problem(self) -> str | None:
         if not isinstance(self.handle, bytes) or not _SHARED_NAME.fullmatch(self.handle):
             return f"shared-memory name {shown(self.handle)} is not one of torch's"
@@ -101,6 +106,11 @@ class DescriptorStorage:
     address: str
     key: int
     num_bytes: int
+
+    @property
+    def memory(self) -> tuple[object, object]:
+        """The shared memory that this names."""
+        return self.key, self.address
 
     def problem(self) -> str | None:
         if not isinstance(self.address, str) or not is_count(self.key):

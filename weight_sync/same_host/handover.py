@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from ..layout.json_values import is_count
-from ..manifest import Manifest, NamedTensors, TensorSpec, dtype_name, specs_from_lists
+from ..manifest import MAX_DIMENSIONS, Manifest, NamedTensors, TensorSpec, dtype_name, specs_from_lists
 
 MAX_OFFENDERS = 20  # in one message; a hostile description must not make it endless
 
@@ -88,7 +88,7 @@ def _read_manifest(values: object, specs: Sequence[TensorSpec], problems: list[s
         problems.append(f"manifest fields of the wrong type: {', '.join(wrong)}")
         return None
     try:
-        manifest = Manifest.from_json(json.dumps(values))
+        manifest = Manifest.from_values(values)
     except ValueError as error:
         problems.append(f"manifest: {error}")
         return None
@@ -128,17 +128,26 @@ def strided_problem(
     elements."""
     if len(shape) != len(stride):
         return f"shape of {len(shape)} dimensions with {len(stride)} strides"
-    if len(shape) > 64:
+    if len(shape) > MAX_DIMENSIONS:
         return f"{len(shape)} dimensions"
     if wrong := [shown(value) for value in (*shape, *stride, offset) if not is_count(value)]:
         return f"shape, stride and offset must be counts, not {listed(wrong)}"
     if math.prod(max(size, 1) for size in shape) >= 1 << 62:
         return f"{len(shape)} dimensions of more elements than there are addresses"
     if 0 in shape:
-        return None
+        return (
+            f"starts {offset} elements into a storage of {storage_bytes} bytes"
+            if (offset * item_bytes > storage_bytes)
+            else None
+        )
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     end = (last + 1) * item_bytes
-    return f"reaches byte {end} of a storage of {storage_bytes} bytes" if end > storage_bytes else None
+    if end > storage_bytes:
+        return f"reaches byte {end} of a storage of {storage_bytes} bytes"
+    num_bytes = math.prod(shape) * item_bytes
+    if num_bytes > storage_bytes:
+        return f"has {num_bytes} bytes in a storage of {storage_bytes}, so that its elements overlap: send a copy of it"
+    return None
 
 
 def copy_bytes(destination: Tensor, source: Tensor) -> None:

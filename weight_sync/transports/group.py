@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import secrets
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +27,8 @@ class DistributedTransport:
         self, *, backend: Backend = "gloo", bucket_bytes: int = DEFAULT_BUCKET_BYTES, host: str = "127.0.0.1",
         device: torch.device | None = None,
     ) -> None:  # fmt: skip
-        """Keep the settings; the group is made by the first push. host: the address under which the targets reach this
-        process."""
+        """Keep the settings; the group is made by the first push. host: the address of this machine under which the
+        targets reach it; the group listens there and nowhere else."""
         self._backend, self._bucket_bytes, self._host, self._device = backend, bucket_bytes, host, device
         self._group: WeightGroup | None = None
         self._members: tuple[_Member, ...] = ()
@@ -91,18 +91,19 @@ class DistributedTransport:
             return self._group
         if self._group is not None:
             self._leave(targets)
-        name, port = f"lockstep-{uuid.uuid4().hex[:12]}", free_port(self._host)
+        name, secret = f"lockstep-{uuid.uuid4().hex[:12]}", secrets.token_hex(32)
         offsets, size = {}, 1
         for member in members:
             offsets[member.target], size = size, size + member.num_ranks
 
-        rendezvous = Rendezvous(self._host, port, 0, size, name, self._backend, timeout_s, self._device)
+        rendezvous = Rendezvous(self._host, 0, 0, size, name, self._backend, timeout_s, self._device, secret=secret)
 
         def join(target: Target) -> object:
             try:
                 return target.call(
-                    "init_weights_update_group", timeout_s=timeout_s, master_address=self._host, master_port=port,
-                    rank_offset=offsets[target.name], world_size=size, group_name=name, backend=self._backend,
+                    "init_weights_update_group", timeout_s=timeout_s, master_address=self._host,
+                    master_port=rendezvous.port, rank_offset=offsets[target.name], world_size=size, group_name=name,
+                    backend=self._backend, group_secret=secret,
                 )  # fmt: skip
             except BaseException:
                 rendezvous.cancel()  # the others need not wait for this one
@@ -162,10 +163,3 @@ def _members_of(targets: Sequence[Target], timeout_s: float, known: Sequence[_Me
 def _leave_group(name: str, targets: Sequence[Target]) -> None:
     """Make targets leave a group or stop waiting for it. Targets that are gone or have left already are ignored."""
     on_all(targets, lambda target: target.call("destroy_weights_update_group", timeout_s=10.0, group_name=name))
-
-
-def free_port(host: str) -> int:
-    """Return a TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]

@@ -38,6 +38,7 @@ class InitGroupBody(AdminBody):
     world_size: Count
     group_name: str = GROUP_NAME
     backend: str = "nccl"
+    group_secret: Annotated[str, Field(min_length=1, max_length=1024)] | None = None  # of our own senders
 
 
 class DestroyGroupBody(AdminBody):
@@ -134,7 +135,7 @@ def init_weights_update_group(service: RolloutService, body: InitGroupBody, seco
     """Join a process group as rank `rank_offset`; answers when all members have joined."""
     service.init_weights_update_group(
         body.master_address, body.master_port, body.rank_offset, body.world_size, body.group_name, body.backend,
-        timeout_s=seconds_left,
+        group_secret=body.group_secret, timeout_s=seconds_left,
     )  # fmt: skip
 
 

@@ -97,8 +97,49 @@ def test_the_reason_is_told_when_there_is_no_compiler(source: Path, tmp_path: Pa
 @needs_compiler
 def test_a_cache_that_cannot_be_written_is_the_reason(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(native.NativeUnavailable, match="cannot be written"):
+    with pytest.raises(native.NativeUnavailable, match="cannot be made"):
         native.build(source, environment(tmp_path, LOCKSTEP_CACHE_DIR=str(tmp_path / "file" / "cache")))
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
+def test_a_cache_that_others_can_write_is_refused_with_the_remedy(source: Path, tmp_path: Path, mode: int) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(mode)
+    with pytest.raises(
+        native.UnsafeCache, match=rf"{tmp_path}/cache has mode {mode:04o}.*chmod go-w.*LOCKSTEP_CACHE_DIR"
+    ):
+        native.build(source, environment(tmp_path))
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@needs_compiler
+def test_a_library_that_others_can_write_is_not_loaded(source: Path, tmp_path: Path) -> None:
+    library = native.build(source, environment(tmp_path)).path
+    library.chmod(0o757)
+    with pytest.raises(native.UnsafeCache, match=rf"{library} has mode 0757"):
+        native.build(source, environment(tmp_path))
+
+
+@needs_compiler
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_cache_of_another_user_is_refused(source: Path, tmp_path: Path) -> None:
+    library = native.build(source, environment(tmp_path)).path
+    for path in (library, library.parent):
+        os.chown(path, 12345, -1)
+        with pytest.raises(native.UnsafeCache, match=rf"{path} belongs to the user 12345"):
+            native.build(source, environment(tmp_path))
+        os.chown(path, 0, -1)
+
+
+@needs_compiler
+def test_a_new_cache_is_for_its_user_alone_whatever_the_umask_allows(source: Path, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        library = native.build(source, environment(tmp_path)).path
+    finally:
+        os.umask(before)
+    assert library.parent.stat().st_mode & 0o777 == 0o700 and library.stat().st_mode & 0o022 == 0
 
 
 def test_the_switch_turns_native_code_off_and_attention_falls_to_pytorch(tmp_path: Path) -> None:
