@@ -12,9 +12,10 @@ ADMIN_KEY_VARIABLES = ("LOCKSTEP_ADMIN_KEY", "SGLANG_OMNI_ADMIN_KEY")
 
 _POSITIVE = (
     "max_body_bytes", "max_control_body_bytes", "max_open_body_bytes", "max_body_lists", "body_timeout_s",
-    "max_prompts", "max_sequences", "max_stop_bytes", "max_logit_bias", "max_top_logprobs", "max_listed_logprobs",
-    "max_logprob_entries", "max_waiting_requests", "max_waiting_tokens", "max_admin_calls", "max_connections",
-    "head_timeout_s", "idle_timeout_s", "write_timeout_s", "stall_timeout_s", "drain_timeout_s", "shutdown_timeout_s",
+    "max_prompts", "max_sequences", "max_stop_bytes", "max_stop_token_ids", "max_logit_bias", "max_top_logprobs",
+    "max_listed_logprobs", "max_logprob_entries", "max_waiting_requests", "max_waiting_tokens", "max_admin_calls",
+    "max_connections", "head_timeout_s", "idle_timeout_s", "write_timeout_s", "stall_timeout_s", "drain_timeout_s",
+    "shutdown_timeout_s",
 )  # fmt: skip
 
 
@@ -39,6 +40,7 @@ class HttpConfig:
     max_prompts: int = 4096  # of a request
     max_sequences: int = 4096  # of a request: prompts times samples
     max_stop_bytes: int = 1 << 16  # of all stop strings of a prompt
+    max_stop_token_ids: int = 1024  # of a prompt
     max_logit_bias: int = 1 << 14  # entries of a prompt's logit_bias; never more than the vocabulary has
     max_top_logprobs: int = 128  # likeliest tokens at each position
     max_listed_logprobs: int = 1024  # tokens of token_ids_logprob, at each position

@@ -11,6 +11,9 @@ from ....rollout.sequences.request import RequestOptions
 from ..edge.config import HttpConfig
 from ..edge.errors import BadField
 
+_NAMES = ("rid", "extra_key", "cache_salt", "model")
+_MAX_NAME = 1024  # characters of each of these; every sequence, chunk or block has a copy
+_STREAM_SHARE = 8  # of the limit of entries, a stream that repeats its earlier output has this part
 _MAX_ENTRIES = (
     1 << 18
 )  # values in one prompt's sampling parameters; their longest text, a grammar, may have as many bytes
@@ -32,11 +35,16 @@ class RequestLimits:
         return self._engine.max_model_len * max(map(len, tokenizer.get_vocab()), default=1)
 
     def lists(self, values: Mapping[str, object], names: Iterable[str]) -> None:
-        """Check the lengths of lists that may have an entry for each prompt."""
+        """Check the lengths of lists that may have an entry for each prompt, and those of names."""
         for name in names:
             value = values.get(name)
             if isinstance(value, list) and len(value) > self._config.max_prompts:
                 self.prompts(len(value), name)
+        for name in _NAMES:
+            value = values.get(name)
+            for text in value if isinstance(value, list) else [value]:
+                if isinstance(text, str) and len(text) > _MAX_NAME:
+                    raise BadField(name, f"has {len(text)} characters, more than {_MAX_NAME}")
 
     def prompts(self, num_prompts: int, field: str) -> None:
         """Check the number of prompts."""
@@ -62,6 +70,10 @@ class RequestLimits:
         num_bytes = sum(len(text) for text in texts if isinstance(text, str))
         if num_bytes > (limit := self._config.max_stop_bytes):
             raise BadField(field or "stop", f"stop has {num_bytes} bytes, more than {limit} (max_stop_bytes)")
+        ids = given.get("stop_token_ids")
+        if isinstance(ids, list) and len(ids) > (limit := self._config.max_stop_token_ids):
+            message = f"stop_token_ids has {len(ids)} entries, more than {limit} (max_stop_token_ids)"
+            raise BadField(field or "stop_token_ids", message)
         for name, value in given.items():
             if isinstance(value, list | dict) and _has_more_than(_MAX_ENTRIES, value):
                 raise BadField(field or name, f"{name[:100]} has more than {_MAX_ENTRIES} values")
@@ -97,8 +109,11 @@ class RequestLimits:
         params: Sequence[SamplingParams],
         options: Sequence[RequestOptions],
         field: str,
+        *,
+        repeats: bool = False,
     ) -> None:
-        """Check the number of positions times alternatives, of all sequences together."""
+        """Check the number of positions times alternatives, of all sequences together. repeats: the answer is a stream
+        whose every event repeats the earlier output."""
         total = 0
         for ids, its_params, its_options in zip(prompts, params, options, strict=True):
             if not (num := its_options.top_logprobs_num + len(its_options.token_ids_logprob)):
@@ -106,9 +121,11 @@ class RequestLimits:
             room, start = self._engine.max_model_len - len(ids), its_options.logprob_start_len
             num_positions = min(its_params.max_new_tokens, room) + (len(ids) - start if start >= 0 else 0)
             total += max(num_positions, 1) * num * its_params.n
-        if total > (limit := self._config.max_logprob_entries):
+        limit = self._config.max_logprob_entries // (_STREAM_SHARE if repeats else 1)
+        if total > limit:
+            what = f"stream, 1/{_STREAM_SHARE} of those of a request" if repeats else "request"
             raise BadField(
-                field, f"{total} positions times alternatives are more than the {limit} of a request "
+                field, f"{total} positions times alternatives are more than the {limit} of a {what} "
                 "(max_logprob_entries): ask for fewer alternatives or tokens, or start later"
             )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 
@@ -14,6 +15,7 @@ from ..edge.disconnect import first_of, until_disconnect
 
 DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # made once, not for each token
+_TURN_S = 0.005  # a stream runs no longer at a time
 MAX_TAKEN_BACK = 256  # entries of a list; a jump replaces at most so many tokens
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -88,6 +90,10 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        since = time.monotonic()
         async for data in self._events:
             await send({"type": "http.response.body", "body": data, "more_body": True})
+            if time.monotonic() - since > _TURN_S:  # many events may be ready: others have their turn
+                await asyncio.sleep(0)
+                since = time.monotonic()
         await send({"type": "http.response.body", "body": b"", "more_body": False})

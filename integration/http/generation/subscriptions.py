@@ -41,7 +41,8 @@ from .sse import EventStream
 logger = logging.getLogger(__name__)
 
 _INTAKE_THREADS = 4
-_QUICK_ENTRIES = 10_000  # an answer with up to this many log-probabilities is encoded at once
+_QUICK_ENTRIES = 10_000  # an answer with up to this many parts is encoded at once
+_NUM_FACTS = 20  # of each sequence, beside its log-probabilities
 _CHARS_PER_TOKEN = 4  # of a text that is not tokenised yet, about
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False)  # as JSONResponse encodes
 CLIENT_GONE = Response(status_code=499)  # returned to the framework; the client has disconnected
@@ -335,10 +336,10 @@ def hub_of(app: Starlette) -> Hub:
 
 
 def _num_entries(c: Completion) -> int:
-    """Count the log-probabilities of an answer."""
+    """Count the parts of an answer, about."""
     lists = (c.top_logprobs, c.listed_logprobs, c.prompt_top_logprobs, c.prompt_listed_logprobs)
     alternatives = sum(len(at) for positions in lists for at in positions or () if at is not None)
-    return alternatives + len(c.logprobs) + len(c.prompt_logprobs or ())
+    return alternatives + len(c.logprobs) + len(c.prompt_logprobs or ()) + len(c.prompt_ids) // 16 + _NUM_FACTS
 
 
 def _encoded(reply: Reply, completions: list[Completion]) -> bytes:

@@ -318,6 +318,7 @@ def _params(body: CommonBody, max_new_tokens: int) -> SamplingParams:
 
 def _check_sizes(values: Mapping[str, object], limits: RequestLimits) -> None:
     """Check the sizes of fields that are no prompts, before any is walked. Raises BadField."""
+    limits.lists(values, ())
     limits.given_params({name: value for name, value in values.items() if name not in ("prompt", "input_ids")})
 
 

@@ -25,9 +25,9 @@ BIAS = b",".join(b'"%d":1' % id for id in range(2 << 20))
 LATEST_S = 2.0  # after it a health check would be late
 SHORT = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
 LIMITS = HttpConfig(
-    port=0, max_prompts=8, max_sequences=16, max_stop_bytes=100, max_logit_bias=10, max_top_logprobs=5,
-    max_listed_logprobs=6, max_logprob_entries=200, max_control_body_bytes=1000, max_waiting_requests=20,
-    max_waiting_tokens=1000,
+    port=0, max_prompts=8, max_sequences=16, max_stop_bytes=100, max_stop_token_ids=7, max_logit_bias=10,
+    max_top_logprobs=5, max_listed_logprobs=6, max_logprob_entries=200, max_control_body_bytes=1000,
+    max_waiting_requests=20, max_waiting_tokens=1000,
 )  # fmt: skip
 
 
@@ -66,6 +66,15 @@ def client(served) -> Iterator[httpx.Client]:
             {"sampling_params": {"logit_bias": {str(id): 1 for id in range(11)}}},
             "sampling_params",
             "logit_bias has 11 entries, more than 10 (max_logit_bias",
+        ),
+        ({"rid": "x" * 1025}, "rid", "has 1025 characters, more than 1024"),
+        ({"extra_key": ["x" * 1025]}, "extra_key", "more than 1024"),
+        ({"sampling_params": {"stop_token_ids": [1] * 8}}, "sampling_params", "8 entries, more than 7"),
+        ({"sampling_params": {"temperature": [1] * 100_000}}, "sampling_params", "temperature must be"),
+        (
+            {"return_logprob": True, "top_logprobs_num": 5, "stream": True, "sampling_params": {"max_new_tokens": 6}},
+            "top_logprobs_num",
+            "30 positions times alternatives are more than the 25 of a stream, 1/8",
         ),
         ({"sampling_params": {"custom_params": {"a": [0] * (1 << 18)}}}, "sampling_params", "more than 262144 values"),
         ({"return_logprob": True, "top_logprobs_num": 6}, "top_logprobs_num", "6 are more than 5 (max_top_logprobs)"),
@@ -112,6 +121,7 @@ def test_each_limit_of_generate_is_a_400_that_names_its_setting(client, fields, 
         ({"prompt": "1", "logprobs": 6}, "logprobs", "(max_top_logprobs)"),
         ({"prompt": "1", "logprobs": 5, "max_tokens": 41}, "logprobs", "(max_logprob_entries)"),
         ({"prompt": "1", "logit_bias": {str(id): 1 for id in range(11)}}, "logit_bias", "(max_logit_bias"),
+        ({"prompt": "1", "model": "x" * 1025}, "model", "more than 1024"),
         ({"prompt": "1", "stop": "x" * 101}, "stop", "(max_stop_bytes)"),
         ({"messages": [], "top_logprobs": 6, "logprobs": True}, "top_logprobs", "(max_top_logprobs)"),
         ({"input_ids": [1], "top_logprobs": 5, "logprobs": True}, "top_logprobs", "(max_logprob_entries)"),
