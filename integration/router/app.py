@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext
@@ -12,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..http.edge.auth import Level, check_key, check_origin, level_of
-from ..http.edge.bodies import parse_object, parse_object_off_loop, read_bytes
+from ..http.edge.bodies import parse_object, read_bytes
 from ..http.edge.errors import BadField, EndingMiddleware, HttpError, error_response, install
 from .changes.broadcast import broadcast
 from .changes.journal import UpdateJournal
@@ -26,6 +27,7 @@ from .router import Router, call_of, router_of
 from .worker_paths import add_workers
 
 _OPEN_PATHS = frozenset({"/liveness", "/readiness"})
+_SHORT_BYTES = 1 << 16  # of a body that is parsed on the event loop
 _NORMAL_PATHS = frozenset({"/get_loads"})
 
 
@@ -172,11 +174,16 @@ def _add_journal(app: FastAPI) -> None:
         return JSONResponse(await router_of(request).admin.resolve(body.get("enable", True) is not False))
 
 
+async def _parsed(body: bytes) -> Mapping[str, object]:
+    """Parse a JSON object, a long one in a thread, so that other requests go on meanwhile. Raises HttpError 400."""
+    return parse_object(body) if len(body) <= _SHORT_BYTES else await asyncio.to_thread(parse_object, body)
+
+
 def _add_admin(app: FastAPI) -> None:
     async def administer(request: Request) -> JSONResponse:
         router = router_of(request)
         call = await call_of(request, router.config.max_admin_body_bytes)
-        values: Mapping[str, object] = await parse_object_off_loop(call.body)
+        values = await _parsed(call.body)
         verb = request.scope["path"].rpartition("/")[2]
         status, body = await router.admin.run(verb, call, values, request.is_disconnected)
         return JSONResponse(body, status)

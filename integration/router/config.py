@@ -14,7 +14,7 @@ from ..http.edge.config import HttpConfig
 _POSITIVE = (
     "health_interval_s", "health_timeout_s", "dead_after", "lock_limit_s", "admin_timeout_s", "queue_timeout_s",
     "request_timeout_s", "connect_timeout_s", "drain_timeout_s", "max_attempts", "max_prefixes", "max_held_requests",
-    "max_body_bytes", "max_open_body_bytes", "max_kept_answer_bytes", "max_admin_body_bytes", "max_admin_answer_bytes",
+    "body_timeout_s", "max_body_bytes", "max_open_body_bytes", "max_kept_answer_bytes", "max_admin_body_bytes", "max_admin_answer_bytes",
 )  # fmt: skip
 
 
@@ -41,6 +41,7 @@ class RouterConfig:
     admin_timeout_s: float = 300.0  # longest time of an administrative call without a timeout_s
     allow_mixed_versions: bool = False  # also route to a worker that returned with other weights than the rest
     drain_timeout_s: float = 30.0  # seconds in which open requests may end after SIGTERM; then they end with an error
+    body_timeout_s: float = 120.0  # longest time in which the body of a generation request may arrive
     max_body_bytes: int = 32 << 20  # largest body of a generation request
     max_open_body_bytes: int = 1 << 30  # bodies of all open generation requests together; beyond it 503
     max_kept_answer_bytes: int = 256 << 20  # answers kept until they are complete, together; more is passed on in parts

@@ -46,21 +46,25 @@ class ProxyResponse(Response):
             await JSONResponse(body, error.status, error.headers)(scope, receive, send)
 
     async def _read(self, request: Request, kept: Share) -> Generation:
-        """Read the request, with its body in `kept`. Raises HttpError 413 for a body that is too long, 503 where all
-        open bodies are, and ClientDisconnect."""
+        """Read the request, with its body in `kept`. Raises HttpError 413 for a body that is too long, 408 for one
+        that takes too long, 503 where all open bodies are too long, and ClientDisconnect."""
         limit = self._router.config.max_body_bytes
         too_long = HttpError(413, f"the body is longer than {limit} bytes", code="too_large")
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limit:
             raise too_long
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > limit:
-                raise too_long
-            if not kept.resize(len(body)):
-                message = f"the open requests have {self._router.bodies.limit} bytes already"
-                raise HttpError(503, message, code="overloaded", headers={"Retry-After": "1"})
+        body, limit_s = bytearray(), self._router.config.body_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limit:
+                        raise too_long
+                    if not kept.resize(len(body)):
+                        message = f"the open requests have {self._router.bodies.limit} bytes already"
+                        raise HttpError(503, message, code="overloaded", headers={"Retry-After": "1"})
+        except TimeoutError:
+            raise HttpError(408, f"the body did not arrive within {limit_s:g} s", code="body_timeout") from None
         data, routing_key = bytes(body), request.headers.get(ROUTING_KEY_HEADER)
         if len(data) > _SHORT_BYTES:
             keys, num_sequences = await self._router.peek(data, routing_key)

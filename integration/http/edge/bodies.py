@@ -7,7 +7,6 @@ longer than the limit.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
@@ -20,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from .errors import BadField, HttpError
 
 MAX_TIMEOUT_S = 7 * 86400.0
-_LONG_BYTES = 1 << 16  # of a body that is parsed in a thread
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)]
@@ -76,11 +74,6 @@ def parse_object(data: bytes) -> dict[str, object]:
     if _SURROGATE.search(data):
         _refuse_surrogates(value)
     return value
-
-
-async def parse_object_off_loop(data: bytes) -> dict[str, object]:
-    """Parse a JSON object as `parse_object`, a long one in a thread, so that other requests go on meanwhile."""
-    return await asyncio.to_thread(parse_object, data) if len(data) > _LONG_BYTES else parse_object(data)
 
 
 async def read_object(request: Request, limit: int | None = None) -> dict[str, object]:

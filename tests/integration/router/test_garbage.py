@@ -7,6 +7,7 @@ import gzip
 import json
 import re
 import resource
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -305,3 +306,11 @@ def test_bodies_beyond_the_memory_for_them_are_refused_and_the_memory_is_given_b
         release.set()
         assert first.result(WAIT_S).status_code == 200
     assert fleet.post("/generate", body).status_code == 200
+
+
+def test_a_body_that_does_not_come_to_its_end_has_a_deadline(make_fleet):
+    fleet = make_fleet(1, body_timeout_s=0.2)
+    port = int(fleet.router.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), WAIT_S) as connection:
+        connection.sendall(b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 9\r\n\r\n{")
+        assert connection.makefile("rb").readline().split()[1] == b"408"
