@@ -223,12 +223,14 @@ def metric_families() -> dict[str, list[tuple[str, str, str, str]]]:
     from lockstep.integration.http.observe.traffic import Traffic, TrafficCollector
     from lockstep.integration.router.changes.journal import UpdateJournal
     from lockstep.integration.router.counters import RouterCounters
+    from lockstep.integration.router.fleet.held import HeldRequests
     from lockstep.integration.router.fleet.workers import WorkerRegistry
     from lockstep.integration.router.metrics import RouterCollector
     from lockstep.integration.service import RolloutService
 
     with tempfile.TemporaryDirectory() as folder, closing(UpdateJournal(Path(folder) / "journal.json")) as journal:
-        router = RouterCollector(WorkerRegistry(), RouterCounters(), journal)
+        registry = WorkerRegistry()
+        router = RouterCollector(registry, RouterCounters(), journal, HeldRequests(registry, 1))
         service = RolloutService(smallest_engine())
         try:
             found = {

@@ -43,7 +43,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(
         prog="lockstep route",
         description="Serve many engines at one address: generation goes to the least loaded engine that has the "
-        "prompt's KV, administration to all engines. SIGTERM and Ctrl-C end it.",
+        "prompt's KV, administration to all engines. SIGTERM and Ctrl-C let open requests finish and end it with 0; a "
+        "second one ends it at once.",
     )
     parser.add_argument(
         "--worker", action="extend", nargs="+", default=[], metavar="URL",

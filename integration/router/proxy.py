@@ -30,7 +30,7 @@ from .wire import Wire, WorkerFailed, beginning
 logger = logging.getLogger(__name__)
 
 _END_OF_EVENT = b"\n\n"
-_MAX_REFUSAL_BYTES = 1 << 16  # of a 503 that is read before the request moves
+_MAX_REFUSAL_BYTES = 1 << 16  # of a 503 that are read, before the request moves or the answer is passed on
 
 
 @dataclass(frozen=True)
@@ -190,9 +190,13 @@ class Proxy:
 
     async def _pass_through(self, worker: Worker, call: WorkerCall, relay: Relay) -> None:
         async with self._wire.call(worker.url, call) as answer:
-            if answer.status_code == 503 and not relay.is_last:
-                raise refusal(await beginning(answer, _MAX_REFUSAL_BYTES))
-            if answer.headers.get("content-type", "").startswith("text/event-stream"):
+            if answer.status_code == 503:
+                body = await beginning(answer, _MAX_REFUSAL_BYTES)
+                error = refusal(body)
+                if isinstance(error, Drains) or not relay.is_last:
+                    raise error
+                await relay.whole(answer, body)
+            elif answer.headers.get("content-type", "").startswith("text/event-stream"):
                 await self._pass_events(answer, relay)
             else:
                 await self._pass_whole(answer, relay)

@@ -15,6 +15,7 @@ from ..wire import Answer, NotReached, Wire, WorkerFailed
 
 _MARGIN_S = 2.0  # wait this much longer than a call's own deadline, so that the worker can answer why it failed
 _MAX_TEXT = 2000  # characters of an error that is no JSON
+_MAX_REPORT = 1 << 16  # characters of another answer that is no JSON
 _MAX_DEPTH = 50  # levels of objects that are compared key by key
 _LONG_BYTES = 1 << 16  # a longer answer is parsed in a thread, so that other requests go on
 _RETRYABLE = frozenset({409, 429, 503})  # the worker did nothing
@@ -163,7 +164,7 @@ def _value(answer: Answer) -> object:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         text = answer.body.decode("utf-8", "replace")
-        return text if answer.is_success else text[:_MAX_TEXT]
+        return text[: _MAX_REPORT if answer.is_success else _MAX_TEXT]
     return value
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ..calls import PLAIN, WorkerCall
 from ..config import RouterConfig
 from ..wire import Answer, NotReached, Wire, WorkerFailed
-from .workers import Worker, WorkerRegistry
+from .workers import Health, Worker, WorkerRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -108,16 +108,17 @@ class HealthChecks:
 
     async def _learn(self, worker: Worker) -> None:
         """Read a worker's version and readiness, and, where another process may have its address, its identity."""
-        returns, known, was_suspect = not worker.is_alive, worker.weight_version, worker.is_suspect
+        returns, known = worker.health is not Health.ALIVE, worker.weight_version
+        is_looked_at = False
         if await self.read_version(worker) != known:
             worker.is_suspect = True  # an update, or another process that was started between two probes
-        if returns or worker.is_suspect or worker.is_draining:
+        if returns or worker.is_suspect:
             info = await self._get_object(worker, "/server_info")
             started = info.get("startup_time")
-            if not returns and started != worker.startup_time:
+            if worker.is_alive and started != worker.startup_time:
                 self._die(worker, "another process answers at its address")
                 returns = True
-            worker.startup_time, worker.is_suspect = started, False
+            worker.startup_time, worker.is_suspect, is_looked_at = started, False, True
             sizes = [size for name in ("tp_size", "pp_size") if isinstance(size := info.get(name), int) and size > 0]
             worker.num_ranks = sizes[0] * sizes[1] if len(sizes) == 2 else 1
         ready = await self._get(worker, "/ready")
@@ -128,7 +129,7 @@ class HealthChecks:
             worker.paused = ready.status == 503
         self._registry.check_versions(self._config.allow_mixed_versions, worker if returns else None)
         self._registry.mark_alive(worker)
-        if was_suspect:
+        if is_looked_at:
             self._registry.notify()  # a request may wait for this
 
     def _die(self, worker: Worker, why: str) -> None:
