@@ -21,6 +21,10 @@ class MemoryReleased(LockstepError):
     """An operation on the released KV pool; resume it first."""
 
 
+class OutOfMemory(LockstepError):
+    """Memory that the machine did not give; nothing changed. The message names the size and the remedy."""
+
+
 class LedgerError(LockstepError):
     """A wrong sum in the block ledger: free + cached + held is not the pool. A bug of ours."""
 
@@ -51,6 +55,10 @@ class OpIdTaken(LockstepError):
 
 class EngineStopped(LockstepError):
     """The end of the background loop, by `stop()` or by the error that is this one's cause."""
+
+
+class ForkedProcess(LockstepError):
+    """A use of an engine in a fork of its process: its threads, locks and sockets are the parent's. Nothing ran."""
 
 
 class RankFailure(LockstepError):

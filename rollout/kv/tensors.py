@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ...kernels.machine.huge_pages import use_huge_pages
 from ..config import KVSize
+from ..errors import OutOfMemory
 from ..model.attention import KVShape
+from ..model.memory import is_out_of_memory
 
 _AUTO_FRACTION = {"cpu": 0.25, "cuda": 0.85}  # of the free memory; other processes share a host's memory
 
@@ -79,14 +81,26 @@ class KVCache:
         return sum(t.nbytes for t in (*self.keys, *self.values))
 
     def allocate(self) -> None:
-        """Create the tensors. Does nothing when they exist."""
+        """Create the tensors. Does nothing when they exist. Raises OutOfMemory; then none exists, and a later call may
+        succeed."""
         if self.is_allocated:
             return
         rows = (self._plan.num_blocks, self._block_size)
-        for shape in self._shapes:
-            make = partial(torch.empty, dtype=shape.dtype, device=self._device)
-            self.keys.append(make(*rows, shape.num_kv_heads, shape.key_dim))
-            self.values.append(make(*rows, shape.num_kv_heads, shape.value_dim))
+        keys, values = [], []
+        try:
+            for shape in self._shapes:
+                make = partial(torch.empty, dtype=shape.dtype, device=self._device)
+                keys.append(make(*rows, shape.num_kv_heads, shape.key_dim))
+                values.append(make(*rows, shape.num_kv_heads, shape.value_dim))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemory(
+                f"the KV pool of {self._plan.num_blocks} blocks, {self._plan.num_bytes / 2**20:.1f} MiB "
+                f"({self._plan.reason}), cannot be allocated on {self._device}: free memory and try again, or set a "
+                "smaller EngineConfig.kv_cache"
+            ) from error
+        self.keys, self.values = keys, values
         use_huge_pages([*self.keys, *self.values], now=False)
 
     def release(self) -> None:

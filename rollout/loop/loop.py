@@ -23,6 +23,7 @@ on every stage before a later step writes there. The results of its old incarnat
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from ..completion import FinishReason
+from ..model.memory import is_out_of_memory
 from ..running.runner import StepHandle
 from ..sequences.request import Request
 from ..sequences.sequence import HOLDS_BLOCKS
@@ -37,6 +39,10 @@ from ..sequences.step import ScheduleOutput, SequenceResult
 from .answers import Answers, Interrupts
 from .grammar_steps import GrammarSteps
 from .parts import Parts
+
+logger = logging.getLogger(__name__)
+
+_FEW_ROWS = 16  # of one sequence: a step that finds no memory for these finds none for fewer
 
 
 @dataclass(eq=False)
@@ -70,6 +76,7 @@ class Loop:
         self._overlap = overlap  # plan ahead while the only stage runs, on a thread of its own
         self._flights: deque[Flight] = deque()  # launched steps, in the order of their launches
         self._landed: Flight | None = None  # the step that is committed and not delivered
+        self._too_large: ScheduleOutput | None = None  # the step whose memory was not found
         self._last_landing = 0.0  # of time.perf_counter()
         self.last_throughput = 0.0  # tokens per second of the newest step
 
@@ -86,15 +93,17 @@ class Loop:
     def step(self) -> None:
         """Launch as many steps as there are stages, if requests can run, and finish the oldest.
 
-        Raises the error of a failed step. The launched steps are dropped then, and their sequences wait again.
+        Raises the error of a failed step. The launched steps are dropped then, and their sequences wait again. Where
+        memory ran out nothing is raised: later steps are smaller.
         """
-        if self._overlap:
-            self._step_ahead()
-        else:
-            while len(self._flights) < self._runner.num_stages and self._launch(self._schedule()):
-                pass
-            self._land()
-            self._deliver()
+        with self._going_on_without_memory():
+            if self._overlap:
+                self._step_ahead()
+            else:
+                while len(self._flights) < self._runner.num_stages and self._launch(self._schedule()):
+                    pass
+                self._land()
+                self._deliver()
         if not self.has_work:
             self._ledger.check_idle()
 
@@ -108,7 +117,7 @@ class Loop:
         self._deliver()  # before the schedule, which then knows the ended sequences
         ahead = self._schedule()
         if not self._is_interrupted:
-            with self._starting_over_on_failure():
+            with self._starting_over_on_failure(ahead):
                 self._runner.anticipate(ahead, self._managers.engine.requests_of(ahead.scheduled))
         self._land()
         if ahead.exhausted:
@@ -122,10 +131,11 @@ class Loop:
 
     def drain(self) -> None:
         """Finish all launched steps and deliver their output. Nothing is in flight afterwards."""
-        self._deliver()
-        while self._flights:
-            self._land()
+        with self._going_on_without_memory():
             self._deliver()
+            while self._flights:
+                self._land()
+                self._deliver()
 
     def retract(self, request: Request) -> None:
         """Free a running request's blocks and queue it again. No step may be in flight."""
@@ -151,7 +161,7 @@ class Loop:
         if not output.scheduled:
             return False
         requests = self._managers.engine.requests_of(output.scheduled)
-        with self._starting_over_on_failure():
+        with self._starting_over_on_failure(output):
             for item, request in zip(output.scheduled, requests.values(), strict=True):
                 adds_token = item.start + item.num_tokens == len(request.sequence.token_ids)
                 request.in_flight.launched(item.num_tokens, adds_token)
@@ -191,7 +201,7 @@ class Loop:
         if not self._flights:
             return
         flight = self._flights[0]
-        with self._starting_over_on_failure():
+        with self._starting_over_on_failure(flight.output):
             results = flight.handle.results()
         self._flights.popleft()
         for item in flight.output.scheduled:
@@ -259,15 +269,47 @@ class Loop:
         )
 
     @contextmanager
-    def _starting_over_on_failure(self) -> Iterator[None]:
+    def _starting_over_on_failure(self, output: ScheduleOutput) -> Iterator[None]:
         """Drop all launched and planned steps on an error or interrupt, so that no sequence stays partly in one.
 
-        Sequences that hold blocks, or were planned ahead, wait again as after a preemption.
+        Sequences that hold blocks, or were planned ahead, wait again as after a preemption. output: the step that may
+        fail.
         """
         with ExitStack() as undo:
             undo.callback(self._start_over)
-            yield
+            try:
+                yield
+            except (RuntimeError, MemoryError) as error:
+                self._too_large = output if is_out_of_memory(error) else None
+                raise
             undo.pop_all()
+
+    @contextmanager
+    def _going_on_without_memory(self) -> Iterator[None]:
+        """Go on after a step that did not find its memory, with smaller steps, so that no other request is lost.
+
+        A request whose sequence finds none for a few rows alone is aborted.
+        """
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            output, self._too_large = self._too_large, None
+            if output is None:
+                raise
+            text, why = f"{type(error).__name__}: {error}".splitlines()[0][:500], ""
+            limit = self._scheduler.row_limit
+            if len(output.scheduled) > 1 or output.num_tokens > _FEW_ROWS:
+                limit.halve(output.num_tokens)
+            elif limit.now > _FEW_ROWS:  # try once more
+                limit.halve(2 * _FEW_ROWS)
+            elif (id := output.scheduled[0].id) in self._managers.engine:
+                why = f"out of memory: a step of {output.num_tokens} rows of this request alone found none ({text})"
+                self.abort(self._managers.engine.request(id), FinishReason("abort", message=why))
+            logger.error(
+                "memory ran out in a step of %d rows of %d sequences; steps have at most %d rows for now%s: %s",
+                output.num_tokens, len(output.scheduled), limit.now,
+                ", and its request is aborted" if why else "", text,
+            )  # fmt: skip
 
     def _start_over(self) -> None:
         if self._overlap:

@@ -18,6 +18,7 @@ from .pipelining import Pipelining
 from .policies import Policy, find_policy, pick_victim
 from .prefill_time import PrefillTimePredictor
 from .prompts_under_way import PromptsUnderWay
+from .row_limit import RowLimit
 from .waiting_queue import Priority
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class Scheduler:
         self._queued: set[Request] = set()  # waiting, in the queue or parked
         self._running: dict[Request, None] = {}  # holds blocks, in order of admission
         self._under_way = PromptsUnderWay(ledger)
+        self.row_limit = RowLimit(limits.max_num_batched_tokens)
         self._step = 0
 
     @property
@@ -107,6 +109,7 @@ class Scheduler:
 
     def on_step_completed(self, output: ScheduleOutput, requests: dict[str, Request]) -> None:
         """Publish the KV that is complete after this step. requests: the live ones by id."""
+        self.row_limit.on_good_step()
         block_size, running = self._ledger.block_size, self._running
         for item in output.scheduled:
             start, end = item.start, item.start + item.num_tokens
@@ -155,7 +158,7 @@ class Scheduler:
         self._step += 1
         self._now = self._clock()
         self._ledger.pins.expire()
-        draft = ScheduleDraft(self._limits.max_num_batched_tokens)
+        draft = ScheduleDraft(self.row_limit.now)
         self._continue_running(draft)
         if draft.preempted:
             self._admission.on_retraction(self._running)

@@ -31,8 +31,8 @@ def join_group(
     with it no other process reads the store's values or writes valid ones (over NCCL: but for NCCL's own). layout: how
     the keys of the two ends are nested (`LAYOUTS`); the default fits trainers that build theirs by SGLang's recipe.
     backend "nccl" needs `device`, and one GPU per rank: NCCL refuses two ranks on one GPU, so that a machine with a
-    single GPU can only have a group of one rank. Under TORCH_DISTRIBUTED_DEBUG=DETAIL such trainers wrap their
-    group in one that checks every operation; our group cannot communicate with it.
+    single GPU can only have a group of one rank. Under TORCH_DISTRIBUTED_DEBUG=DETAIL such trainers wrap their group in
+    one that checks every operation; our group cannot communicate with it.
 
     Raises ValueError listing every bad argument, and TransferFailed naming rank, group, phase and the ranks that had
     not arrived: at the deadline, when our ends disagree about the world size, or when one rank joins twice.
