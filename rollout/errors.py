@@ -41,6 +41,14 @@ class OpIdTaken(LockstepError):
     """An op_id that belongs to another call, or to the same call with other arguments; nothing ran."""
 
 
+class Overloaded(LockstepError):
+    """A refusal because too much waits already; a later try may be taken."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class EngineStopped(LockstepError):
     """The end of the background loop, by `stop()` or by the error that is this one's cause."""
 

@@ -10,6 +10,11 @@ from dataclasses import dataclass, field
 API_KEY_VARIABLES = ("LOCKSTEP_API_KEY",)
 ADMIN_KEY_VARIABLES = ("LOCKSTEP_ADMIN_KEY", "SGLANG_OMNI_ADMIN_KEY")
 
+_GRAMMAR_LIMITS = (
+    *("max_grammar_bytes", "max_grammar_nesting", "max_pattern_bytes", "max_grammar_repeats"),
+    "max_grammar_alternatives",
+)
+
 
 @dataclass(frozen=True)
 class HttpConfig:
@@ -25,6 +30,11 @@ class HttpConfig:
     stage: str = "rollout"  # the name by which `stages` in an admin body selects this engine
     extra_server_args: Mapping[str, object] = field(default_factory=dict, repr=False)  # echoed in /server_info
     max_body_bytes: int = 32 << 20  # of a request; pickled payloads have the service's own limit
+    max_grammar_bytes: int = 2**18  # of a json_schema, regex, ebnf or structural_tag
+    max_grammar_nesting: int = 64  # levels of a schema; parentheses of a pattern or an ebnf within one another
+    max_pattern_bytes: int = 2**14  # of a pattern inside a schema
+    max_grammar_repeats: int = 100_000  # repeats that a grammar may demand: {n}, minLength, minItems, minProperties
+    max_grammar_alternatives: int = 10_000  # of all enums, unions and bars of a grammar together
     max_admin_calls: int = 64  # administrative calls that run at a time; further calls wait
     stall_timeout_s: float = 600.0  # a step that takes longer makes the health check fail
     shutdown_timeout_s: float = 5.0  # seconds that requests may still run when the server is asked to end
@@ -42,7 +52,7 @@ class HttpConfig:
         ]
         wrong += [
             f"{name} must be positive, not {getattr(self, name)!r}"
-            for name in ("max_body_bytes", "max_admin_calls", "stall_timeout_s", "shutdown_timeout_s")
+            for name in ("max_body_bytes", "max_admin_calls", "stall_timeout_s", "shutdown_timeout_s", *_GRAMMAR_LIMITS)
             if not getattr(self, name) > 0
         ]
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port < 65536:

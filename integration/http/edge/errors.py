@@ -9,12 +9,14 @@
 | 409 | Busy: another update is in progress; OpIdTaken: the op_id belongs to another operation |
 | 500 | a bug in Lockstep |
 | 503 | EngineStopped: the loop has ended, or is ending; RankFailure: a rank of the replica is lost |
+| 503 | Overloaded: too much waits; with Retry-After |
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping
 
 from fastapi import FastAPI, Request
@@ -30,6 +32,7 @@ from ....rollout.errors import (
     LedgerError,
     LockstepError,
     OpIdTaken,
+    Overloaded,
     RankFailure,
 )
 from ....weight_sync.errors import WeightSyncError
@@ -102,6 +105,9 @@ def as_http_error(error: Exception) -> HttpError:
         return HttpError(408, str(error), code=kind)
     if isinstance(error, OpIdTaken):
         return HttpError(409, str(error), param="op_id", code="busy")
+    if isinstance(error, Overloaded):
+        wait = {"Retry-After": str(math.ceil(error.retry_after_s))}
+        return HttpError(503, str(error), code=kind, headers=wait)
     if isinstance(error, EngineStopped | RankFailure):
         lost = error.__cause__
         why = f"{error}: {lost}" if isinstance(lost, RankFailure) else str(error)

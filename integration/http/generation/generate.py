@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -14,7 +16,7 @@ from ....rollout.engine import Engine
 from ....rollout.errors import EngineStopped
 from ..edge.bodies import describe, read_object
 from ..edge.errors import HttpError, as_http_error
-from .body import GenerateBody, GenerateRequest, read_generate
+from .body import GenerateBody, GenerateRequest, has_stop_regex, read_generate
 from .meta import Wanted, meta_info, stream_meta
 from .sse import DONE, GrowingList, GrowingText, dumps, event
 from .subscriptions import Asked, Subscription, hub_of
@@ -29,7 +31,8 @@ async def generate(request: Request) -> Response:
     received = time.monotonic()
     values = await read_object(request)
     hub = hub_of(request.app)
-    ask = read_generate(values, hub.engine)
+    read = partial(read_generate, values, hub.engine)
+    ask = await asyncio.to_thread(read) if has_stop_regex(values) else read()
     return await hub.answer(request, GenerateReply(ask, hub.engine, received))
 
 

@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,10 +27,12 @@ from starlette.responses import JSONResponse, Response
 from ....rollout.completion import Completion, StreamChunk
 from ....rollout.engine import Engine
 from ....rollout.errors import EngineStopped
-from ....rollout.grammars.compiler import CompiledGrammar
+from ....rollout.grammars.cache import Promise
 from ....rollout.sampling_params import SamplingParams
 from ....rollout.sequences.request import RequestOptions
+from ..edge.config import HttpConfig
 from ..edge.disconnect import unless_gone
+from .grammar_limits import check_grammars
 from .sse import EventStream
 
 logger = logging.getLogger(__name__)
@@ -116,8 +118,8 @@ class Reply(Protocol):
 class Hub:
     """The open requests of one event loop."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, config: HttpConfig | None = None) -> None:
+        self.engine, self._config = engine, config or HttpConfig()
         self.loop = asyncio.get_running_loop()
         self._intake = ThreadPoolExecutor(_INTAKE_THREADS, "lockstep-intake")
         self._leaving_thread = ThreadPoolExecutor(1, "lockstep-leaving")
@@ -155,27 +157,44 @@ class Hub:
                 asked.prompts, asked.params, subscription, rids=asked.rids, options=asked.options, streamed=streamed
             )
 
-        def begin() -> tuple[list[Future[CompiledGrammar]], list[list[str]]]:
-            asked = subscription.asked = prepare()
-            missing = self.engine.requests.ask_grammars(asked.params)
-            return missing, [] if missing else submit()
+        missing: list[Promise] = []
 
-        missing, groups = await self._in_thread(begin, subscription)
+        def begin() -> list[list[str]]:
+            asked = subscription.asked = prepare()
+            check_grammars(asked.params, self._config)
+            missing.extend(self.engine.requests.ask_grammars(asked.params))
+            return [] if missing else submit()
+
+        groups = await self._in_thread(begin, subscription, missing)
         if missing:  # a grammar may take long, and there are few intake threads: wait in the event loop
-            await asyncio.wait([asyncio.wrap_future(grammar) for grammar in missing])
+            await self._compiled(missing)
             groups = await self._in_thread(submit, subscription)
         ids = [id for group in groups for id in group]
         subscription.index_of = {id: index for index, id in enumerate(ids)}
         subscription.num_open += len(ids)
         return subscription
 
-    async def _in_thread(self, run: Callable[[], T], subscription: Subscription) -> T:
+    async def _compiled(self, missing: Sequence[Promise]) -> None:
+        """Wait for grammars. Raises the first error that is not one in a grammar: those `submit` raises, all together.
+
+        A client that leaves waits for them no more.
+        """
+        try:
+            waiting = [asyncio.shield(asyncio.wrap_future(grammar)) for grammar in missing]
+            for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+                if isinstance(outcome, BaseException) and not isinstance(outcome, ValueError):
+                    raise outcome
+        finally:
+            self.engine.requests.leave_grammars(missing)
+
+    async def _in_thread(self, run: Callable[[], T], subscription: Subscription, missing: Sequence[Promise] = ()) -> T:
         running = self.loop.run_in_executor(self._intake, run)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:  # a thread cannot be stopped: withdraw the requests that it queues
 
             def withdraw(done: asyncio.Future[T]) -> None:
+                self.engine.requests.leave_grammars(missing)
                 if done.exception() is None:
                     self._withdraw_soon(subscription)
 
@@ -221,5 +240,5 @@ def hub_of(app: Starlette) -> Hub:
     """Return the hub of the running event loop; make it with the first request."""
     hub = getattr(app.state, "hub", None)
     if hub is None or hub.loop is not asyncio.get_running_loop():
-        hub = app.state.hub = Hub(app.state.service.engine)
+        hub = app.state.hub = Hub(app.state.service.engine, app.state.config)
     return hub

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -14,6 +16,7 @@ from ....rollout.engine import Engine
 from ....rollout.errors import EngineStopped
 from ..edge.bodies import describe, read_object
 from ..edge.errors import HttpError, as_http_error, error_body
+from ..generation.body import has_stop_regex
 from ..generation.generate import refuse_ignored
 from ..generation.sse import DONE, dumps, event
 from ..generation.subscriptions import Asked, Subscription, hub_of
@@ -44,7 +47,9 @@ async def _complete(request: Request, read: Read) -> Response:
         raise HttpError(400, "the Content-Type must be application/json", param="Content-Type")
     values = await read_object(request)
     hub = hub_of(request.app)
-    ask = read(values, hub.engine, served_name(request.app.state.service, request.app.state.config))
+    name = served_name(request.app.state.service, request.app.state.config)
+    make = partial(read, values, hub.engine, name)
+    ask = await asyncio.to_thread(make) if has_stop_regex(values) else make()
     return await hub.answer(request, OpenAIReply(ask, received))
 
 
