@@ -57,7 +57,8 @@ def check_grammar(constraint: Constraint, config: HttpConfig) -> None:
             size.nesting = config.max_grammar_nesting + 1
         except ValueError:
             return  # the compiler names the place of the error
-    _check(kind, "levels of nesting", size.nesting, "max_grammar_nesting", config.max_grammar_nesting)
+    if size.nesting > config.max_grammar_nesting:
+        raise BadField(kind, f"nested more than {config.max_grammar_nesting} levels deep (max_grammar_nesting)")
     _check(kind, "bytes of a pattern", size.pattern_bytes, "max_pattern_bytes", config.max_pattern_bytes)
     _check(kind, "repeats", size.repeats, "max_grammar_repeats", config.max_grammar_repeats)
     _check(kind, "alternatives", size.alternatives, "max_grammar_alternatives", config.max_grammar_alternatives)

@@ -93,7 +93,7 @@ def test_forced_text_is_taken_in_pieces_where_it_may_be_very_long(compiler):
 
 HOSTILE = [
     ({"json_schema": {"type": "string", "pattern": "(" * 30_000 + "a" + ")" * 30_000}}, "nested too deeply"),
-    ({"ebnf": 'root ::= root root root | [a-z] | ""'}, "ambiguous"),
+    ({"ebnf": 'root ::= root root root | [a-z] | ""'}, "ambiguous|grammar_timeout_s"),
     ({"ebnf": "root ::= " + " ".join(["([a-z] | [a-z]* | [a-z] [a-z]+)"] * 60)}, "grammar_timeout_s|ambiguous"),
     ({"ebnf": "root ::= r0\n" + "\n".join(f'r{i} ::= r{i + 1} "a"' for i in range(12_000)) + '\nr12000 ::= "b"'},
      "grammar_memory_mb|grammar_timeout_s"),
@@ -115,7 +115,7 @@ def test_a_grammar_that_meets_a_limit_is_refused_and_the_next_one_is_compiled(gr
 def test_schemas_with_many_constants_and_open_classes_are_checked_in_linear_time(grammars):
     pair = [{"enum": [f"{letter}{i}" for i in range(1500)]} for letter in "ab"]
     assert grammars.compiled([SamplingParams(json_schema={"oneOf": pair})])[0] is not None
-    with pytest.raises(ValueError, match="pattern"):
+    with pytest.raises(ValueError, match="Unclosed"):
         grammars.compiled([SamplingParams(json_schema={"type": "string", "pattern": "[^" * 20_000})])
 
 
