@@ -19,6 +19,7 @@ _COUNTS = (
     *("block_size", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill_size", "max_model_len"),
     *("tp", "pp", "k_blocks", "state_check_steps"),
     *("jump_forward_max_rollback", "jump_forward_max_blocks", "max_grammars"),
+    *("max_waiting_grammars", "grammar_memory_mb"),
 )
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(|k|m|g|ki|mi|gi)b\s*", re.IGNORECASE)
 _BLOCKS = re.compile(r"\s*(\d+)\s*blocks?\s*", re.IGNORECASE)
@@ -84,6 +85,10 @@ class EngineConfig:
     jump_forward_max_blocks: int = 10  # KV blocks that one jump may take
     grammar_any_whitespace: bool = False  # JSON with any spaces and line breaks; little text is forced then
     max_grammars: int = 256  # compiled grammars that are kept
+    max_waiting_grammars: int = 64  # grammars that may wait to be compiled; further ones are refused for the time being
+    grammar_timeout_s: float = 20.0  # processor time that the compilation of one grammar may take
+    grammar_memory_mb: int = 1024  # MiB that the process that compiles a grammar may take, and all compiled grammars
+    # together; one of them at most a sixteenth
     trace: str | None = None  # file for Chrome-trace events
     seed: int = 0  # root of the noise of requests without a sampling_seed
     tp: int = 1  # ranks that share each layer
@@ -118,7 +123,7 @@ class EngineConfig:
             wrong.append(f"jump_forward_max_rollback must be at most {MAX_ROLLBACK}")
         if self.policy not in POLICIES:
             wrong.append(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
-        for name in ("deadline_multiplier", "min_deadline_s", "rank_timeout_s"):
+        for name in ("deadline_multiplier", "min_deadline_s", "rank_timeout_s", "grammar_timeout_s"):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not math.isfinite(value) or value <= 0:

@@ -11,10 +11,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import regex
+from regex import Pattern
+
+from .stop_patterns import MAX_PATTERN_SIZE, pattern_size
 
 GREEDY_BELOW = 1e-6  # temperatures under this mean argmax
 MAX_STOPS = 32
 MAX_STOP_REGEX_BYTES = 256
+MAX_MATCH_S = 0.1  # to find out whether a stop pattern matches the empty text
 NOT_SUPPORTED = ("beam_width",)
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _SHORT = reprlib.Repr()  # the repr of a long value takes seconds
@@ -72,7 +76,7 @@ class SamplingParams:
             value = getattr(self, name)
             if not accepts(value):
                 problems.append(f"{name} must be {wanted}, not {_SHORT.repr(value)}")
-        problems += [f"stop_regex {pattern!r}: {why}" for pattern, why in self._broken_patterns()]
+        problems += self._compile_patterns()
         if len(grammars := [name for name in GRAMMARS if getattr(self, name) is not None]) > 1:
             problems.append(f"{', '.join(grammars)}: only one of them can constrain an output")
         if not problems and self.min_new_tokens > self.max_new_tokens:
@@ -118,16 +122,31 @@ class SamplingParams:
         """Whether the end of the request depends on text, so that a tokenizer is needed."""
         return bool(self.stop or self.stop_regex)
 
-    def _broken_patterns(self) -> list[tuple[str, str]]:
-        if not _RULES["stop_regex"][0](self.stop_regex):
+    @property
+    def stop_patterns(self) -> tuple[Pattern, ...]:
+        """The compiled patterns of `stop_regex`."""
+        patterns: tuple[Pattern, ...] = self._patterns  # type: ignore[attr-defined]  # set once, see above
+        return patterns
+
+    def _compile_patterns(self) -> list[str]:
+        """Compile the patterns of `stop_regex`, unless their repeats are too many; return what is wrong with them."""
+        object.__setattr__(self, "_patterns", ())
+        if not self.stop_regex or not _RULES["stop_regex"][0](self.stop_regex):
             return []
-        broken = []
+        if (size := sum(map(pattern_size, self.stop_regex))) > MAX_PATTERN_SIZE:
+            return [
+                f"stop_regex: with their repeats written out, the patterns have {size} characters, at most "
+                f"{MAX_PATTERN_SIZE} are compiled"
+            ]
+        patterns, broken = [], []
         for pattern in self.stop_regex:
             try:
-                if regex.compile(pattern).match(""):
-                    broken.append((pattern, "matches the empty text"))
-            except regex.error as error:
-                broken.append((pattern, str(error)))
+                patterns.append(regex.compile(pattern))
+                if patterns[-1].match("", timeout=MAX_MATCH_S):
+                    broken.append(f"stop_regex {pattern!r}: matches the empty text")
+            except (regex.error, RecursionError, OverflowError, TimeoutError) as error:
+                broken.append(f"stop_regex {pattern!r}: {error}")
+        object.__setattr__(self, "_patterns", tuple(patterns))
         return broken
 
 

@@ -10,10 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from ...kernels.sampling.draws import derive_seed
 from ..grammars.catalog import Grammars
-from ..grammars.compiler import CompiledGrammar
+from ..grammars.matcher import CompiledGrammar
 from ..sampling_params import SamplingParams
 from ..sequences.detokenizer import IncrementalDetokenizer
 from ..sequences.request import Request, RequestOptions
+from ..sequences.search_time import SearchTime
 from ..sequences.sequence import Sequence as TokenSequence
 
 Prompt = str | Sequence[int]
@@ -31,6 +32,7 @@ class Intake:
         self._grammars = grammars
         self._vocab_size = vocab_size
         self._seed = seed
+        self._search_time = SearchTime()
         self._num_made = 0
 
     def settings(self, params: Iterable[Params]) -> list[Settings]:
@@ -71,7 +73,9 @@ class Intake:
             seed = derive_seed(self._seed, self._num_made)
         else:
             seed = derive_seed(params.sampling_seed, index)
-        detokenizer = IncrementalDetokenizer(self._tokenizer, its_ids, params) if self._tokenizer else None
+        detokenizer = None
+        if self._tokenizer is not None:
+            detokenizer = IncrementalDetokenizer(self._tokenizer, its_ids, params, self._search_time)
         sequence = TokenSequence(id, its_ids)
         return Request(sequence, params, options, index, seed, now, self._num_made, detokenizer)
 

@@ -6,13 +6,12 @@ import asyncio
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
 from ..completion import Completion, FinishReason, StreamChunk
 from ..errors import EngineStopped
-from ..grammars.compiler import CompiledGrammar
+from ..grammars.cache import Promise
 from ..loop.between_steps import BetweenSteps
 from ..loop.parts import Parts
 from ..replica.calls import RankCalls
@@ -93,12 +92,17 @@ class RequestDesk:
         self._driver.kick()
         return [[request.id for request in group] for group in groups]
 
-    def ask_grammars(self, params: Iterable[SamplingParams]) -> list[Future[CompiledGrammar]]:
+    def ask_grammars(self, params: Iterable[SamplingParams]) -> list[Promise]:
         """Start to compile the grammars of these parameters; returns the unfinished ones at once.
 
-        `submit` waits for them: a caller that must not block there awaits these futures first. Raises ValueError.
+        `submit` waits for them: a caller that must not block there awaits these futures first, and calls
+        `leave_grammars` at the end. Raises ValueError and Overloaded.
         """
         return self._parts.grammars.ask(params)
+
+    def leave_grammars(self, promises: Iterable[Promise]) -> None:
+        """Wait no more for these grammars: one that no call waits for is not compiled."""
+        self._parts.grammars.leave(promises)
 
     def withdraw(self, listeners: Collection[Listener]) -> list[str]:
         """Abort the requests that these listeners wait for, and call them no more; returns the ids."""

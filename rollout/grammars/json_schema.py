@@ -33,7 +33,9 @@ _FORMATS = (
     "uri-template", "json-pointer", "relative-json-pointer",
 )  # fmt: skip
 _ALONE = ("anyOf", "oneOf", "allOf", "$ref", "const", "enum")  # the engine ignores other keywords beside these
-_NEGATED = re.compile(r"\[\^(?:[^\]\\]|\\.)*\]")  # character classes that exclude characters, as quotes always are
+# Character classes that exclude characters, as quotes always are. One that is not closed reaches to the end, so that no
+# character is looked at twice.
+_NEGATED = re.compile(r"\[\^(?:[^\]\\]|\\.)*+(?:\]|\\?\Z)", re.DOTALL)
 _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\(?:[nrtfv0xucb]|\\)")
 _LATE_START = re.compile(r"(?<![\\|\[])(?<!^)\^")
 _EARLY_END = re.compile(r"(?<!\\)\$(?!$|\|)")
@@ -149,11 +151,9 @@ def _shadowed(schema: dict, at: str) -> Iterator[str]:
         yield f"{at}/{present[0]} cannot stand beside {', '.join(hidden)}"
     if len(_listed(schema.get("allOf"))) > 1:
         yield f"{at}/allOf is supported with one schema only"
-    branches = _listed(schema.get("oneOf"))
-    for index, branch in enumerate(branches):
-        if any(not _are_disjoint(branch, other) for other in branches[:index]):
-            yield f"{at}/oneOf/{index} may hold together with an earlier one: give them types, or a required property "\
-                  "whose const values differ, or use anyOf"  # fmt: skip
+    for index in _overlapping(_listed(schema.get("oneOf"))):
+        yield f"{at}/oneOf/{index} may hold together with an earlier one: give them types, or a required property "\
+              "whose const values differ, or use anyOf"  # fmt: skip
 
 
 def _wrong_references(schema: dict, at: str, root: object) -> Iterator[str]:
@@ -172,13 +172,30 @@ def _wrong_references(schema: dict, at: str, root: object) -> Iterator[str]:
         found = found[key]
 
 
+def _overlapping(branches: list) -> Iterator[int]:
+    """Yield the index of each branch that may hold together with an earlier one."""
+    others: list[object] = []  # earlier branches without constants
+    constants: set[str] = set()  # of the earlier branches with them
+    for index, branch in enumerate(branches):
+        values = _constants(branch) if isinstance(branch, dict) else None
+        if values is None:
+            is_apart = all(_are_disjoint(branch, other) for other in branches[:index])
+            others.append(branch)
+        else:
+            its_own = {_canonical(value) for value in values}
+            is_apart = constants.isdisjoint(its_own) and all(_are_disjoint(branch, other) for other in others)
+            constants |= its_own
+        if not is_apart:
+            yield index
+
+
 def _are_disjoint(a: object, b: object) -> bool:
     """Return whether no value can fit both, as far as their types and constants show."""
     if not isinstance(a, dict) or not isinstance(b, dict):
         return False
     values_a, values_b = _constants(a), _constants(b)
     if values_a is not None and values_b is not None:
-        return not any(_equal(x, y) for x in values_a for y in values_b)
+        return {_canonical(value) for value in values_a}.isdisjoint(map(_canonical, values_b))
     if (types_a := _types(a)) and (types_b := _types(b)):
         numbers = {"integer", "number"}
         meet = set(types_a) & set(types_b) or (set(types_a) & numbers and set(types_b) & numbers)
@@ -197,8 +214,17 @@ def _constants(schema: dict) -> list | None:
     return _listed(schema["enum"]) if "enum" in schema else None
 
 
-def _equal(a: object, b: object) -> bool:
-    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True) or (a == b and type(a) is not bool)
+def _canonical(value: object) -> str:
+    """Return a text that is the same for equal JSON values; 1 and 1.0 are equal, 1 and true are not."""
+    return json.dumps(_with_integers(value), sort_keys=True)
+
+
+def _with_integers(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _with_integers(member) for name, member in value.items()}
+    if isinstance(value, list):
+        return [_with_integers(member) for member in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _types(schema: dict) -> list[str]:

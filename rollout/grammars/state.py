@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .compiler import CompiledGrammar, pack_ids
 from .jump import NO_JUMP, Jump
 from .jump_forward import MAX_ROLLBACK_TOKENS, JumpMode, plan_text_jump
+from .matcher import CompiledGrammar, pack_ids
 from .token_text import TokenText
 
 

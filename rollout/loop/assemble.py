@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ..config import EngineConfig, parse_kv_size
-from ..grammars.catalog import Grammars
+from ..grammars.catalog import GrammarLimits, Grammars
 from ..grammars.jump_forward import JumpMode
 from ..grammars.token_text import FastTokenizer
 from ..kv.ledger import KVLedger
@@ -155,7 +155,9 @@ def _make_grammars(
         eos_token_ids,
         mode=cast(JumpMode, config.jump_forward),
         any_whitespace=config.grammar_any_whitespace,
-        max_grammars=config.max_grammars,
+        limits=GrammarLimits(
+            config.max_grammars, config.max_waiting_grammars, config.grammar_timeout_s, config.grammar_memory_mb << 20
+        ),
         max_rollback=config.jump_forward_max_rollback,
     )
 

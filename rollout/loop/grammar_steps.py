@@ -13,17 +13,20 @@ abort or preemption finds a sequence between its jump and the forward that score
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ..completion import FinishReason
 from ..grammars.jump import NO_JUMP, Jump
 from ..grammars.jump_forward import cut_jump
+from ..grammars.rehearsal import MAX_TOKEN_S
 from ..grammars.state import GrammarState
 from ..sequences.request import Request
 from ..sequences.sequence import HOLDS_BLOCKS
 from ..sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
 from .parts import Parts
+
+MAX_STEP_S = 1.0  # of processor time for the grammars of one step
 
 
 class GrammarSteps:
@@ -34,6 +37,7 @@ class GrammarSteps:
         self._limits = parts.limits
         self._max_jump_blocks = parts.config.jump_forward_max_blocks  # KV blocks that one jump may take
         self._metrics, self._trace = parts.reports.metrics, parts.reports.trace
+        self._seconds: dict[str, float] = {}  # processor time of each sequence's grammar since the last step
 
     def prepare(self, output: ScheduleOutput) -> ScheduleOutput:
         """Return the scheduled step with its masks and jumps. Changes the ledger, and preempts if a jump needs blocks.
@@ -50,7 +54,9 @@ class GrammarSteps:
                 continue
             request = requests[item.id]
             draft.fixed.add(request)
+            began = time.thread_time()
             draft.items[item.id] = item if request.grammar is None else self._constrain(item, request, draft)
+            self._charge(request, began)
         self._metrics.grammar_seconds += time.perf_counter() - started
         return replace(
             output,
@@ -71,11 +77,35 @@ class GrammarSteps:
                 self._count(request, result.jump)
             if request.grammar is None or request.finish_reason is not None:
                 continue
-            started = time.perf_counter()
+            started, began = time.perf_counter(), time.thread_time()
             request.grammar.follow(request.sequence.output_ids)
             if request.grammar.is_over:
                 self._managers.finish(request.id, _why_over(request.grammar))
+            self._charge(request, began)
             self._metrics.grammar_seconds += time.perf_counter() - started
+        self._end_slow_ones([result.id for result in results if result.token_id is not None])
+
+    def _charge(self, request: Request, began: float) -> None:
+        """Add the thread's processor time since `began` to the sequence's."""
+        if request.grammar is not None:
+            self._seconds[request.id] = self._seconds.get(request.id, 0.0) + time.thread_time() - began
+
+    def _end_slow_ones(self, ids: Iterable[str]) -> None:
+        """End those of a step's sequences whose grammar took too long, and the slowest if all together did.
+
+        What a token of an ambiguous grammar costs grows with the text, so the step before a very long one is long too.
+        """
+        slowest = sorted(((id, self._seconds.pop(id, 0.0)) for id in ids), key=lambda pair: pair[1])
+        total = sum(seconds for _, seconds in slowest)
+        if len(self._seconds) > self._limits.max_num_seqs:  # of sequences that have ended otherwise
+            self._seconds.clear()
+        while slowest and (total > MAX_STEP_S or slowest[-1][1] > MAX_TOKEN_S):
+            id, seconds = slowest.pop()
+            total -= seconds
+            engine = self._managers.engine
+            if id in engine and engine.request(id).finish_reason is None:
+                why = f"its grammar is too ambiguous: a token took {seconds:.2f} s of processor time"
+                self._managers.finish(id, FinishReason("abort", message=why))
 
     def _constrain(self, item: ScheduledSequence, request: Request, draft: _Draft) -> ScheduledSequence:
         """Return this sequence's share of the step with its jump, if any, and the mask of the next token."""
@@ -108,8 +138,9 @@ class GrammarSteps:
         started = time.perf_counter()
         num_wanted = request.params.max_new_tokens - len(output_ids)
         num_left = min(num_wanted, self._limits.max_model_len - sequence.num_tokens)
-        if state.mode == "exact":
-            jump = state.plan_exact(min(num_left, draft.budget))
+        if state.mode == "exact":  # no more than a jump's blocks hold, see `_jump`
+            num_held = (self._max_jump_blocks + 1) * self._ledger.block_size
+            jump = state.plan_exact(min(num_left, draft.budget, num_held))
         else:
             self._metrics.num_retokenisations += state.wants_retokenisation
             jump = state.plan_text()

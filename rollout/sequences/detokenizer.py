@@ -12,6 +12,7 @@ in a similar way).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,12 +21,12 @@ import regex
 
 from ..errors import LockstepError
 from ..sampling_params import SamplingParams
+from .search_time import SearchTime
 
 NUM_CONTEXT_TOKENS = 5  # of the prompt, so that the first word keeps its leading space
 MAX_WINDOW_TOKENS = 16  # a longer window is cut
 NUM_BYTES_OF_A_CHARACTER = 4  # at most, in UTF-8; a token has one or more
 REGEX_WINDOW = 512  # a stop_regex match is found if it starts within this many last characters
-REGEX_TIMEOUT_S = 0.1
 HALF = "\ufffd"  # decoders write it for bytes that are no character (yet)
 
 
@@ -60,13 +61,23 @@ class IncrementalDetokenizer:
     Without a tokenizer there is no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: SequenceOf[int], params: SamplingParams) -> None:
-        """Start with the end of the prompt as context. Raises ValueError if the parameters need a tokenizer."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt_ids: SequenceOf[int],
+        params: SamplingParams,
+        search_time: SearchTime | None = None,
+    ) -> None:
+        """Start with the end of the prompt as context. Raises ValueError if the parameters need a tokenizer.
+
+        search_time: shared with other sequences.
+        """
         if tokenizer is None and params.needs_text:
             raise ValueError("stop and stop_regex need a tokenizer, and the engine has none")
         self._tokenizer = tokenizer
         self._params = params
-        self._patterns = tuple(regex.compile(pattern) for pattern in params.stop_regex)
+        self._patterns = params.stop_patterns
+        self._search_time = search_time or SearchTime()
         self._num_tokens = 0
         self._window: list[int] = list(prompt_ids[-NUM_CONTEXT_TOKENS:])
         self._ids = list(self._window)  # the same tokens, and every token after them
@@ -211,8 +222,8 @@ class IncrementalDetokenizer:
             start = text.find(stop, max(0, num_seen - len(stop) + 1))
             if start >= 0:
                 found.append((start + len(stop), start, stop))
-        for pattern in self._patterns:
-            found += [(end, start, pattern.pattern) for start, end in self._matches(pattern, text, num_seen)[:1]]
+        for pattern, matches in self._matches(text, num_seen):
+            found += [(end, start, pattern) for start, end in matches[:1]]
         if not found:
             return None
         end, start, stop = min(found)
@@ -224,26 +235,43 @@ class IncrementalDetokenizer:
         for stop in self._params.stop:
             lengths = range(min(len(stop) - 1, len(self._tail)), num_held, -1)
             num_held = next((k for k in lengths if self._tail.endswith(stop[:k])), num_held)
-        for pattern in self._patterns:
-            begun = self._matches(pattern, self._tail, len(self._tail), partial=True)
+        for _, begun in self._matches(self._tail, len(self._tail), partial=True):
             num_held = max(num_held, *(len(self._tail) - start for start, _ in begun), 0)
         return num_held
 
-    def _matches(
-        self, pattern: regex.Pattern[str], text: str, num_seen: int, *, partial: bool = False
-    ) -> list[tuple[int, int]]:
-        """Return start and end of the pattern's matches at the end of the text.
+    def _matches(self, text: str, num_seen: int, *, partial: bool = False) -> list[tuple[str, list[tuple[int, int]]]]:
+        """Return each pattern with start and end of its matches at the end of the text.
 
         Matches that reach beyond the first `num_seen` characters or, if `partial`, that further characters may
         complete.
         """
+        if not self._patterns:
+            return []
         # A start position, not a slice: ^ and \b depend on the text before it.
         position = max(num_seen - REGEX_WINDOW + 1, self._patterns_from - (self._num_chars - len(text)), 0)
+        began, allowed = time.perf_counter(), self._search_time.allowance()
         try:
             return [
-                match.span()
-                for match in pattern.finditer(text, position, overlapped=True, partial=partial, timeout=REGEX_TIMEOUT_S)
-                if (match.partial if partial else match.end() > max(num_seen, match.start()))
+                (pattern.pattern, self._matches_of(pattern, text, num_seen, position, began + allowed, partial))
+                for pattern in self._patterns
             ]
         except TimeoutError as error:
-            raise StopRegexTimeout(f"stop_regex {pattern.pattern!r} ran for more than {REGEX_TIMEOUT_S} s") from error
+            raise StopRegexTimeout(f"stop_regex {error.args[0]!r} ran for more than {allowed:.3g} s") from error
+        finally:
+            self._search_time.spend(time.perf_counter() - began)
+
+    def _matches_of(
+        self, pattern: regex.Pattern[str], text: str, num_seen: int, position: int, deadline: float, partial: bool
+    ) -> list[tuple[int, int]]:
+        """Return the matches of one pattern. Raises TimeoutError with the pattern."""
+        left = deadline - time.perf_counter()
+        try:
+            if left <= 0:
+                raise TimeoutError
+            return [
+                match.span()
+                for match in pattern.finditer(text, position, overlapped=True, partial=partial, timeout=left)
+                if (match.partial if partial else match.end() > max(num_seen, match.start()))
+            ]
+        except TimeoutError:
+            raise TimeoutError(pattern.pattern) from None

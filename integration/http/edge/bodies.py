@@ -14,7 +14,7 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Annotated, TypeVar
@@ -151,12 +151,24 @@ def parse_object(data: bytes, max_lists: int | None = None) -> dict[str, object]
     return value
 
 
-async def parsed(data: bytes, max_lists: int, then: Callable[[dict[str, object]], T]) -> T:
-    """Return `then` of the object in a body. Both run on a thread where the body is long. Raises as `parse_object`."""
+def _no(values: Mapping[str, object]) -> bool:
+    return False
+
+
+async def parsed(
+    data: bytes,
+    max_lists: int,
+    then: Callable[[dict[str, object]], T],
+    is_slow: Callable[[Mapping[str, object]], bool] = _no,
+) -> T:
+    """Return `then` of the object in a body, on a thread where the body is long or `is_slow` of it. Raises as
+    `parse_object`."""
+    loop, thread = asyncio.get_running_loop(), _MEDIUM
     if len(data) <= QUICK_BYTES:
-        return then(parse_object(data))
-    thread = _MEDIUM if len(data) <= _LONG_BYTES else _LONG
-    loop = asyncio.get_running_loop()
+        values = parse_object(data)
+        return await loop.run_in_executor(thread, then, values) if is_slow(values) else then(values)
+    if len(data) > _LONG_BYTES:
+        thread = _LONG
     return await loop.run_in_executor(thread, lambda: then(parse_object(data, max_lists)))
 
 
@@ -165,12 +177,18 @@ async def parse_object_off_loop(data: bytes, max_lists: int) -> dict[str, object
     return await parsed(data, max_lists, lambda values: values)
 
 
-async def read_as(request: Request, then: Callable[[dict[str, object]], T], limit: int | None = None) -> T:
-    """Return `then` of the request's JSON object. limit: bytes; None: `max_body_bytes`. Raises HttpError 400, 408 or
-    413, Overloaded, and the errors of `then`."""
+async def read_as(
+    request: Request,
+    then: Callable[[dict[str, object]], T],
+    limit: int | None = None,
+    *,
+    is_slow: Callable[[Mapping[str, object]], bool] = _no,
+) -> T:
+    """Return `then` of the request's JSON object. limit: bytes; None: `max_body_bytes`. is_slow: see `parsed`. Raises
+    HttpError 400, 408 or 413, Overloaded, and the errors of `then`."""
     config: HttpConfig = request.app.state.config
     async with arrived(request, limit or config.max_body_bytes) as data:
-        return await parsed(data, config.max_body_lists, then)
+        return await parsed(data, config.max_body_lists, then, is_slow)
 
 
 async def read_object(request: Request, limit: int | None = None) -> dict[str, object]:

@@ -116,6 +116,14 @@ def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimi
     )
 
 
+def has_stop_regex(values: Mapping[str, object]) -> bool:
+    """Return whether a body has patterns, which take too long to compile for the event loop."""
+    params = values.get("sampling_params")
+    return "stop_regex" in values or any(
+        isinstance(one, dict) and "stop_regex" in one for one in (params if isinstance(params, list) else [params])
+    )
+
+
 def refuse_unsupported(values: Mapping[str, object], names: Sequence[str]) -> None:
     """Refuse fields that are not supported. Raises BadField for the first name that has a value."""
     for name in names:

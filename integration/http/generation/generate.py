@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -14,7 +15,7 @@ from ....rollout.engine import Engine
 from ....rollout.errors import EngineStopped
 from ..edge.bodies import describe, read_as
 from ..edge.errors import HttpError, as_http_error
-from .body import GenerateBody, GenerateRequest, read_generate
+from .body import GenerateBody, GenerateRequest, has_stop_regex, read_generate
 from .meta import Wanted, meta_info, stream_meta
 from .sse import DONE, GrowingList, GrowingText, dumps, event
 from .subscriptions import Asked, Size, Subscription, hub_of
@@ -29,7 +30,8 @@ async def generate(request: Request) -> Response:
     received = time.monotonic()
     hub = hub_of(request.app)
     hub.refuse_if_draining()
-    ask = await read_as(request, lambda values: read_generate(values, hub.engine, hub.limits))
+    read = partial(read_generate, engine=hub.engine, limits=hub.limits)
+    ask = await read_as(request, read, is_slow=has_stop_regex)
     return await hub.answer(request, GenerateReply(ask, hub.engine, received))
 
 

@@ -15,7 +15,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,13 +28,14 @@ from starlette.responses import JSONResponse, Response
 from ....rollout.completion import Completion, StreamChunk
 from ....rollout.engine import Engine
 from ....rollout.errors import EngineStopped, Overloaded
-from ....rollout.grammars.compiler import CompiledGrammar
+from ....rollout.grammars.cache import Promise
 from ....rollout.sampling_params import SamplingParams
 from ....rollout.sequences.request import RequestOptions
 from ..edge.config import HttpConfig
 from ..edge.disconnect import unless_gone
 from ..edge.errors import Draining, HttpError
 from ..edge.json_slices import encode_in_slices
+from .grammar_limits import check_grammars
 from .limits import RequestLimits
 from .sse import EventStream
 
@@ -257,26 +258,43 @@ class Hub:
                 asked.prompts, asked.params, subscription, rids=asked.rids, options=asked.options, streamed=streamed
             )
 
-        def begin() -> tuple[list[Future[CompiledGrammar]], list[list[str]]]:
-            asked = subscription.asked = prepare()
-            missing = self.engine.requests.ask_grammars(asked.params)
-            return missing, [] if missing else submit()
+        missing: list[Promise] = []
 
-        missing, groups = await self._in_thread(begin, subscription)
+        def begin() -> list[list[str]]:
+            asked = subscription.asked = prepare()
+            check_grammars(asked.params, self.config)
+            missing.extend(self.engine.requests.ask_grammars(asked.params))
+            return [] if missing else submit()
+
+        groups = await self._in_thread(begin, subscription, missing)
         if missing:  # a grammar may take long, and there are few intake threads: wait in the event loop
-            await asyncio.wait([asyncio.wrap_future(grammar) for grammar in missing])
+            await self._compiled(missing)
             groups = await self._in_thread(submit, subscription)
         ids = [id for group in groups for id in group]
         subscription.index_of = {id: index for index, id in enumerate(ids)}
         subscription.num_open += len(ids)
 
-    async def _in_thread(self, run: Callable[[], T], subscription: Subscription) -> T:
+    async def _compiled(self, missing: Sequence[Promise]) -> None:
+        """Wait for grammars. Raises the first error that is not one in a grammar: those `submit` raises, all together.
+
+        A client that leaves waits for them no more.
+        """
+        try:
+            waiting = [asyncio.shield(asyncio.wrap_future(grammar)) for grammar in missing]
+            for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+                if isinstance(outcome, BaseException) and not isinstance(outcome, ValueError):
+                    raise outcome
+        finally:
+            self.engine.requests.leave_grammars(missing)
+
+    async def _in_thread(self, run: Callable[[], T], subscription: Subscription, missing: Sequence[Promise] = ()) -> T:
         running = self.loop.run_in_executor(self._intake, run)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:  # a thread cannot be stopped: withdraw the requests that it queues
 
             def withdraw(done: asyncio.Future[T]) -> None:
+                self.engine.requests.leave_grammars(missing)
                 if done.exception() is None:
                     self._withdraw_soon(subscription)
 

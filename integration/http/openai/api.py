@@ -14,6 +14,7 @@ from ....rollout.engine import Engine
 from ....rollout.errors import EngineStopped
 from ..edge.bodies import describe, read_as
 from ..edge.errors import HttpError, as_http_error, error_body
+from ..generation.body import has_stop_regex
 from ..generation.generate import refuse_ignored
 from ..generation.limits import RequestLimits
 from ..generation.sse import DONE, dumps, event
@@ -46,7 +47,7 @@ async def _complete(request: Request, read: Read) -> Response:
     hub = hub_of(request.app)
     hub.refuse_if_draining()
     name = served_name(request.app.state.service, request.app.state.config)
-    ask = await read_as(request, lambda values: read(values, hub.engine, name, hub.limits))
+    ask = await read_as(request, lambda values: read(values, hub.engine, name, hub.limits), is_slow=has_stop_regex)
     return await hub.answer(request, OpenAIReply(ask, received))
 
 

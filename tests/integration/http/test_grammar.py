@@ -17,6 +17,7 @@ from lockstep.integration.http.server import serve_in_background
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.grammars.process import CompilerProcess
 
 PATIENCE = 60.0
 SCHEMA = {
@@ -129,14 +130,14 @@ def test_a_mistake_in_a_grammar_is_a_400_that_quotes_its_place(served, params, w
 
 
 def test_many_slow_grammars_hold_up_nobody_else(served, monkeypatch):
-    engine, client = served
-    may_go_on, compile = threading.Event(), engine.parts.grammars.cache._compile
+    _, client = served
+    may_go_on, compile = threading.Event(), CompilerProcess.compile
 
-    def slow(constraint):
+    def slow(self, constraint):
         assert may_go_on.wait(PATIENCE)
-        return compile(constraint)
+        return compile(self, constraint)
 
-    monkeypatch.setattr(engine.parts.grammars.cache, "_compile", slow)
+    monkeypatch.setattr(CompilerProcess, "compile", slow)
     answers = []
 
     def ask(number: int) -> None:
@@ -153,6 +154,44 @@ def test_many_slow_grammars_hold_up_nobody_else(served, monkeypatch):
     for thread in threads:
         thread.join(PATIENCE)
     assert sorted(answers) == [f"name {number}" for number in range(8)]
+
+
+HOSTILE = [
+    ({"json_schema": {"type": "string", "pattern": "(" * 8000 + "a" + ")" * 8000}}, "max_grammar_nesting"),
+    ({"json_schema": {"type": "string", "pattern": "[^" * 9000}}, "max_pattern_bytes"),
+    ({"json_schema": {"items": {"type": "string", "minLength": 10**6}}}, "max_grammar_repeats"),
+    ({"json_schema": {"enum": list(range(10_001))}}, "max_grammar_alternatives"),
+    ({"regex": "a" * 300_000}, "max_grammar_bytes"),
+    ({"regex": "a{10000000}"}, "max_grammar_repeats"),
+    ({"regex": "|".join("a" * 10_002)}, "max_grammar_alternatives"),
+    ({"ebnf": "root ::= " + "(" * 65 + '"a"' + ")" * 65}, "max_grammar_nesting"),
+    ({"ebnf": 'root ::= "a" root'}, "without end"),
+    ({"json_schema": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}, "without end"),
+    ({"stop_regex": "(?:(?:(?:x?){100}){100}){100}y"}, "repeats written out"),
+]
+
+
+@pytest.mark.parametrize(("params", "why"), HOSTILE)
+def test_a_grammar_that_would_cost_too_much_is_a_400_that_names_the_limit(served, params, why):
+    engine, client = served
+    response = client.post("/generate", json={"text": "q", "sampling_params": params})
+    assert response.status_code == 400 and why in response.text, response.text[:500]
+    assert not engine.has_work
+
+
+def test_what_looks_like_nesting_inside_texts_and_classes_is_none(served):
+    _, client = served
+    for params in ({"ebnf": 'root ::= "' + "(" * 99 + '"'}, {"regex": r"\(" * 99 + "[(]" * 99}):
+        answer = client.post("/generate", json={"text": "q", "sampling_params": {**params, "max_new_tokens": 3}})
+        assert answer.status_code == 200, answer.text
+
+
+def test_too_many_waiting_grammars_are_a_503_that_says_when_to_try_again(served, monkeypatch):
+    engine, client = served
+    monkeypatch.setattr(engine.parts.grammars.cache, "_max_waiting", 0)
+    response = client.post("/generate", json={"text": "q", "sampling_params": {"regex": "not compiled before"}})
+    assert response.status_code == 503 and int(response.headers["Retry-After"]) > 0
+    assert "max_waiting_grammars" in response.text
 
 
 def test_metrics_count_jumps(served):

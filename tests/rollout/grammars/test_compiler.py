@@ -7,9 +7,11 @@ import threading
 import numpy as np
 import pytest
 
+from lockstep.rollout.errors import EngineStopped, Overloaded
 from lockstep.rollout.grammars.cache import MAX_TEXT_BYTES, GrammarCache
 from lockstep.rollout.grammars.catalog import Grammars
 from lockstep.rollout.grammars.compiler import Constraint, GrammarCompiler, constraint_of
+from lockstep.rollout.grammars.library import load_library
 from lockstep.rollout.grammars.token_text import TokenText
 from lockstep.rollout.sampling_params import SamplingParams
 
@@ -24,12 +26,25 @@ def text(bpe_tokenizer):
 
 @pytest.fixture(scope="module")
 def compiler(text):
-    return GrammarCompiler(text, [EOS])
+    return GrammarCompiler(load_library(), text, [EOS])
 
 
 def allowed_ids(mask: np.ndarray, vocab_size: int) -> np.ndarray:
     """Return the ids whose bits are set in a mask."""
     return np.flatnonzero(np.unpackbits(mask, bitorder="little", count=vocab_size))
+
+
+class InProcess:
+    """A compiler for a cache: a function that runs in the cache's thread."""
+
+    def __init__(self, compile) -> None:
+        self._compile = compile
+
+    def __call__(self, constraint):
+        return self._compile(constraint)
+
+    def close(self) -> None:
+        pass
 
 
 def follow(matcher, text, string: str) -> None:
@@ -130,7 +145,7 @@ def test_equal_grammars_are_compiled_once_and_the_longest_unused_goes(compiler):
         asked.append(constraint.text)
         return compiler.compile(constraint)
 
-    cache = GrammarCache(compile, max_grammars=2)
+    cache = GrammarCache(lambda: InProcess(compile), max_grammars=2)
     a, b, c = (Constraint("regex", letter) for letter in "abc")
     first = cache.get_all([a, b, a, None])
     assert first[0] is first[2] and first[3] is None and sorted(asked) == ["a", "b"]
@@ -151,7 +166,7 @@ def test_a_request_waits_for_its_own_grammar_only(compiler):
             assert may_go_on.wait(60)
         return compiler.compile(constraint)
 
-    cache = GrammarCache(compile)
+    cache = GrammarCache(lambda: InProcess(compile))
     slow = cache.ask(Constraint("regex", "slow"))
     assert cache.get_all([Constraint("regex", "quick")])[0] is not None
     assert not slow.done()
@@ -160,13 +175,74 @@ def test_a_request_waits_for_its_own_grammar_only(compiler):
     cache.close()
 
 
-def test_everything_wrong_is_named_and_nothing_wrong_is_kept(compiler):
-    cache = GrammarCache(compiler.compile)
-    with pytest.raises(ValueError, match=r"regex: .*; ebnf: |ebnf: .*; regex: "):
-        cache.get_all([Constraint("regex", "a("), Constraint("ebnf", "root"), Constraint("regex", "b")])
-    assert len(cache) == 1
+def test_everything_wrong_is_named_and_compiled_once(compiler):
+    asked: list[str] = []
+
+    def compile(constraint):
+        asked.append(constraint.text)
+        return compiler.compile(constraint)
+
+    cache = GrammarCache(lambda: InProcess(compile))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"regex: .*; ebnf: |ebnf: .*; regex: "):
+            cache.get_all([Constraint("regex", "a("), Constraint("ebnf", "root"), Constraint("regex", "b")])
+    assert len(cache) == 1 and sorted(asked) == ["a(", "b", "root"]
     with pytest.raises(ValueError, match="bytes of grammar"):
         cache.ask(Constraint("regex", "a" * (MAX_TEXT_BYTES + 1)))
+    cache.close()
+
+
+def test_too_many_waiting_grammars_are_refused_and_those_of_callers_that_left_are_not_compiled():
+    may_go_on, asked = threading.Event(), []
+
+    def compile(constraint):
+        asked.append(constraint.text)
+        assert may_go_on.wait(60)
+        raise ValueError("wrong")
+
+    cache = GrammarCache(lambda: InProcess(compile), max_waiting=3)
+    running = [cache.ask(Constraint("regex", text)) for text in "ab"]
+    while len(asked) < 2:
+        threading.Event().wait(0.001)
+    first, second, third = (cache.ask(Constraint("regex", text)) for text in "cde")
+    with pytest.raises(Overloaded) as caught:
+        cache.ask(Constraint("regex", "f"))
+    assert caught.value.retry_after_s > 0
+    assert cache.ask(Constraint("regex", "d")) is second  # a second caller waits for it
+    cache.leave([first, second])
+    assert first.cancelled() and not second.done()
+    may_go_on.set()
+    for promise in (*running, second, third):
+        assert isinstance(promise.exception(60), ValueError)
+    assert sorted(asked) == ["a", "b", "d", "e"]
+    cache.close()
+
+
+def test_closing_waits_for_no_compilation():
+    may_go_on, begun = threading.Event(), threading.Event()
+
+    def compile(constraint):
+        begun.set()
+        assert may_go_on.wait(60)
+        raise ValueError("wrong")
+
+    cache = GrammarCache(lambda: InProcess(compile))
+    running = cache.ask(Constraint("regex", "a"))
+    assert begun.wait(60)
+    cache.close()
+    assert not running.done()
+    with pytest.raises(EngineStopped):
+        cache.ask(Constraint("regex", "b"))
+    may_go_on.set()
+
+
+def test_grammars_in_use_have_a_limit_of_memory(compiler):
+    cache = GrammarCache(lambda: InProcess(compiler.compile), max_bytes=1)
+    [held] = cache.get_all([Constraint("regex", "a")])
+    with pytest.raises(Overloaded, match="grammar_memory_mb"):
+        cache.ask(Constraint("regex", "b"))
+    del held
+    assert cache.get_all([Constraint("regex", "b")])[0] is not None
     cache.close()
 
 

@@ -17,6 +17,7 @@ import transformers
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.grammars.compiler import Constraint, GrammarCompiler
+from lockstep.rollout.grammars.library import load_library
 from lockstep.rollout.grammars.token_text import TokenText
 from lockstep.rollout.sampling_params import SamplingParams
 
@@ -108,7 +109,7 @@ def engine(bpe_tokenizer):
 
 @pytest.fixture(scope="module")
 def compiler(bpe_tokenizer):
-    return GrammarCompiler(TokenText(bpe_tokenizer, VOCAB), [EOS])
+    return GrammarCompiler(load_library(), TokenText(bpe_tokenizer, VOCAB), [EOS])
 
 
 def test_there_are_over_a_hundred_schemas_and_no_two_alike():

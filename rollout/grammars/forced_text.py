@@ -1,0 +1,67 @@
+"""The text that a grammar forces at a position of a matcher, in pieces of bounded length and time.
+
+The library finds the whole forced text in one call, and never returns where the text has no end. So it is asked only
+where the grammar proves that the text is short. Elsewhere the text is found byte by byte, and taken back afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .shortest_text import ForcedBound
+
+MAX_WHOLE_BYTES = 8192  # texts that may be longer are found byte by byte
+MAX_PIECE_BYTES = 128  # of a text that is found so
+_BYTES = [bytes([byte]) for byte in range(256)]
+
+
+class ForcedText:
+    """Find the forced text at the position of one matcher. Leaves the position as it is."""
+
+    def __init__(self, matcher: Any, row: np.ndarray, byte_ids: np.ndarray, bound: ForcedBound) -> None:
+        """Bind to a matcher.
+
+        row: int32 [1, ceil(V / 32)], overwritten. byte_ids: the token of each single byte, -1 where there is none.
+        """
+        self._matcher, self._row, self._bound = matcher, row, bound
+        self._bytes_with_token = np.flatnonzero(byte_ids >= 0)
+        ids = byte_ids[self._bytes_with_token]
+        self._byte_places, self._byte_bits = ids // 8, (1 << ids % 8).astype(np.uint8)
+        self._others = [_BYTES[byte] for byte in np.flatnonzero(byte_ids < 0)]
+
+    def find(self, num_bytes: int) -> bytes:
+        """Return the forced text after a text of this many bytes, or its beginning if it may be very long."""
+        if self._bound.after(num_bytes) > MAX_WHOLE_BYTES:
+            return self.find_by_bytes()
+        try:
+            return str(self._matcher.find_jump_forward_string()).encode()
+        except UnicodeDecodeError as error:  # the library converts the text to str
+            return bytes(error.object)
+
+    def find_by_bytes(self) -> bytes:
+        """Return the first `MAX_PIECE_BYTES` bytes of the forced text, in a time that its length does not determine."""
+        matcher, found = self._matcher, bytearray()
+        try:
+            while len(found) < MAX_PIECE_BYTES and not matcher.is_completed():
+                if (byte := self._only_byte()) is None or not matcher.accept_string(byte, False):
+                    break
+                found += byte
+        finally:
+            if found:
+                matcher.rollback(len(found))  # each accepted text is one step, as a token is
+        return bytes(found)
+
+    def _only_byte(self) -> bytes | None:
+        """Return the byte that every continuation begins with, or None."""
+        self._matcher.fill_next_token_bitmask(self._row, 0, False)
+        allowed = self._row[0].view(np.uint8)[self._byte_places] & self._byte_bits
+        candidates = [_BYTES[byte] for byte in self._bytes_with_token[np.flatnonzero(allowed)[:2]]]
+        for byte in self._others:
+            if len(candidates) > 1:
+                break
+            if self._matcher.accept_string(byte, False):
+                self._matcher.rollback(1)
+                candidates.append(byte)
+        return candidates[0] if len(candidates) == 1 else None

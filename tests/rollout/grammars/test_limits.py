@@ -1,0 +1,229 @@
+"""Grammars that would cost too much: they are refused, and cost the process that serves nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from lockstep.rollout.grammars.catalog import GrammarLimits, Grammars
+from lockstep.rollout.grammars.compiler import Constraint, GrammarCompiler
+from lockstep.rollout.grammars.forced_text import MAX_PIECE_BYTES
+from lockstep.rollout.grammars.library import load_library
+from lockstep.rollout.grammars.token_text import TokenText
+from lockstep.rollout.sampling_params import SamplingParams
+
+VOCAB = 1024
+EOS = 0
+
+
+@pytest.fixture(scope="module")
+def compiler(bpe_tokenizer):
+    return GrammarCompiler(load_library(), TokenText(bpe_tokenizer, VOCAB), [EOS])
+
+
+@pytest.fixture(scope="module")
+def grammars(bpe_tokenizer):
+    grammars = Grammars(bpe_tokenizer, VOCAB, [EOS], limits=GrammarLimits(timeout_s=1.0, num_bytes=2**28))
+    yield grammars
+    grammars.close()
+
+
+def allowed_ids(matcher) -> np.ndarray:
+    ids = np.flatnonzero(np.unpackbits(matcher.mask(), bitorder="little", count=VOCAB))
+    return ids[ids != EOS]
+
+
+ENDLESS = [
+    ("ebnf", 'root ::= "a" root'),
+    ("ebnf", 'root ::= x\nx ::= "a" y\ny ::= "b" x'),
+    ("ebnf", 'root ::= "a" | "b" x\nx ::= "c" x'),
+    ("json_schema", '{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}'),
+    ("json_schema", '{"type": "array", "items": {"$ref": "#"}, "minItems": 1}'),
+]
+
+
+@pytest.mark.parametrize(("kind", "text"), ENDLESS)
+def test_a_grammar_that_cannot_end_is_refused(compiler, kind, text):
+    with pytest.raises(ValueError, match=r"without end|no text can end"):
+        compiler.compile(Constraint(kind, text))
+
+
+ENDING = [
+    ("ebnf", 'root ::= "(" root ")" | "x"'),
+    ("ebnf", 'root ::= "a" root?'),
+    ("json_schema", '{"type": "array", "items": {"$ref": "#"}}'),
+    ("json_schema", '{"type": "object", "properties": {"a": {"$ref": "#"}}}'),
+    ("json_schema", '{"type": "object", "properties": {"name": {"enum": ["Parma", "Paris"]}}, "required": ["name"]}'),
+    ("regex", "(abc|abd){20}x{4}[^a]é日本{3}"),
+    ("structural_tag", '{"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f="], "tags": '
+     '[{"type": "tag", "begin": "<f=g>", "content": {"type": "json_schema", "json_schema": {"type": "integer"}}, '
+     '"end": "</f>"}]}}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "text"), ENDING)
+@pytest.mark.parametrize("seed", range(3))
+def test_forced_text_found_by_bytes_is_that_of_the_library(compiler, kind, text, seed):
+    matcher, choice = compiler.compile(Constraint(kind, text)).matcher(), random.Random(seed)
+    for _ in range(40):
+        assert matcher._forced.find_by_bytes() == matcher.forced()[:MAX_PIECE_BYTES]
+        if not len(ids := allowed_ids(matcher)):
+            break
+        assert matcher.accept(int(choice.choice(ids)))
+
+
+def test_forced_text_is_taken_in_pieces_where_it_may_be_very_long(compiler):
+    matcher = compiler.compile(Constraint("regex", "a{10000000}b")).matcher()
+    assert matcher.forced() == b"a" * MAX_PIECE_BYTES
+    assert matcher.accept(int(allowed_ids(matcher)[-1])) and matcher.forced() == b"a" * MAX_PIECE_BYTES
+    deep = compiler.compile(Constraint("ebnf", 'root ::= "(" root "' + "p" * 500 + '" | "x"')).matcher()
+    for piece in (b"(",) * 40 + (b"x",):
+        assert deep.accept(compiler.vocabulary.text.pieces.index(piece))
+    assert deep.forced() == b"p" * MAX_PIECE_BYTES
+
+
+HOSTILE = [
+    ({"json_schema": {"type": "string", "pattern": "(" * 30_000 + "a" + ")" * 30_000}}, "nested too deeply"),
+    ({"ebnf": 'root ::= root root root | [a-z] | ""'}, "ambiguous|grammar_timeout_s"),
+    ({"ebnf": "root ::= " + " ".join(["([a-z] | [a-z]* | [a-z] [a-z]+)"] * 60)}, "grammar_timeout_s|ambiguous"),
+    ({"ebnf": "root ::= r0\n" + "\n".join(f'r{i} ::= r{i + 1} "a"' for i in range(12_000)) + '\nr12000 ::= "b"'},
+     "grammar_memory_mb|grammar_timeout_s"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("params", "why"), HOSTILE)
+def test_a_grammar_that_meets_a_limit_is_refused_and_the_next_one_is_compiled(grammars, params, why):
+    for _ in range(2):
+        with pytest.raises(ValueError, match=why):
+            grammars.compiled([SamplingParams(**params)])
+    num_compiled = grammars.cache.num_compiled
+    with pytest.raises(ValueError, match=why):  # known: it costs nothing
+        grammars.compiled([SamplingParams(**params)])
+    assert grammars.cache.num_compiled == num_compiled
+    assert grammars.compiled([SamplingParams(regex="after" + why.replace("|", ""))])[0] is not None
+
+
+def test_schemas_with_many_constants_and_open_classes_are_checked_in_linear_time(grammars):
+    pair = [{"enum": [f"{letter}{i}" for i in range(1500)]} for letter in "ab"]
+    assert grammars.compiled([SamplingParams(json_schema={"oneOf": pair})])[0] is not None
+    with pytest.raises(ValueError, match="Unclosed"):
+        grammars.compiled([SamplingParams(json_schema={"type": "string", "pattern": "[^" * 20_000})])
+
+
+def test_a_grammar_restored_from_the_other_process_is_the_one_compiled_here(grammars, compiler):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "é": {"enum": ["x", "日本"]}},
+        "required": ["a"],
+    }
+    [restored] = grammars.compiled([SamplingParams(json_schema=schema)])
+    here = compiler.compile(Constraint("json_schema", SamplingParams(json_schema=schema).json_schema))
+    assert restored.bound == here.bound and restored.serialized() == here.serialized()
+
+
+PARENT = """
+import sys
+from lockstep.rollout.grammars.compiler import Constraint
+from lockstep.rollout.grammars.frames import CompilerSetup
+from lockstep.rollout.grammars.process import CompilerProcess
+process = CompilerProcess(lambda: CompilerSetup([bytes([b]) for b in range(256)], [0], False, 60.0, 2**29, 2**25))
+assert process.compile(Constraint("regex", "a")).error is None
+print(process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_process_that_compiles_ends_with_its_parent():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    watched = os.pidfd_open(int(parent.stdout.readline()))
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.communicate()
+    poll = select.poll()
+    poll.register(watched)
+    assert poll.poll(30_000)
+    os.close(watched)
+
+
+def mutated(choice: random.Random) -> dict[str, str]:
+    """Make a random grammar out of pieces of grammars."""
+    kind = choice.choice(["regex", "ebnf", "json_schema"])
+    if kind == "regex":
+        pieces = [
+            "a",
+            "(",
+            ")",
+            "[",
+            "[^",
+            "]",
+            "|",
+            "*",
+            "+",
+            "?",
+            "{3}",
+            "{2,}",
+            "{0,9}",
+            ".",
+            r"\d",
+            r"\w",
+            "é",
+            "^",
+            "$",
+        ]
+        return {kind: "".join(choice.choices(pieces, k=choice.randrange(1, 12)))}
+    if kind == "ebnf":
+        pieces = ['"a"', '""', "[a-z]", "root", "x", "(", ")", "|", "*", "+", "?", "{2,4}", "[^a]*"]
+        body = [" ".join(choice.choices(pieces, k=choice.randrange(1, 8))) for _ in range(2)]
+        return {kind: f"root ::= {body[0]}\nx ::= {body[1]}"}
+
+    def schema(depth: int) -> object:
+        made = [
+            {"type": "string", "pattern": mutated_regex(choice)}, {"type": "integer", "minimum": choice.randrange(9)},
+            {"$ref": "#"}, {"enum": ["a", 1, None]}, {"type": "string", "maxLength": choice.randrange(99)}, True, {},
+        ]  # fmt: skip
+        if depth:
+            names = choice.sample("abcd", choice.randrange(1, 4))
+            required = names[: choice.randrange(3)]
+            made += [{"type": "array", "items": schema(depth - 1), "minItems": choice.randrange(3)}] * 3
+            made += [{"type": "object", "properties": {n: schema(depth - 1) for n in names}, "required": required}] * 4
+            made += [{"anyOf": [schema(depth - 1), schema(depth - 1)]}] * 2
+        return choice.choice(made)
+
+    return {kind: json.dumps(schema(3))}
+
+
+def mutated_regex(choice: random.Random) -> str:
+    return "".join(choice.choices(["a", "[b-y]", "z+", "(c|d)", "e{2,5}", "[^", "(", "q*"], k=choice.randrange(1, 6)))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_grammars_are_compiled_and_followed_or_refused(grammars, seed):
+    choice = random.Random(seed)
+    num_compiled, text = 0, grammars.restorer().vocabulary.text
+    for _ in range(60):
+        params = SamplingParams(**mutated(choice), jump_forward=choice.choice(["text", "exact", "off"]))
+        try:
+            [grammar] = grammars.compiled([params])
+            state = grammars.state(grammar, params)
+        except ValueError:
+            continue
+        num_compiled += 1
+        output: list[int] = []
+        began = time.thread_time()
+        for _ in range(24):
+            state.follow(output)
+            ids = np.flatnonzero(np.unpackbits(state.mask(), bitorder="little", count=VOCAB))
+            if not len(ids) or (id := int(choice.choice(ids))) == EOS:
+                break
+            output.append(id)
+            state.plan_text() if params.jump_forward == "text" else None
+        assert time.thread_time() - began < 5 and all(text.pieces[id] for id in output)
+    assert num_compiled > 10
