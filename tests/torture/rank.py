@@ -16,7 +16,7 @@ from lockstep.tests.torture.own_server import ADMIN_KEY, API_KEY
 from lockstep.tests.torture.wire import Address, Answer, Verdict, exchange, request_bytes
 
 START_S, LONGEST_S = 180.0, 3600.0
-STEPS_A_MINUTE = 30  # so that an undisturbed run is several times shorter than the storm
+STEPS_A_MINUTE = 120  # an undisturbed run takes a part of the minute, and one under attack about all of it
 COMPARED = ("step", "weight_digest", "weight_version", "reward_mean", "loss", "logprob_gap", "heldout_accuracy")
 
 
@@ -28,7 +28,7 @@ class RankJob:
         self.num_steps = max(6, int(STEPS_A_MINUTE * options.minutes))
         self.port = free_port()
         settings = (
-            f"run.num_steps={self.num_steps} run.eval_every=5 run.checkpoint_every=5 run.seed={options.seed % 1000}"
+            f"run.num_steps={self.num_steps} run.eval_every=20 run.checkpoint_every=20 run.seed={options.seed % 1000}"
         )
         if name == "storm":
             settings += f" http.port={self.port}"
@@ -58,8 +58,13 @@ class RankJob:
         """Return what each step must have in common with another run's."""
         return [{key: line.get(key) for key in COMPARED} for line in read_metrics(self.metrics)]
 
+    @property
+    def log(self) -> Path:
+        return self.folder / f"log-{self.name}"
+
     def log_tail(self) -> str:
-        return (self.folder / f"log-{self.name}").read_text(errors="replace")[-2000:]
+        """Return the last words of the ranks, before the launcher's own."""
+        return self.log.read_text(errors="replace").partition("torch/distributed/elastic/multiprocessing")[0][-2000:]
 
     def wait_for_server(self) -> Address:
         """Wait until the first rank answers and the second step is done. Raises RuntimeError where the job ends."""
@@ -83,8 +88,8 @@ class RankJob:
         raise RuntimeError("the launcher has no first rank")
 
     def is_nearly_over(self) -> bool:
-        """Whether the job has only its last steps to do: then its server is about to end."""
-        return len(read_metrics(self.metrics)) >= self.num_steps - 2
+        """Whether the job has only its last steps to do, or has ended: then its server ends as well."""
+        return self._agent.poll() is not None or len(read_metrics(self.metrics)) >= self.num_steps - 2
 
     def finish(self, verdict: Verdict | None = None) -> None:
         """Wait for the end of the job. An exit code other than 0 is a violation, or without a verdict an error."""

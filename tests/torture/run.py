@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -128,7 +129,8 @@ def _attack(scene: Scene, own: OwnServer | None, options: argparse.Namespace) ->
     if not scene.is_gone:
         measures.end = look_after(scene, answers, measures.start)
         _end(scene, own)
-    return finish(storm, measures, limits, options, dict(answers.counts))
+    log = own.folder / "server.log" if own is not None else None
+    return finish(storm, measures, limits, options, dict(answers.counts), log)
 
 
 def _end(scene: Scene, own: OwnServer | None) -> None:
@@ -154,7 +156,7 @@ def _train(options: argparse.Namespace, folder: Path) -> int:
             measures = watch.end()
         job.finish(scene.verdict)
     job.compare(calm, scene.verdict)
-    return finish(storm, measures, limits, options, {"steps of the job": len(job.digests())})
+    return finish(storm, measures, limits, options, {"steps of the job": len(job.digests())}, job.log)
 
 
 def choose(scene: Scene, names: set[str]) -> list[Attacker]:
@@ -172,14 +174,22 @@ def limits_of(scene: Scene, options: argparse.Namespace) -> Limits:
 
 
 def finish(
-    storm: Storm, measures: Measures, limits: Limits, options: argparse.Namespace, checked: dict[str, int]
+    storm: Storm,
+    measures: Measures,
+    limits: Limits,
+    options: argparse.Namespace,
+    checked: dict[str, int],
+    log: Path | None,
 ) -> int:
-    """Print the report, and write the last requests where something was wrong. Returns the exit code."""
+    """Print the report; where something was wrong, write the last requests, and the server's log beside them. Returns
+    the exit code."""
     verdict = storm.scene.verdict
     path = None
     if verdict.listed:
         path = options.record or Path(tempfile.gettempdir()) / f"lockstep-torture-{options.seed}.jsonl"
         storm.scene.record.save(path)
+        if log is not None:
+            shutil.copy(log, path.with_suffix(".log"))
     result = report(storm, measures, limits, options, checked, path)
     print(json.dumps(result), flush=True)
     return 0 if result["passed"] else 1

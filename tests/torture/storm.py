@@ -194,10 +194,10 @@ def look_after(scene: Scene, answers: SeededAnswers | None, start: dict[str, int
     wire = scene.wire("after")
     if scene.is_admin_allowed:
         restore(wire, scene)
-    is_usable(wire, scene)
+    works = is_usable(wire, scene)
     if scene.has("/state"):
         _check_ledger(scene)
-    for index in range(len(answers.bodies) if answers else 0):
+    for index in range(len(answers.bodies) if answers and works else 0):
         answers.check(index, may_abort=False)
     return _check_process(scene, start) if scene.own is not None and start else {}
 

@@ -74,7 +74,7 @@ class Watch:
             print(json.dumps(line), flush=True)
 
     def _probe(self, path: str) -> None:
-        data = request_bytes("GET", path, key=self.address.api_key)
+        data, was_healthy = request_bytes("GET", path, key=self.address.api_key), True
         while not self.over.wait(PERIOD_S):
             began = time.monotonic()
             try:
@@ -88,11 +88,13 @@ class Watch:
             line = {"path": path, "began": began, "ended": ended, "seconds": round(seconds, 3),
                     "late_s": round(late_s, 3), "status": answer.status}  # fmt: skip
             if answer.status != 200:
-                self._print({"event": "unhealthy", "said": answer.body[:200].decode(errors="replace"), **line})
+                if was_healthy:
+                    self._print({"event": "unhealthy", "said": answer.body[:200].decode(errors="replace"), **line})
             elif seconds > self.limit_s:
                 self._print({"event": "late", **line})
             elif path == "/state":
                 self._look_at(answer, ended)
+            was_healthy = answer.status == 200
 
     def _look_at(self, answer: Answer, now: float) -> None:
         """Report a loop that has sequences to run and runs no step."""

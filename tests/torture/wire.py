@@ -17,7 +17,7 @@ PATIENCE_S = 60.0  # longest wait of an attacker for an answer
 _KEPT_REQUESTS = 2000
 _KEPT_BYTES = 4096  # of each kept request; a longer one is made again with --replay
 _KEPT_ANSWER = 8 << 20
-_MAX_LISTED = 50
+_MAX_LISTED = 10
 
 
 @dataclass(frozen=True)
@@ -189,6 +189,7 @@ class Wire:
     ) -> None:
         self.address, self.record, self.verdict = address, record, verdict
         self.attacker, self.step, self.is_over = attacker, 0, is_over
+        self.pause = threading.Event()
 
     def call(
         self, method: str, path: str, body: object = None, *, admin: bool = False, name: str = "",
@@ -206,6 +207,7 @@ class Wire:
             answer = exchange(self.address, data, patience_s, ends=ends)
         except OSError as error:
             answer = Answer(0, repr(error).encode())
+            self.pause.wait(0.2 if isinstance(error, ConnectionRefusedError) else 0)  # others report that it is gone
         self.record.close(sent, answer.status or "none")
         self._judge(sent, answer, ends)
         return answer
