@@ -23,6 +23,7 @@ from lockstep.tests.torture.wire import Address, Answer, exchange, request_bytes
 PERIOD_S = 0.1  # between two probes of a path
 SAMPLE_S = 0.25
 TICK_S = 0.02
+AGAIN_S = 5.0  # between two reports of a server that stays without health
 PATIENCE_S = 60.0
 
 
@@ -74,7 +75,7 @@ class Watch:
             print(json.dumps(line), flush=True)
 
     def _probe(self, path: str) -> None:
-        data, was_healthy = request_bytes("GET", path, key=self.address.api_key), True
+        data, told = request_bytes("GET", path, key=self.address.api_key), -AGAIN_S
         while not self.over.wait(PERIOD_S):
             began = time.monotonic()
             try:
@@ -88,13 +89,13 @@ class Watch:
             line = {"path": path, "began": began, "ended": ended, "seconds": round(seconds, 3),
                     "late_s": round(late_s, 3), "status": answer.status}  # fmt: skip
             if answer.status != 200:
-                if was_healthy:
+                if ended >= told + AGAIN_S:
+                    told = ended
                     self._print({"event": "unhealthy", "said": answer.body[:200].decode(errors="replace"), **line})
             elif seconds > self.limit_s:
                 self._print({"event": "late", **line})
             elif path == "/state":
                 self._look_at(answer, ended)
-            was_healthy = answer.status == 200
 
     def _look_at(self, answer: Answer, now: float) -> None:
         """Report a loop that has sequences to run and runs no step."""
