@@ -46,6 +46,8 @@ class Schemas(Attacker):
     def step(self, draw: random.Random) -> None:
         operation = draw.choice(self._operations)
         for case in self._draw(operation.as_strategy(generation_mode=draw.choice(self._modes)), draw.getrandbits(32)):
+            if self.scene.over.is_set():
+                return
             sent = case.as_transport_kwargs(base_url="http://x")
             values = sent.get("json")
             body = self._placed(draw, values) if isinstance(values, dict) else values

@@ -194,7 +194,7 @@ def look_after(scene: Scene, answers: SeededAnswers | None, start: dict[str, int
     wire = scene.wire("after")
     if scene.is_admin_allowed:
         restore(wire, scene)
-    works = is_usable(wire, scene)
+    works = is_usable(wire, scene) and not scene.verdict.counts["hang"]  # or an attacker still acts
     if scene.has("/state"):
         _check_ledger(scene)
     for index in range(len(answers.bodies) if answers and works else 0):

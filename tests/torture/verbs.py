@@ -57,7 +57,8 @@ class Verbs(Attacker):
             asking = [self._ask_beside(draw) for _ in range(draw.randint(0, 3))]
             try:
                 for _ in range(draw.randint(2, 7)):
-                    draw.choice(ACTIONS)(self, draw)
+                    if not self.scene.over.is_set():
+                        draw.choice(ACTIONS)(self, draw)
             finally:
                 restore(self.wire, self.scene)
             is_usable(self.wire, self.scene)
