@@ -1,11 +1,11 @@
 # `make train` and `make test` work on a fresh machine; both set up .venv first, once.
-# PYTHON names the base interpreter (3.11 or newer), ARGS is passed on to the job or to pytest.
+# PYTHON names the base interpreter (3.11 or newer), ARGS is passed on to the job, to pytest or to the torture suite.
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup train test test-slow test-exhaustive lint types pictures clean
+.PHONY: setup train test test-slow test-exhaustive torture lint types pictures clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,10 @@ test-slow: setup
 # Every case of what test-slow has only one of each kind of. Not for every change: it takes half an hour and more.
 test-exhaustive: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m exhaustive -n 2 --dist loadfile $(ARGS)
+
+# Attack a server of our own, or --url's, and check that it holds: tests/torture/run.py says how.
+torture: setup
+	$(BIN)/python -m lockstep.tests.torture.run $(ARGS)
 
 lint: types
 	$(BIN)/ruff check .

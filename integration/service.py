@@ -76,8 +76,8 @@ class RolloutService(WeightVerbs):
     def rollout(self, *, release_kv: bool = False) -> Iterator[None]:
         """Run the rollout phase, in which the module generates. KV memory released before is resumed.
 
-        With `release_kv` the pool is released at the end, for the trainer to use its memory; that raises NotIdle where
-        sequences are still running.
+        With `release_kv` the pool is released at the end, for the trainer to use its memory. Sequences that still run,
+        of other callers, are retracted: they go on with their tokens in the next rollout phase.
         """
         if self.replica.is_alone or self.engine.kv_bytes:
             self.engine.weights.resume_kv()
@@ -86,6 +86,8 @@ class RolloutService(WeightVerbs):
         with self.engine.model.rollout_phase():
             self.engine.wake()
             yield
+        if release_kv:
+            self.engine.weights.retract_running()
         if release_kv and self.replica.is_alone:
             self.engine.weights.release_kv()
         elif release_kv:  # on all ranks or none: only the controller knows the running sequences

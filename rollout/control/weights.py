@@ -113,6 +113,10 @@ class EngineWeights:
         """Allocate the weights again, with undefined values; returns the bytes. Does nothing if they are allocated."""
         return self._driver.command("resume_weights", self._model.resume_weights)
 
+    def retract_running(self) -> int:
+        """Queue every running sequence again: it keeps its tokens and gives its KV back. Returns their number."""
+        return self._driver.command("retract_running", self._between_steps.retract_running)
+
     def release_kv(self) -> int:
         """Free the KV pool's memory; returns its bytes. Raises NotIdle while sequences hold blocks."""
         return self._driver.command("release_kv", self._between_steps.release_kv)

@@ -42,13 +42,9 @@ class BetweenSteps:
     def pause(self, mode: PauseMode) -> PauseReport:
         """Pause the steps. in_place: sequences keep their KV; retract: they give it back and wait; abort: they end
         with their tokens so far. Any pause may follow any other."""
-        running = self._scheduler.running()
         num_retracted = num_aborted = 0
         if mode == "retract":
-            # The newest first; the queue keeps the order of arrival in any case.
-            for request in reversed(running):
-                self._loop.retract(request)
-            num_retracted = len(running)
+            num_retracted = self.retract_running()
         elif mode == "abort":
             num_aborted = len(self.abort_all(FinishReason("abort", message="aborted by a pause")))
         self._gate.pause_mode = mode
@@ -56,6 +52,14 @@ class BetweenSteps:
         if isinstance(self._runner, ReplicaRunner):
             self._runner.check_states()
         return PauseReport(mode, self._scheduler.num_running, self._scheduler.num_waiting, num_retracted, num_aborted)
+
+    def retract_running(self) -> int:
+        """Queue every running sequence again, without KV; returns their number."""
+        running = self._scheduler.running()
+        # The newest first; the queue keeps the order of arrival in any case.
+        for request in reversed(running):
+            self._loop.retract(request)
+        return len(running)
 
     def resume(self) -> ContinueReport:
         """End the pause."""

@@ -234,6 +234,23 @@ def test_memory_in_use_is_not_released(service):
         service.release_memory_occupation()
 
 
+def test_a_callers_sequence_does_not_keep_the_trainer_from_the_pools_memory(service):
+    engine = service.engine
+    with service.rollout():
+        [alone] = engine.generate([[1, 2, 3]], PARAMS)
+    engine.flush_cache()
+    with service.rollout(release_kv=True):
+        engine.add([1, 2, 3], PARAMS)
+        engine.step()
+    assert service.state()["kv_bytes"] == service.state()["num_running"] == 0
+    assert service.state()["num_waiting"] == 1
+    completions = []
+    with service.rollout():
+        while engine.has_work:
+            completions += engine.step()
+    assert (completions[0].token_ids, completions[0].logprobs) == (alone.token_ids, alone.logprobs)
+
+
 def test_the_digest_is_over_names_and_bytes_of_every_parameter_once(model, service):
     names = [name for name, _ in service.engine.weights.resident_tensors()]
     assert len(names) == len(set(names)) and "lm_head.weight" not in names  # tied to the embedding

@@ -1,0 +1,145 @@
+"""The torture suite itself: it finds the faults of a fake server and passes a sound one; our own server holds."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from lockstep.tests.torture.attackers import Scene
+from lockstep.tests.torture.bodies import Bodies
+from lockstep.tests.torture.patterns import KILLERS, random_schema, valid
+from lockstep.tests.torture.run import main
+from lockstep.tests.torture.wire import Address, Answer
+
+
+class FakeServer(ThreadingHTTPServer):
+    """A server of seeded answers. `spoil(path, count)`: changes an answer, by the number of requests to its path."""
+
+    daemon_threads, request_queue_size = True, 256
+
+    def __init__(self, spoil: Callable[[str, int], tuple[int, float]]) -> None:
+        super().__init__(("127.0.0.1", 0), FakeHandler)
+        self.spoil, self.counts, self.lock, self.over = spoil, {}, threading.Lock(), threading.Event()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients that leave."""
+
+
+class FakeHandler(BaseHTTPRequestHandler):
+    """Answers as a server of SGLang's protocol. An offset of spoil's is added to the first token."""
+
+    server: FakeServer
+
+    def do_GET(self) -> None:
+        self._answer(b'{"paths": {"/generate": {}}}' if self.path == "/openapi.json" else b"")
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        draw = random.Random(body)
+        self._answer(None, [[-draw.random(), draw.randrange(100), None] for _ in range(3)], b'"stream": true' in body)
+
+    def _answer(self, said: bytes | None, logprobs: list[Any] = (), streamed: bool = False) -> None:
+        with self.server.lock:
+            count = self.server.counts[self.path] = self.server.counts.get(self.path, 0) + 1
+        status, offset = self.server.spoil(self.path, count)
+        if self.path == "/health":
+            self.server.over.wait(offset)
+        elif said is None:
+            logprobs[0][1] += offset
+            meta = {"output_token_logprobs": logprobs, "finish_reason": {"type": "length"}}
+            said = json.dumps({"meta_info": meta}).encode()
+            said = b"data: " + said + b"\n\ndata: [DONE]\n\n" if streamed else said
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(said or b"")))
+        self.end_headers()
+        self.wfile.write(said or b"")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def serving(spoil: Callable[[str, int], tuple[int, float]]) -> Iterator[str]:
+    with FakeServer(spoil) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.over.set()
+            server.shutdown()
+            thread.join()
+
+
+def torture(capsys, tmp_path, url: str, *arguments: str) -> tuple[int, dict[str, Any]]:
+    options = ["--url", url, "--minutes", "0.04", "--seed", "5", "--record", str(tmp_path / "last.jsonl")]
+    code = main([*options, "--attackers", "leavers,patterns", *arguments])
+    return code, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_a_sound_server_passes_and_the_seed_is_told(capsys, tmp_path):
+    with serving(lambda path, count: (200, 0)) as url:
+        code, result = torture(capsys, tmp_path, url)
+    assert code == 0 and result["passed"] and result["violations"] == {} and result["seed"] == 5
+    assert result["answers"]["equal"] > 10 and set(result["attackers"]) == {"leavers", "patterns"}
+
+
+def test_each_fault_of_a_server_is_found_and_the_last_requests_are_kept(capsys, tmp_path):
+    num_before = 200  # of the requests before the storm
+
+    def spoil(path: str, count: int) -> tuple[int, float]:
+        if path == "/health":
+            return (503, 0) if count == 3 else (200, 0.7 if count == 5 else 0)
+        late = path == "/generate" and count > num_before
+        return (500 if late and count % 7 == 0 else 400 if late and count % 11 == 0 else 200), int(
+            late and count % 5 == 0
+        )
+
+    with serving(spoil) as url:
+        code, result = torture(capsys, tmp_path, url, "--latency-s", "0.3")
+    assert code == 1 and not result["passed"]
+    assert set(result["violations"]) == {"unhealthy", "late", "server_error", "lost", "altered"}
+    [late] = [one for one in result["listed"] if one["kind"] == "late"]
+    assert late["under_way"] and "/health" in late["what"]
+    kept = [json.loads(line) for line in (tmp_path / "last.jsonl").read_text().splitlines()]
+    assert {"attacker", "step", "data", "status"} <= set(kept[0]) and {one["attacker"] for one in kept} > {"patterns"}
+
+
+def test_a_step_is_the_same_in_every_storm_of_a_seed(tmp_path):
+    def sent(seed: int) -> list[bytes]:
+        scene = Scene(Address("http://127.0.0.1:1"), {}, tmp_path, seed)
+        attacker, found = Bodies(scene), []
+        attacker.wire.send = lambda name, data, **_: found.append(data) or Answer(200, b"")  # type: ignore[method-assign]
+        for step in (3, 4, 3):
+            attacker.take_step(step)
+        return found
+
+    first = sent(1)
+    assert first == sent(1) and first[0] == first[2] != first[1] and first != sent(2)
+
+
+def test_every_hostile_and_every_random_constraint_can_be_sent():
+    draw = random.Random(1)
+    for make, sizes in KILLERS:
+        for size in sizes[:2]:
+            json.dumps(make(draw, size))
+    kinds = {next(iter(valid(draw))) for _ in range(200)}
+    assert kinds == {"json_schema", "regex", "ebnf", "structural_tag", "stop_regex"}
+    assert json.dumps(random_schema(random.Random(3))) == json.dumps(random_schema(random.Random(3)))
+
+
+@pytest.mark.slow
+def test_our_own_server_holds_for_a_minute(tmp_path):
+    command = [sys.executable, "-m", "lockstep.tests.torture.run", "--minutes", "1", "--latency-s", "4",
+               "--record", str(tmp_path / "last.jsonl")]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-4000:]
