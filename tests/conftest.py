@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,6 +58,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((index for index, name in enumerate(LONGEST) if module.endswith(name)), len(LONGEST))
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """Fork the process that starts the programs of tests, before a test changes anything here or begins a thread."""
+    if prepared := sys.modules.get("lockstep.tests.support.prepared_python"):
+        prepared.prepare()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import subprocess
 import sys
 
 import pytest
@@ -14,6 +13,7 @@ from lockstep.integration.bench.parts import presets, runs
 from lockstep.integration.bench.parts.load import Load
 from lockstep.integration.bench.parts.runs import Run
 from lockstep.integration.cli import main as cli
+from lockstep.tests.support import prepared_python
 
 LOAD = Load(batch=3, prompt_tokens=20, new_tokens=5)
 
@@ -129,7 +129,7 @@ def test_a_load_beyond_the_context_is_refused(tiny):
 
 
 def test_the_command_prints_one_json_object_on_the_last_line():
-    done = subprocess.run(
+    done = prepared_python.run(
         [sys.executable, "-m", "lockstep.integration.cli", "bench", "rollout", "--model", "tiny", "--batch", "2",
          "--prompt-tokens", "16", "--new-tokens", "4", "--repeats", "1", "--against", "hf", "other", "--json",
          "--threads", "1"],
@@ -228,7 +228,7 @@ def test_resuming_and_its_ideal_compute_the_same_rows_from_an_empty_cache(tiny, 
 
 @pytest.mark.slow
 def test_the_pause_command_prints_the_agreed_keys():
-    done = subprocess.run(
+    done = prepared_python.run(
         [sys.executable, "-m", "lockstep.integration.cli", "bench", "pause", "--model", "tiny", "--batch", "2",
          "--prompt-tokens", "16", "--new-tokens", "64", "--pauses", "2", "--repeats", "1", "--json", "--threads", "1"],
         capture_output=True, text=True, check=False, timeout=120,

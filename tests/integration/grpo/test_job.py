@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lockstep.integration.grpo import main as grpo
 from lockstep.integration.grpo.main import main
 from lockstep.integration.grpo.run_log import read_metrics
+from lockstep.tests.support import prepared_python
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "arithmetic_cpu.toml"
@@ -55,7 +56,9 @@ def torchrun(folder: Path, *arguments: str, num_ranks: int = 2, kill_after_step:
                "-m", "lockstep.integration.grpo", *arguments]  # fmt: skip
     with open(folder / "log", "w") as log:
         environment = os.environ | {"KILL_AFTER_STEP": str(kill_after_step)}
-        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True, env=environment)
+        return prepared_python.Popen(
+            command, cwd=folder, stdout=log, stderr=log, start_new_session=True, env=environment
+        )
 
 
 def finish(process: subprocess.Popen, seconds: float = 150) -> int:
