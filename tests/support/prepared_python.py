@@ -5,7 +5,8 @@ and `run` have the interface of subprocess for commands of this interpreter. The
 arguments, environment, folder and streams, and is the caller's child; torchrun's ranks are forked in the same way.
 
 Not for what only a new interpreter shows: what a program imports, variables that packages read when they are imported,
-the hash seed (all forks share one). Each program is started by a real interpreter in at least one other test.
+the hash seed (all forks share one), its teardown. Torchrun with a job and each command are started by a new interpreter
+in other tests: tests/examples, tests/integration/cli, bench and http/test_app.py.
 """
 
 from __future__ import annotations

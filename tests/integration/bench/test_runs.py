@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import subprocess
 import sys
 
 import pytest
@@ -228,7 +229,7 @@ def test_resuming_and_its_ideal_compute_the_same_rows_from_an_empty_cache(tiny, 
 
 @pytest.mark.slow
 def test_the_pause_command_prints_the_agreed_keys():
-    done = prepared_python.run(
+    done = subprocess.run(
         [sys.executable, "-m", "lockstep.integration.cli", "bench", "pause", "--model", "tiny", "--batch", "2",
          "--prompt-tokens", "16", "--new-tokens", "64", "--pauses", "2", "--repeats", "1", "--json", "--threads", "1"],
         capture_output=True, text=True, check=False, timeout=120,
