@@ -64,7 +64,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Fork the process that starts the programs of tests, before a test changes anything here or begins a thread."""
-    if prepared := sys.modules.get("lockstep.tests.support.prepared_python"):
+    prepared = sys.modules.get("lockstep.tests.support.prepared_python")
+    if prepared and not prepared.HAS_GPU:
         prepared.prepare()
 
 

@@ -18,6 +18,7 @@ import ctypes
 import faulthandler
 import gc
 import importlib
+import inspect
 import logging
 import os
 import pickle
@@ -44,6 +45,7 @@ PREPARED = (
 LAUNCHER = "torch.distributed.run"
 UNSHOWN_WARNINGS = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
 _SET_SUBREAPER = 36  # of prctl
+HAS_GPU = Path("/dev/nvidiactl").exists()  # a fork cannot use CUDA once its parent has, so each is a new interpreter
 
 
 class _Request(NamedTuple):
@@ -118,18 +120,23 @@ def _end(forker: _Forker) -> None:
 class Popen(subprocess.Popen):
     """subprocess.Popen for commands of this interpreter, without preexec_fn and without other descriptors to pass."""
 
-    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags,
-                       shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid,
-                       umask, start_new_session, process_group) -> None:  # fmt: skip
-        command = [os.fspath(arg) for arg in args]
-        assert command[0] == sys.executable and not (preexec_fn or shell or pass_fds), command
-        given = zip((p2cread, c2pwrite, errwrite), (0, 1, 2), strict=True)
-        streams = [stream if stream != -1 else inherited for stream, inherited in given]
-        environment = dict(os.environ if env is None else env)
-        request = _Request(command[1:], environment, os.path.abspath(cwd or "."), bool(start_new_session))
+    def _execute_child(self, *given: Any) -> None:
+        if HAS_GPU:
+            super()._execute_child(*given)
+            return
+        named = inspect.signature(subprocess.Popen._execute_child).bind(self, *given).arguments
+        command = [os.fspath(arg) for arg in named["args"]]
+        assert command[0] == sys.executable and not (named["preexec_fn"] or named["shell"] or named["pass_fds"]), (
+            command
+        )
+        pipes = [named[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
+        streams = [pipe if pipe != -1 else number for number, pipe in enumerate((pipes[0], pipes[3], pipes[5]))]
+        environment = dict(os.environ if named["env"] is None else named["env"])
+        folder = os.path.abspath(named["cwd"] or ".")
+        request = _Request(command[1:], environment, folder, bool(named["start_new_session"]))
         self.pid = prepare().fork(request, streams)
         self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        self._close_pipe_fds(*pipes)
 
 
 def run(command: Sequence[Any], *, input: str | None = None, capture_output: bool = False, timeout: float | None = None,
@@ -148,6 +155,15 @@ def run(command: Sequence[Any], *, input: str | None = None, capture_output: boo
     if check and process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command, output, errors)
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def rank_of(pid: int) -> int | None:
+    """Return the rank of a process that torchrun has started, None for another one."""
+    name = Path(f"/proc/{pid}/comm").read_text().strip()
+    if name.startswith("rank "):
+        return int(name.removeprefix("rank "))
+    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return next((int(text.removeprefix("RANK=")) for text in variables if text.startswith("RANK=")), None)
 
 
 # -- in the process that forks -----------------------------------------------------------------------------------------

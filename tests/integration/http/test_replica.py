@@ -107,12 +107,8 @@ class Served:
     def _pids(self) -> dict[int, int]:
         """Return the process ids of the launcher's children, by rank."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        pids = {}
-        for pid in map(int, children):
-            name = Path(f"/proc/{pid}/comm").read_text().strip()  # which prepared_python gives to ranks
-            if name.startswith("rank "):
-                pids[int(name.removeprefix("rank "))] = pid
-        return pids
+        ranks = {prepared_python.rank_of(int(pid)): int(pid) for pid in children}
+        return {rank: pid for rank, pid in ranks.items() if rank is not None}
 
 
 @pytest.fixture
