@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,10 +45,12 @@ os.register_at_fork(after_in_child=gc.freeze)
 # The modules that take longest, in descending order. They run first, so that no process runs one of them in the end
 # while the others are idle.
 LONGEST = (
-    "replica/test_faults", "kernels/linear/test_linear", "replica/test_rank_failures",
-    "attention/test_triton_kernels", "rollout/test_invariance_table", "http/test_replica", "replica/test_interruption",
-    "grpo/test_job", "transaction/test_fault_injection", "sha256/test_triton_kernels", "push/test_pushed_engines",
-    "rollout/test_interruption_random", "kernels/test_triton_engine", "grpo/test_backends",
+    "attention/test_triton_kernels", "replica/test_interruption", "rollout/test_invariance_table",
+    "replica/test_faults", "replica/test_rank_failures", "rollout/test_interruption_random",
+    "transaction/test_fault_injection", "push/test_pushed_engines", "push/test_http_target",
+    "kernels/linear/test_linear", "kernels/test_triton_engine", "http/test_replica", "replica/test_engine",
+    "grpo/test_job", "sha256/test_triton_kernels", "rollout/test_interruption", "grammars/test_engine",
+    "attention/test_paged", "push/test_pusher", "sampling/test_draws", "delta/test_apply",
 )  # fmt: skip
 
 
@@ -57,6 +60,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((index for index, name in enumerate(LONGEST) if module.endswith(name)), len(LONGEST))
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """Fork the process that starts the programs of tests, before a test changes anything here or begins a thread."""
+    prepared = sys.modules.get("lockstep.tests.support.prepared_python")
+    if prepared and not prepared.HAS_GPU:
+        prepared.prepare()
 
 
 @pytest.fixture

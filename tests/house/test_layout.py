@@ -4,9 +4,10 @@ import ast
 import configparser
 import importlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -153,26 +154,27 @@ PLACES = {
 }
 
 
-def package_folders() -> Iterator[Path]:
-    """Yield the folders below the root that hold the project's Python files."""
-    for folder in sorted(ROOT.rglob("*/")):
-        parts = folder.relative_to(ROOT).parts
-        if not parts or parts[0] in NOT_PACKAGES or any(p.startswith((".", "__")) for p in parts):
-            continue
-        if any(folder.glob("*.py")):
-            yield folder
+@cache
+def package_folders() -> list[Path]:
+    """Return the folders below the root that hold the project's Python files, found once for all tests."""
+    rooms = [path for path in ROOT.iterdir() if path.is_dir() and path.name not in NOT_PACKAGES]
+    rooms = [room for room in rooms if not room.name.startswith((".", "__"))]
+    folders = [folder for room in rooms for folder in (room, *room.rglob("*/"))]
+    hidden = [folder for folder in folders if any(p.startswith((".", "__")) for p in folder.relative_to(ROOT).parts)]
+    return sorted(folder for folder in {*folders} - {*hidden} if any(folder.glob("*.py")))
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Return every module of the package by its dotted name without the leading `lockstep.`."""
     files = [path for folder in package_folders() for path in sorted(folder.glob("*.py"))]
     return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
 
 
-def imported_modules(name: str, source: str, known: set[str]) -> set[str]:
-    """Return the known modules that `source`, the text of module `name`, imports anywhere, TYPE_CHECKING included."""
+def imported_modules(name: str, tree: ast.AST, known: set[str]) -> set[str]:
+    """Return the known modules that `tree`, of module `name`, imports anywhere, TYPE_CHECKING included."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
             candidates = [t.removeprefix("lockstep.") for t in targets if t.startswith("lockstep.")]
@@ -195,11 +197,28 @@ def imported_modules(name: str, source: str, known: set[str]) -> set[str]:
     return found - {""}
 
 
+class Reading(NamedTuple):
+    """What the tests ask of a module."""
+
+    num_lines: int
+    imports: set[str]
+    long_functions: list[str]
+
+
 @cache
+def readings() -> dict[str, Reading]:
+    """Read every module, once for all tests."""
+    known, found = set(modules()), {}
+    for name, path in modules().items():
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source)
+        found[name] = Reading(source.count("\n"), imported_modules(name, tree, known), long_functions(tree, 60))
+    return found
+
+
 def import_graph() -> dict[str, set[str]]:
-    """The imports of every module, read once for all tests, which do not change it."""
-    known = modules()
-    return {name: imported_modules(name, path.read_text(), set(known)) for name, path in known.items()}
+    """Return the imports of every module."""
+    return {name: reading.imports for name, reading in readings().items()}
 
 
 def wrong_arrows(graph: dict[str, set[str]]) -> list[str]:
@@ -283,9 +302,9 @@ def test_no_folder_holds_more_modules_than_one_can_survey():
     assert crowded == {}
 
 
-def long_functions(source: str, most_lines: int) -> list[str]:
-    """Functions of more lines than that, but for Triton's, which cannot be divided without cost."""
-    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+def long_functions(tree: ast.AST, most_lines: int) -> list[str]:
+    """Return functions of more lines than that, but for Triton's, which cannot be divided without cost."""
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     return [
         function.name
         for function in functions
@@ -295,14 +314,13 @@ def long_functions(source: str, most_lines: int) -> list[str]:
 
 
 def test_modules_and_functions_have_a_size_that_one_can_read():
-    long = {}
-    for name, path in modules().items():
-        source = path.read_text(encoding="utf-8")
-        found = long_functions(source, 60)
-        if found or source.count("\n") > 400:
-            long[name] = (source.count("\n"), found)
+    long = {
+        name: (reading.num_lines, reading.long_functions)
+        for name, reading in readings().items()
+        if reading.long_functions or reading.num_lines > 400
+    }
     assert long == {}
-    assert long_functions("def f():\n" + "    x = 1\n" * 60, 60) == ["f"]
+    assert long_functions(ast.parse("def f():\n" + "    x = 1\n" * 60), 60) == ["f"]
 
 
 def test_no_two_files_import_each_other_in_a_circle():
@@ -317,7 +335,7 @@ def test_the_checks_see_wrong_arrows_and_cycles():
         "kernels.c": "import lockstep.rollout.a",
         "integration.e.f": "from ...kernels.c import y\nfrom lockstep.rollout import b",
     }
-    graph = {name: imported_modules(name, source, known) for name, source in sources.items()}
+    graph = {name: imported_modules(name, ast.parse(source), known) for name, source in sources.items()}
     assert graph["integration.e.f"] == {"kernels.c", "rollout.b"}
     assert wrong_arrows(graph) == ["rollout.a imports weight_sync.d", "kernels.c imports rollout.a"]
     assert {"rollout.a", "rollout.b"} <= set(cycle(graph))

@@ -16,8 +16,6 @@ def test_importing_the_package_imports_nothing_heavy_and_its_names_import_themse
         "from lockstep import EngineConfig, SamplingParams\n"
         "assert SamplingParams.__module__ == 'lockstep.rollout.sampling_params'\n"
         "assert 'lockstep.rollout.engine' not in sys.modules\n"
-        "from lockstep import Engine, RolloutService\n"
-        "assert lockstep.Engine is Engine and 'torch' in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -26,6 +24,8 @@ def test_importing_the_package_imports_nothing_heavy_and_its_names_import_themse
 @pytest.mark.parametrize("name", lockstep.__all__)
 def test_every_public_name_exists(name):
     assert getattr(lockstep, name).__name__ == name
+    exec(f"from lockstep import {name} as found", namespace := {})
+    assert namespace["found"] is getattr(lockstep, name)
 
 
 def test_the_version_is_the_packages():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +14,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lockstep.integration.service import RolloutService
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_read_once() -> None:
+    """Let all HTTP clients of this process share one store of certificates: reading it takes longer than most tests."""
+    if "httpx" in sys.modules:
+        from httpx._transports import default
+
+        default.create_ssl_context = functools.cache(default.create_ssl_context)
 
 
 @pytest.fixture

@@ -279,8 +279,16 @@ def test_pausing_around_a_stop_token_changes_no_bit(make_engine, way):
 # -- order and moment ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["plain", "overlap", pytest.param("2 stages", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("between", ["nothing", "continue", "continue and step", "twice continue"])
+BETWEEN = ("nothing", "continue", "continue and step", "twice continue")
+# Each of them once, on one way or the other; the rest are slow.
+QUICK_BETWEEN = set(zip(BETWEEN, ("overlap", "plain", "overlap", "plain"), strict=True))
+BETWEEN_AND_WAY = [
+    pytest.param(*row, marks=[] if row in QUICK_BETWEEN else [pytest.mark.slow])
+    for row in itertools.product(BETWEEN, ("plain", "overlap", "2 stages"))
+]
+
+
+@pytest.mark.parametrize(("between", "way"), BETWEEN_AND_WAY)
 def test_any_mode_may_follow_any_other(make_engine, way, between):
     engine = make_engine(**WAYS[way], chunked_prefill_size=7)
     whole, _ = play(engine, 1.0)

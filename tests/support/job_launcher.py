@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lockstep.integration.grpo.run_log import read_metrics
+from lockstep.tests.support import prepared_python
 
 CONFIG = Path(__file__).parents[2] / "configs" / "arithmetic_cpu.toml"
 SHRUNK = [
@@ -50,7 +50,7 @@ def jobs(runs: Mapping[str, str]) -> list[str]:
     return ["jobs.py", str(CONFIG), " ".join(SHRUNK), *(f"{run} run.name={name}" for name, run in runs.items())]
 
 
-def start_agent(folder: Path, *arguments: str, log: str = "log") -> subprocess.Popen:
+def start_agent(folder: Path, *arguments: str, log: str = "log") -> prepared_python.Popen:
     """Start torchrun in `folder` with its output in `folder`/`log`."""
     (folder / "rewards_of_test.py").write_text(REWARD)
     (folder / "jobs.py").write_text(JOBS)
@@ -60,10 +60,10 @@ def start_agent(folder: Path, *arguments: str, log: str = "log") -> subprocess.P
     }
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]
     with open(folder / log, "w") as output:
-        return subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, env=environment)
+        return prepared_python.Popen(command, cwd=folder, stdout=output, stderr=output, env=environment)
 
 
-def finish(agents: Sequence[subprocess.Popen], folder: Path, timeout_s: float = 400) -> None:
+def finish(agents: Sequence[prepared_python.Popen], folder: Path, timeout_s: float = 400) -> None:
     """Wait for all launchers to end. Fails if one has an exit code other than 0."""
     try:
         codes = [agent.wait(timeout_s) for agent in agents]

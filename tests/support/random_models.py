@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import transformers
 from transformers import PreTrainedModel
@@ -42,11 +44,23 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
+_made: dict[str, tuple[PreTrainedModel, torch.Tensor]] = {}  # with torch's random numbers after the model's
+
+
 def random_model(family: str, dtype: torch.dtype = torch.float32, **overrides: object) -> PreTrainedModel:
     """Make a random model, the same every time, whose logits are far from uniform.
 
     Example: `random_model("gemma2", vocab_size=128)`.
     """
+    key = repr((family, dtype, sorted(overrides.items())))
+    if key not in _made:
+        _made[key] = _make(family, dtype, overrides), torch.get_rng_state()
+    model, state = _made[key]
+    torch.set_rng_state(state)
+    return copy.deepcopy(model)
+
+
+def _make(family: str, dtype: torch.dtype, overrides: dict[str, object]) -> PreTrainedModel:
     config_name, extra = FAMILIES[family]
     config = getattr(transformers, config_name)(**{**_COMMON, **extra, **overrides})
     torch.manual_seed(1)

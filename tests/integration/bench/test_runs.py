@@ -14,6 +14,7 @@ from lockstep.integration.bench.parts import presets, runs
 from lockstep.integration.bench.parts.load import Load
 from lockstep.integration.bench.parts.runs import Run
 from lockstep.integration.cli import main as cli
+from lockstep.tests.support import prepared_python
 
 LOAD = Load(batch=3, prompt_tokens=20, new_tokens=5)
 
@@ -129,7 +130,7 @@ def test_a_load_beyond_the_context_is_refused(tiny):
 
 
 def test_the_command_prints_one_json_object_on_the_last_line():
-    done = subprocess.run(
+    done = prepared_python.run(
         [sys.executable, "-m", "lockstep.integration.cli", "bench", "rollout", "--model", "tiny", "--batch", "2",
          "--prompt-tokens", "16", "--new-tokens", "4", "--repeats", "1", "--against", "hf", "other", "--json",
          "--threads", "1"],

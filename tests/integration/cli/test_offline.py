@@ -23,6 +23,7 @@ from lockstep.integration.grpo.warm_start import ModelSpec, build_model
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support import prepared_python
 from lockstep.tests.support.full_disks import no_file_above
 
 ENGINE = EngineConfig(kv_cache=256, max_num_seqs=4)
@@ -270,7 +271,7 @@ def test_a_killed_run_resumes_and_ends_with_the_answers_of_an_uninterrupted_one(
 
 
 def test_standard_input_to_standard_output(model_folder):
-    done = subprocess.run(
+    done = prepared_python.run(
         [sys.executable, "-m", "lockstep.integration.cli", "generate", "--model", model_folder, "--text",
          "--sampling", "max_new_tokens=3", "n=2", "--engine", "kv_cache=64", "max_num_seqs=4"],
         input="1+1=\n2+2=\n", capture_output=True, text=True, check=True,

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lockstep.integration.grpo import main as grpo
 from lockstep.integration.grpo.main import main
 from lockstep.integration.grpo.run_log import read_metrics
+from lockstep.tests.support import prepared_python
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "arithmetic_cpu.toml"
@@ -59,7 +60,7 @@ def torchrun(folder: Path, *arguments: str, num_ranks: int = 2, **environment: o
                "-m", "lockstep.integration.grpo", *arguments]  # fmt: skip
     with open(folder / "log", "w") as log:
         values = os.environ | {name: str(value) for name, value in environment.items()}
-        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True, env=values)
+        return prepared_python.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True, env=values)
 
 
 def finish(process: subprocess.Popen, seconds: float = 150) -> int:

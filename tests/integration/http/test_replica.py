@@ -27,6 +27,7 @@ from lockstep.integration.service import RolloutService
 from lockstep.integration.weights.verbs import GROUP_NAME
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.tests.support import prepared_python
 from lockstep.tests.support.forked_ranks import free_port
 from lockstep.tests.support.framework_sender import serialize_for_engine
 from lockstep.weight_sync.digests.model_digest import model_digest
@@ -51,7 +52,7 @@ class Served:
         command += ["-m", "lockstep.integration.cli", "serve", "--model", str(folder), "--port", "0", "--engine"]
         command += [f"{name}={value}" for name, value in SETTINGS.items()] + list(engine)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self.process = prepared_python.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.lines: list[str] = []
         self._news = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -106,12 +107,8 @@ class Served:
     def _pids(self) -> dict[int, int]:
         """Return the process ids of the launcher's children, by rank."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        pids = {}
-        for pid in map(int, children):
-            variables = dict(v.partition("=")[::2] for v in Path(f"/proc/{pid}/environ").read_text().split("\0"))
-            if "RANK" in variables:
-                pids[int(variables["RANK"])] = pid
-        return pids
+        ranks = {prepared_python.rank_of(int(pid)): int(pid) for pid in children}
+        return {rank: pid for rank, pid in ranks.items() if rank is not None}
 
 
 @pytest.fixture

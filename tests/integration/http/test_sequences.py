@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from lockstep.tests.support import prepared_python
 from lockstep.tests.support.forked_ranks import free_port
 from lockstep.tests.support.framework_sender import serialize_for_engine
 
@@ -118,7 +119,7 @@ def workers(trainer, tmp_path_factory) -> Iterator[list[Worker]]:
     command = [sys.executable, "-m", "lockstep.integration.cli", "serve", "--model", str(folder), "--port", "0"]
     command += ["--engine", "kv_cache=96 blocks", "max_num_seqs=8"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    processes = [prepared_python.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
     try:
         yield [Worker(process, _url_of(process)) for process in processes]
     finally:

@@ -27,6 +27,7 @@ from lockstep.rollout.kv.ledger import KVLedger
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.request import Request, RequestOptions
 from lockstep.rollout.sequences.sequence import Sequence
+from lockstep.tests.support import prepared_python
 
 zmq = pytest.importorskip("zmq")
 msgpack = pytest.importorskip("msgpack")
@@ -189,7 +190,7 @@ class Follower:
         subscriber = {"endpoint": endpoint, "replay_endpoint": replay, "hwm": hwm, "timeout_s": DEADLINE_S}
         settings = {"settings": subscriber, "snapshot": snapshot, "is_sleepy": is_sleepy}
         command = [sys.executable, __file__, json.dumps(settings)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = prepared_python.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._heard: queue.SimpleQueue[dict] = queue.SimpleQueue()
         self._write_lock = threading.Lock()
         threading.Thread(target=self._serve, daemon=True).start()

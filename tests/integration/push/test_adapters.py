@@ -24,6 +24,7 @@ from lockstep.integration.push.adapters.ddp import ddp_tensors
 from lockstep.integration.push.adapters.deepspeed import _groups, prepare_deepspeed, zero_tensors
 from lockstep.integration.push.adapters.fsdp2 import fsdp2_tensors
 from lockstep.integration.push.adapters.trainer_tensors import trainer_tensors
+from lockstep.tests.support import prepared_python
 from lockstep.tests.support.forked_ranks import free_port
 from lockstep.weight_sync.digests.model_digest import model_digest
 
@@ -243,7 +244,7 @@ def launch(kind: str, folder: Path, timeout_s: float) -> list[dict[str, dict[str
             with (folder / f"log{rank}").open("wb") as log:
                 command = [sys.executable, __file__, kind, str(folder)]
                 env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+                processes.append(prepared_python.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
         codes = [process.wait(timeout_s) for process in processes]
     finally:
         for process in processes:

@@ -4,11 +4,12 @@ optimizer step all hold the same weights and generate the tokens that transforme
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from lockstep.tests.support import prepared_python
 
 TRAIN = """
 import copy, os, sys
@@ -132,7 +133,7 @@ def test_engines_in_and_beside_the_ranks_follow_every_optimizer_step(tmp_path: P
     (tmp_path / "train.py").write_text(TRAIN)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
     with open(tmp_path / "log", "w") as log:
-        process = subprocess.run(
+        process = prepared_python.run(
             [*command, trainer, str(tmp_path)], cwd=tmp_path, stdout=log, stderr=log, timeout=150,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip

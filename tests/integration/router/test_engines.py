@@ -22,6 +22,7 @@ from lockstep.integration.push.http_target import HttpTarget
 from lockstep.integration.push.pusher import PushFailed, WeightPusher
 from lockstep.integration.router.config import RouterConfig
 from lockstep.integration.router.server import BackgroundRouter, route_in_background
+from lockstep.tests.support import prepared_python
 from lockstep.tests.support.forked_ranks import free_port
 from lockstep.weight_sync.deadline import Deadline
 from lockstep.weight_sync.group.rendezvous import Rendezvous
@@ -52,7 +53,7 @@ class Process:
     def start(self) -> None:
         command = [sys.executable, "-m", "lockstep.integration.cli", *self.arguments]
         env = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
+        self.process = prepared_python.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
         self.log: list[str] = []
         self._listens = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)

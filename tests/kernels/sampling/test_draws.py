@@ -280,8 +280,15 @@ def test_all_equal_logits_are_cut_by_index(dtype):
         assert len(found.token_ids.unique()) > 0.9 * last
 
 
-@PATHS
-@pytest.mark.parametrize("settings", [{}, {"top_k": 40, "top_p": 0.9}, {"min_p": 0.02}], ids=str)
+# Each path and each setting once; the rest are slow.
+WIDE = [
+    pytest.param(dtype, settings, id=f"{settings}-{dtype}", marks=[] if row == column else [pytest.mark.slow])
+    for row, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64))
+    for column, settings in enumerate(({}, {"top_k": 40, "top_p": 0.9}, {"min_p": 0.02}))
+]
+
+
+@pytest.mark.parametrize(("dtype", "settings"), WIDE)
 def test_draws_from_a_wide_row_follow_its_distribution(dtype, settings):
     logits = some_logits(1, 1037, dtype)
     count = 20_000

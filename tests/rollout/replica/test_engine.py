@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import BrokenLogits
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.request import RequestOptions
+from lockstep.tests.support import prepared_python
 from lockstep.tests.support.callers import soon, submit
 
 COMMON = {"k_blocks": 4, "kv_cache": 64, "max_num_batched_tokens": 256, "chunked_prefill_size": 32,
@@ -253,7 +253,7 @@ def test_two_replicas_under_torchrun_meet_at_the_launchers_store(tmp_path: Path)
     script.write_text(_JOB)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    done = prepared_python.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
     assert sorted(line for line in done.stdout.splitlines() if "is done" in line) == [
         f"rank {rank} is done" for rank in range(4)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from lockstep.integration.grpo.run_log import read_metrics
+from lockstep.tests.support import prepared_python
 from lockstep.tests.support.forked_ranks import free_port
 from lockstep.tests.support.job_launcher import CONFIG
 
@@ -119,7 +119,7 @@ def run_job(folder: Path, layout: str, num_steps: int, fault: tuple[str, str, in
         f"http.port={port}", "--resume",
     ]  # fmt: skip
     with open(folder / "log", "w") as log:
-        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=environment)
+        process = prepared_python.Popen(command, cwd=folder, stdout=log, stderr=log, env=environment)
         try:
             return process.wait(150)
         finally:

@@ -4,7 +4,6 @@ broken."""
 import json
 import os
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lockstep.tests.support import prepared_python
 from lockstep.weight_sync.digests.model_digest import model_digest, tensor_leaves, tensor_root
 from lockstep.weight_sync.disk import folder as disk
 from lockstep.weight_sync.disk import safetensors_file as shard
@@ -197,7 +197,7 @@ save_folder(sys.argv[1], tensors(), max_shard_bytes=5000)
 @pytest.mark.parametrize("killed_at", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 3, 99)), 5])
 def test_a_reader_never_sees_the_folder_of_a_killed_writer(tmp_path, killed_at):
     command = [sys.executable, "-c", WRITER, str(tmp_path / "m"), str(killed_at)]
-    status = subprocess.run(command, timeout=60, check=False).returncode
+    status = prepared_python.run(command, timeout=60).returncode
     assert status == (0 if killed_at == 99 else -9)
     if killed_at == 99:
         assert len(read_folder(tmp_path / "m").tensors) == 6

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 import lockstep
+from lockstep.tests.support import prepared_python
 from lockstep.tests.support.framework_sender import serialize_for_engine
 from lockstep.weight_sync.errors import TransferFailed
 from lockstep.weight_sync.pickles.inert import MAX_OPCODES, UnsafePickle
@@ -139,7 +140,7 @@ def send() -> None:
 
 def run_file(*arguments: str) -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.Popen(
+    return prepared_python.Popen(
         [sys.executable, __file__, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

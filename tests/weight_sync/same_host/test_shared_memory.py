@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lockstep
+from lockstep.tests.support import prepared_python
 from lockstep.weight_sync.errors import SessionError, TransferFailed
 from lockstep.weight_sync.manifest import Manifest, TensorSpec, specs_of
 from lockstep.weight_sync.same_host.cuda_ipc import CudaHandle, CudaIpcSender, device_index, read_cuda_description
@@ -115,7 +116,7 @@ class Launched:
     def __init__(self, kind: str, folder: Path, num_updates: int = 1) -> None:
         root = Path(lockstep.__file__).parent.parent
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-        self.process = subprocess.Popen(
+        self.process = prepared_python.Popen(
             [sys.executable, __file__, kind, str(folder), str(num_updates)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

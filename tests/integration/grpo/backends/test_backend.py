@@ -30,6 +30,7 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.model.hosted_model import HostedModel
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support import prepared_python
 from lockstep.tests.support.forked_ranks import free_port
 from lockstep.weight_sync.digests.model_digest import model_digest
 
@@ -199,7 +200,7 @@ def launch(folder: Path, *kinds: str) -> Job:
             environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             with (folder / f"log{rank}").open("wb") as log:
                 command = [sys.executable, __file__, str(folder), *kinds]
-                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+                processes.append(prepared_python.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
         codes = [process.wait(240) for process in processes]
     finally:
         for process in processes:
