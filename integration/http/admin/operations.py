@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from ....rollout.control.once_per_id import OncePerId
 from ....rollout.errors import DeadlineExceeded
-from ..edge.errors import Busy
+from ..edge.errors import Busy, forget_frames, is_expected
 from ..edge.json_slices import encode_in_slices
 
 logger = logging.getLogger(__name__)
@@ -122,6 +122,8 @@ def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
     try:
         future.set_result(call())
     except BaseException as error:  # noqa: BLE001 - a thread boundary: the waiting caller gets the error
+        if is_expected(error):  # kept under an op_id, and not logged
+            forget_frames(error)
         future.set_exception(error)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,9 +32,6 @@ from .json_slices import TooManyLists, parse_in_slices
 MAX_TIMEOUT_S = 7 * 86400.0
 QUICK_BYTES = 1 << 16  # a body up to this length is parsed at once
 _LONG_BYTES = 1 << 20  # longer bodies wait for each other, and shorter ones not for them
-# One thread each: bodies that are parsed at the same time would only share the interpreter's lock.
-_MEDIUM = ThreadPoolExecutor(1, "lockstep-bodies")
-_LONG = ThreadPoolExecutor(1, "lockstep-long-bodies")
 _WINDOW = 1 << 20  # bytes that a pattern searches at a time
 # Escapes that may be a lone surrogate: a first half without a second one, the reverse, or any behind a backslash.
 _SURROGATE = re.compile(
@@ -45,6 +43,22 @@ Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 B = TypeVar("B", bound="Body")
 T = TypeVar("T")
+
+
+class _Parsers:
+    """The threads that parse bodies: one for medium and one for long ones, because bodies that are parsed at the same
+    time would only share the interpreter's lock."""
+
+    def __init__(self) -> None:
+        self.make()
+        os.register_at_fork(after_in_child=self.make)  # a forked process has no thread of its parent
+
+    def make(self) -> None:
+        self.medium = ThreadPoolExecutor(1, "lockstep-bodies")
+        self.long = ThreadPoolExecutor(1, "lockstep-long-bodies")
+
+
+_PARSERS = _Parsers()
 
 
 class Body(BaseModel):
@@ -163,12 +177,11 @@ async def parsed(
 ) -> T:
     """Return `then` of the object in a body, on a thread where the body is long or `is_slow` of it. Raises as
     `parse_object`."""
-    loop, thread = asyncio.get_running_loop(), _MEDIUM
+    loop = asyncio.get_running_loop()
     if len(data) <= QUICK_BYTES:
         values = parse_object(data)
-        return await loop.run_in_executor(thread, then, values) if is_slow(values) else then(values)
-    if len(data) > _LONG_BYTES:
-        thread = _LONG
+        return await loop.run_in_executor(_PARSERS.medium, then, values) if is_slow(values) else then(values)
+    thread = _PARSERS.medium if len(data) <= _LONG_BYTES else _PARSERS.long
     return await loop.run_in_executor(thread, lambda: then(parse_object(data, max_lists)))
 
 

@@ -107,6 +107,13 @@ class NotSupported(HttpError):
         super().__init__(501, message, code="not_implemented")
 
 
+def is_expected(error: BaseException) -> bool:
+    """Return whether a caller may cause this error; any other is a bug of ours."""
+    if isinstance(error, LedgerError | IllegalTransition):
+        return False
+    return isinstance(error, HttpError | ValueError | LockstepError | WeightSyncError | OSError)
+
+
 def as_http_error(error: Exception) -> HttpError:
     """Convert an exception of Lockstep to its answer; any other becomes 500 without its text."""
     if isinstance(error, HttpError):
@@ -123,8 +130,7 @@ def as_http_error(error: Exception) -> HttpError:
         lost = error.__cause__
         why = f"{error}: {lost}" if isinstance(lost, RankFailure) else str(error)
         return HttpError(503, why, code=kind)
-    is_bug = isinstance(error, LedgerError | IllegalTransition)
-    if isinstance(error, ValueError | LockstepError | WeightSyncError | OSError) and not is_bug:
+    if is_expected(error):
         return HttpError(400, str(error), code=kind)
     logger.error("a call failed", exc_info=error)
     return HttpError(500, f"internal error ({kind}); the server's log has the details", code=kind)
@@ -156,12 +162,12 @@ def error_body(error: HttpError, *, openai: bool) -> dict[str, object]:
 def error_response(path: str, error: Exception) -> JSONResponse:
     """Make the answer to a request for `path` that failed with `error`."""
     answer = as_http_error(error)
-    _forget_frames(error)
+    forget_frames(error)
     body = error_body(answer, openai=path.startswith("/v1/"))
     return JSONResponse(body, answer.status, answer.headers)
 
 
-def _forget_frames(error: BaseException | None) -> None:
+def forget_frames(error: BaseException | None) -> None:
     """Let go of the variables of the calls that failed, request bodies among them: an error may be kept as the answer
     of its op_id."""
     while error is not None:
