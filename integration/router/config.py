@@ -14,7 +14,8 @@ from ..http.edge.config import HttpConfig
 _POSITIVE = (
     "health_interval_s", "health_timeout_s", "dead_after", "lock_limit_s", "admin_timeout_s", "queue_timeout_s",
     "request_timeout_s", "connect_timeout_s", "drain_timeout_s", "max_attempts", "max_prefixes", "max_held_requests",
-    "body_timeout_s", "max_body_bytes", "max_open_body_bytes", "max_kept_answer_bytes", "max_admin_body_bytes", "max_admin_answer_bytes",
+    "body_timeout_s", "max_body_bytes", "max_open_body_bytes", "max_kept_answer_bytes", "max_admin_body_bytes",
+    "max_admin_answer_bytes",
 )  # fmt: skip
 
 
