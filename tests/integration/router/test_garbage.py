@@ -88,7 +88,7 @@ def test_garbage_of_a_worker_is_a_502_that_names_it_and_of_one_worker_it_is_anot
 @pytest.mark.parametrize(
     ("sent", "expected"),
     [
-        (b"HTTP/1.1 200 OK\r\nx-name: \xe2\x82\xac\xff\r\ncontent-length: 2\r\n\r\n{}", b"{}"),
+        (b"HTTP/1.1 200 OK\r\nx-name: \xe2\x82\xac\r\ncontent-length: 2\r\n\r\n{}", b"{}"),
         (b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\n{}", b"{}"),
         (b"HTTP/1.0 200\r\n\r\nuntil the end", b"until the end"),
         (
@@ -105,7 +105,7 @@ def test_an_answer_that_is_odd_and_clear_goes_through_as_it_came(fleet, sent, ex
         answer = fleet.post("/generate", {"text": "a"})
         assert (answer.status_code, answer.content) == (200, expected)
         if b"x-name" in sent:
-            assert dict(answer.headers.raw)[b"x-name"] == b"\xe2\x82\xac\xff"
+            assert dict(answer.headers.raw)[b"x-name"] == b"\xe2\x82\xac"
 
 
 def test_a_clients_odd_headers_and_path_reach_the_worker(fleet):
