@@ -116,7 +116,7 @@ class GrammarCache:
         return promise
 
     def leave(self, promises: Iterable[Promise]) -> None:
-        """Take back one `ask` for each promise. A grammar that nobody waits for any more is not compiled."""
+        """Take back one `ask` for each promise. A grammar that no caller waits for any more is not compiled."""
         with self._lock:
             for promise in promises:
                 promise.num_askers -= 1

@@ -26,7 +26,7 @@ _SHARE_OF_ONE = 16  # a compiled grammar may take this part of the memory of all
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    """What grammars may take."""
+    """Limits of the grammars of one engine."""
 
     max_grammars: int = MAX_GRAMMARS  # compiled ones that are kept
     max_waiting: int = MAX_WAITING  # grammars that wait to be compiled

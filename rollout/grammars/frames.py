@@ -20,7 +20,7 @@ _HEAD_END = b"\n"
 
 @dataclass(frozen=True)
 class CompilerSetup:
-    """What a process needs to know before the first grammar."""
+    """Vocabulary and limits, which a process needs before the first grammar."""
 
     pieces: Sequence[bytes]
     stop_token_ids: Sequence[int]

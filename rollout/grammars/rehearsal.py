@@ -1,7 +1,7 @@
 """The rehearsal of a compiled grammar: a few random texts, to find out what its tokens cost.
 
 An ambiguous grammar is compiled in no time, but each further token of it may take longer than the last one without
-bound. The process that compiles finds the clear cases with this; `GrammarState.seconds` finds the others.
+bound. The process that compiles finds the clear cases with this; the loop's `GrammarSteps` ends the others.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def main() -> None:
         return
     setup = CompilerSetup.unpacked(frame)
     compiler = GrammarCompiler(library, setup, setup.stop_token_ids, any_whitespace=setup.any_whitespace)
-    first_num_bytes = _num_bytes(0)
+    first_num_bytes = _num_bytes()
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (first_num_bytes + setup.num_bytes, most))
     write_frame(answers, CompilerAnswer().packed())  # ready
@@ -57,7 +57,7 @@ def main() -> None:
         except MemoryError:
             answer = CompilerAnswer("memory", is_last=True)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        is_last = answer.is_last or _num_bytes(0) > first_num_bytes + setup.num_bytes // 2
+        is_last = answer.is_last or _num_bytes() > first_num_bytes + setup.num_bytes // 2
         write_frame(answers, CompilerAnswer(answer.error, answer.bound, answer.serialized, is_last).packed())
         if is_last:
             return
@@ -83,10 +83,10 @@ def answer_to(compiler: GrammarCompiler, constraint: Constraint, setup: Compiler
         return CompilerAnswer(message if message.startswith(constraint.kind) else f"{constraint.kind}: {message}")
 
 
-def _num_bytes(column: int) -> int:
+def _num_bytes() -> int:
     """Return the address space of this process."""
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[column]) * _PAGE
+        return int(file.read().split()[0]) * _PAGE
 
 
 def _end_with(parent: int) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import threading
+import time
 
 import httpx
 import jsonschema
@@ -192,6 +194,41 @@ def test_too_many_waiting_grammars_are_a_503_that_says_when_to_try_again(served,
     response = client.post("/generate", json={"text": "q", "sampling_params": {"regex": "not compiled before"}})
     assert response.status_code == 503 and int(response.headers["Retry-After"]) > 0
     assert "max_waiting_grammars" in response.text
+
+
+def test_a_client_that_leaves_takes_its_waiting_grammar_along(served, monkeypatch):
+    engine, client = served
+    may_go_on, asked, compile = threading.Event(), [], CompilerProcess.compile
+
+    def slow(self, constraint):
+        asked.append(constraint.text)
+        assert may_go_on.wait(PATIENCE)
+        return compile(self, constraint)
+
+    monkeypatch.setattr(CompilerProcess, "compile", slow)
+    cache = engine.parts.grammars.cache
+
+    def wait_until(condition) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.005)
+
+    def ask(text: str, timeout_s: float) -> None:
+        body = {"text": "q", "sampling_params": {"regex": text, "max_new_tokens": 9}}
+        with contextlib.suppress(httpx.ReadTimeout):
+            httpx.post(f"{client.base_url}/generate", json=body, timeout=timeout_s)
+
+    threads = [threading.Thread(target=ask, args=(f"busy{number}", PATIENCE)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(asked) == 2)
+    ask("left", 1.0)
+    wait_until(lambda: not cache._waiting)
+    may_go_on.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert sorted(asked) == ["busy0", "busy1"]
 
 
 def test_metrics_count_jumps(served):

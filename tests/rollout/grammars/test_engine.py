@@ -351,3 +351,26 @@ def test_a_jump_takes_no_more_blocks_than_it_may_and_goes_on_in_the_next_step(ma
         engine.close()
     assert record(answers[blocks]) == record(answers[10])
     assert json.loads(answers[10].text) == {f"property number {n}": n for n in range(12)}
+
+
+def test_very_long_forced_text_is_taken_in_pieces_with_the_same_tokens_in_every_mode(make_engine):
+    engine = make_engine()
+    params = [SamplingParams(regex="ab{10000000}", jump_forward=mode, max_new_tokens=100, sampling_seed=5)
+              for mode in ("off", "exact", "text")]  # fmt: skip
+    off, exact, text = engine.generate(["x"] * 3, params)
+    assert record(off) == record(exact) and exact.num_jump_forward_tokens > 50
+    for answer in (off, exact, text):
+        assert answer.text == "a" + "b" * (len(answer.text) - 1) and answer.finish_reason.type == "length"
+    engine.close()
+
+
+def test_a_sequence_whose_grammar_takes_too_long_ends_alone(make_engine, monkeypatch):
+    engine = make_engine()
+    monkeypatch.setattr("lockstep.rollout.loop.grammar_steps.MAX_TOKEN_S", 0.0)
+    params = [SamplingParams(regex="[a-z]{50}"), SamplingParams(max_new_tokens=5, ignore_eos=True)]
+    slow, free = engine.generate(["x"] * 2, params)
+    assert slow.finish_reason.type == "abort" and "ambiguous" in slow.finish_reason.message
+    assert free.finish_reason.type == "length" and len(free.token_ids) == 5
+    engine.check_integrity()
+    assert engine.state()["num_held_blocks"] == 0
+    engine.close()
