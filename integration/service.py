@@ -263,7 +263,9 @@ class RolloutService(WeightVerbs):
         }
 
     def close(self) -> None:
-        """Leave every group, roll back an open session, and close the engine."""
+        """Leave every group, roll back an open session, and close the engine. Does nothing in a forked child."""
+        if self.engine.driver.is_forked:
+            return
         self.groups.close()
         self._receiver.close()
         self.sessions.close()

@@ -183,7 +183,9 @@ class Engine:
         self.driver.kick()
 
     def close(self) -> None:
-        """Abort all requests; end the threads, free the KV and give the module back."""
+        """Abort all requests; end the threads, free the KV and give the module back. Does nothing in a forked child."""
+        if self.driver.is_forked:
+            return
         self.stop()
         if self.is_controller:
             self.abort_request(abort_all=True, message="the engine was closed")

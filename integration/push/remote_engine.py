@@ -73,6 +73,7 @@ class RemoteEngine(RemoteTarget):
         Raises TargetError, with the end of its log, when it is not ready within `timeout_s`.
         """
         super().__init__(folder / f"{name}.sock", name)
+        self._owner = os.getpid()
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / f"{name}.log"
         command = [sys.executable, "-m", "lockstep.integration.push.remote_engine", "--model", str(model)]
@@ -92,7 +93,10 @@ class RemoteEngine(RemoteTarget):
         return cast("list[dict[str, object]]", answer["completions"])
 
     def close(self) -> None:
-        """End the process by closing its standard input; kill it where that does not help within 10 s."""
+        """End the process by closing its standard input; kill it where that does not help within 10 s. Does nothing in
+        a fork of the process that started it."""
+        if os.getpid() != self._owner:
+            return
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         try:
@@ -129,8 +133,7 @@ class VerbServer:
     def __init__(self, path: Path, run: Callable[[str, float, dict[str, object]], dict[str, object]]) -> None:
         """Open the socket. run(verb, timeout_s, arguments) returns the report; its exceptions are answered as
         errors."""
-        self._run = run
-        self._path = path
+        self._run, self._path, self._owner = run, path, os.getpid()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         path.unlink(missing_ok=True)
         before = os.umask(0o177)  # only this user may connect
@@ -145,7 +148,9 @@ class VerbServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Take no more connections. In a forked child the parent's socket stays as it is."""
+        if os.getpid() != self._owner:
+            return
         self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._socket.close()

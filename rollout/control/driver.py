@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import DeadlineExceeded, EngineStopped, SamplingRefused
+from ..errors import DeadlineExceeded, EngineStopped, ForkedProcess, SamplingRefused
 from ..loop.answers import Answers
 from ..loop.commands import Command
 from ..loop.gate import StepGate
@@ -33,6 +34,7 @@ class Driver:
     """Run steps and commands of one engine, from any thread."""
 
     def __init__(self, parts: Parts, gate: StepGate, inbox: Inbox, answers: Answers) -> None:
+        self._process = os.getpid()
         self.lock = FairLock()
         self.once_per_id = OncePerId()
         self._wake = threading.Condition(self.lock)  # type: ignore[arg-type]
@@ -50,6 +52,22 @@ class Driver:
         self._model.before_phase_ends = self.drain
         self._ranks.on_loss.append(self._on_loss)
 
+    # -- the process ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the engine's: no thread of the engine runs here, and locks may be held for
+        ever."""
+        return os.getpid() != self._process
+
+    def check_process(self) -> None:
+        """Raise ForkedProcess in a fork of the engine's process, before any lock is taken."""
+        if self.is_forked:
+            raise ForkedProcess(
+                f"this engine belongs to process {self._process}, and this is a fork of it ({os.getpid()}): use it "
+                'there, and start processes that need none of it with the method "spawn"'
+            )
+
     # -- requests ---------------------------------------------------------------------------------------------------
 
     @property
@@ -63,6 +81,7 @@ class Driver:
 
     def look(self, read: Callable[[], T]) -> T:
         """Call `read` under the lock, with the posted requests queued. Steps may be in flight."""
+        self.check_process()
         with self.lock:
             self.take_inbox()
             return read()
@@ -100,6 +119,7 @@ class Driver:
         Opens the rollout phase. The caller does not hold the lock: the call may wait for threads that need it. Raises
         SamplingRefused where it cannot succeed yet.
         """
+        self.check_process()
         if (call := self._unsettled()) is not None:
             with self._model.rollout_phase():
                 call()
@@ -115,6 +135,7 @@ class Driver:
 
     def run_step(self) -> None:
         """Run one step in this thread. Runs nothing while paused, or without requests."""
+        self.check_process()
         with self._wake, self._model.rollout_phase(admits=False):
             self.take_inbox()
             try:
@@ -124,6 +145,7 @@ class Driver:
 
     def start(self) -> None:
         """Start a thread that runs the steps. Does nothing if it is started already."""
+        self.check_process()
         with self.lock:
             if self._thread is None:
                 self._failure = None
@@ -132,6 +154,7 @@ class Driver:
 
     def stop(self) -> None:
         """End that thread after its current step."""
+        self.check_process()
         with self._wake:
             thread, self._thread = self._thread, None
             self._kick.set()
@@ -189,6 +212,7 @@ class Driver:
 
     def drain(self) -> None:
         """Finish all launched steps and wake the callers that wait for their results."""
+        self.check_process()
         with self._wake:
             self._loop.drain()
             self._wake.notify_all()
@@ -197,6 +221,7 @@ class Driver:
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
         """Return when `is_done()`. Runs steps meanwhile if no thread does."""
+        self.check_process()
         self._kick.set()  # the rollout phase may have begun with this call
         self._settle_unless_driven()
         while not self._wait_a_step(is_done):
@@ -224,6 +249,7 @@ class Driver:
 
         Coroutines that ask at the same time share a step; otherwise each would wait for the steps of all others.
         """
+        self.check_process()
         if self._thread is not None:
             await asyncio.to_thread(self.wait_until, is_done)
             return
@@ -256,6 +282,7 @@ class Driver:
         Raises ValueError for a timeout that is not positive, DeadlineExceeded when `timeout_s` passed before it began,
         OpIdTaken for an op_id that names another call, and the errors of `run`.
         """
+        self.check_process()
         if timeout_s is not None and not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, not {timeout_s}")
 

@@ -46,6 +46,7 @@ class RequestDesk:
 
     def add(self, prompt: Prompt, params: Params, options: RequestOptions | None, rid: str | None) -> list[str]:
         """Queue one prompt without waiting for its answers; returns the ids of its n sequences."""
+        self._driver.check_process()
         [settings] = self._intake.settings([params])
         with self._inbox.lock:
             requests = self._make(prompt, settings, options, rid)
@@ -69,6 +70,7 @@ class RequestDesk:
         Raises ValueError for a bad prompt or setting, or an id that a live request or another of the prompts has, and
         EngineStopped if the loop has ended; then nothing is queued.
         """
+        self._driver.check_process()
         count = len(prompts)
         options = options or [RequestOptions()] * count
         rids = rids or [uuid.uuid4().hex for _ in range(count)]
@@ -98,6 +100,7 @@ class RequestDesk:
         `submit` waits for them: a caller that must not block there awaits these futures first, and calls
         `leave_grammars` at the end. Raises ValueError and Overloaded.
         """
+        self._driver.check_process()
         return self._parts.grammars.ask(params)
 
     def leave_grammars(self, promises: Iterable[Promise]) -> None:
@@ -106,6 +109,7 @@ class RequestDesk:
 
     def withdraw(self, listeners: Collection[Listener]) -> list[str]:
         """Abort the requests that these listeners wait for, and call them no more; returns the ids."""
+        self._driver.check_process()
         with self._driver.lock:
             self._driver.take_inbox()
             ids = self._mailboxes.ids_of(listeners)
@@ -182,6 +186,7 @@ class RequestDesk:
     def _add_all(
         self, prompts: Prompts, params: ManyParams, options: RequestOptions | None, *, streamed: bool = False
     ) -> list[str]:
+        self._driver.check_process()
         prompts = as_prompts(prompts)
         params_list = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(params_list) != len(prompts):
@@ -225,6 +230,8 @@ class RequestDesk:
 
     def _let_go(self, ids: Iterable[str]) -> None:
         """Abort the requests that still run, and remove all mailboxes: no call waits for them any more."""
+        if self._driver.is_forked:  # of a stream that the parent goes on with
+            return
         reason = FinishReason("abort", message="the caller went away")
         with self._driver.lock:
             self._driver.take_inbox()
