@@ -75,8 +75,8 @@ class Profiler:
         or after `num_steps` steps. Returns the path that torch's trace will have. The engine's trace is written beside
         it, as .engine.json, unless the engine already writes a trace.
 
-        Raises Busy while another profile runs or waits for its start, ValueError for an unknown activity, OSError for a
-        folder that cannot be made.
+        Raises Busy while another profile runs or waits for its start, ValueError for an unknown activity or a
+        folder with control characters in its name, OSError for a folder that cannot be made or written.
         """
         if unknown := sorted(set(activities) - set(ACTIVITIES)):
             raise ValueError(f"activities: unknown {', '.join(unknown)}; known: {', '.join(ACTIVITIES)}")
@@ -84,6 +84,8 @@ class Profiler:
         if not torch.cuda.is_available():
             chosen = [ProfilerActivity.CPU]
         target = Path(folder or os.environ.get("SGLANG_TORCH_PROFILER_DIR") or tempfile.gettempdir())
+        if not str(target).isprintable():
+            raise ValueError(f"torch cannot write into {str(target)!r}, whose name has control characters")
         target.mkdir(parents=True, exist_ok=True)
         if not os.access(target, os.W_OK):
             raise PermissionError(f"the folder {target} cannot be written")

@@ -297,10 +297,15 @@ def test_a_profile_whose_folder_no_header_can_name_is_refused_and_does_not_begin
 
 
 def test_a_profile_into_a_folder_that_the_environment_names_is_told_escaped(client, tmp_path, monkeypatch):
-    monkeypatch.setenv("SGLANG_TORCH_PROFILER_DIR", f"{tmp_path}/a\r\nb: é")
+    monkeypatch.setenv("SGLANG_TORCH_PROFILER_DIR", f"{tmp_path}/a b: é")
     answer = client.post("/start_profile", json={"activities": ["CPU"]})
-    assert answer.status_code == 200 and f"{tmp_path}/a\\r\\nb: \\xe9" in answer.headers["x-profile-path"]
-    assert client.post("/stop_profile").status_code == 200
+    assert answer.status_code == 200 and f"{tmp_path}/a b: \\xe9" in answer.headers["x-profile-path"]
+    stopped = client.post("/stop_profile")
+    assert stopped.status_code == 200, stopped.text
+    monkeypatch.setenv("SGLANG_TORCH_PROFILER_DIR", f"{tmp_path}/a\r\nb: c")  # torch would write to another folder
+    answer = client.post("/start_profile", json={"activities": ["CPU"]})
+    assert answer.status_code == 400 and "control characters" in answer.text and "b" not in answer.headers
+    assert client.post("/stop_profile").status_code == 400
 
 
 def test_a_profile_into_what_is_no_folder_does_not_begin(client, tmp_path):
@@ -355,7 +360,8 @@ def test_a_profile_that_has_not_begun_is_called_off_and_one_that_cannot_begin_ha
     assert len(completion.token_ids) == 8
     assert client.post("/stop_profile").status_code == 400
     assert client.post("/start_profile", json={"output_dir": str(tmp_path / "next")}).status_code == 200
-    assert client.post("/stop_profile").status_code == 200
+    stopped = client.post("/stop_profile")
+    assert stopped.status_code == 200, stopped.text
 
 
 def test_a_profile_that_cannot_be_written_is_an_error_and_the_engine_goes_on(client, service, tmp_path):
@@ -370,7 +376,8 @@ def test_a_profile_that_cannot_be_written_is_an_error_and_the_engine_goes_on(cli
     assert client.post("/start_profile", json=body).status_code == 200
     [completion] = service.engine.generate([PROMPT], SamplingParams(max_new_tokens=8, ignore_eos=True))
     assert len(completion.token_ids) == 8
-    assert client.post("/stop_profile").status_code == 200
+    stopped = client.post("/stop_profile")
+    assert stopped.status_code == 200, stopped.text
     assert client.get("/state").json()["trace"]["num_failures"] == 1
     assert re.search(r"lockstep:trace_failures_total\{[^}]*\} 1\.0", client.get("/metrics").text)
     assert client.get("/health").status_code == 200

@@ -153,7 +153,8 @@ def test_one_status_stands_for_all():
     assert status == 200 and body["version"] == "3" and len(body["results"]) == 2
     refused = {"success": False, "error": {"message": "no", "type": "SessionError"}}
     status, body = summarise(answers((400, refused), (400, refused)))
-    assert status == 400 and body["error"] == {"message": "no", "type": "SessionError", "param": None}
+    assert status == 400
+    assert body["error"] == {"message": "no", "type": "SessionError", "param": None, "code": "SessionError"}
     status, body = summarise(answers((200, {}), (400, refused)))
     assert status == 502 and body["success"] is False and not body["retryable"]
     assert "http://w1: no" in body["message"]
