@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..http.edge.auth import Level, check_key, check_origin, level_of
-from ..http.edge.bodies import parse_object, parse_object_off_loop, read_bytes
+from ..http.edge.bodies import parse_object_off_loop, read_object
 from ..http.edge.errors import BadField, EndingMiddleware, HttpError, error_response, install
 from .changes.broadcast import broadcast
 from .changes.journal import UpdateJournal
@@ -130,7 +130,7 @@ def _add_health(app: FastAPI) -> None:
     async def all_loads(request: Request) -> JSONResponse:
         """List the loads of all live workers, each with its worker."""
         router = router_of(request)
-        call = await call_of(request, router.config.http.max_body_bytes)
+        call = await call_of(request, router.config.http.max_control_body_bytes)
         live, config = router.registry.live(), router.config
         results = await broadcast(
             router.administering, live, call, config.health_timeout_s, config.max_admin_answer_bytes
@@ -167,7 +167,7 @@ def _add_journal(app: FastAPI) -> None:
     async def resolve(request: Request) -> JSONResponse:
         """Mark the unresolved update as resolved: {acknowledge: true, enable: true}. With enable false, its targets are
         disabled until an operator enables them."""
-        body = parse_object(await read_bytes(request, request.app.state.config.max_body_bytes))
+        body = await read_object(request, request.app.state.config.max_control_body_bytes)
         if body.get("acknowledge") is not True:
             raise BadField("acknowledge", 'send {"acknowledge": true} when the weights of all workers are right')
         return JSONResponse(await router_of(request).admin.resolve(body.get("enable", True) is not False))

@@ -13,6 +13,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from ..http.edge.connections import Connections
 from .app import create_app
 from .changes.journal import UpdateJournal
 from .config import RouterConfig
@@ -80,6 +81,8 @@ class RouterServer:
                 log_level="warning",
                 access_log=False,
                 lifespan="on",
+                http=Connections(config.http).protocol(),  # type: ignore[arg-type]
+                timeout_keep_alive=max(1, round(config.http.idle_timeout_s)),
                 timeout_graceful_shutdown=max(1, round(config.http.shutdown_timeout_s)),
                 server_header=False,
             ),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from ..http.edge.bodies import parse_object, read_bytes
+from ..http.edge.bodies import read_object
 from ..http.edge.errors import BadField
 from .fleet.workers import Health, Worker
 from .router import router_of
@@ -26,7 +26,7 @@ def add_workers(app: FastAPI) -> None:
     @app.post("/workers")
     async def add(request: Request) -> JSONResponse:
         """Add a worker: {url, disabled}. Other fields of SGLang's gateway (worker_type, …) are ignored."""
-        body = parse_object(await read_bytes(request, request.app.state.config.max_body_bytes))
+        body = await read_object(request, request.app.state.config.max_control_body_bytes)
         return await _add(request, body.get("url"), bool(body.get("disabled", False)))
 
     @app.post("/add_worker")
@@ -57,7 +57,7 @@ def add_workers(app: FastAPI) -> None:
     @app.put("/workers/{worker_id}")
     async def change(request: Request, worker_id: str) -> JSONResponse:
         """Disable or enable a worker: {disabled: bool}."""
-        body = parse_object(await read_bytes(request, request.app.state.config.max_body_bytes))
+        body = await read_object(request, request.app.state.config.max_control_body_bytes)
         disabled = body.get("disabled")
         if not isinstance(disabled, bool):
             raise BadField("disabled", f"must be true or false, not {disabled!r}")

@@ -66,7 +66,7 @@ PLACES = {
         "http.server ranks"
     ),
     "integration.http.server": "http.app http.edge http.generation service",
-    "integration.router.server": "router.app router.changes router.config router.fleet",
+    "integration.router.server": "http.edge router.app router.changes router.config router.fleet",
     "integration.bench.gpu": "bench.decode bench.parts bench.pause service",
     "integration.http.app": "http.admin http.edge http.generation http.observe http.openai service version",
     "integration.router.app": (

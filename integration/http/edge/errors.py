@@ -9,7 +9,8 @@
 | 409 | Busy: another update is in progress; OpIdTaken: the op_id belongs to another operation |
 | 500 | a bug in Lockstep |
 | 503 | EngineStopped: the loop has ended, or is ending; RankFailure: a rank of the replica is lost; Overloaded: too |
-|     | much waits already; Draining: the server ends. Retry-After says when to try again |
+|     | much waits already; Draining: the server ends. Retry-After says when to try again; |
+|     | OutOfMemory: the machine has no memory for the KV pool |
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ....rollout.errors import (
     LedgerError,
     LockstepError,
     OpIdTaken,
+    OutOfMemory,
     Overloaded,
     RankFailure,
 )
@@ -124,6 +126,8 @@ def as_http_error(error: Exception) -> HttpError:
     if isinstance(error, Overloaded):
         after = str(max(math.ceil(error.retry_after_s), 1))
         return HttpError(503, str(error), code="overloaded", headers={"Retry-After": after})
+    if isinstance(error, OutOfMemory):
+        return HttpError(503, str(error), code=kind)
     if isinstance(error, OpIdTaken):
         return HttpError(409, str(error), param="op_id", code="busy")
     if isinstance(error, EngineStopped | RankFailure):

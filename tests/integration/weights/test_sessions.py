@@ -164,6 +164,31 @@ def test_a_session_given_up_leaves_no_trace(service, model, newer, how):
     assert completion.num_cached_tokens == 32  # the cache is as good as before
 
 
+@pytest.mark.parametrize("how", ["abort", "broken wire", "lost sender"])
+def test_a_stream_keeps_its_bits_when_an_update_in_its_middle_is_given_up(service, newer, how):
+    engine = service.engine
+    [alone] = engine.generate([PROMPT], LONG)
+    engine.start()
+    stream = engine.stream(PROMPT, LONG)
+    chunks = [next(stream)]
+    engine.pause_generation("in_place")
+    lease_s = 0.05 if how == "lost sender" else None
+    service.begin_weight_update(weight_version="5", keep_running=True, lease_s=lease_s)
+    if how == "broken wire":
+        with pytest.raises(TransferFailed, match="wire"):
+            service.update_weights_from_named_tensors(failing(named(newer), after=9))
+    else:
+        service.update_weights_from_named_tensors(named(newer))
+    if how == "abort":
+        service.abort_weight_update()
+    wait_until(lambda: service.state()["weight_update"]["state"] == "rolled_back")
+    service.continue_generation()
+    chunks += stream
+    [streamed] = [chunk.completion for chunk in chunks if chunk.completion]
+    assert (streamed.token_ids, streamed.logprobs) == (alone.token_ids, alone.logprobs)
+    assert [span.version for span in streamed.weight_versions] == [alone.weight_version]
+
+
 def test_a_commit_flushes_the_cache_and_says_how_many_pins_it_dropped(service, newer):
     service.engine.generate([PROMPT], PARAMS)
     assert service.engine.pin_prefix(PROMPT).num_pinned == 2
