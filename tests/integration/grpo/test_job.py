@@ -73,14 +73,19 @@ def finish(process: subprocess.Popen, seconds: float = 150) -> int:
 def kill(process: subprocess.Popen) -> None:
     """End the launcher and its ranks, each in a session of its own, at once."""
     if process.poll() is None:
-        for pid in [process.pid, *ranks_of(process)]:
+        for pid in [process.pid, *children_of(process)]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
 
 
-def ranks_of(launcher: subprocess.Popen) -> list[int]:
+def children_of(launcher: subprocess.Popen) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[int]:
+    ranks = {prepared_python.rank_of(pid): pid for pid in children_of(launcher)}
+    return [ranks[rank] for rank in range(len(ranks) - (None in ranks))]
 
 
 def has_ended(pid: int) -> bool:
