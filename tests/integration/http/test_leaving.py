@@ -137,11 +137,11 @@ def test_a_client_leaves_before_its_body_has_arrived(server, until, caplog):
 def test_ten_thousand_queued_requests_leave_the_server_responsive_and_go_when_their_clients_do(server, service, until):
     service.engine.pause_generation("in_place")
     url, latest = server.url, [0.0]
-    # Each of 100 clients has 100 prompts; every second one has left before the engine goes on.
+    # Each of 100 clients has 100 prompts; most have left before the engine goes on.
     batch = {"input_ids": [[5, 6, 7]] * 100, "sampling_params": SHORT}
-    leaving = [ask(server, **batch) for _ in range(50)]
-    with ThreadPoolExecutor(50) as pool, httpx.Client(base_url=url, timeout=PATIENCE) as client:
-        staying = [pool.submit(httpx.post, f"{url}/generate", json=batch, timeout=120) for _ in range(50)]
+    leaving = [ask(server, **batch) for _ in range(90)]
+    with ThreadPoolExecutor(10) as pool, httpx.Client(base_url=url, timeout=PATIENCE) as client:
+        staying = [pool.submit(httpx.post, f"{url}/generate", json=batch, timeout=120) for _ in range(10)]
 
         def look() -> dict:
             for path in ("/health", "/state"):
@@ -153,7 +153,7 @@ def test_ten_thousand_queued_requests_leave_the_server_responsive_and_go_when_th
         until(lambda: look()["num_waiting"] == 10_000)
         for connection in leaving:
             connection.close()
-        until(lambda: look()["num_waiting"] == 5_000)
+        until(lambda: look()["num_waiting"] == 1_000)
         service.engine.continue_generation()
         until(lambda: look()["num_waiting"] == 0)
         assert all(future.result().status_code == 200 for future in staying)
