@@ -92,9 +92,18 @@ class GrammarCache:
         """The memory of all compiled grammars that are in use or kept."""
         return sum(grammar.num_bytes for grammar in list(self._alive))
 
-    def ask(self, constraint: Constraint) -> Promise:
+    def __contains__(self, constraint: Constraint) -> bool:
+        """Return whether this grammar is compiled, or waits to be."""
+        return constraint in self._grammars
+
+    def check_turn(self) -> None:
+        """Raise Overloaded if too many grammars wait."""
+        if (num_waiting := len(self._waiting)) >= self._max_waiting:
+            raise Overloaded(f"{num_waiting} grammars wait to be compiled (max_waiting_grammars)", _RETRY_AFTER_S)
+
+    def ask(self, constraint: Constraint, *, in_turn: bool = True) -> Promise:
         """Return a promise of the compiled grammar. Raises ValueError for a text that is too long to compile, or that
-        was refused before, and Overloaded if too many wait or the memory of grammars is used up."""
+        was refused before, and Overloaded if the memory of grammars is used up, or, `in_turn`, if too many wait."""
         if (size := len(constraint.text.encode(errors="surrogatepass"))) > MAX_TEXT_BYTES:
             raise ValueError(f"{constraint.kind}: {size} bytes of grammar, at most {MAX_TEXT_BYTES} are compiled")
         with self._lock:
@@ -104,7 +113,7 @@ class GrammarCache:
                 known.num_askers += 1
                 return known
             self._raise_refusal(constraint)
-            self._check_room()
+            self._check_room(in_turn)
             promise = self._grammars[constraint] = Promise()
             promise.num_askers = 1
             self._waiting.append(constraint)
@@ -125,12 +134,14 @@ class GrammarCache:
                 self._grammars.pop(constraint).cancel()
 
     def get_all(self, constraints: Iterable[Constraint | None]) -> list[CompiledGrammar | None]:
-        """Return the grammars of one call, waiting for missing ones.
+        """Return the grammars of one call, waiting for missing ones, however many wait already.
 
         Equal constraints are compiled once, different ones in parallel. Raises ValueError naming every error in them.
         """
         faults: dict[str, None] = {}
-        promises = [None if one is None else _kept(faults, partial(self.ask, one)) for one in constraints]
+        promises = [
+            None if one is None else _kept(faults, partial(self.ask, one, in_turn=False)) for one in constraints
+        ]
         grammars = [None if promise is None else _kept(faults, promise.result) for promise in promises]
         if faults:
             raise ValueError("; ".join(faults))
@@ -185,13 +196,11 @@ class GrammarCache:
             self._grammars[constraint].set_running_or_notify_cancel()  # from here on it cannot be cancelled
             return constraint
 
-    def _check_room(self) -> None:
+    def _check_room(self, in_turn: bool) -> None:
         if self._is_closed:
             raise EngineStopped("the engine is closed")
-        if len(self._waiting) >= self._max_waiting:
-            raise Overloaded(
-                f"{len(self._waiting)} grammars wait to be compiled (max_waiting_grammars)", _RETRY_AFTER_S
-            )
+        if in_turn:
+            self.check_turn()
         while self.num_bytes > self._max_bytes:
             if not self._drop_oldest():
                 raise Overloaded(

@@ -78,14 +78,23 @@ class Grammars:
     def ask(self, params: Iterable[SamplingParams]) -> list[Promise]:
         """Start to compile the grammars of these requests; returns the unfinished ones.
 
-        Raises ValueError as `compiled`, except for errors in a grammar that was not compiled before, and Overloaded.
+        All of them wait together, or none: Overloaded is raised where too many wait already. Raises ValueError as
+        `compiled`, except for errors in a grammar that was not compiled before, and for more grammars than may wait.
         """
         constraints = [constraint_of(one) for one in params]
         self._check_tokenizer(constraints)
+        different = list(filter(None, dict.fromkeys(constraints)))
+        if len(different) > self._limits.max_waiting:
+            raise ValueError(
+                f"{len(different)} different grammars are more than the {self._limits.max_waiting} that may wait to be compiled "
+                "(max_waiting_grammars): send several requests"
+            )
+        if any(constraint not in self.cache for constraint in different):
+            self.cache.check_turn()
         promises: list[Promise] = []
         try:
-            for constraint in filter(None, dict.fromkeys(constraints)):
-                promises.append(self.cache.ask(constraint))
+            for constraint in different:
+                promises.append(self.cache.ask(constraint, in_turn=False))
         except (LockstepError, ValueError):
             self.cache.leave(promises)
             raise

@@ -258,3 +258,13 @@ def test_a_constraint_is_what_the_parameters_say():
     assert constraint_of(SamplingParams(regex="a")) == Constraint("regex", "a")
     schema = {"type": "object", "properties": {"ключ": {"type": "null"}}}
     assert "ключ" in constraint_of(SamplingParams(json_schema=schema)).text
+
+
+def test_a_call_that_waits_may_have_more_grammars_than_wait_for_others():
+    def compile(constraint):
+        raise ValueError(f"no {constraint.text}")
+
+    cache = GrammarCache(lambda: InProcess(compile), max_waiting=2)
+    with pytest.raises(ValueError, match=r"no 0.*no 9"):
+        cache.get_all([Constraint("regex", str(number)) for number in range(10)])
+    cache.close()
