@@ -85,10 +85,8 @@ class EngineConfig:
     jump_forward_max_blocks: int = 10  # KV blocks that one jump may take
     grammar_any_whitespace: bool = False  # JSON with any spaces and line breaks; little text is forced then
     max_grammars: int = 256  # compiled grammars that are kept
-    max_waiting_grammars: int = (
-        64  # different grammars of an HTTP request; where so many wait to be compiled, requests are refused for the
-    )
-    # time being
+    max_waiting_grammars: int = 64  # different grammars that an HTTP request may have; where so many wait to be
+    # compiled, further ones are refused for the time being
     grammar_timeout_s: float = 20.0  # processor time that the compilation of one grammar may take
     grammar_memory_mb: int = 1024  # MiB that the process that compiles a grammar may take, and all compiled grammars
     # together; one of them at most a sixteenth

@@ -86,8 +86,8 @@ class Grammars:
         different = list(filter(None, dict.fromkeys(constraints)))
         if len(different) > self._limits.max_waiting:
             raise ValueError(
-                f"{len(different)} different grammars are more than the {self._limits.max_waiting} that may wait to be compiled "
-                "(max_waiting_grammars): send several requests"
+                f"{len(different)} different grammars are more than the {self._limits.max_waiting} that may wait to be "
+                "compiled (max_waiting_grammars): send several requests"
             )
         if any(constraint not in self.cache for constraint in different):
             self.cache.check_turn()
