@@ -47,15 +47,16 @@ class Measures:
 
 
 def named_limits(scene: Scene) -> dict[str, int]:
-    """Return each setting of the server that limits memory in bytes: those that it reports, else our defaults."""
+    """Return, in bytes, each setting of the server that limits memory: those that it reports, else our defaults."""
     said: Any = scene.wire("limits").call("GET", "/server_info").json()
     said = said if isinstance(said, dict) else {}
     found = {}
     for config in (HttpConfig, ServiceConfig, EngineConfig):
         for one in fields(config):
             value = said.get(one.name, one.default)
-            if one.name.endswith("_bytes") and "admin" not in one.name and isinstance(value, int):
-                found[one.name] = value
+            unit = 1 if one.name.endswith("_bytes") else 1 << 20 if one.name.endswith("_mb") else 0
+            if unit and "admin" not in one.name and isinstance(value, int):
+                found[one.name] = value * unit
     return found
 
 
