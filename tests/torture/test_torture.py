@@ -140,8 +140,8 @@ def test_every_hostile_and_every_random_constraint_can_be_sent():
 @pytest.mark.slow
 def test_our_own_server_holds_for_a_minute(tmp_path):
     # One seed, so that a run of the suite says the same as the one before; `make torture` draws its own. Other tests
-    # share the cores, so the limit of latency is a wider one. Long bodies and faults of the machine, beside which /health
-    # can still be late by seconds, are left to `make torture`.
+    # share the cores, so the limit of latency is a wider one. Long bodies and faults of the machine, beside which
+    # /health can still be late by seconds, are left to `make torture`.
     command = [sys.executable, "-m", "lockstep.tests.torture.run", "--minutes", "1", "--seed", "15", "--latency-s", "4",
                "--attackers", "schemas,admin_schemas,patterns,malformed,connections,leavers,verbs",
                "--record", str(tmp_path / "last.jsonl")]  # fmt: skip
