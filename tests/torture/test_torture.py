@@ -93,6 +93,7 @@ def test_a_sound_server_passes_and_the_seed_is_told(capsys, tmp_path):
     assert result["answers"]["equal"] > 10 and set(result["attackers"]) == {"leavers", "patterns"}
 
 
+@pytest.mark.slow
 def test_each_fault_of_a_server_is_found_and_the_last_requests_are_kept(capsys, tmp_path):
     num_before = 200  # of the requests before the storm
 
@@ -105,7 +106,7 @@ def test_each_fault_of_a_server_is_found_and_the_last_requests_are_kept(capsys, 
         )
 
     with serving(spoil) as url:
-        code, result = torture(capsys, tmp_path, url, "--latency-s", "0.3")
+        code, result = torture(capsys, tmp_path, url, "--latency-s", "0.3", "--minutes", "0.4")
     assert code == 1 and not result["passed"]
     assert set(result["violations"]) == {"unhealthy", "late", "server_error", "lost", "altered"}
     [late] = [one for one in result["listed"] if one["kind"] == "late"]
