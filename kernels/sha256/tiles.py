@@ -3,7 +3,7 @@
 Letters used in shapes: a block has k bands of r rows by m cells of c columns, [k, r, m, c]; a cell is [r, c]. A cell is
 cut into strips of whole rows, or, where a strip is one row, that row into pieces: these are the tiles.
 
-The native path hashes two tiles at a time on each thread and reads a cell in place, so it is faster than hashlib
+The native path hashes several tiles at a time on each thread and reads a cell in place, so it is faster than hashlib
 over the same bytes; hashlib pays a copy of the block and a switch of threads per tile. Blocks on a GPU that Triton
 serves are hashed there, all tiles at once, and only digests are copied.
 """
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -32,38 +34,44 @@ def tile_hashes(block: Tensor, strip_rows: int, piece_cols: int) -> bytes:
     contiguous, or where it is neither on the CPU nor on a GPU that Triton serves. Either strip_rows is 1 or piece_cols
     is c. Releases the GIL while it hashes.
     """
-    if triton_serves(block.device):
-        return _triton_hashes([(block, strip_rows, piece_cols)])[0]
-    native_hashes = _native()
-    if native_hashes is None or block.numel() == 0:
-        return tile_hashes_reference(block, strip_rows, piece_cols)
-    block = block.detach().resolve_conj().resolve_neg()
-    if block.device.type != "cpu" or block.stride(3) != 1:
-        block = block.contiguous().cpu()
-    (bands, rows, cells, cols), size = block.shape, block.element_size()
-    band_stride, row_stride, cell_stride, _ = (stride * size for stride in block.stride())
-    num_tiles = bands * cells * -(-rows // strip_rows) * -(-cols // piece_cols)
-    out = ctypes.create_string_buffer(num_tiles * DIGEST_BYTES)
-    native_hashes(
-        block.data_ptr(),
-        *(bands, rows, cells, cols * size),
-        *(band_stride, row_stride, cell_stride),
-        *(strip_rows, piece_cols * size),
-        out,
-    )
-    return out.raw
+    return tile_hashes_of_all([(block, strip_rows, piece_cols)])[0]
 
 
 def tile_hashes_of_all(blocks: Sequence[tuple[Tensor, int, int]]) -> list[bytes]:
-    """Compute `tile_hashes` of each (block, strip_rows, piece_cols); a GPU is fast only with many blocks at once."""
+    """Compute `tile_hashes` of each (block, strip_rows, piece_cols): many tiles at a time are fastest, everywhere."""
     hashes = [b""] * len(blocks)
     for device in {block.device for block, _, _ in blocks}:
         indices = [i for i, (block, _, _) in enumerate(blocks) if block.device == device]
         its_blocks = [blocks[i] for i in indices]
-        found = _triton_hashes(its_blocks) if triton_serves(device) else [tile_hashes(*fields) for fields in its_blocks]
+        found = _triton_hashes(its_blocks) if triton_serves(device) else _native_hashes(its_blocks)
         for i, digests in zip(indices, found, strict=True):
             hashes[i] = digests
     return hashes
+
+
+def _native_hashes(blocks: Sequence[tuple[Tensor, int, int]]) -> list[bytes]:
+    hash_tiles = _native()
+    if hash_tiles is None:
+        return [tile_hashes_reference(*fields) for fields in blocks]
+    kept, described, sizes = [], array("q"), []
+    for block, strip_rows, piece_cols in blocks:
+        if block.numel() == 0:
+            sizes.append(0)
+            continue
+        block = block.detach().resolve_conj().resolve_neg()
+        if block.device.type != "cpu" or block.stride(3) != 1:
+            block = block.contiguous().cpu()
+        kept.append(block)
+        (bands, rows, cells, cols), size = block.shape, block.element_size()
+        band_stride, row_stride, cell_stride, _ = (stride * size for stride in block.stride())
+        described.extend((block.data_ptr(), bands, rows, cells, cols * size))
+        described.extend((band_stride, row_stride, cell_stride, strip_rows, piece_cols * size))
+        sizes.append(bands * cells * -(-rows // strip_rows) * -(-cols // piece_cols) * DIGEST_BYTES)
+    out = ctypes.create_string_buffer(sum(sizes))
+    hash_tiles(described.buffer_info()[0], len(kept), out)
+    ends = list(accumulate(sizes))
+    raw = out.raw
+    return [raw[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
 def _triton_hashes(blocks: Sequence[tuple[Tensor, int, int]]) -> list[bytes]:
@@ -92,14 +100,10 @@ def tile_hashes_reference(block: Tensor, strip_rows: int, piece_cols: int) -> by
 
 
 def is_native() -> bool:
-    """Return whether our C++ code hashes tiles: there is a C++ compiler, and the processor has SHA instructions."""
+    """Return whether our C++ code hashes tiles: there is a C++ compiler."""
     return _native() is not None
 
 
 @cache
 def _native() -> Callable[..., None] | None:
-    library = native.load(SOURCE)
-    if library is None or not library.function("sha256_tiles_supported", [], ctypes.c_int)():
-        return None
-    types = [ctypes.c_void_p, *[ctypes.c_int64] * 9, ctypes.c_void_p]
-    return library.function("sha256_tiles", types, None)
+    return native.function(SOURCE, "sha256_tiles", [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.kernels.sha256.tiles import is_native, tile_hashes, tile_hashes_reference
+from lockstep.kernels.sha256.tiles import is_native, tile_hashes, tile_hashes_of_all, tile_hashes_reference
 from lockstep.weight_sync.digests.model_digest import (
     MAX_TILE_ELEMENTS,
     merge_leaves,
@@ -254,7 +254,7 @@ def test_tensors_of_any_strides_have_the_digest_of_their_contiguous_copies():
         assert tensor_leaves(view) == tensor_leaves(view.resolve_conj().clone().contiguous()), name
 
 
-@pytest.mark.skipif(not is_native(), reason="needs a C++ compiler and SHA instructions")
+@pytest.mark.skipif(not is_native(), reason="needs a C++ compiler")
 @settings(max_examples=100, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 7), st.integers(1, 5), st.integers(1, 90)),
@@ -268,6 +268,14 @@ def test_native_tile_hashes_equal_hashlib(shape, strip_rows, piece, dtype, is_st
     block = block.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3) if is_strided else block
     cut = (1, min(piece, shape[3])) if piece % 2 else (strip_rows, shape[3])
     assert tile_hashes(block, *cut) == tile_hashes_reference(block, *cut)
+
+
+@pytest.mark.skipif(not is_native(), reason="needs a C++ compiler")
+def test_tiles_of_many_sizes_hashed_together_keep_their_digests_and_their_order():
+    widths = [1, 3000, 55, 56, 64, 200, 1, 4096, 119, 120]
+    blocks = [(random_bytes((2, rows, 2, width), torch.uint8), 1, width) for rows in (1, 5) for width in widths]
+    blocks.insert(3, (torch.empty(0, 4, 1, 8), 4, 8))
+    assert tile_hashes_of_all(blocks) == [tile_hashes_reference(*block) for block in blocks]
 
 
 def test_every_message_length_is_padded_as_sha256_demands():
