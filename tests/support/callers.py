@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lockstep.rollout.engine import Engine
 
 PATIENCE = 60.0  # seconds, far longer than any wait here takes
 
@@ -37,3 +42,21 @@ def wait_until(condition: Callable[[], object], timeout_s: float = PATIENCE, wha
     while not condition():
         assert time.monotonic() < end, f"it never came about in {timeout_s:g} s: {what or condition}"
         pause.wait(0.005)
+
+
+@contextmanager
+def held_between_steps(engine: Engine) -> Iterator[None]:
+    """Keep the engine's loop between two steps, as an update does, until the end of the block."""
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        release.wait(PATIENCE)
+
+    holder = submit(engine.between_steps, "hold", hold)
+    try:
+        assert held.wait(PATIENCE)
+        yield
+    finally:
+        release.set()
+    soon(holder)

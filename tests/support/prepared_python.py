@@ -261,12 +261,14 @@ def _become(message: int, *streams: int) -> NoReturn:
 
 
 def _set_threads(environment: Mapping[str, str]) -> None:
-    """Give torch the number of threads that it would have taken from the environment."""
-    num_threads = int(environment.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
-    if num_threads != 1:
-        import torch
+    """Give torch the number of threads that it would have taken from the environment.
 
-        torch.set_num_threads(num_threads)
+    Also where it has that number: the first use of torch's pool after a fork makes it anew, and two threads at once
+    that do so find none ("Invalid thread pool!").
+    """
+    import torch
+
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
 
 
 def _code_of(command: list[str]) -> int:

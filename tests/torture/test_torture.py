@@ -109,8 +109,8 @@ def test_each_fault_of_a_server_is_found_and_the_last_requests_are_kept(capsys, 
         code, result = torture(capsys, tmp_path, url, "--latency-s", "0.3", "--minutes", "0.4")
     assert code == 1 and not result["passed"]
     assert set(result["violations"]) == {"unhealthy", "late", "server_error", "lost", "altered"}
-    [late] = [one for one in result["listed"] if one["kind"] == "late"]
-    assert late["under_way"] and "/health" in late["what"]
+    late = [one for one in result["listed"] if one["kind"] == "late"]  # on a busy machine others besides
+    assert any(one["under_way"] and "/health" in one["what"] for one in late)
     kept = [json.loads(line) for line in (tmp_path / "last.jsonl").read_text().splitlines()]
     assert {"attacker", "step", "data", "status"} <= set(kept[0]) and {one["attacker"] for one in kept} > {"patterns"}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +17,7 @@ from lockstep.integration.http.server import BackgroundServer, serve_in_backgrou
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
-from lockstep.tests.support.callers import PATIENCE, soon, submit
+from lockstep.tests.support.callers import PATIENCE, held_between_steps
 from lockstep.tests.support.random_models import random_model
 
 LONG = {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True}
@@ -109,20 +108,11 @@ def test_a_client_leaves_while_its_grammar_is_compiled(server, service, until, m
 
 
 def test_a_client_leaves_while_an_update_holds_the_engine(server, service, until):
-    held, release = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        held.set()
-        release.wait(PATIENCE)
-
-    holder = submit(service.engine.between_steps, "update", hold)
-    assert held.wait(PATIENCE)
-    connection = ask(server)
-    until(lambda: server.app.state.hub.open)
-    connection.close()
-    until(lambda: not server.app.state.hub.open)
-    release.set()
-    soon(holder)
+    with held_between_steps(service.engine):
+        connection = ask(server)
+        until(lambda: server.app.state.hub.open)
+        connection.close()
+        until(lambda: not server.app.state.hub.open)
 
 
 def test_a_client_leaves_before_its_body_has_arrived(server, until, caplog):

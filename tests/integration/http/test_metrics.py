@@ -18,7 +18,7 @@ from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.server import BackgroundServer, serve_in_background
 from lockstep.rollout.reports.latencies import REQUEST_BOUNDS, TOKEN_BOUNDS, Histogram
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.tests.support.callers import soon, submit
+from lockstep.tests.support.callers import PATIENCE, soon, submit
 from lockstep.weight_sync.digests.model_digest import tensor_roots
 from lockstep.weight_sync.errors import DigestMismatch, SessionError
 
@@ -35,7 +35,6 @@ HISTOGRAMS = (
     "e2e_request_latency_seconds",
     "queue_time_seconds",
 )
-PATIENCE = 20.0  # seconds; no test comes near them
 PROMPT = list(range(40))
 LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)
 
@@ -279,29 +278,21 @@ def test_labels_are_as_many_as_there_are_routes_whatever_is_asked_for(scrape, se
 
 
 def test_scrapes_of_a_moment_share_one_reading_and_leave_reports_their_turns(server, service):
-    held, release = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        held.set()
-        release.wait(PATIENCE)
-
-    holder = submit(service.engine.between_steps, "hold", hold)
-    assert held.wait(PATIENCE)
-    readings = []
+    readings, release = [], threading.Event()
     service_state = service.state
 
-    def counted() -> dict:
+    def slow_at_first() -> dict:
         readings.append(1)
+        if len(readings) == 1:
+            release.wait(PATIENCE)
         return service_state()
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(service, "state", counted)
-        scrapes = [submit(httpx.get, f"{server.url}/metrics", timeout=PATIENCE) for _ in range(20)]
-        wait_for(lambda: server.app.state.traffic.num_open == 0 and readings)
-        # The scrapes wait for the engine. A report that does not need it is answered.
-        key = {"Authorization": "Bearer an-admin-key"}
-        assert httpx.get(f"{server.url}/model_info", headers=key, timeout=PATIENCE).status_code in (200, 503)
+    with pytest.MonkeyPatch.context() as patched, httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+        patched.setattr(service, "state", slow_at_first)
+        scrapes = [submit(client.get, "/metrics") for _ in range(20)]
+        wait_for(lambda: server.app.state.connections.num_open >= 20 and readings)
+        report = client.get("/model_info", headers={"Authorization": "Bearer an-admin-key"})
+        assert report.status_code == 200 and not release.is_set()
         release.set()
-        soon(holder)
         assert all(soon(scrape).status_code == 200 for scrape in scrapes)
     assert len(readings) < 10

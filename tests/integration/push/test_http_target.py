@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -28,6 +27,7 @@ from lockstep.integration.service_config import ServiceConfig
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support.callers import held_between_steps
 from lockstep.tests.support.pushes import TRANSPORTS
 from lockstep.weight_sync.digests.model_digest import model_digest
 from lockstep.weight_sync.target import TargetError
@@ -228,19 +228,8 @@ def test_one_that_cannot_be_reached_or_does_not_answer_has_no_kind():
 
 
 def test_a_verb_whose_deadline_passes_says_so_in_the_engines_words(targets, services):
-    entered, leave = threading.Event(), threading.Event()
-
-    def block() -> None:
-        entered.set()
-        assert leave.wait(PATIENCE)
-
-    with ThreadPoolExecutor(1) as pool:
-        blocking = pool.submit(services[0].engine.between_steps, "a long one", block)
-        assert entered.wait(PATIENCE)
-        with pytest.raises(TargetError) as error:
-            targets[0].call("pause_generation", timeout_s=0.2, mode="in_place")
-        leave.set()
-        blocking.result(PATIENCE)
+    with held_between_steps(services[0].engine), pytest.raises(TargetError) as error:
+        targets[0].call("pause_generation", timeout_s=0.2, mode="in_place")
     assert error.value.kind == "DeadlineExceeded"
     assert services[0].engine.is_paused is False
 
