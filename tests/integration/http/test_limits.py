@@ -10,10 +10,15 @@ from collections.abc import Iterator
 import httpx
 import pytest
 import torch
+from pydantic import ValidationError
 
 from lockstep.integration.grpo.arithmetic import build_tokenizer
+from lockstep.integration.http.edge.bodies import fields_of
 from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.http.edge.errors import BadField
 from lockstep.integration.http.generation import body as generate_body
+from lockstep.integration.http.generation.body import GenerateBody
+from lockstep.integration.http.openai.body import ChatBody
 from lockstep.integration.http.server import BackgroundServer, serve_in_background
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
@@ -236,6 +241,23 @@ def test_health_and_state_are_in_time_while_a_body_of_32_mb_is_read(service, bod
                     latest = max(latest, time.monotonic() - began)
         assert all(soon(future).status_code in (400, 413) for future in sending)
         assert latest < LATEST_S
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "field"),
+    [
+        (ChatBody, {"input_ids": [None] * 50_000}, "input_ids"),
+        (GenerateBody, {"rid": [None] * 50_000}, "rid"),
+        (GenerateBody, {"sampling_params": [1] * 50_000}, "sampling_params"),
+    ],
+)
+def test_a_list_of_wrong_entries_ends_at_its_first_one(model, values, field):
+    with pytest.raises(ValidationError) as found:
+        model.model_validate(values)
+    assert found.value.error_count() <= 5  # one for each kind of value that the field may have
+    with pytest.raises(BadField) as refused:
+        fields_of(model, values)
+    assert refused.value.param.startswith(field)
 
 
 # -- the queue ------------------------------------------------------------------------------------------------------
