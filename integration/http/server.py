@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import resource
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -29,6 +31,7 @@ _START_TIMEOUT_S = 30.0
 _CLOSE_TIMEOUT_S = 10.0  # for everything after the server's own end: the engine, its ranks and its groups
 _LOOK_AGAIN_S = 0.05  # between two checks of whether all requests are answered
 _NUM_DESCRIPTORS = 1 << 16  # that a server asks the system for
+_TURN_S = 0.001  # a thread that computes gives the interpreter's lock up after so long
 
 
 class _Server(uvicorn.Server):
@@ -46,6 +49,8 @@ class _Server(uvicorn.Server):
         self._is_hurried = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        # The event loop waits for the lock after each send and receive, hundreds of times in a busy second.
+        sys.setswitchinterval(min(sys.getswitchinterval(), _TURN_S))
         await super().startup(sockets)
         self._on_listening()
 
@@ -178,6 +183,8 @@ def serve(service: RolloutService, config: HttpConfig, on_listening: Callable[[s
         signal.signal(number, _end)  # uvicorn ends first, then raises the signal again
     service.engine.start()
     app = create_app(service, config)
+    gc.collect()
+    gc.freeze()  # the million objects of what is imported: a full collection of garbage stops all threads for them
     server = _Server(_uvicorn_config(app, config), lambda: on_listening(_url(listening)), config)
 
     def end() -> None:

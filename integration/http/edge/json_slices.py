@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 
-_WINDOW = 1 << 16  # characters of a slice
+_WINDOW = 1 << 14  # characters of a slice
 _ROW = 16  # entries of a long list that are encoded together
 _SPACE = re.compile(r"[ \t\n\r]*+")
 # Entries of a list that are neither lists nor objects, each with the comma behind it.
