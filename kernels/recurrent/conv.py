@@ -24,8 +24,8 @@ def causal_conv(
     """Convolve each sequence's rows with their predecessors. Reads no length on the host.
 
     x [N, C]; weight [C, W]; bias [C]; cu_seqlens int32 [S + 1]: the row offsets of the sequences; initial
-    [S, W - 1, C]: the inputs before the first row, None for zeros. Returns [N, C], and the last W - 1 inputs of each sequence,
-    initial ones included where it is shorter.
+    [S, W - 1, C]: the inputs before the first row, None for zeros. Returns [N, C], and the last W - 1 inputs of each
+    sequence, initial ones included where it is shorter.
     """
     num_rows, num_channels = x.shape
     num_sequences, num_before = len(cu_seqlens) - 1, weight.shape[1] - 1
