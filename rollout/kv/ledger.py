@@ -259,13 +259,12 @@ class KVLedger:
         account = self._accounts[request]
         if (prefix := self._prefixes.get(request)) is not None:
             prefix.cut(num_tokens // self.block_size)
-        if (start := self.first_row_after_roll_back(request, num_tokens)) < num_tokens:
-            assert self.states is not None
-            num_tokens = start
-            self.states.rewind(request, account.nodes[start // self.block_size - 1] if start else None, start)
-        num_full = num_tokens // self.block_size
+        start = self.first_row_after_roll_back(request, num_tokens)
+        num_full = start // self.block_size
+        if self.states is not None and not self.states.stands_at(request, start):
+            self.states.rewind(request, account.nodes[num_full - 1] if start else None, start)
         if len(account.nodes) <= num_full:
-            return num_tokens
+            return start
         for index in range(num_full, len(account.blocks)):
             if index >= len(account.nodes) or account.nodes[index].block != account.blocks[index]:
                 self._pool.give(account.blocks[index])
@@ -273,17 +272,19 @@ class KVLedger:
             self._pool.give(block)
         del account.blocks[num_full:], account.nodes[num_full:]
         account.num_matched = min(account.num_matched, num_full)
-        return num_full * self.block_size
+        return start
 
     def first_row_after_roll_back(self, request: Request, num_tokens: int) -> int:
-        """Return the last row up to `num_tokens` before which the request's states are known. Changes nothing.
+        """Return the first row that `roll_back` with these arguments computes anew. Changes nothing.
 
-        Without recurrent layers that is `num_tokens`; else often an earlier one, with a snapshot, or the first.
+        It is `num_tokens`, the start of the first block that is given up, or with recurrent layers, where the states
+        there are not known, the deepest snapshot before, or the first row.
         """
-        if self.states is None or self.states.stands_at(request, num_tokens):
-            return num_tokens
-        nodes = self._accounts[request].nodes[: num_tokens // self.block_size]
-        return len(self._up_to_snapshot(nodes)) * self.block_size
+        nodes, num_full = self._accounts[request].nodes, num_tokens // self.block_size
+        start = num_tokens if len(nodes) <= num_full else num_full * self.block_size
+        if self.states is None or self.states.stands_at(request, start):
+            return start
+        return len(self._up_to_snapshot(nodes[:num_full])) * self.block_size
 
     def close(self, request: Request) -> None:
         """Release all blocks of the request: published blocks stay cached, the rest is free."""

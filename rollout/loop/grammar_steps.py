@@ -149,8 +149,8 @@ class GrammarSteps:
                 return NO_JUMP  # it would take back rows of an earlier chunk that is in flight
             # Rows from the last known states on run again too, if the module has recurrent layers.
             start = min(item.start, sequence.num_tokens - back - 1)
-            num_again = start - self._ledger.first_row_after_roll_back(request, start) if back else 0
-            room = draft.budget - self._ledger.block_size - num_again
+            again = self._ledger.first_row_after_roll_back(request, start) if back and self._ledger.states else start
+            room = draft.budget - self._ledger.block_size - (start - again)
             jump = cut_jump(jump, output_ids, min(num_left + back, room), state.text)
         if jump:
             state.follow(output_ids[: len(output_ids) - jump.num_rolled_back] + list(jump.token_ids))
