@@ -5,8 +5,6 @@ Letters: N rows, S sequences, C channels, W taps.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,7 @@ def causal_conv(
     bias: Tensor | None,
     cu_seqlens: Tensor,
     initial: Tensor | None = None,
-    activation: Literal["silu"] | None = None,
+    activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Convolve each sequence's rows with their predecessors. Reads no length on the host.
 
