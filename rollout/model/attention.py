@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...kernels.attention.paged import AttentionPath, NewRows, PagedStep, paged_attention, varlen_attention
+from .recurrent.states import StateShape, StepStates
 
 ATTENTION_NAMES: dict[AttentionPath, str] = {
     "native": "lockstep",
@@ -65,13 +66,15 @@ class StepContext:
     key_caches: list[Tensor]  # per layer of this rank [num_blocks, block_size, K, D]
     value_caches: list[Tensor]
     first_layer: int = 0  # index in the whole model of the layer that the first cache belongs to
+    states: StepStates | None = None  # of the recurrent layers; None: the module has none
 
 
 @dataclass
 class LayerProbe:
-    """A recorder of each layer's KV shape. It replaces the StepContext in the start-up forward."""
+    """A recorder of the shapes of each layer's KV and states. It replaces the StepContext in the start-up forward."""
 
     layers: dict[int, KVShape] = field(default_factory=dict)
+    states: dict[int, dict[str, StateShape]] = field(default_factory=dict)  # of recurrent layers, by name
 
 
 class _KernelOptions(TypedDict):

@@ -19,6 +19,7 @@ from ..sharding.part import Part, copy_part, load_part
 from ..sharding.shards import Shard
 from .attention import NO_MASK, STEP_KEYWORD, KVShape, LayerProbe, StepContext
 from .forward_numerics import ForwardNumerics
+from .recurrent.states import StateShapes
 from .rollout_phase import RolloutPhase
 from .supported import DTYPES, refuse_different_choices, refuse_unsupported
 from .tensors import HostedTensors
@@ -41,7 +42,7 @@ class HostedModel:
         self.division = part.division
         self._stage_input = part.stage_input
         self.config = self.module.config.get_text_config(decoder=True)
-        refuse_unsupported(self.module, self.config, invariant)
+        refuse_unsupported(self.module, self.config, invariant, self.division.layers)
         hosted = ForwardNumerics(self.module, invariant, self.division)
         self.numerics = hosted.numerics
         self._trained = hosted
@@ -51,7 +52,10 @@ class HostedModel:
         self._phase = RolloutPhase(hosted, owned=owned)
         self._released_shapes: list[torch.Size] = []  # of the parameters in their order, while their memory is released
         use_huge_pages((parameter for _, parameter in self._tensors.parameters()), now=True)
-        self.kv_shapes = self._probe()  # of this rank's layers, in their order
+        probe = self._probe()
+        none = KVShape(0, 0, 0, self.dtype)
+        self.kv_shapes = [probe.layers.get(index, none) for index in self.division.layers]  # of this rank's layers
+        self.state_shapes: StateShapes = probe.states  # of this rank's recurrent layers; empty: it has none
         logger.info("hosting %s: %s", type(self.module).__name__, self.numerics.describe())
 
     @classmethod
@@ -271,8 +275,8 @@ class HostedModel:
             if self._stage_input is not None:
                 self._stage_input.received = None
 
-    def _probe(self) -> list[KVShape]:
-        """Run a few tokens to learn the KV shapes of the layers.
+    def _probe(self) -> LayerProbe:
+        """Run a few tokens to learn the shapes of the layers' KV and states.
 
         Raises ValueError if a layer does not call the hosted attention or uses an unknown keyword.
         """
@@ -283,13 +287,13 @@ class HostedModel:
             hidden = torch.zeros(4, self.hidden_size, dtype=self.dtype, device=self.device)
         with self.rollout_phase(), torch.inference_mode():
             out = self._call(positions % self.vocab_size, positions, probe, 1, hidden)
-        missing = sorted(set(self.division.layers) - set(probe.layers))
+        missing = sorted(set(self.division.layers) - set(probe.layers) - set(probe.states))
         name = type(self.module).__name__
         if missing:
             raise ValueError(f"{name} cannot be hosted: layers {missing} do not use transformers' attention interface")
         if not self.mesh.is_last_stage and out.shape != (4, self.hidden_size):
             raise ValueError(f"{name} cannot be cut into stages: a stage gave {list(out.shape)} for hidden states")
-        return [probe.layers[index] for index in self.division.layers]
+        return probe
 
 
 def _whole(module: PreTrainedModel, k_blocks: int) -> Part:

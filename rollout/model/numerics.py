@@ -26,6 +26,7 @@ from ..sharding.division import Division
 from ..sharding.tp_plan import SUMS
 from .experts import REDUCTION
 from .fused_layers import fused_forward
+from .recurrent.layers import recurrent_forward
 from .shared_input import SharedInput, siblings_of
 
 _ACTIVATIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {
@@ -86,6 +87,7 @@ class Numerics:
         if invariant:
             shapes = division.linear_shapes
             self.guarantee = self_test(shapes, parameter.dtype, parameter.device, cuts=division.cuts)
+        self._plan_recurrent(module)
         self._plan_shared(module, division)
         if self.guarantee is not None:
             self._plan_invariant(module, self.guarantee)
@@ -113,6 +115,14 @@ class Numerics:
                 for module, name, _ in self._patches:
                     delattr(module, name)
 
+    def _plan_recurrent(self, root: nn.Module) -> None:
+        """Plan the forwards of recurrent layers, which keep their states in a rollout step."""
+        functions = invariant_functions(self._linear()) if self.guarantee is not None else None
+        for module in root.modules():
+            if (forward := recurrent_forward(module)) is not None:
+                planned = forward if functions is None else _under(functions, forward)
+                self._patches.append((module, "forward", planned))
+
     def _plan_shared(self, root: nn.Module, division: Division) -> None:
         """Plan the forwards of layers that several ranks share, or that sum K-blocks as if ranks shared them."""
         mesh, in_order = division.mesh, self.guarantee is not None
@@ -138,7 +148,7 @@ class Numerics:
                 assert mesh.tp_group is not None
                 first = division.shards[f"{name}.weight"].ranges[0][0]
                 functions = ReplacedFunctions({F.embedding: VocabularyLookup(first, mesh.tp_group)})
-                self._patches.append((module, "forward", _under(functions, module)))
+                self._patches.append((module, "forward", _under(functions, module.forward)))
 
     def _plan_invariant(self, root: nn.Module, guarantee: Guarantee) -> None:
         functions = invariant_functions(self._linear())
@@ -165,7 +175,7 @@ class Numerics:
             elif (fused := fused_forward(module, is_native)) is not None:
                 forward = fused
             elif _is_activation(module) or (_owns_matrix(module) and not isinstance(module, _OWN_ROWS)):
-                forward = _under(functions, module)
+                forward = _under(functions, module.forward)
             if forward is not None:
                 self._patches.append((module, "forward", forward))
 
@@ -203,8 +213,8 @@ def _gathering_forward(forward: Callable[[Tensor], Tensor], division: Division) 
     return lambda x: gather_columns(forward(x), mesh.tp, mesh.tp_group)
 
 
-def _under(functions: ReplacedFunctions, module: nn.Module) -> Callable[..., object]:
-    forward = module.forward  # bound to the class's method: the patch is an instance attribute
+def _under(functions: ReplacedFunctions, forward: Callable[..., object]) -> Callable[..., object]:
+    """Return the forward with these functions in the place of torch's."""
 
     def run(*args: object, **kwargs: object) -> object:
         with functions:
