@@ -17,8 +17,9 @@ from ..ranks.mesh import Mesh
 from ..sharding.division import FullSpec, divide
 from ..sharding.part import Part, copy_part, load_part
 from ..sharding.shards import Shard
-from .attention import NO_MASK, STEP_KEYWORD, KVShape, LayerProbe, StepContext
+from .attention import NO_MASK, STEP_KEYWORD, StepContext
 from .forward_numerics import ForwardNumerics
+from .layer_probe import PROBING, KVShape, LayerProbe
 from .recurrent.states import StateShapes
 from .rollout_phase import RolloutPhase
 from .supported import DTYPES, refuse_different_choices, refuse_unsupported
@@ -256,9 +257,10 @@ class HostedModel:
         return self._call(token_ids, positions, step, logit_rows, hidden)
 
     def _call(
-        self, token_ids: Tensor | None, positions: Tensor, step: object, logit_rows: Tensor | int, hidden: Tensor | None
-    ) -> Tensor:
-        common = {"position_ids": positions.unsqueeze(0), "attention_mask": NO_MASK, "use_cache": False}
+        self, token_ids: Tensor | None, positions: Tensor, step: object, logit_rows: Tensor, hidden: Tensor | None,
+        mask: Tensor | None = NO_MASK,
+    ) -> Tensor:  # fmt: skip
+        common = {"position_ids": positions.unsqueeze(0), "attention_mask": mask, "use_cache": False}
         common[STEP_KEYWORD] = step
         if self._stage_input is None:
             assert token_ids is not None
@@ -280,17 +282,19 @@ class HostedModel:
 
         Raises ValueError if a layer does not call the hosted attention or uses an unknown keyword.
         """
-        probe = LayerProbe()
+        probe = LayerProbe(self.max_model_len)
         positions = torch.arange(4, device=self.device)
         hidden = None
         if self._stage_input is not None:
             hidden = torch.zeros(4, self.hidden_size, dtype=self.dtype, device=self.device)
-        with self.rollout_phase(), torch.inference_mode():
-            out = self._call(positions % self.vocab_size, positions, probe, 1, hidden)
-        missing = sorted(set(self.division.layers) - set(probe.layers) - set(probe.states))
+        token = PROBING.set(probe)
+        try:
+            with self.rollout_phase(), torch.inference_mode():
+                out = self._call(positions % self.vocab_size, positions, probe, positions[-1:], hidden, mask=None)
+        finally:
+            PROBING.reset(token)
         name = type(self.module).__name__
-        if missing:
-            raise ValueError(f"{name} cannot be hosted: layers {missing} do not use transformers' attention interface")
+        probe.check(self.division.layers, name)
         if not self.mesh.is_last_stage and out.shape != (4, self.hidden_size):
             raise ValueError(f"{name} cannot be cut into stages: a stage gave {list(out.shape)} for hidden states")
         return probe
