@@ -36,7 +36,7 @@ def delta_rule_of(module: nn.Module) -> Forward:
         **named: object,
     ) -> tuple[Tensor, None]:
         # query and key [B, T, G, K], value [B, T, H, V], g [B, T, H] or [B, T, H, K], beta [B, T, H]
-        assert initial_state is None and not output_final_state, "a hosted module has no cache of transformers"
+        assert initial_state is None and not output_final_state, "a hosted layer gets no cache"
         if cu_seqlens is not None:
             named["cu_seq_lens_q"] = cu_seqlens
         batch, num_rows = value.shape[:2]

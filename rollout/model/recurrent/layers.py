@@ -22,6 +22,8 @@ from .rows import rows_of
 
 Forward = Callable[..., Any]
 
+_CACHES = ("cache_params", "past_key_values")  # keywords of layers
+
 # Errors that code of another form raises on a trial. It then counts as not recognised.
 _UNLIKE = (AttributeError, TypeError, ValueError, RuntimeError, IndexError)
 
@@ -35,7 +37,16 @@ def recurrent_forward(module: nn.Module) -> Forward | None:
     if not called or not all(_OPERATIONS[name][0](function) for name, function in called.items()):
         return None
     ours = {name: outside_modes(_OPERATIONS[name][1](module)) for name in called}
-    return types.MethodType(_with_globals(code, ours), module)
+    return _without_cache(types.MethodType(_with_globals(code, ours), module))
+
+
+def _without_cache(forward: Forward) -> Forward:
+    """Return the forward without transformers' cache, which modules make for every call and which ours does not fill."""
+
+    def run(*args: Any, **named: Any) -> Any:
+        return forward(*args, **{**named, **{name: None for name in _CACHES if name in named}})
+
+    return run
 
 
 def _with_globals(code: types.FunctionType, names: Mapping[str, object]) -> types.FunctionType:
