@@ -17,8 +17,16 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _RECURRENT_TYPES = {"conv", "linear_attention"}
 
 
+def has_recurrent_layers(config: PretrainedConfig) -> bool:
+    """Return whether any layer of the whole model has recurrent states. config: its decoder's."""
+    return not _RECURRENT_TYPES.isdisjoint(getattr(config, "layer_types", None) or ())
+
+
 def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invariant: bool, layers: range) -> None:
-    """Raise ValueError that names every unsupported feature of the module. config: its decoder's. layers: of this rank."""
+    """Raise ValueError that names every unsupported feature of the module.
+
+    config: its decoder's. layers: of this rank.
+    """
     wrong = []
     if next(module.parameters()).dtype not in DTYPES.values():
         wrong.append(f"dtype {next(module.parameters()).dtype}")

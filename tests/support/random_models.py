@@ -41,6 +41,11 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 20, "query_pre_attn_scalar": 32}),
     "gpt_oss": ("GptOssConfig", {"sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": ("Qwen3MoeConfig", _EXPERTS),
+    "lfm2": ("Lfm2Config", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, **_EXPERTS},
+    ),
 }
 
 
