@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ...kernels.attention.paged import AttentionPath, NewRows, PagedStep, paged_attention, varlen_attention
 from .functions import outside_modes
 from .layer_probe import PROBING, KVShape, LayerProbe, MaskFunction
+from .recurrent.states import StepStates
 
 ATTENTION_NAMES: dict[AttentionPath, str] = {
     "native": "lockstep",
@@ -57,6 +58,7 @@ class StepContext:
     key_caches: list[Tensor]  # per layer of this rank [num_blocks, block_size, K, D]
     value_caches: list[Tensor]
     first_layer: int = 0  # index in the whole model of the layer that the first cache belongs to
+    states: StepStates | None = None  # of the recurrent layers; None: the module has none
 
 
 class _KernelOptions(TypedDict):

@@ -20,6 +20,7 @@ from ..sharding.shards import Shard
 from .attention import NO_MASK, STEP_KEYWORD, StepContext
 from .forward_numerics import ForwardNumerics
 from .layer_probe import PROBING, KVShape, LayerProbe
+from .recurrent.states import StateShapes
 from .rollout_phase import RolloutPhase
 from .supported import DTYPES, refuse_different_choices, refuse_unsupported
 from .tensors import HostedTensors
@@ -42,7 +43,7 @@ class HostedModel:
         self.division = part.division
         self._stage_input = part.stage_input
         self.config = self.module.config.get_text_config(decoder=True)
-        refuse_unsupported(self.module, self.config, invariant)
+        refuse_unsupported(self.module, self.config, invariant, self.division.layers)
         hosted = ForwardNumerics(self.module, invariant, self.division)
         self.numerics = hosted.numerics
         self._trained = hosted
@@ -52,7 +53,11 @@ class HostedModel:
         self._phase = RolloutPhase(hosted, owned=owned)
         self._released_shapes: list[torch.Size] = []  # of the parameters in their order, while their memory is released
         use_huge_pages((parameter for _, parameter in self._tensors.parameters()), now=True)
-        self.kv_shapes = self._probe()  # of this rank's layers, in their order
+        probe = self._probe()
+        none = KVShape(0, 0, 0, self.dtype)
+        self.kv_shapes = [probe.layers.get(index, none) for index in self.division.layers]  # of this rank's layers
+        self.windows = frozenset(probe.windows)  # tokens that rows of some layers see, beside layers without a window
+        self.state_shapes: StateShapes = probe.states  # of this rank's recurrent layers; empty: it has none
         logger.info("hosting %s: %s", type(self.module).__name__, self.numerics.describe())
 
     @classmethod
@@ -250,12 +255,21 @@ class HostedModel:
         if not self._phase.is_set_up:
             raise PhaseError("the module is the trainer's now: generate inside the rollout phase")
         step.first_layer = self.division.layers.start
-        return self._call(token_ids, positions, step, logit_rows, hidden)
+        return self.call(token_ids, positions, step, logit_rows, hidden)
 
-    def _call(
-        self, token_ids: Tensor | None, positions: Tensor, step: object, logit_rows: Tensor, hidden: Tensor | None,
+    def call(
+        self,
+        token_ids: Tensor | None,
+        positions: Tensor,
+        step: object,
+        logit_rows: Tensor,
+        hidden: Tensor | None,
         mask: Tensor | None = NO_MASK,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
+        """Run this rank's stage as `forward` does: in a step, or over one whole sequence if `step` is None.
+
+        mask: None lets transformers make its own, which the attention reads and drops.
+        """
         common = {"position_ids": positions.unsqueeze(0), "attention_mask": mask, "use_cache": False}
         common[STEP_KEYWORD] = step
         if self._stage_input is None:
@@ -273,8 +287,8 @@ class HostedModel:
             if self._stage_input is not None:
                 self._stage_input.received = None
 
-    def _probe(self) -> list[KVShape]:
-        """Run a few tokens to learn the KV shapes of the layers.
+    def _probe(self) -> LayerProbe:
+        """Run a few tokens to learn the shapes of the layers' KV and states.
 
         Raises ValueError if a layer does not call the hosted attention or uses an unknown keyword.
         """
@@ -286,14 +300,14 @@ class HostedModel:
         token = PROBING.set(probe)
         try:
             with self.rollout_phase(), torch.inference_mode():
-                out = self._call(positions % self.vocab_size, positions, probe, positions[-1:], hidden, mask=None)
+                out = self.call(positions % self.vocab_size, positions, probe, positions[-1:], hidden, mask=None)
         finally:
             PROBING.reset(token)
         name = type(self.module).__name__
-        shapes = probe.shapes_of(self.division.layers, name)
         if not self.mesh.is_last_stage and out.shape != (4, self.hidden_size):
             raise ValueError(f"{name} cannot be cut into stages: a stage gave {list(out.shape)} for hidden states")
-        return shapes
+        probe.refuse_faults(self.division.layers, name)
+        return probe
 
 
 def _whole(module: PreTrainedModel, k_blocks: int) -> Part:

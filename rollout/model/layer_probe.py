@@ -1,7 +1,7 @@
-"""The start-up forward of a hosted module: the KV shapes of its layers, and calls of attention that cannot be hosted.
+"""The start-up forward of a hosted module: the shapes of its layers' KV and states, and calls that cannot be hosted.
 
-The hosted attention drops the mask: it is causal, with the window that the layer names. So the probe compares the window
-with the mask that transformers made for the layer.
+The hosted attention drops the mask: it is causal, with the window that the layer names. So the probe compares the
+window with the mask that transformers made for the layer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+
+from .recurrent.states import StateShape
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query and key indices -> visible
 
@@ -39,7 +41,9 @@ class LayerProbe:
 
     longest: int  # tokens of the module's longest context: a window of so many is none
     layers: dict[int, KVShape] = field(default_factory=dict)
+    states: dict[int, dict[str, StateShape]] = field(default_factory=dict)  # of recurrent layers, by name
     num_calls: Counter[int] = field(default_factory=Counter)
+    windows: set[int] = field(default_factory=set)
     faults: dict[str, set[int]] = field(default_factory=dict)  # what is wrong -> layers
     _masks: list[_Mask] = field(default_factory=list)
 
@@ -61,6 +65,7 @@ class LayerProbe:
         self.num_calls[layer] += 1
         found = self._masks[int(mask)] if mask is not None and mask.numel() == 1 and self._masks else None
         window = None if window is None or window >= self.longest else window
+        self.windows.update(() if window is None else [window])
         if found is not None and not found.is_plain:
             self._blame(layer, f"the mask of {name} is not that of causal attention with a window")
         elif found is not None and found.window != window:
@@ -71,24 +76,23 @@ class LayerProbe:
     def _blame(self, layer: int, fault: str) -> None:
         self.faults.setdefault(fault, set()).add(layer)
 
-    def shapes_of(self, expected: range, name: str) -> list[KVShape]:
-        """Return the KV shapes of the layers of this rank, in their order.
+    def refuse_faults(self, expected: range, name: str) -> None:
+        """Raise ValueError that names everything that cannot be hosted. expected: layers of this rank.
 
-        Raises ValueError that names everything in the calls that cannot be hosted. name: of the module's class.
+        name: of the module's class.
         """
         wrong = [f"{fault} (layers {_listed(layers)})" for fault, layers in self.faults.items()]
-        if missing := set(expected) - set(self.layers):
+        if missing := set(expected) - set(self.layers) - set(self.states):
             wrong.append(f"layers {_listed(missing)} do not use transformers' attention interface")
         if beyond := set(self.layers) - set(expected):
             wrong.append(f"layers {_listed(beyond)} call attention, but its configuration has layers {expected}")
         if often := {layer for layer, num_calls in self.num_calls.items() if num_calls > 1}:
             wrong.append(
-                f"layers {_listed(often)} call their attention {max(self.num_calls.values())} times in a forward: the KV "
-                "of a call would take the place of the one before"
+                f"layers {_listed(often)} call their attention {max(self.num_calls.values())} times in a forward: the "
+                "KV of a call would take the place of the one before"
             )
         if wrong:
             raise ValueError(f"{name} cannot be hosted: {'; '.join(wrong)}")
-        return [self.layers[layer] for layer in expected]
 
 
 PROBING: ContextVar[LayerProbe | None] = ContextVar("lockstep_probing", default=None)

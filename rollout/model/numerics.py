@@ -26,6 +26,7 @@ from ..sharding.tp_plan import SUMS
 from .experts import REDUCTION
 from .functions import ReplacedFunctions, invariant_functions, outside_modes
 from .fused_layers import fused_forward
+from .recurrent.layers import recurrent_forward
 from .shared_input import SharedInput, siblings_of
 
 _ACTIVATIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {
@@ -54,6 +55,7 @@ class Numerics:
         if invariant:
             shapes = division.linear_shapes
             self.guarantee = self_test(shapes, parameter.dtype, parameter.device, cuts=division.cuts)
+        self._plan_recurrent(module)
         self._plan_shared(module, division)
         if self.guarantee is not None:
             self._plan_invariant(module, self.guarantee)
@@ -99,6 +101,12 @@ class Numerics:
         for module in self._entrances:
             module.forward = self.around(module.forward)  # type: ignore[method-assign]
         return own
+
+    def _plan_recurrent(self, root: nn.Module) -> None:
+        """Plan the forwards of recurrent layers, which keep their states in a rollout step."""
+        for module in root.modules():
+            if (forward := recurrent_forward(module)) is not None:
+                self._patches.append((module, "forward", forward))
 
     def _plan_shared(self, root: nn.Module, division: Division) -> None:
         """Plan the forwards of layers that several ranks share, or that sum K-blocks as if ranks shared them."""
