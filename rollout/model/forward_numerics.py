@@ -38,8 +38,7 @@ class ForwardNumerics:
         with self._lock:
             if self._num_users == 0:
                 with ExitStack() as entered:
-                    for config in _configs(self.module):
-                        entered.callback(_restore, config, config._attn_implementation, config._experts_implementation)
+                    entered.enter_context(restored_implementations(self.module))
                     self._use_implementations()
                     entered.enter_context(self.numerics.installed())
                     for part in self.module.modules():
@@ -81,6 +80,15 @@ class ForwardNumerics:
             return own(again, *args, **kwargs)
 
         return checkpoint
+
+
+@contextmanager
+def restored_implementations(module: PreTrainedModel) -> Iterator[None]:
+    """Restore the attention and experts implementation of a module and of all modules in it when the context ends."""
+    with ExitStack() as entered:
+        for config in _configs(module):
+            entered.callback(_restore, config, config._attn_implementation, config._experts_implementation)
+        yield
 
 
 def _configs(module: PreTrainedModel) -> list[PretrainedConfig]:

@@ -56,6 +56,7 @@ class HostedModel:
         probe = self._probe()
         none = KVShape(0, 0, 0, self.dtype)
         self.kv_shapes = [probe.layers.get(index, none) for index in self.division.layers]  # of this rank's layers
+        self.windows = frozenset(probe.windows)  # tokens that rows of some layers see, beside layers without a window
         self.state_shapes: StateShapes = probe.states  # of this rank's recurrent layers; empty: it has none
         logger.info("hosting %s: %s", type(self.module).__name__, self.numerics.describe())
 
@@ -259,12 +260,21 @@ class HostedModel:
         if not self._phase.is_set_up:
             raise PhaseError("the module is the trainer's now: generate inside the rollout phase")
         step.first_layer = self.division.layers.start
-        return self._call(token_ids, positions, step, logit_rows, hidden)
+        return self.call(token_ids, positions, step, logit_rows, hidden)
 
-    def _call(
-        self, token_ids: Tensor | None, positions: Tensor, step: object, logit_rows: Tensor, hidden: Tensor | None,
+    def call(
+        self,
+        token_ids: Tensor | None,
+        positions: Tensor,
+        step: object,
+        logit_rows: Tensor,
+        hidden: Tensor | None,
         mask: Tensor | None = NO_MASK,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
+        """Run this rank's stage as `forward` does: in a step, or over one whole sequence if `step` is None.
+
+        mask: None lets transformers make its own, which the attention reads and drops.
+        """
         common = {"position_ids": positions.unsqueeze(0), "attention_mask": mask, "use_cache": False}
         common[STEP_KEYWORD] = step
         if self._stage_input is None:
@@ -295,13 +305,13 @@ class HostedModel:
         token = PROBING.set(probe)
         try:
             with self.rollout_phase(), torch.inference_mode():
-                out = self._call(positions % self.vocab_size, positions, probe, positions[-1:], hidden, mask=None)
+                out = self.call(positions % self.vocab_size, positions, probe, positions[-1:], hidden, mask=None)
         finally:
             PROBING.reset(token)
         name = type(self.module).__name__
-        probe.check(self.division.layers, name)
         if not self.mesh.is_last_stage and out.shape != (4, self.hidden_size):
             raise ValueError(f"{name} cannot be cut into stages: a stage gave {list(out.shape)} for hidden states")
+        probe.refuse_faults(self.division.layers, name)
         return probe
 
 

@@ -1,7 +1,7 @@
-"""The start-up forward of a hosted module: the KV shapes of its layers, and calls of attention that cannot be hosted.
+"""The start-up forward of a hosted module: the shapes of its layers' KV and states, and calls that cannot be hosted.
 
-The hosted attention drops the mask: it is causal, with the window that the layer names. So the probe compares the window
-with the mask that transformers made for the layer.
+The hosted attention drops the mask: it is causal, with the window that the layer names. So the probe compares the
+window with the mask that transformers made for the layer.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class LayerProbe:
     layers: dict[int, KVShape] = field(default_factory=dict)
     states: dict[int, dict[str, StateShape]] = field(default_factory=dict)  # of recurrent layers, by name
     num_calls: Counter[int] = field(default_factory=Counter)
+    windows: set[int] = field(default_factory=set)
     faults: dict[str, set[int]] = field(default_factory=dict)  # what is wrong -> layers
     _masks: list[_Mask] = field(default_factory=list)
 
@@ -64,6 +65,7 @@ class LayerProbe:
         self.num_calls[layer] += 1
         found = self._masks[int(mask)] if mask is not None and mask.numel() == 1 and self._masks else None
         window = None if window is None or window >= self.longest else window
+        self.windows.update(() if window is None else [window])
         if found is not None and not found.is_plain:
             self._blame(layer, f"the mask of {name} is not that of causal attention with a window")
         elif found is not None and found.window != window:
@@ -74,8 +76,11 @@ class LayerProbe:
     def _blame(self, layer: int, fault: str) -> None:
         self.faults.setdefault(fault, set()).add(layer)
 
-    def check(self, expected: range, name: str) -> None:
-        """Raise ValueError that names everything in the calls that cannot be hosted. name: of the module's class."""
+    def refuse_faults(self, expected: range, name: str) -> None:
+        """Raise ValueError that names everything that cannot be hosted. expected: layers of this rank.
+
+        name: of the module's class.
+        """
         wrong = [f"{fault} (layers {_listed(layers)})" for fault, layers in self.faults.items()]
         if missing := set(expected) - set(self.layers) - set(self.states):
             wrong.append(f"layers {_listed(missing)} do not use transformers' attention interface")
@@ -83,8 +88,8 @@ class LayerProbe:
             wrong.append(f"layers {_listed(beyond)} call attention, but its configuration has layers {expected}")
         if often := {layer for layer, num_calls in self.num_calls.items() if num_calls > 1}:
             wrong.append(
-                f"layers {_listed(often)} call their attention {max(self.num_calls.values())} times in a forward: the KV "
-                "of a call would take the place of the one before"
+                f"layers {_listed(often)} call their attention {max(self.num_calls.values())} times in a forward: the "
+                "KV of a call would take the place of the one before"
             )
         if wrong:
             raise ValueError(f"{name} cannot be hosted: {'; '.join(wrong)}")

@@ -41,7 +41,7 @@ def recurrent_forward(module: nn.Module) -> Forward | None:
 
 
 def _without_cache(forward: Forward) -> Forward:
-    """Return the forward without transformers' cache, which modules make for every call and which ours does not fill."""
+    """Return the forward without the cache of transformers, which modules make by themselves and ours does not fill."""
 
     def run(*args: Any, **named: Any) -> Any:
         return forward(*args, **{**named, **{name: None for name in _CACHES if name in named}})
