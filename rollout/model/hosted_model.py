@@ -17,8 +17,9 @@ from ..ranks.mesh import Mesh
 from ..sharding.division import FullSpec, divide
 from ..sharding.part import Part, copy_part, load_part
 from ..sharding.shards import Shard
-from .attention import NO_MASK, STEP_KEYWORD, KVShape, LayerProbe, StepContext
+from .attention import NO_MASK, STEP_KEYWORD, StepContext
 from .forward_numerics import ForwardNumerics
+from .layer_probe import PROBING, KVShape, LayerProbe
 from .recurrent.states import StateShapes
 from .rollout_phase import RolloutPhase
 from .supported import DTYPES, has_recurrent_layers, refuse_different_choices, refuse_unsupported
@@ -55,6 +56,7 @@ class HostedModel:
         probe = self._probe()
         none = KVShape(0, 0, 0, self.dtype)
         self.kv_shapes = [probe.layers.get(index, none) for index in self.division.layers]  # of this rank's layers
+        self.windows = frozenset(probe.windows)  # tokens that rows of some layers see, beside layers without a window
         self.state_shapes: StateShapes = probe.states  # of this rank's recurrent layers; empty: it has none
         logger.info("hosting %s: %s", type(self.module).__name__, self.numerics.describe())
 
@@ -258,12 +260,22 @@ class HostedModel:
         if not self._phase.is_set_up:
             raise PhaseError("the module is the trainer's now: generate inside the rollout phase")
         step.first_layer = self.division.layers.start
-        return self._call(token_ids, positions, step, logit_rows, hidden)
+        return self.call(token_ids, positions, step, logit_rows, hidden)
 
-    def _call(
-        self, token_ids: Tensor | None, positions: Tensor, step: object, logit_rows: Tensor | int, hidden: Tensor | None
+    def call(
+        self,
+        token_ids: Tensor | None,
+        positions: Tensor,
+        step: object,
+        logit_rows: Tensor,
+        hidden: Tensor | None,
+        mask: Tensor | None = NO_MASK,
     ) -> Tensor:
-        common = {"position_ids": positions.unsqueeze(0), "attention_mask": NO_MASK, "use_cache": False}
+        """Run this rank's stage as `forward` does: in a step, or over one whole sequence if `step` is None.
+
+        mask: None lets transformers make its own, which the attention reads and drops.
+        """
+        common = {"position_ids": positions.unsqueeze(0), "attention_mask": mask, "use_cache": False}
         common[STEP_KEYWORD] = step
         if self._stage_input is None:
             assert token_ids is not None
@@ -285,19 +297,21 @@ class HostedModel:
 
         Raises ValueError if a layer does not call the hosted attention or uses an unknown keyword.
         """
-        probe = LayerProbe()
+        probe = LayerProbe(self.max_model_len)
         positions = torch.arange(4, device=self.device)
         hidden = None
         if self._stage_input is not None:
             hidden = torch.zeros(4, self.hidden_size, dtype=self.dtype, device=self.device)
-        with self.rollout_phase(), torch.inference_mode():
-            out = self._call(positions % self.vocab_size, positions, probe, 1, hidden)
-        missing = sorted(set(self.division.layers) - set(probe.layers) - set(probe.states))
+        token = PROBING.set(probe)
+        try:
+            with self.rollout_phase(), torch.inference_mode():
+                out = self.call(positions % self.vocab_size, positions, probe, positions[-1:], hidden, mask=None)
+        finally:
+            PROBING.reset(token)
         name = type(self.module).__name__
-        if missing:
-            raise ValueError(f"{name} cannot be hosted: layers {missing} do not use transformers' attention interface")
         if not self.mesh.is_last_stage and out.shape != (4, self.hidden_size):
             raise ValueError(f"{name} cannot be cut into stages: a stage gave {list(out.shape)} for hidden states")
+        probe.refuse_faults(self.division.layers, name)
         return probe
 
 

@@ -25,7 +25,7 @@ def has_recurrent_layers(config: PretrainedConfig) -> bool:
 def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invariant: bool, layers: range) -> None:
     """Raise ValueError that names every unsupported feature of the module.
 
-    config: its decoder's. layers: of this rank.
+    config: of its decoder; layers: of this rank.
     """
     wrong = []
     if next(module.parameters()).dtype not in DTYPES.values():

@@ -12,7 +12,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ..attention import STEP_KEYWORD, LayerProbe, StepContext
+from ..attention import STEP_KEYWORD, StepContext
+from ..layer_probe import LayerProbe
 from .states import StateShape
 
 
