@@ -18,8 +18,9 @@ from lockstep.rollout.completion import Completion
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support import random_models
 
-FAMILIES = ["lfm2", "lfm2_moe"]
+FAMILIES = ["lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"]
 DTYPES = [torch.float32, torch.bfloat16]
 STEM = [(11 * i + 3) % 250 for i in range(40)]
 PROMPTS = [[3, 17, 90, 4, 55], [*STEM, *range(40, 60)], [250], [*STEM, 7, 8, 9]]
@@ -89,8 +90,9 @@ def generate(engine: Engine, prompts: Sequence[list[int]] = PROMPTS) -> list[Com
     return answers
 
 
-def test_greedy_tokens_are_transformers_and_sampled_logprobs_the_trainers(make_model, make_engine):
-    model = make_model("lfm2")
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
+def test_greedy_tokens_are_transformers_and_sampled_logprobs_the_trainers(make_model, make_engine, family):
+    model = make_model(family)
     engine = make_engine(model, chunked_prefill_size=13)
     greedy = engine.generate(PROMPTS, SamplingParams(max_new_tokens=12, temperature=0.0))
     model.eval()
@@ -236,15 +238,19 @@ def test_greedy_tokens_of_every_family_are_transformers(make_model, make_engine,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_pipeline_of_ranks_gives_the_bits_of_one_rank(make_model, run_world, family):
-    layers = ["conv", "conv", "full_attention", "conv"]  # the first stage has no attention
+@pytest.mark.parametrize(
+    ("family", "tp", "pp"),
+    [*((family, 1, 2) for family in FAMILIES), ("qwen3_5", 2, 1), ("qwen3_5_moe", 2, 1), ("qwen3_next", 2, 1)],
+)
+def test_several_ranks_give_the_bits_of_one_rank(make_model, run_world, family, tp, pp):
+    kind = random_models.FAMILIES[family][1]["layer_types"][0]
+    layers = [kind, kind, "full_attention", kind]  # the first of two stages has no attention
     model = make_model(family, num_hidden_layers=4, layer_types=layers)
-    common = {"kv_cache": 64, "max_num_seqs": 3, "chunked_prefill_size": 13, "state_check_steps": 1}
+    common = {"kv_cache": 64, "max_num_seqs": 3, "chunked_prefill_size": 13, "state_check_steps": 1, "k_blocks": tp}
     wanted = record(Engine(model, EngineConfig(**common)).generate(PROMPTS, params(n=2)))
 
     def rank(rank: int) -> object:
-        engine = Engine(model, EngineConfig(pp=2, **common))
+        engine = Engine(model, EngineConfig(tp=tp, pp=pp, **common))
         prompts = PROMPTS if engine.is_controller else None
         found = [record(engine.generate(prompts, params(n=2))) for _ in range(2)]
         engine.close()
@@ -293,7 +299,7 @@ def test_random_events_lose_no_state(make_model, in_stages, monkeypatch, seed, o
              "num_key_value_heads": 1, "max_position_embeddings": 128}  # fmt: skip
     traces.tiny_model = lambda: make_model("lfm2", **small)
     trace, dice = traces.Trace(traces.make_engine(overlap, in_stages(num_stages))), random.Random(seed)
-    for name in dice.choices(list(traces.WEIGHTS), list(traces.WEIGHTS.values()), k=3000):
+    for name in dice.choices(list(traces.WEIGHTS), list(traces.WEIGHTS.values()), k=1000):
         trace.event(name, dice.randrange(10_000))
     trace.check_replay()
     trace.drain()
