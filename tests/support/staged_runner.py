@@ -100,10 +100,11 @@ class StagedRunner:
         positions = batch.positions[None]
         states = self._state_pool.step(batch.states)
         context = StepContext(batch.slots, batch.paged, self._kv_cache.keys, self._kv_cache.values, states=states)
-        rotary = module.model.rotary_emb(hidden, positions)
+        rotary = (getattr(module.model, "rotary_emb", None) or module.model.pos_emb)(hidden, positions)
         for layer in module.model.layers[first:end]:
+            mask = NO_MASK if hasattr(layer, "self_attn") else None
             hidden = layer(
-                hidden, attention_mask=NO_MASK, position_ids=positions, position_embeddings=rotary, use_cache=False,
+                hidden, attention_mask=mask, position_ids=positions, position_embeddings=rotary, use_cache=False,
                 **{STEP_KEYWORD: context},
             )  # fmt: skip
         if stage < self.num_stages - 1:
