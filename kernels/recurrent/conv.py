@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from ..layers.activation import silu
 from ..machine import native
 from ..machine.gpu import triton_serves
+from .slots import Slots, state_pointers
 
 SOURCE = "recurrent/causal_conv.cpp"
 PARALLEL_ELEMENTS = 1 << 13  # with fewer elements, starting threads costs more than it saves
@@ -47,6 +48,18 @@ def causal_conv(
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
         return _CausalConv.apply(x, weight, bias, initial, cu_seqlens, activation)
     return _forward(x, weight, bias, initial, cu_seqlens, activation)
+
+
+def causal_conv_in_slots(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor, slots: Slots, activation: str | None = None
+) -> Tensor:
+    """Compute `causal_conv` with states in slots [N, w - 1, C] that are read and written in place. Returns out."""
+    if _is_native(x, weight):
+        return _run_native(x, weight, bias, cu_seqlens, activation, slots)
+    initial = slots.pool.index_select(0, slots.reads)
+    out, final = causal_conv(x, weight, bias, cu_seqlens, initial, activation)
+    slots.pool.index_copy_(0, slots.writes, final)
+    return out
 
 
 def reference_causal_conv(
@@ -78,29 +91,41 @@ def _forward(
         from . import triton_kernels  # Triton is imported only where it is used
 
         return triton_kernels.causal_conv(x, weight, bias, initial, cu_seqlens, activation)
-    width, function = weight.shape[1], _native()
-    if function is None or not x.is_cpu or x.dtype not in (torch.bfloat16, torch.float32) or width > MAX_WIDTH:
+    if not _is_native(x, weight):
         return reference_causal_conv(x, weight, bias, initial, cu_seqlens, activation)
-    rows, channels = x.shape
+    final = x.new_empty(len(cu_seqlens) - 1, weight.shape[1] - 1, x.shape[1])
+    initial = None if initial is None else initial.contiguous()
+    return _run_native(x, weight, bias, cu_seqlens, activation, initial, final), final
+
+
+def _is_native(x: Tensor, weight: Tensor) -> bool:
+    served = x.is_cpu and x.dtype in (torch.bfloat16, torch.float32) and weight.shape[1] <= MAX_WIDTH
+    return served and _native() is not None
+
+
+def _run_native(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor, activation: str | None,
+    before: Slots | Tensor | None, after: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Run the native kernel. before, after: the states before and after the rows; slots are both."""
+    function = _native()
+    assert function is not None
+    (rows, channels), width = x.shape, weight.shape[1]
     num_sequences = len(cu_seqlens) - 1
     if x.stride(1) != 1:
         x = x.contiguous()
     weight, starts = weight.contiguous(), cu_seqlens.to(torch.int32).contiguous()
-    bias, initial = (None if t is None else t.contiguous() for t in (bias, initial))
-    out, final = x.new_empty(rows, channels), x.new_empty(num_sequences, width - 1, channels)
+    bias, out = None if bias is None else bias.contiguous(), x.new_empty(rows, channels)
     threads = torch.get_num_threads() if out.numel() > PARALLEL_ELEMENTS else 1
     native.run(
         function,
-        *(x.data_ptr(), weight.data_ptr(), _pointer(bias), _pointer(initial), out.data_ptr(), final.data_ptr()),
+        *(x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr()),
+        *state_pointers(before, out, after),
         *(starts.data_ptr(), num_sequences, x.stride(0), channels, width),
         *(activation is not None, x.dtype is torch.bfloat16, threads),
-        kept=(x, weight, bias, initial, starts),
+        kept=(x, weight, bias, before, starts),
     )
-    return out, final
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    return out
 
 
 class _CausalConv(torch.autograd.Function):
@@ -138,4 +163,4 @@ class _CausalConv(torch.autograd.Function):
 
 @cache
 def _native() -> Callable[..., None] | None:
-    return native.function(SOURCE, "lockstep_causal_conv", [*[ctypes.c_void_p] * 7, *[ctypes.c_int64] * 7])
+    return native.function(SOURCE, "lockstep_causal_conv", [*[ctypes.c_void_p] * 9, *[ctypes.c_int64] * 7])

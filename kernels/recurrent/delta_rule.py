@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from ..machine import native
 from ..machine.gpu import triton_serves
 from .delta_chunks import chunked_gated_delta_rule, normalized
+from .slots import Slots, state_pointers
 
 SOURCE = "recurrent/gated_delta_rule.cpp"
 PARALLEL_ELEMENTS = 1 << 14  # of all updated states; with fewer, starting threads costs more than it saves
@@ -64,6 +65,20 @@ def gated_delta_rule(
     return _forward(*rows, initial, cu_seqlens, rule)
 
 
+def gated_delta_rule_in_slots(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, slots: Slots,
+    *, norm_eps: float | None = 1e-6, scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute `gated_delta_rule` with states in slots [N, H, K, V] that are read and written in place. Returns out."""
+    if v.is_cpu and v.dtype in (torch.bfloat16, torch.float32) and _native() is not None:
+        rule = DeltaRule(q.shape[-1] ** -0.5 if scale is None else scale, norm_eps)
+        return _run_native(q, k, v, g.float(), beta.float(), cu_seqlens, rule, slots)
+    initial = slots.pool.index_select(0, slots.reads)
+    out, final = gated_delta_rule(q, k, v, g, beta, cu_seqlens, initial, norm_eps=norm_eps, scale=scale)
+    slots.pool.index_copy_(0, slots.writes, final)
+    return out
+
+
 def reference_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, cu_seqlens: Tensor,
     rule: DeltaRule,
@@ -92,26 +107,38 @@ def _forward(
         from . import triton_kernels  # Triton is imported only where it is used
 
         return triton_kernels.gated_delta_rule(q, k, v, g, beta, initial, cu_seqlens, rule.scale, rule.norm_eps)
-    if not v.is_cpu or v.dtype not in (torch.bfloat16, torch.float32) or (function := _native()) is None:
+    if not v.is_cpu or v.dtype not in (torch.bfloat16, torch.float32) or _native() is None:
         return reference_gated_delta_rule(q, k, v, g, beta, initial, cu_seqlens, rule)
+    final = g.new_empty(len(cu_seqlens) - 1, v.shape[1], k.shape[2], v.shape[2])
+    initial = None if initial is None else initial.float().contiguous()
+    return _run_native(q, k, v, g, beta, cu_seqlens, rule, initial, final), final
+
+
+def _run_native(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, rule: DeltaRule,
+    before: Slots | Tensor | None, after: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Run the native kernel. before, after: the states before and after the rows; slots are both."""
+    function = _native()
+    assert function is not None
     rows, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[1:]
     num_sequences = len(cu_seqlens) - 1
     q, k, v = (_dense_rows(t) for t in (q, k, v))
     g, beta, starts = g.contiguous(), beta.contiguous(), cu_seqlens.to(torch.int32).contiguous()
-    initial = None if initial is None else initial.float().contiguous()
-    out, final = v.new_empty(rows, heads, value_dim), g.new_empty(num_sequences, heads, key_dim, value_dim)
+    out = v.new_empty(rows, heads, value_dim)
     threads = torch.get_num_threads() if rows * heads * key_dim * value_dim > PARALLEL_ELEMENTS else 1
     native.run(
         function,
         *(q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr()),
-        *(None if initial is None else initial.data_ptr(), out.data_ptr(), final.data_ptr(), starts.data_ptr()),
+        *state_pointers(before, out, after),
+        starts.data_ptr(),
         *(num_sequences, q.stride(0), k.stride(0), v.stride(0), key_heads, heads, key_dim, value_dim),
         *(rule.scale, -1.0 if rule.norm_eps is None else rule.norm_eps),
         *(g.dim() == 3, v.dtype is torch.bfloat16, threads),
-        kept=(q, k, v, g, beta, initial, starts),
+        kept=(q, k, v, g, beta, before, starts),
     )
-    return out, final
+    return out
 
 
 def _dense_rows(x: Tensor) -> Tensor:
@@ -159,5 +186,5 @@ class _GatedDeltaRule(torch.autograd.Function):
 
 @cache
 def _native() -> Callable[..., None] | None:
-    types = [*[ctypes.c_void_p] * 9, *[ctypes.c_int64] * 8, *[ctypes.c_float] * 2, *[ctypes.c_int64] * 3]
+    types = [*[ctypes.c_void_p] * 11, *[ctypes.c_int64] * 8, *[ctypes.c_float] * 2, *[ctypes.c_int64] * 3]
     return native.function(SOURCE, "lockstep_gated_delta_rule", types)

@@ -20,9 +20,10 @@ constexpr int LINE = 16;     // floats of a cache line: vectors that cross lines
 struct Rule {
   const void *q, *k, *v;     // [R, G, K], [R, G, K], [R, H, V], rows q_row, k_row and v_row apart
   const float *g, *beta;     // [R, H] or, with a decay per channel, [R, H, K]; [R, H]
-  const float* initial;      // [S, H, K, V] or null
+  const float* initial;      // [*, H, K, V] or null
   void* out;                 // [R, H, V]
-  float* final;              // [S, H, K, V]
+  float* final;              // [*, H, K, V]
+  const int64_t *reads, *writes;  // [S]: each sequence's place in `initial` and `final`; null: in their order
   const int32_t* starts;     // [S + 1]
   int64_t q_row, k_row, v_row, key_heads, heads, K, V;
   float scale, eps;          // of q; of the norm of q and k, negative for none
@@ -73,9 +74,9 @@ template <typename T, bool BY_CHANNEL, int NV>
 void run(const Rule& p, int64_t sequence, int64_t head, int64_t column, int64_t count, float* s, Token& now,
          Token& next) {
   const int64_t K = p.K, V = p.V, first = p.starts[sequence], end = p.starts[sequence + 1];
-  const int64_t place = (sequence * p.heads + head) * K * V + column;
-  const float* initial = p.initial ? p.initial + place : nullptr;
-  float* final = p.final + place;
+  auto place = [&](const int64_t* slots) { return ((slots ? slots[sequence] : sequence) * p.heads + head) * K * V + column; };
+  const float* initial = p.initial ? p.initial + place(p.reads) : nullptr;
+  float* final = p.final + place(p.writes);
   auto lanes = [&](int n) { return NV > 1 ? (int64_t)W : count; };
   Floats mem[NV], out[NV], d[NV];
   auto decay = [](const Token& t, int64_t i) { return splat(BY_CHANNEL ? t.decay[i] : t.head_decay); };
@@ -155,12 +156,13 @@ void run_all(const Rule& p, int64_t sequences, int threads) {
 }  // namespace
 
 extern "C" void lockstep_gated_delta_rule(const void* q, const void* k, const void* v, const void* g, const void* beta,
-                                          const void* initial, void* out, void* final, const void* starts,
+                                          const void* initial, void* out, void* final, const void* reads,
+                                          const void* writes, const void* starts,
                                           int64_t sequences, int64_t q_row, int64_t k_row, int64_t v_row,
                                           int64_t key_heads, int64_t heads, int64_t K, int64_t V, float scale,
                                           float eps, int64_t by_channel, int64_t is_bf16, int64_t threads) {
-  const Rule p{q,     k,     v,     (const float*)g, (const float*)beta, (const float*)initial, out, (float*)final,
-               (const int32_t*)starts, q_row, k_row, v_row, key_heads, heads, K, V, scale, eps};
+  const Rule p{q, k, v, (const float*)g, (const float*)beta, (const float*)initial, out, (float*)final,
+               (const int64_t*)reads, (const int64_t*)writes, (const int32_t*)starts, q_row, k_row, v_row, key_heads, heads, K, V, scale, eps};
   if (is_bf16)
     by_channel ? run_all<bf16, true>(p, sequences, (int)threads) : run_all<bf16, false>(p, sequences, (int)threads);
   else

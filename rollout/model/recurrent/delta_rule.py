@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....kernels.recurrent.delta_rule import gated_delta_rule
+from ....kernels.recurrent.delta_rule import gated_delta_rule, gated_delta_rule_in_slots
 from .rows import rows_of
 
 Forward = Callable[..., Any]
@@ -43,8 +43,11 @@ def delta_rule_of(module: nn.Module) -> Forward:
         rows = rows_of(module, batch, num_rows, value.device, named)
         operands = [t.flatten(0, 1) for t in (query, key, value, g, beta)]
         norm_eps = 1e-6 if use_qk_l2norm_in_kernel else None
-        out, final = gated_delta_rule(*operands, rows.cu_seqlens, rows.initial("recurrent"), norm_eps=norm_eps)
-        rows.keep("recurrent", final)
+        if (slots := rows.slots("recurrent")) is not None:
+            out = gated_delta_rule_in_slots(*operands, rows.cu_seqlens, slots, norm_eps=norm_eps)
+        else:
+            out, final = gated_delta_rule(*operands, rows.cu_seqlens, norm_eps=norm_eps)
+            rows.keep("recurrent", final)
         return out.unflatten(0, (batch, num_rows)), None
 
     return chunk_gated_delta_rule

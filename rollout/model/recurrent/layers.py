@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....kernels.recurrent.conv import causal_conv
+from ....kernels.recurrent.conv import causal_conv, causal_conv_in_slots
 from ..functions import outside_modes
 from .delta_rule import delta_rule_of, is_channel_delta_rule, is_delta_rule
 from .rows import rows_of
@@ -74,8 +74,11 @@ def _conv_of(module: nn.Module) -> Forward:
         batch, num_channels, num_rows = hidden_states.shape
         rows = rows_of(module, batch, num_rows, hidden_states.device, named)
         x = hidden_states.transpose(1, 2).reshape(batch * num_rows, num_channels)
-        out, final = causal_conv(x, weight, bias, rows.cu_seqlens, rows.initial("conv"), activation)
-        rows.keep("conv", final)
+        if (slots := rows.slots("conv")) is not None:
+            out = causal_conv_in_slots(x, weight, bias, rows.cu_seqlens, slots, activation)
+        else:
+            out, final = causal_conv(x, weight, bias, rows.cu_seqlens, None, activation)
+            rows.keep("conv", final)
         return out.view(batch, num_rows, num_channels).transpose(1, 2)
 
     return causal_conv1d_fn

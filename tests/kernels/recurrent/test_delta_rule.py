@@ -132,7 +132,7 @@ def test_bfloat16_gradients_are_as_near_to_the_exact_ones_as_transformers(kind: 
     theirs = gradients(lambda *t: transformers_own(kind, *t), tensors, grad)
     exact = gradients(lambda *t: transformers_own(kind, *t), [t.float() for t in tensors], grad)
     for mine, other, true in zip(own, theirs, exact, strict=True):
-        assert distance(mine, true) <= 1.001 * distance(other, true) + 1e-6
+        assert distance(mine, true) <= 1.001 * distance(other, true) + 1e-5
 
 
 @pytest.mark.slow
