@@ -178,7 +178,7 @@ def build_model(spec: ModelSpec, tokenizer: PreTrainedTokenizerFast) -> PreTrain
         return Qwen3ForCausalLM(Qwen3Config(**common)).eval()
     last = spec.num_layers - 1
     kinds = ["full_attention" if i % 4 == 3 or i == last else "linear_attention" for i in range(spec.num_layers)]
-    linear = {"linear_num_key_heads": spec.num_kv_heads, "linear_num_value_heads": spec.num_heads,
+    linear: dict[str, Any] = {"linear_num_key_heads": spec.num_kv_heads, "linear_num_value_heads": spec.num_heads,
               "linear_key_head_dim": spec.head_dim, "linear_value_head_dim": spec.head_dim}  # fmt: skip
     return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**common, **linear, layer_types=kinds)).eval()
 

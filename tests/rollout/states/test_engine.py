@@ -21,6 +21,9 @@ from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support import random_models
 
 FAMILIES = ["lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"]
+EVERY_FAMILY = pytest.mark.parametrize(
+    "family", [FAMILIES[0], *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[1:])]
+)
 DTYPES = [torch.float32, torch.bfloat16]
 STEM = [(11 * i + 3) % 250 for i in range(40)]
 PROMPTS = [[3, 17, 90, 4, 55], [*STEM, *range(40, 60)], [250], [*STEM, 7, 8, 9]]
@@ -103,8 +106,9 @@ def test_greedy_tokens_are_transformers_and_sampled_logprobs_the_trainers(make_m
     assert_trainers_bits(engine, generate(engine))
 
 
-def test_a_retraction_before_any_step_changes_no_bit(make_model, make_engine):
-    engine = make_engine(make_model("lfm2"), chunked_prefill_size=13)
+@EVERY_FAMILY
+def test_a_retraction_before_any_step_changes_no_bit(make_model, make_engine, family):
+    engine = make_engine(make_model(family), chunked_prefill_size=13)
     whole, num_steps = _steps(engine, at=-1, mode="")
     for at, mode in itertools.product(range(num_steps), ("retract", "in_place")):
         answers, _ = _steps(engine, at, mode)
@@ -134,8 +138,9 @@ def _steps(engine: Engine, at: int, mode: str) -> tuple[list[Completion], int]:
     return [done[f"r{index}"] for index in range(len(PROMPTS))], num_steps
 
 
-def test_a_prefix_hit_starts_from_a_snapshot_and_changes_no_bit(make_model, make_engine):
-    model = make_model("lfm2")
+@EVERY_FAMILY
+def test_a_prefix_hit_starts_from_a_snapshot_and_changes_no_bit(make_model, make_engine, family):
+    model = make_model(family)
     cold, engine = make_engine(model, prefix_cache=False), make_engine(model, state_snapshots=12)
     prompts = [PROMPTS[1], PROMPTS[1], PROMPTS[3], [*STEM, 1, 2], [*STEM, 9]]
     found = [generate(engine, [prompt])[0] for prompt in prompts]
