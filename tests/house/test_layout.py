@@ -24,7 +24,9 @@ ROOMS = {  # room: the rooms that it may import
 PLACES = {
     "rollout.engine": "completion config control kv loop ranks replica reports sequences",
     "rollout.control": "completion errors grammars loop replica sampling_params sequences",
-    "rollout.loop": "check completion config errors grammars kv model ranks replica reports running scheduling sequences",
+    "rollout.loop": (
+        "check completion config errors grammars kv model ranks replica reports running scheduling sequences"
+    ),
     "rollout.replica": "completion errors grammars kv model ranks reports running sampling_params sequences",
     "rollout.running": "completion errors kv model reports sampling_params sequences",
     "rollout.scheduling": "config kv sequences",
