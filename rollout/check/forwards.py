@@ -90,7 +90,7 @@ def in_pieces(
                 torch.tensor([first + size, other_end], dtype=torch.int32, device=device),
             )
             read, write = (1 + index % 2, 2 - index % 2) if index else (0, 2)
-            step_states = states and StepStates(states, _places(read, device), _places(write, device))
+            step_states = StepStates(states, _places(read, device), _places(write, device)) if states else None
             step = StepContext(slots, paged, keys, values, states=step_states)
             tokens = None if ids is None else torch.cat([ids[mine], other_ids[other]])
             inputs = None if hidden is None else torch.cat([hidden[mine], hidden[other]])

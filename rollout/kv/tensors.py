@@ -12,7 +12,7 @@ from torch import Tensor
 from ...kernels.machine.huge_pages import use_huge_pages
 from ..config import KVSize
 from ..errors import OutOfMemory
-from ..model.attention import KVShape
+from ..model.layer_probe import KVShape
 from ..model.memory import is_out_of_memory
 
 _AUTO_FRACTION = {"cpu": 0.25, "cuda": 0.85}  # of the free memory; other processes share a host's memory

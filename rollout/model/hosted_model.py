@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -277,7 +278,7 @@ class HostedModel:
 
         mask: None lets transformers make its own, which the attention reads and drops.
         """
-        common = {"position_ids": positions.unsqueeze(0), "attention_mask": mask, "use_cache": False}
+        common: dict[str, Any] = {"position_ids": positions.unsqueeze(0), "attention_mask": mask, "use_cache": False}
         common[STEP_KEYWORD] = step
         if self._stage_input is None:
             assert token_ids is not None

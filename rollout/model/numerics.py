@@ -87,7 +87,7 @@ class Numerics:
                     if own is None:
                         del module.forward
                     else:
-                        module.forward = own  # type: ignore[method-assign]
+                        module.forward = own
                 for module, name, _ in self._patches:
                     delattr(module, name)
 
@@ -100,11 +100,11 @@ class Numerics:
         can_compile = "torch._dynamo" in sys.modules  # else nothing is compiled, and the import would take seconds
         if self._functions is None and not can_compile:
             return []
-        own = [(module, vars(module).get("forward")) for module in self._entrances]
+        own: list[tuple[nn.Module, Any]] = [(module, vars(module).get("forward")) for module in self._entrances]
         for module in self._entrances:
             forward = self.around(module.forward)
             # A compiled caller runs the module uncompiled: the compiler would trace into operations that it breaks.
-            module.forward = torch.compiler.disable(forward) if can_compile else forward  # type: ignore[method-assign]
+            module.forward = torch.compiler.disable(forward) if can_compile else forward
         return own
 
     def _plan_recurrent(self, root: nn.Module) -> None:
