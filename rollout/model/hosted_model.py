@@ -23,7 +23,13 @@ from .forward_numerics import ForwardNumerics
 from .layer_probe import PROBING, KVShape, LayerProbe
 from .recurrent.states import StateShapes
 from .rollout_phase import RolloutPhase
-from .supported import DTYPES, refuse_different_choices, refuse_randomness, refuse_unsupported
+from .supported import (
+    DTYPES,
+    has_recurrent_layers,
+    refuse_different_choices,
+    refuse_randomness,
+    refuse_unsupported,
+)
 from .tensors import HostedTensors
 
 logger = logging.getLogger(__name__)
@@ -140,6 +146,11 @@ class HostedModel:
     def hidden_size(self) -> int:
         """Width of the hidden states that stages pass on; their dtype is `dtype`."""
         return self.config.hidden_size
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the whole model has recurrent layers; this rank's stage may have none."""
+        return has_recurrent_layers(self.config)
 
     @property
     def device(self) -> torch.device:
