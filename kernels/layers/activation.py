@@ -43,9 +43,7 @@ def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     """Compute log(1 + exp(beta x)) / beta, any shape, differentiable; x itself where beta x exceeds the threshold."""
     wide = x if _by_hand(x) else x.float()
     scaled = wide * beta
-    # exp of no positive number: no infinity in the branch that `where` drops, whose gradient would be undefined
-    result = (torch.log1p(torch.exp(-scaled.abs())) + scaled.clamp(min=0)) / beta
-    return torch.where(scaled > threshold, wide, result).to(x.dtype)
+    return torch.where(scaled > threshold, wide, _apply(_softplus, _sigmoid, scaled) / beta).to(x.dtype)
 
 
 def mish(x: Tensor) -> Tensor:
@@ -102,6 +100,10 @@ def _sigmoid(x: Tensor) -> Tensor:
 def _sigmoid_slope(x: Tensor) -> Tensor:
     s = _sigmoid(x)
     return s * (1 - s)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return torch.log1p(torch.exp(-x.abs())).add_(x.clamp(min=0))
 
 
 def _silu(x: Tensor) -> Tensor:

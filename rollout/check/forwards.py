@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..model.recurrent.states import StepStates
 from ..model.rollout_phase import evaluated
 
 PIECES = (13, 1, 10)  # tokens of the sequence in each step, and ...
-_NEIGHBOUR = (3, 1, 4)  # ... of its neighbour in the same step
+BESIDE = (3, 1, 4)  # ... of its neighbour in the same step
 NUM_TOKENS = sum(PIECES)
 _BLOCK_SIZE = 16
 _BLOCKS = ((3, 1), (2, 0))  # of the sequence and of its neighbour
@@ -41,12 +42,13 @@ def random_tokens(config: PretrainedConfig, num_tokens: int, seed: int) -> Tenso
 
 
 def whole(hosted: HostedModel, ids: Tensor, rows: Tensor, *, positions: bool = False) -> Tensor:
-    """Run the module as the trainer does, under the engine's numerics, with gradients recorded if it is trained.
+    """Run the module as the trainer does: under the engine's numerics, in its own mode, with gradients recorded.
 
     positions: pass position_ids, as the engine does. Returns logits [len(rows), vocab].
     """
     more: dict[str, Any] = {"position_ids": torch.arange(len(ids), device=ids.device)[None]} if positions else {}
-    with hosted.rollout_phase(), torch.enable_grad():
+    gpus = [ids.device] if ids.device.type == "cuda" else []
+    with hosted.training_numerics(), torch.enable_grad(), torch.random.fork_rng(gpus):
         return hosted.module(ids[None], use_cache=False, logits_to_keep=rows, **more).logits[0].detach()
 
 
@@ -71,7 +73,7 @@ def in_pieces(
     hidden: the states [num_tokens, D] that a later stage gets in the place of tokens.
     """
     device, outs = hosted.device, []
-    steps = list(zip(PIECES, _NEIGHBOUR, accumulate(PIECES), accumulate(_NEIGHBOUR), strict=True))
+    steps = list(zip(PIECES, BESIDE, accumulate(PIECES), accumulate(BESIDE), strict=True))
     keys, values, states = _pools(hosted)
     with hosted.rollout_phase(), torch.inference_mode():
         for index, (size, beside, end, other_end) in enumerate(steps):
@@ -88,7 +90,7 @@ def in_pieces(
                 torch.tensor([first + size, other_end], dtype=torch.int32, device=device),
             )
             read, write = (1 + index % 2, 2 - index % 2) if index else (0, 2)
-            step_states = states and StepStates(states, _places(read, device), _places(write, device))
+            step_states = StepStates(states, _places(read, device), _places(write, device)) if states else None
             step = StepContext(slots, paged, keys, values, states=step_states)
             tokens = None if ids is None else torch.cat([ids[mine], other_ids[other]])
             inputs = None if hidden is None else torch.cat([hidden[mine], hidden[other]])
@@ -158,12 +160,30 @@ class Choices(TorchFunctionMode):
         return indices if recorded is None or recorded.shape != indices.shape else recorded
 
 
-@contextmanager
-def watched(module: nn.Module, note: Callable[[str, nn.Module, object], None]) -> Iterator[None]:
-    """Call note(name, owner, tensors) for all inputs and results of the modules inside, in their order.
+@dataclass(frozen=True)
+class Seen:
+    """An input or a result of a module inside the hosted one."""
 
-    owner: the module whose own code computed the tensors.
-    """
+    place: str
+    owner: str  # class of the module whose own code computed it
+    tensor: Tensor
+
+    def rows(self, first: int, num_rows: int, total: int) -> Tensor | None:
+        """Return some rows of a tensor [1, N, ...] or [N, ...]; None if it has not `total` rows N."""
+        by_row = self.tensor[0] if self.tensor.dim() > 2 and len(self.tensor) == 1 else self.tensor
+        return by_row[first : first + num_rows] if by_row.dim() > 1 and len(by_row) == total else None
+
+
+@contextmanager
+def watched(module: nn.Module) -> Iterator[list[Seen]]:
+    """Yield a list that inputs and results of all modules inside are added to, in the order of their computation."""
+    seen: list[Seen] = []
+
+    def note(place: str, owner: nn.Module, value: object) -> None:
+        tensor = value[0] if isinstance(value, tuple | list) and value else value
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            seen.append(Seen(place, type(owner).__name__, tensor.detach().clone()))
+
     with ExitStack() as hooks:
         parents = {child: parent for parent in module.modules() for child in parent.children()}
         for name, part in module.named_modules():
@@ -171,11 +191,11 @@ def watched(module: nn.Module, note: Callable[[str, nn.Module, object], None]) -
                 continue
 
             def before(part: nn.Module, inputs: Any, named: Any, name: str = name) -> None:
-                note(f"input of {name}", parents[part], inputs[:1] or tuple(named.values())[:1])
+                note(f"input of {name}", parents[part], inputs or tuple(named.values()))
 
             def after(part: nn.Module, inputs: Any, out: Any, name: str = name) -> None:
-                note(name, part, out)
+                note(f"result of {name}", part, out)
 
             hooks.callback(part.register_forward_pre_hook(before, with_kwargs=True).remove)
             hooks.callback(part.register_forward_hook(after).remove)
-        yield
+        yield seen

@@ -14,6 +14,7 @@ from .attention import ATTENTION_NAMES
 from .experts import EXPERTS
 from .numerics import Numerics
 
+_COMPILED = "_compiled_call_impl"  # torch's attribute of modules that were compiled in place
 _CHECKPOINT = "_gradient_checkpointing_func"  # transformers' attribute of layers while checkpointing is switched on
 
 
@@ -45,6 +46,9 @@ class ForwardNumerics:
                         if (own := vars(part).get(_CHECKPOINT)) is not None:
                             entered.callback(setattr, part, _CHECKPOINT, own)
                             setattr(part, _CHECKPOINT, self._checkpointing(own))
+                        if (compiled := vars(part).get(_COMPILED)) is not None:
+                            entered.callback(setattr, part, _COMPILED, compiled)
+                            setattr(part, _COMPILED, None)
                     self._exit = entered.pop_all()
             self._num_users += 1
         try:

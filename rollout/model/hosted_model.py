@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,13 @@ from .forward_numerics import ForwardNumerics
 from .layer_probe import PROBING, KVShape, LayerProbe
 from .recurrent.states import StateShapes
 from .rollout_phase import RolloutPhase
-from .supported import DTYPES, has_recurrent_layers, refuse_different_choices, refuse_unsupported
+from .supported import (
+    DTYPES,
+    has_recurrent_layers,
+    refuse_different_choices,
+    refuse_randomness,
+    refuse_unsupported,
+)
 from .tensors import HostedTensors
 
 logger = logging.getLogger(__name__)
@@ -49,6 +56,7 @@ class HostedModel:
         self._trained = hosted
         if trained is not None:
             self._trained = ForwardNumerics(trained, invariant, _whole(trained, self.division.k_blocks).division)
+        refuse_randomness(self.trained_module)
         refuse_different_choices(self.numerics.guarantee, self.mesh)
         self._phase = RolloutPhase(hosted, owned=owned)
         self._released_shapes: list[torch.Size] = []  # of the parameters in their order, while their memory is released
@@ -91,6 +99,11 @@ class HostedModel:
 
         Raises ValueError if `dtype` or `device` differs from the module's, and for tensors that cannot be divided.
         """
+        if hasattr(module, "_orig_mod"):
+            raise ValueError(
+                "can host a module, not what torch.compile makes of it: pass the module itself. It may be compiled in "
+                "place, with module.compile(): the engine's numerics run it uncompiled"
+            )
         if not isinstance(module, PreTrainedModel):
             raise ValueError(f"can host a transformers PreTrainedModel or a folder, not {type(module).__name__}")
         parameter = next(module.parameters())
@@ -212,8 +225,9 @@ class HostedModel:
         """Install the rollout's operations, attention included, for the trainer's forward and backward.
 
         Re-entrant, also from several threads: when the last user leaves, the attention and experts implementation and
-        every forward are restored.
+        every forward are restored. Raises ValueError for a module that draws random numbers, as dropout does.
         """
+        refuse_randomness(self.trained_module)
         with self._trained.installed():
             yield
 
@@ -275,7 +289,7 @@ class HostedModel:
 
         mask: None lets transformers make its own, which the attention reads and drops.
         """
-        common = {"position_ids": positions.unsqueeze(0), "attention_mask": mask, "use_cache": False}
+        common: dict[str, Any] = {"position_ids": positions.unsqueeze(0), "attention_mask": mask, "use_cache": False}
         common[STEP_KEYWORD] = step
         if self._stage_input is None:
             assert token_ids is not None

@@ -7,11 +7,13 @@ run the same operations, so their numbers have the same bits.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, activations
@@ -85,7 +87,7 @@ class Numerics:
                     if own is None:
                         del module.forward
                     else:
-                        module.forward = own  # type: ignore[method-assign]
+                        module.forward = own
                 for module, name, _ in self._patches:
                     delattr(module, name)
 
@@ -95,11 +97,14 @@ class Numerics:
 
     def _enter_functions(self) -> list[tuple[nn.Module, Any]]:
         """Put the mode around the entrances. Returns them with the forward that each instance had of its own."""
-        if self._functions is None:
+        can_compile = "torch._dynamo" in sys.modules  # else nothing is compiled, and the import would take seconds
+        if self._functions is None and not can_compile:
             return []
-        own = [(module, vars(module).get("forward")) for module in self._entrances]
+        own: list[tuple[nn.Module, Any]] = [(module, vars(module).get("forward")) for module in self._entrances]
         for module in self._entrances:
-            module.forward = self.around(module.forward)  # type: ignore[method-assign]
+            forward = self.around(module.forward)
+            # A compiled caller runs the module uncompiled: the compiler would trace into operations that it breaks.
+            module.forward = torch.compiler.disable(forward) if can_compile else forward
         return own
 
     def _plan_recurrent(self, root: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...kernels.self_test import Guarantee
@@ -50,6 +51,27 @@ def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invari
         wrong.append("an encoder")
     if wrong:
         raise ValueError(f"{type(module).__name__} cannot be hosted: {', '.join(wrong)}")
+
+
+def refuse_randomness(module: PreTrainedModel) -> None:
+    """Raise ValueError that names every dropout and jitter of a module in train mode. An evaluated part has none."""
+    found: dict[str, list[str]] = {}
+    for path, part in module.named_modules():
+        if not part.training:
+            continue
+        if isinstance(part, _DropoutNd):
+            numbers = {"dropout": part.p} if part.p else {}
+        else:
+            numbers = {name: value for name, value in vars(part).items() if type(value) is float and value > 0}
+        for name, value in numbers.items():
+            if "drop" in name or "jitter" in name:
+                found.setdefault(f"{name} ({value:g}) of {type(part).__name__}", []).append(path or "the module")
+    places = [f"{kind} ({paths[0]}{f' and {len(paths) - 1} more' * (len(paths) > 1)})" for kind, paths in found.items()]
+    if places:
+        raise ValueError(
+            f"{type(module).__name__} draws random numbers in train mode, so the trainer's log-probabilities would "
+            f"differ from the engine's: {'; '.join(places)}. Set them to 0, or call eval()"
+        )
 
 
 def refuse_different_choices(guarantee: Guarantee | None, mesh: Mesh) -> None:

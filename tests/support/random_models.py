@@ -84,10 +84,15 @@ def _make(family: str, dtype: torch.dtype, overrides: dict[str, object]) -> PreT
     config = getattr(transformers, config_name)(**{**_COMMON, **extra, **overrides})
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    return spread_weights(model).eval()
+
+
+def spread_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Give a model random weights, biases and sinks that make its logits far from uniform. Returns it."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
             elif "sinks" in name or "bias" in name:
                 parameter.normal_(0.0, 0.5)
-    return model.eval()
+    return model

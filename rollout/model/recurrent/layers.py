@@ -10,7 +10,7 @@ import inspect
 import types
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ def _conv_of(module: nn.Module) -> Forward:
         hidden_states: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
-        activation: str | None = None,
+        activation: Literal["silu"] | None = None,
         **named: object,
     ) -> Tensor:
         # hidden_states [B, C, T], weight [C, W]
