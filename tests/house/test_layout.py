@@ -24,12 +24,16 @@ ROOMS = {  # room: the rooms that it may import
 PLACES = {
     "rollout.engine": "completion config control kv loop ranks replica reports sequences",
     "rollout.control": "completion errors grammars loop replica sampling_params sequences",
-    "rollout.loop": "completion config errors grammars kv model ranks replica reports running scheduling sequences",
-    "rollout.replica": "completion errors grammars kv model ranks reports running sampling_params sequences",
-    "rollout.running": "completion errors kv model reports sampling_params sequences",
+    "rollout.loop": (
+        "check completion config errors grammars kv model ranks replica reports running scheduling sequences states"
+    ),
+    "rollout.replica": "completion errors grammars kv model ranks reports running sampling_params sequences states",
+    "rollout.running": "completion errors kv model reports sampling_params sequences states",
     "rollout.scheduling": "config kv sequences",
-    "rollout.kv": "config errors model sequences",
+    "rollout.kv": "config errors model sequences states",
+    "rollout.states": "errors model sequences",
     "rollout.model": "errors ranks sharding",
+    "rollout.check": "model",
     "rollout.reports": "completion sequences",
     "rollout.sequences": "completion errors grammars sampling_params",
     "rollout.sharding": "ranks",
@@ -147,6 +151,7 @@ PLACES = {
     "kernels.self_test": "attention linear machine",
     "kernels.attention": "machine",
     "kernels.layers": "machine",
+    "kernels.recurrent": "layers",
     "kernels.linear": "machine",
     "kernels.sampling": "machine",
     "kernels.sha256": "machine",
