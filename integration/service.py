@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..rollout.engine import Engine
+from ..rollout.model.adapters import bare_names
 from ..weight_sync.errors import Poisoned, SessionError
 from ..weight_sync.group.registry import GroupRegistry
 from ..weight_sync.manifest import NamedTensors
@@ -142,9 +143,10 @@ class RolloutService(WeightVerbs):
         self._torn = None
 
     def weights_restored(self) -> None:
-        """Note that the trainer has loaded a checkpoint into the shared weights. They may be committed, also after a
-        failed step."""
+        """Note that the trainer has loaded a checkpoint into the shared weights, or written frozen ones through
+        `.data`. They may be committed, also after a failed step, and each digest is computed anew."""
         self._torn = None
+        self.sessions.forget_frozen()
 
     # -- weights in place -------------------------------------------------------------------------------------------
 
@@ -170,6 +172,7 @@ class RolloutService(WeightVerbs):
             model = self.engine.model
             return None if self.replica.is_alone else plan_shard_sync(model.resident_tensors(), model.shards, source)
 
+        source = bare_names(source)
         planned = self.replica.peers.together("commit_in_place", plan)
         if planned is None:
             record = sync_in_place(self.engine.weights.resident_tensors(), source)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...rollout.engine import Engine
-from ...weight_sync.digests.model_digest import tensor_roots
+from ...weight_sync.digests.model_digest import model_root, tensor_roots
 from ...weight_sync.digests.shard_digest import local_digests, merged_roots, require_whole_cells
 from ...weight_sync.layout.shard_bytes import Shard
 from ...weight_sync.manifest import TensorSpec
@@ -54,6 +54,28 @@ class ReplicaWeights:
         specs = [TensorSpec(name, *spec) if spec else TensorSpec.of(name, here[name]) for name, spec in known.items()]
         own = local_digests(here, shards)
         return own, merged_roots(specs, self._replica.gather(own))
+
+    def model_digest(self, roots: Mapping[str, bytes]) -> str:
+        """Return the model digest over tensor roots. It covers the state of adapters too: switched off or scaled, the
+        same bytes are another model."""
+        return model_root([*roots.items(), *self._engine.model.adapters.roots().items()])
+
+    def frozen_marks(self) -> dict[str, object]:
+        """Return a mark of each parameter that a trainer keeps frozen beside trained ones. Equal marks mean that no
+        operation of torch has written it in between; only a write through `.data` shows in none but merges of adapters.
+        """
+        model = self._engine.model
+        if model.owned or not self._replica.is_alone:
+            return {}
+        tensors = list(model.resident_tensors())
+        if not any(tensor.requires_grad for _, tensor in tensors):
+            return {}
+        merged = model.adapters.merged()
+        return {
+            name: (tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), merged)
+            for name, tensor in tensors
+            if not tensor.requires_grad and not tensor.is_inference()
+        }
 
     def first_entries(self, name: str, limit: int) -> Tensor:
         """Return the first `limit` entries along each dimension of a whole parameter, on the CPU. Raises ValueError for

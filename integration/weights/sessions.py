@@ -172,6 +172,10 @@ class WeightSessions:
         self.release_undo()
         self._host.forget_bytes()
 
+    def forget_frozen(self) -> None:
+        """Forget the digests of frozen parameters too: a trainer has loaded all weights anew."""
+        self._host.forget_everything()
+
     def commit_in_place(self, version: str, digest: DigestTime, bytes_copied: int) -> Commit:
         """Publish weights that were written without a session. Raises SessionError while a session is open."""
         self.let_write("commit_in_place")

@@ -55,6 +55,7 @@ class EngineWeights:
         """Set the digest of the committed version, which was computed after the commit. Starts no epoch."""
         with self._driver.lock:
             self._sequences.weight_digest = digest
+            self._gate.adapters.digested(digest)
 
     # -- whether steps may run --------------------------------------------------------------------------------------
 

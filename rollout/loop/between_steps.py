@@ -147,6 +147,7 @@ class BetweenSteps:
         for key, why in refuse.items():
             self._gate.refuse(key, why)
         self._metrics.num_weight_commits += 1
+        self._gate.adapters.committed(digest)
         report = CommitReport(*self._ledger.start_epoch(), lifted)
         self._scheduler.forget_under_way()
         return report

@@ -17,6 +17,7 @@ from ..ranks.mesh import Mesh
 from ..sharding.division import FullSpec, divide
 from ..sharding.part import Part, copy_part, load_part
 from ..sharding.shards import Shard
+from .adapters import HostedAdapters, without_peft_model
 from .attention import NO_MASK, STEP_KEYWORD, KVShape, LayerProbe, StepContext
 from .forward_numerics import ForwardNumerics
 from .rollout_phase import RolloutPhase
@@ -37,6 +38,7 @@ class HostedModel:
         """Take over `part`. trained: the trainer's module if `part` is a copy of parts of it."""
         self.module = part.module
         self._tensors = HostedTensors(self.module)
+        self.adapters = HostedAdapters(self.module)  # of PEFT; empty without any
         self.owned = owned
         self.division = part.division
         self._stage_input = part.stage_input
@@ -81,21 +83,29 @@ class HostedModel:
         cls, module: nn.Module, *, dtype: str | None, device: str | None, invariant: bool, k_blocks: int = 1,
         mesh: Mesh | None = None,
     ) -> HostedModel:  # fmt: skip
-        """Borrow the trainer's module and its storage. Ranks that share the model copy their part instead.
+        """Borrow the trainer's module, or the one inside a PeftModel, and its storage. Ranks that share the model copy
+        their part instead.
 
         Raises ValueError if `dtype` or `device` differs from the module's, and for tensors that cannot be divided.
         """
+        module = without_peft_model(module)
         if not isinstance(module, PreTrainedModel):
             raise ValueError(f"can host a transformers PreTrainedModel or a folder, not {type(module).__name__}")
         parameter = next(module.parameters())
+        num_ranks = 1 if mesh is None else mesh.num_ranks
         wrong = []
+        if HostedAdapters(module) and (num_ranks > 1 or k_blocks > 1):
+            raise ValueError(
+                f"{type(module).__name__} has adapters, which need one rank and k_blocks=1, not {num_ranks} and "
+                f"{k_blocks}: merge them into its weights (merge_and_unload) to divide it"
+            )
         if dtype is not None and DTYPES[dtype] != parameter.dtype:
             wrong.append(f"dtype={dtype!r}, but the module is {parameter.dtype}")
         if device is not None and torch.device(device) != parameter.device:
             wrong.append(f"device={device!r}, but the module is on {parameter.device}")
         if wrong:
             raise ValueError(f"the engine shares the trainer's storage: {'; '.join(wrong)}")
-        if mesh is not None and mesh.num_ranks > 1:
+        if mesh is not None and num_ranks > 1:
             return cls(copy_part(module, mesh, k_blocks), owned=True, invariant=invariant, trained=module)
         return cls(_whole(module, k_blocks), owned=False, invariant=invariant)
 
@@ -163,10 +173,11 @@ class HostedModel:
         yield from self._tensors.buffers()
 
     def tied_names(self) -> dict[str, str]:
-        """Return the further names of the whole model's tied parameters, each with its name in `resident_tensors`."""
+        """Return the further names of the whole model's parameters, each with its name in `resident_tensors`: of tied
+        ones, and the base model's own names of those that adapters have wrapped."""
         if self.mesh.num_ranks > 1:
             return dict(self.division.tied_names)
-        return self._tensors.tied_names()
+        return self._tensors.tied_names() | self.adapters.aliases(name for name, _ in self._tensors.parameters())
 
     @property
     def holds_weights(self) -> bool:
