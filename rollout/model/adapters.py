@@ -11,6 +11,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -68,6 +69,21 @@ class HostedAdapters:
             )
             for _, layer in self._layers
         )
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Run the base without the adapters in the block. Restores them, and which parameters are trained."""
+        on = [layer for _, layer in self._layers if not layer.disable_adapters]
+        flags = [(parameter, parameter.requires_grad) for layer in on for parameter in layer.parameters()]
+        try:
+            for layer in on:
+                layer.enable_adapters(False)
+            yield
+        finally:
+            for layer in on:
+                layer.enable_adapters(True)
+            for parameter, is_trained in flags:
+                parameter.requires_grad_(is_trained)
 
     def merged(self) -> tuple[tuple[str, ...], ...]:
         """Return the adapters that are merged into the base weights, layer by layer."""
