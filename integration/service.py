@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from .service_config import ServiceConfig, known_tags
 from .weights.all_ranks import Replica, on_all_ranks, serve_verbs
 from .weights.checks import WeightChecks
 from .weights.host import Commit
+from .weights.lora import LoraVerbs
 from .weights.options import DigestTime
 from .weights.sessions import WeightSessions
 from .weights.sources import SharedMemory
@@ -38,7 +40,7 @@ class MemoryReport:
     bytes_after: int
 
 
-class RolloutService(WeightVerbs):
+class RolloutService(WeightVerbs, LoraVerbs):
     """Connects an engine and the weight verbs. Methods with an HTTP verb have its name.
 
     Example, in a training rank whose `model` the engine was made from:
@@ -66,6 +68,7 @@ class RolloutService(WeightVerbs):
         self._receiver = TensorReceiver(self.config.shared_memory_folder)
         self._shared_memory = SharedMemory(self._receiver)
         self._checks = WeightChecks(engine, self.sessions, self.replica)
+        self._adapter_lock = threading.Lock()
         self._torn: str | None = None  # why the weights that the trainer writes must not be published
         self.replica.how_it_stands = self._how_it_stands
         serve_verbs(self)
@@ -243,6 +246,7 @@ class RolloutService(WeightVerbs):
         ranks = self.replica.states()
         return {
             **state,
+            "lora_adapters": self.loaded_adapters,
             "owes_digest": self.sessions.owes_digest,
             "weight_update": self.sessions.state(),
             "weight_groups": self.groups.state(),

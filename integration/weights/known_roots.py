@@ -41,14 +41,14 @@ class KnownRoots:
                 self.owes_digest = False
         return self._engine.weight_digest
 
-    def complete(self) -> str:
+    def complete(self, *, trusts_marks: bool = False) -> str:
         """Compute the committed roots that are missing, and return the model digest. Those of a trainer's frozen
-        parameters are computed once."""
-        marks = self._weights.frozen_marks()
+        parameters are computed once. trusts_marks: so are those of an engine's own ones, which only updates write."""
+        marks = self._weights.frozen_marks(of_owned=trusts_marks)
         known = {name: root for name, (mark, root) in self._frozen.items() if marks.get(name) == mark}
         self._committed = known | self._committed
         self._committed |= self._missing(self._committed)
-        self._frozen = {name: (mark, self._committed[name]) for name, mark in marks.items()}
+        self._frozen |= {name: (mark, self._committed[name]) for name, mark in marks.items()}
         return self._weights.model_digest(self._committed)
 
     def model_digest(self) -> str:

@@ -27,7 +27,11 @@ class ReplicaWeights:
         self._engine, self._replica = engine, replica
         if not replica.is_alone:
             require_whole_cells(engine.model.shards)
-        self._tied = engine.model.tied_names()
+        self.renamed()
+
+    def renamed(self) -> None:
+        """Read the tensors' further names, which an adapter changes."""
+        self._tied = self._engine.model.tied_names()
 
     def names(self) -> list[str]:
         """Return the resident names of the whole model."""
@@ -60,15 +64,16 @@ class ReplicaWeights:
         same bytes are another model."""
         return model_root([*roots.items(), *self._engine.model.adapters.roots().items()])
 
-    def frozen_marks(self) -> dict[str, object]:
-        """Return a mark of each parameter that a trainer keeps frozen beside trained ones. Equal marks mean that no
-        operation of torch has written it in between; only a write through `.data` shows in none but merges of adapters.
+    def frozen_marks(self, *, of_owned: bool) -> dict[str, object]:
+        """Return a mark of each parameter that a trainer keeps frozen beside trained ones, or, with `of_owned`, of an
+        engine's own. Equal marks mean that no operation of torch has written the parameter in between. Of writes
+        through `.data` only merges of adapters are seen.
         """
         model = self._engine.model
-        if model.owned or not self._replica.is_alone:
+        if not self._replica.is_alone or (model.owned and not of_owned):
             return {}
         tensors = list(model.resident_tensors())
-        if not any(tensor.requires_grad for _, tensor in tensors):
+        if not model.owned and not any(tensor.requires_grad for _, tensor in tensors):
             return {}
         merged = model.adapters.merged()
         return {

@@ -185,6 +185,20 @@ class WeightSessions:
         self._replica.peers.together("commit_in_place", lambda: None)  # no rank publishes before all can
         return self._host.commit_in_place(version, value, bytes_copied)
 
+    def commit_adapter(self, version: str) -> Commit:
+        """Publish the weights after the engine's adapter was changed. Digests of base tensors are kept that no update
+        has written since. Raises SessionError while a session is open."""
+        self.renamed()
+        self.let_write("an adapter")
+        self._roots.owes_digest = False
+        digest = self._roots.complete(trusts_marks=True)
+        self._roots.keep_published()
+        return self._host.commit_in_place(version, digest, 0)
+
+    def renamed(self) -> None:
+        """Note that the engine's tensors have other names."""
+        self.weights.renamed()
+
     # -- memory -----------------------------------------------------------------------------------------------------
 
     def release_weights(self) -> int:

@@ -10,6 +10,7 @@ from ..errors import NotIdle
 from ..kv.cache_tree import CacheTree, cache_tree
 from ..kv.pins import PinReport
 from ..kv.prefix import Prefix
+from ..model.adapter_folder import AdapterFolder, AdapterLayers
 from ..replica.controller import ReplicaRunner
 from ..running.model_runner import ModelRunner
 from ..sequences.request import Request
@@ -151,6 +152,12 @@ class BetweenSteps:
         report = CommitReport(*self._ledger.start_epoch(), lifted)
         self._scheduler.forget_under_way()
         return report
+
+    def replace_adapter(self, adapter: AdapterFolder | AdapterLayers) -> AdapterLayers:
+        """Put an adapter into the model, or take it out; see `HostedModel.replace_adapter`."""
+        if isinstance(self._runner, ModelRunner):
+            self._runner.release_memory()  # recorded steps call the former layers
+        return self._model.replace_adapter(adapter)
 
     def relabel_weights(self, version: str) -> None:
         """Give the same weights another version; starts no epoch."""

@@ -53,7 +53,7 @@ class HostedAdapters:
     """The adapter layers of a module whose tree does not change. Without adapters all is empty."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._layers: list[tuple[str, Any]] = [(n, m) for n, m in module.named_modules() if _is_adapter_layer(m)]
+        self._layers: list[tuple[str, Any]] = list(adapter_layers(module).items())
 
     def __bool__(self) -> bool:
         return bool(self._layers)
@@ -111,6 +111,11 @@ class HostedAdapters:
 def bare_names(named_tensors: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors of a PeftModel, or of the module inside it, by their names in the module inside."""
     return ((name.removeprefix(PEFT_PREFIX), tensor) for name, tensor in named_tensors)
+
+
+def adapter_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of adapters in a module, by name."""
+    return {name: part for name, part in module.named_modules() if _is_adapter_layer(part)}
 
 
 def _is_adapter_layer(module: nn.Module) -> bool:

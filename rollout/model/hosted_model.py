@@ -17,6 +17,7 @@ from ..ranks.mesh import Mesh
 from ..sharding.division import FullSpec, divide
 from ..sharding.part import Part, copy_part, load_part
 from ..sharding.shards import Shard
+from .adapter_folder import AdapterFolder, AdapterLayers, put_in, take_out
 from .adapters import HostedAdapters, without_peft_model
 from .attention import NO_MASK, STEP_KEYWORD, KVShape, LayerProbe, StepContext
 from .forward_numerics import ForwardNumerics
@@ -39,6 +40,7 @@ class HostedModel:
         self.module = part.module
         self._tensors = HostedTensors(self.module)
         self.adapters = HostedAdapters(self.module)  # of PEFT; empty without any
+        self.adapter_name: str | None = None  # of the adapter that a service has loaded into its engine
         self.owned = owned
         self.division = part.division
         self._stage_input = part.stage_input
@@ -206,6 +208,37 @@ class HostedModel:
             parameter.data = parameter.data.new_empty(shape)
         self._released_shapes = []
         return self.weight_bytes - before
+
+    def replace_adapter(self, adapter: AdapterFolder | AdapterLayers) -> AdapterLayers:
+        """Put an adapter, or layers of one, around the engine's own layers, in place of the former one's, and return
+        those; no layers are no adapter.
+
+        No step is in flight. Raises ValueError for an adapter that does not fit, and for a module that is a trainer's
+        or divided; the model is then as before.
+        """
+        if not self.owned or self.mesh.num_ranks > 1 or self.k_blocks > 1:
+            raise ValueError(
+                "an adapter can be loaded into an engine that has read its model from a folder, on one rank and with "
+                "k_blocks=1; a trainer adds adapters to its own module"
+            )
+
+        former: AdapterLayers = {}
+
+        def change() -> ForwardNumerics:
+            former.update(take_out(self.module))
+            try:
+                put_in(self.module, adapter.layers_for(self.module) if isinstance(adapter, AdapterFolder) else adapter)
+                division = _whole(self.module, self.k_blocks).division
+                return ForwardNumerics(self.module, self.numerics.guarantee is not None, division)
+            except BaseException:
+                take_out(self.module)
+                put_in(self.module, former)
+                raise
+
+        hosted = self._trained = self._phase.replace(change)
+        self.numerics, self.division = hosted.numerics, _whole(self.module, self.k_blocks).division
+        self._tensors, self.adapters = HostedTensors(self.module), HostedAdapters(self.module)
+        return former
 
     @contextmanager
     def training_numerics(self) -> Iterator[None]:
