@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..rollout.engine import Engine
-from ..rollout.model.adapters import bare_names
+from ..rollout.model.adapters.layers import bare_names
 from ..weight_sync.errors import Poisoned, SessionError
 from ..weight_sync.group.registry import GroupRegistry
 from ..weight_sync.manifest import NamedTensors

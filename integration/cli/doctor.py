@@ -1,4 +1,5 @@
-"""`lockstep doctor`: report which kernels run here, and whether results are independent of the batch."""
+"""`lockstep doctor`: report which kernels run here, whether results are independent of the batch, and whether a model
+can be hosted."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ _PROCESSOR_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "b
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the report. Returns the exit code: 1 where results depend on the batch."""
+    """Print the report. Returns the exit code: 1 where results depend on the batch, or the model is refused."""
     parser = CommandParser(
         prog="lockstep doctor",
         description="Report which kernels run here and why, and whether results are independent of the batch. Exits "
-        "with 1 where they are not.",
+        "with 1 where they are not, or where the model cannot be hosted.",
     )
-    parser.parse_args(arguments)
+    parser.add_argument("--model", help="folder of a model to check as an engine does when it is made")
+    model = parser.parse_args(arguments).model
     import torch
 
     from ...kernels.attention.paged import attention_path
@@ -58,7 +60,25 @@ def run(arguments: Sequence[str]) -> int:
             path = attention_path(device, dtype)
             word = "invariant" if guarantee.invariant else "NOT INVARIANT"
             _say(kind, f"attention {path}; {word}: {guarantee.reason} ({guarantee.seconds:.2f} s)")
-    return 0 if is_invariant else 1
+    return 0 if _check(model) and is_invariant else 1
+
+
+def _check(folder: str | None) -> bool:
+    """Check a model, if one is named, and say the verdict. Returns whether it can be hosted."""
+    if folder is None:
+        return True
+    from ...rollout.check.module_check import check_hosted
+    from ...rollout.model.hosted_model import HostedModel
+
+    try:
+        hosted = HostedModel.load(folder, dtype=None, device=None, invariant=True)
+        verdict = check_hosted(hosted)
+    except ValueError as refusal:
+        _say("model", refusal)
+        return False
+    assert verdict is not None  # a whole model
+    _say("model", f"{type(hosted.module).__name__}: {verdict.describe()}")
+    return True
 
 
 def _say(name: str, value: object) -> None:

@@ -23,10 +23,10 @@ from ...weight_sync.disk.atomic_folder import flush_folder, partial_folder
 from ..failures import FileFailed, files_of
 from ..ranks import Ranks
 from .arithmetic import ArithmeticSpec
+from .backends.lora import add_adapters
 from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint, saved_digest
 from .config import JobConfig
 from .engines.factory import make_engine
-from .lora import add_adapters
 from .loss import group_advantages
 from .packing import Sample
 from .plan import model_spec

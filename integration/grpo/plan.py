@@ -14,8 +14,8 @@ from ...rollout.sharding.part import Part, build_part
 from ...weight_sync.layout.bucket import ALIGNMENT
 from ..ranks import Ranks
 from .arithmetic import CONTEXT_TOKENS, build_tokenizer
+from .backends.lora import add_adapters, missing_package
 from .config import JobConfig
-from .lora import add_adapters, missing_package
 from .rewards import load_reward
 from .task import build_task, check_lengths
 from .trainer import make_backend

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...rollout.engine import Engine
 from ...rollout.errors import MemoryReleased
-from ...rollout.model.adapter_folder import AdapterFolder, AdapterLayers
+from ...rollout.model.adapters.folder import AdapterFolder, AdapterLayers
 from ...weight_sync.errors import SessionError
 from ..service_config import ServiceConfig
 from .all_ranks import Replica

@@ -1,9 +1,9 @@
 """Activations in which each element of the result depends on one element of the input alone.
 
 In fp32, PyTorch's own silu, sigmoid and gelu compute the last few elements of a tensor (those that do not fill a
-vector, in each thread) with another routine than the rest; measurements found no such difference in exp, tanh, erf and
-the basic operations. In half precisions silu and sigmoid showed no difference either, so PyTorch's own are used there;
-both gelus did, so they are computed in fp32 and rounded.
+vector, in each thread) with another routine than the rest, and so do softplus, mish and elu; measurements found no such
+difference in exp, expm1, log1p, tanh, erf and the basic operations. In half precisions silu and sigmoid showed no
+difference either, so PyTorch's own are used there; both gelus and rsqrt did, so they are computed in fp32 and rounded.
 """
 
 import math
@@ -37,6 +37,29 @@ def gelu(x: Tensor) -> Tensor:
 def gelu_tanh(x: Tensor) -> Tensor:
     """Compute gelu with Phi approximated by tanh (F.gelu, approximate="tanh"), any shape, differentiable once."""
     return _apply(_gelu_tanh, _gelu_tanh_slope, x)
+
+
+def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    """Compute log(1 + exp(beta x)) / beta, any shape, differentiable; x itself where beta x exceeds the threshold."""
+    wide = x if _by_hand(x) else x.float()
+    scaled = wide * beta
+    return torch.where(scaled > threshold, wide, _apply(_softplus, _sigmoid, scaled) / beta).to(x.dtype)
+
+
+def mish(x: Tensor) -> Tensor:
+    """Compute x * tanh(softplus(x)), any shape, differentiable."""
+    wide = x if _by_hand(x) else x.float()
+    return (wide * torch.tanh(softplus(wide))).to(x.dtype)
+
+
+def elu(x: Tensor, alpha: float = 1.0) -> Tensor:
+    """Compute x where it is positive, else alpha * (exp(x) - 1), any shape, differentiable."""
+    return torch.where(x > 0, x, alpha * torch.expm1(x.clamp(max=0)))
+
+
+def rsqrt(x: Tensor) -> Tensor:
+    """Compute 1 / sqrt(x), any shape, differentiable; half precisions in fp32 and rounded."""
+    return torch.rsqrt(x) if _by_hand(x) else torch.rsqrt(x.float()).to(x.dtype)
 
 
 def _by_hand(x: Tensor) -> bool:
@@ -77,6 +100,10 @@ def _sigmoid(x: Tensor) -> Tensor:
 def _sigmoid_slope(x: Tensor) -> Tensor:
     s = _sigmoid(x)
     return s * (1 - s)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return torch.log1p(torch.exp(-x.abs())).add_(x.clamp(min=0))
 
 
 def _silu(x: Tensor) -> Tensor:

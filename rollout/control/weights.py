@@ -10,7 +10,7 @@ from ..loop.between_steps import BetweenSteps
 from ..loop.commands import CommitReport, HoldReport
 from ..loop.gate import StepGate
 from ..loop.parts import Parts
-from ..model.adapter_folder import AdapterFolder, AdapterLayers
+from ..model.adapters.folder import AdapterFolder, AdapterLayers
 from .driver import Driver
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from ..model.adapters import State
+from ..model.adapters.layers import State
 from ..running.model_runner import ModelRunner
 from .loop import Loop
 from .parts import Parts

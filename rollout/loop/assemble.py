@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from ..check.module_check import check_hosted
 from ..config import EngineConfig, parse_kv_size
 from ..grammars.catalog import GrammarLimits, Grammars
 from ..grammars.jump_forward import JumpMode
@@ -75,6 +76,7 @@ def assemble(
         tokenizer = tokenizer or load_tokenizer(Path(model))
     else:
         hosted = HostedModel.adopt(model, **options)
+    check_hosted(hosted)
     eos_token_ids = find_eos_token_ids(hosted.module, tokenizer)
     max_model_len = min(config.max_model_len or hosted.max_model_len, hosted.max_model_len)
     plan = _kv_plan(hosted, config, max_model_len, ranks)

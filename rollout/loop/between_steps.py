@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+from ..check.module_check import check_hosted
 from ..completion import FinishReason
 from ..errors import NotIdle
 from ..kv.cache_tree import CacheTree, cache_tree
 from ..kv.pins import PinReport
 from ..kv.prefix import Prefix
-from ..model.adapter_folder import AdapterFolder, AdapterLayers
+from ..model.adapters.folder import AdapterFolder, AdapterLayers
 from ..replica.controller import ReplicaRunner
 from ..running.model_runner import ModelRunner
 from ..sequences.request import Request
@@ -154,10 +155,16 @@ class BetweenSteps:
         return report
 
     def replace_adapter(self, adapter: AdapterFolder | AdapterLayers) -> AdapterLayers:
-        """Put an adapter into the model, or take it out; see `HostedModel.replace_adapter`."""
+        """Put an adapter into the model, or take it out; see `HostedModel.replace_adapter`. Checks it anew."""
         if isinstance(self._runner, ModelRunner):
             self._runner.release_memory()  # recorded steps call the former layers
-        return self._model.replace_adapter(adapter)
+        former = self._model.replace_adapter(adapter)
+        try:
+            check_hosted(self._model)
+        except BaseException:
+            self._model.replace_adapter(former)
+            raise
+        return former
 
     def relabel_weights(self, version: str) -> None:
         """Give the same weights another version; starts no epoch."""

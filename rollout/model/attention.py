@@ -7,7 +7,7 @@ D head size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypedDict, cast
 
@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...kernels.attention.paged import AttentionPath, NewRows, PagedStep, paged_attention, varlen_attention
+from .functions import outside_modes
+from .layer_probe import PROBING, KVShape, LayerProbe, MaskFunction
+from .recurrent.states import StepStates
 
 ATTENTION_NAMES: dict[AttentionPath, str] = {
     "native": "lockstep",
@@ -46,16 +49,6 @@ NO_MASK = torch.zeros(1, 1, 1, 1)
 _PACKED = torch.zeros(1, 1, 1, 0)  # mask of a packed row: needs cu_seq_lens_q
 
 
-@dataclass(frozen=True)
-class KVShape:
-    """The shape of one layer's KV for one token."""
-
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
-
-
 @dataclass
 class StepContext:
     """The context of one rollout forward: the places of its rows and of their KV."""
@@ -65,13 +58,7 @@ class StepContext:
     key_caches: list[Tensor]  # per layer of this rank [num_blocks, block_size, K, D]
     value_caches: list[Tensor]
     first_layer: int = 0  # index in the whole model of the layer that the first cache belongs to
-
-
-@dataclass
-class LayerProbe:
-    """A recorder of each layer's KV shape. It replaces the StepContext in the start-up forward."""
-
-    layers: dict[int, KVShape] = field(default_factory=dict)
+    states: StepStates | None = None  # of the recurrent layers; None: the module has none
 
 
 class _KernelOptions(TypedDict):
@@ -131,7 +118,9 @@ def hosted_attention(
         out = paged_attention(rows[0], step.key_caches[layer], step.value_caches[layer], step.paged, new=new, **options)
     else:
         if isinstance(step, LayerProbe):
-            step.layers[cast(int, module.layer_idx)] = KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
+            shape = KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
+            step.attention_called(module, shape, sliding_window, attention_mask)
+            attention_mask = None  # it may be the probe's own
         query_start = _query_start(attention_mask, cu_seq_lens_q, batch, num_rows, query.device)
         out = varlen_attention(rows[0], rows[1], rows[2], query_start, **options)
     return out.view(batch, num_rows, num_heads, value.shape[3]), None
@@ -151,18 +140,28 @@ def _query_start(mask: Tensor | None, packed: Tensor | None, batch: int, num_row
 
 
 def hosted_mask(
-    *, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **_: object
+    *,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    mask_function: MaskFunction | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **_: object,
 ) -> Tensor | None:
     """Check the attention mask and return None in its place, or a marker of packed rows.
 
     The attention is causal per sequence, and rows after a sequence's end change no other row, so it needs no mask.
-    attention_mask [B, T], true where a token is. Raises ValueError for padding on the left.
+    attention_mask [B, T], true where a token is. In the start-up forward the probe gives a mask of its own. Raises
+    ValueError for padding on the left.
     """
+    probe = PROBING.get()
+    if probe is not None and attention_mask is None:
+        return probe.mask_made(None if use_vmap else mask_function, local_size)
     if attention_mask is not None and bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
         raise ValueError("attention_mask has padding before tokens: pad on the right")
     return None if allow_is_causal_skip else _PACKED
 
 
 for _path, _name in ATTENTION_NAMES.items():
-    AttentionInterface.register(_name, partial(hosted_attention, path=_path))
+    AttentionInterface.register(_name, outside_modes(partial(hosted_attention, path=_path)))
     AttentionMaskInterface.register(_name, hosted_mask)

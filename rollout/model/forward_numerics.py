@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ...kernels.attention.paged import attention_path
 from ..sharding.division import Division
 from .attention import ATTENTION_NAMES
 from .experts import EXPERTS
 from .numerics import Numerics
+
+_COMPILED = "_compiled_call_impl"  # torch's attribute of modules that were compiled in place
+_CHECKPOINT = "_gradient_checkpointing_func"  # transformers' attribute of layers while checkpointing is switched on
 
 
 class ForwardNumerics:
@@ -38,10 +41,16 @@ class ForwardNumerics:
             if self._num_users == 0:
                 self._refuse_other_tree()
                 with ExitStack() as entered:
-                    config = self.module.config
-                    entered.callback(self._restore, config._attn_implementation, config._experts_implementation)
+                    entered.enter_context(restored_implementations(self.module))
                     self._use_implementations()
                     entered.enter_context(self.numerics.installed())
+                    for part in self.module.modules():
+                        if (own := vars(part).get(_CHECKPOINT)) is not None:
+                            entered.callback(setattr, part, _CHECKPOINT, own)
+                            setattr(part, _CHECKPOINT, self._checkpointing(own))
+                        if (compiled := vars(part).get(_COMPILED)) is not None:
+                            entered.callback(setattr, part, _COMPILED, compiled)
+                            setattr(part, _COMPILED, None)
                     self._exit = entered.pop_all()
             self._num_users += 1
         try:
@@ -65,10 +74,51 @@ class ForwardNumerics:
         parameter, guarantee = next(self.module.parameters()), self.numerics.guarantee
         path = guarantee.attention if guarantee else attention_path(parameter.device, parameter.dtype)
         self.module.set_attn_implementation(ATTENTION_NAMES[path])
-        if self._own_experts and self.module._can_set_experts_implementation():
-            self.module.set_experts_implementation(EXPERTS)
+        if self._own_experts:
+            for part in self.module.modules():
+                if hasattr(part, "has_gate") and isinstance(config := getattr(part, "config", None), PretrainedConfig):
+                    config._experts_implementation_internal = EXPERTS
 
-    def _restore(self, attention: str | None, experts: str | None) -> None:
-        # transformers' setters write these attributes, but refuse some values that a module may start with.
-        self.module.config._attn_implementation_internal = attention
-        self.module.config._experts_implementation_internal = experts
+    def _checkpointing(self, own: Callable[..., object]) -> Callable[..., object]:
+        """Return the checkpoint function of a layer, which runs the layer again with these numerics, whenever it is.
+
+        A backward pass runs it, and may come after the last user has left.
+        """
+
+        def checkpoint(run: Callable[..., object], *args: object, **kwargs: object) -> object:
+            under_mode = self.numerics.around(run)
+
+            def again(*inputs: object, **named: object) -> object:
+                with self.installed():
+                    return under_mode(*inputs, **named)
+
+            return own(again, *args, **kwargs)
+
+        return checkpoint
+
+
+@contextmanager
+def restored_implementations(module: PreTrainedModel) -> Iterator[None]:
+    """Restore the attention and experts implementation of a module and of all modules in it when the context ends."""
+    with ExitStack() as entered:
+        for config in _configs(module):
+            entered.callback(_restore, config, config._attn_implementation, config._experts_implementation)
+        yield
+
+
+def _configs(module: PreTrainedModel) -> list[PretrainedConfig]:
+    """List the configurations of a module and of all modules in it, each once."""
+    found: dict[int, PretrainedConfig] = {}
+    waiting = [getattr(part, "config", None) for part in module.modules()]
+    while waiting:
+        config = waiting.pop()
+        if isinstance(config, PretrainedConfig) and id(config) not in found:
+            found[id(config)] = config
+            waiting += [getattr(config, name, None) for name in config.sub_configs]
+    return list(found.values())
+
+
+def _restore(config: PretrainedConfig, attention: str | None, experts: str | None) -> None:
+    # transformers' setters write these attributes, but refuse some values that a module may start with.
+    config._attn_implementation_internal = attention
+    config._experts_implementation_internal = experts

@@ -22,8 +22,11 @@ from ...kernels.layers.rms_norm import NormRule, reference_rms_norm, rms_norm
 from ...kernels.layers.rotary import reference_rotary, rotary
 from ...kernels.layers.swiglu import swiglu
 from ...kernels.linear.linear import native_products
+from .functions import outside_modes
 
 Forward = Callable[..., object]
+
+_swiglu, _rotary = outside_modes(swiglu), outside_modes(rotary)
 
 _ROTARY = "apply_rotary_pos_emb"  # the global name by which transformers' attention modules call it
 _SILU = (nn.SiLU, activations.SiLUActivation)
@@ -63,7 +66,7 @@ def _norm_forward(module: nn.Module) -> Forward | None:
             return own(hidden_states)
         return rms_norm(hidden_states, weight, rule)
 
-    return forward
+    return outside_modes(forward)
 
 
 @cache
@@ -99,12 +102,17 @@ def _gated_mlp_forward(module: nn.Module, is_native: Callable[[nn.Module], bool]
         return None
     mlp: Any = module  # its children are looked up at every call
 
+    @outside_modes
+    def in_one_product(hidden_states: Tensor, layers: tuple[nn.Module, ...]) -> Tensor | None:
+        if not all(map(is_native, layers)) or has_hooks(layers) or needs_grad(hidden_states, layers):
+            return None
+        return native_products(hidden_states, [(layer.weight, layer.bias) for layer in layers], gated=True)[0]
+
     def forward(hidden_states: Tensor) -> Tensor:
         layers = mlp.gate_proj, mlp.up_proj
-        if all(map(is_native, layers)) and not has_hooks(layers) and not needs_grad(hidden_states, layers):
-            (hidden,) = native_products(hidden_states, [(layer.weight, layer.bias) for layer in layers], gated=True)
-        else:
-            hidden = swiglu(*(layer(hidden_states) for layer in layers))
+        hidden = in_one_product(hidden_states, layers)
+        if hidden is None:
+            hidden = _swiglu(*(layer(hidden_states) for layer in layers))
         return mlp.down_proj(hidden)
 
     return forward
@@ -161,7 +169,10 @@ def _rotary_of(function: Forward) -> Forward:
     ) -> object:
         if others or named or q.dim() != 4 or cos.dim() != 3 or cos.requires_grad:
             return function(q, k, cos, sin, *others, **named)
-        return rotary(q, k, cos, sin)
+        # Some functions rotate a part of the head's width, or round to q's dtype at the end. The trial shows neither.
+        if cos.shape[-1] != q.shape[-1] or cos.dtype is not q.dtype:
+            return function(q, k, cos, sin, *others, **named)
+        return _rotary(q, k, cos, sin)
 
     return apply_rotary_pos_emb
 

@@ -17,12 +17,14 @@ from ..ranks.mesh import Mesh
 from ..sharding.division import FullSpec, divide
 from ..sharding.part import Part, copy_part, load_part
 from ..sharding.shards import Shard
-from .adapter_folder import AdapterFolder, AdapterLayers, put_in, take_out
-from .adapters import HostedAdapters, without_peft_model
-from .attention import NO_MASK, STEP_KEYWORD, KVShape, LayerProbe, StepContext
+from .adapters.folder import AdapterFolder, AdapterLayers, put_in, take_out
+from .adapters.layers import HostedAdapters, without_peft_model
+from .attention import NO_MASK, STEP_KEYWORD, StepContext
 from .forward_numerics import ForwardNumerics
+from .layer_probe import PROBING, KVShape, LayerProbe
+from .recurrent.states import StateShapes
 from .rollout_phase import RolloutPhase
-from .supported import DTYPES, refuse_different_choices, refuse_unsupported
+from .supported import DTYPES, refuse_different_choices, refuse_randomness, refuse_unsupported
 from .tensors import HostedTensors
 
 logger = logging.getLogger(__name__)
@@ -45,17 +47,22 @@ class HostedModel:
         self.division = part.division
         self._stage_input = part.stage_input
         self.config = self.module.config.get_text_config(decoder=True)
-        refuse_unsupported(self.module, self.config, invariant)
+        refuse_unsupported(self.module, self.config, invariant, self.division.layers)
         hosted = ForwardNumerics(self.module, invariant, self.division)
         self.numerics = hosted.numerics
         self._trained = hosted
         if trained is not None:
             self._trained = ForwardNumerics(trained, invariant, _whole(trained, self.division.k_blocks).division)
+        refuse_randomness(self.trained_module)
         refuse_different_choices(self.numerics.guarantee, self.mesh)
         self._phase = RolloutPhase(hosted, owned=owned)
         self._released_shapes: list[torch.Size] = []  # of the parameters in their order, while their memory is released
         use_huge_pages((parameter for _, parameter in self._tensors.parameters()), now=True)
-        self.kv_shapes = self._probe()  # of this rank's layers, in their order
+        probe = self._probe()
+        none = KVShape(0, 0, 0, self.dtype)
+        self.kv_shapes = [probe.layers.get(index, none) for index in self.division.layers]  # of this rank's layers
+        self.windows = frozenset(probe.windows)  # tokens that rows of some layers see, beside layers without a window
+        self.state_shapes: StateShapes = probe.states  # of this rank's recurrent layers; empty: it has none
         logger.info("hosting %s: %s", type(self.module).__name__, self.numerics.describe())
 
     @classmethod
@@ -91,6 +98,11 @@ class HostedModel:
         Raises ValueError if `dtype` or `device` differs from the module's, and for tensors that cannot be divided.
         """
         module = without_peft_model(module)
+        if hasattr(module, "_orig_mod"):
+            raise ValueError(
+                "can host a module, not what torch.compile makes of it: pass the module itself. It may be compiled in "
+                "place, with module.compile(): the engine's numerics run it uncompiled"
+            )
         if not isinstance(module, PreTrainedModel):
             raise ValueError(f"can host a transformers PreTrainedModel or a folder, not {type(module).__name__}")
         parameter = next(module.parameters())
@@ -245,8 +257,9 @@ class HostedModel:
         """Install the rollout's operations, attention included, for the trainer's forward and backward.
 
         Re-entrant, also from several threads: when the last user leaves, the attention and experts implementation and
-        every forward are restored.
+        every forward are restored. Raises ValueError for a module that draws random numbers, as dropout does.
         """
+        refuse_randomness(self.trained_module)
         with self._trained.installed():
             yield
 
@@ -293,12 +306,22 @@ class HostedModel:
         if not self._phase.is_set_up:
             raise PhaseError("the module is the trainer's now: generate inside the rollout phase")
         step.first_layer = self.division.layers.start
-        return self._call(token_ids, positions, step, logit_rows, hidden)
+        return self.call(token_ids, positions, step, logit_rows, hidden)
 
-    def _call(
-        self, token_ids: Tensor | None, positions: Tensor, step: object, logit_rows: Tensor | int, hidden: Tensor | None
+    def call(
+        self,
+        token_ids: Tensor | None,
+        positions: Tensor,
+        step: object,
+        logit_rows: Tensor,
+        hidden: Tensor | None,
+        mask: Tensor | None = NO_MASK,
     ) -> Tensor:
-        common = {"position_ids": positions.unsqueeze(0), "attention_mask": NO_MASK, "use_cache": False}
+        """Run this rank's stage as `forward` does: in a step, or over one whole sequence if `step` is None.
+
+        mask: None lets transformers make its own, which the attention reads and drops.
+        """
+        common = {"position_ids": positions.unsqueeze(0), "attention_mask": mask, "use_cache": False}
         common[STEP_KEYWORD] = step
         if self._stage_input is None:
             assert token_ids is not None
@@ -315,25 +338,27 @@ class HostedModel:
             if self._stage_input is not None:
                 self._stage_input.received = None
 
-    def _probe(self) -> list[KVShape]:
-        """Run a few tokens to learn the KV shapes of the layers.
+    def _probe(self) -> LayerProbe:
+        """Run a few tokens to learn the shapes of the layers' KV and states.
 
         Raises ValueError if a layer does not call the hosted attention or uses an unknown keyword.
         """
-        probe = LayerProbe()
+        probe = LayerProbe(self.max_model_len)
         positions = torch.arange(4, device=self.device)
         hidden = None
         if self._stage_input is not None:
             hidden = torch.zeros(4, self.hidden_size, dtype=self.dtype, device=self.device)
-        with self.rollout_phase(), torch.inference_mode():
-            out = self._call(positions % self.vocab_size, positions, probe, 1, hidden)
-        missing = sorted(set(self.division.layers) - set(probe.layers))
+        token = PROBING.set(probe)
+        try:
+            with self.rollout_phase(), torch.inference_mode():
+                out = self.call(positions % self.vocab_size, positions, probe, positions[-1:], hidden, mask=None)
+        finally:
+            PROBING.reset(token)
         name = type(self.module).__name__
-        if missing:
-            raise ValueError(f"{name} cannot be hosted: layers {missing} do not use transformers' attention interface")
         if not self.mesh.is_last_stage and out.shape != (4, self.hidden_size):
             raise ValueError(f"{name} cannot be cut into stages: a stage gave {list(out.shape)} for hidden states")
-        return [probe.layers[index] for index in self.division.layers]
+        probe.refuse_faults(self.division.layers, name)
+        return probe
 
 
 def _whole(module: PreTrainedModel, k_blocks: int) -> Part:

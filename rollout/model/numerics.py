@@ -1,13 +1,14 @@
 """Install and remove the invariant operations of a module's forward (docs/architecture.md, "Numerics").
 
-Linear layers and activations get a forward of their own while the numerics are installed; modules that call functions
-on weights they own (routers, experts) run under a mode that redirects those functions. The trainer's forward and the
-rollout's run the same operations, so their numbers have the same bits.
+Linear layers, norms and activations get a forward of their own while the numerics are installed; the code around them
+(routers, experts, gates) runs under a mode that redirects functions of torch. The trainer's forward and the rollout's
+run the same operations, so their numbers have the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,17 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from transformers import activations
+from transformers import PreTrainedModel, activations
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...kernels.layers.activation import gelu, gelu_tanh, sigmoid, silu
+from ...kernels.layers.activation import gelu, gelu_tanh, silu
 from ...kernels.linear.linear import Product, invariant_linear, product_of
 from ...kernels.self_test import Guarantee, self_test
 from ..sharding.collectives import RowReduction, VocabularyLookup, gather_columns
 from ..sharding.division import Division
 from ..sharding.tp_plan import SUMS
 from .experts import REDUCTION
+from .functions import ReplacedFunctions, invariant_functions, outside_modes
 from .fused_layers import fused_forward
+from .recurrent.layers import recurrent_forward
 from .shared_input import SharedInput, siblings_of
 
 _ACTIVATIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {
@@ -34,42 +37,6 @@ _ACTIVATIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {
     activations.GELUTanh: gelu_tanh,
     activations.GELUActivation: gelu,
 }
-_OWN_ROWS = (nn.Embedding,)  # have a matrix, but only look rows up
-
-
-def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    return gelu_tanh(x) if approximate == "tanh" else gelu(x)
-
-
-class ReplacedFunctions(TorchFunctionMode):
-    """A mode that replaces functions by their entries in a table while it is active."""
-
-    def __init__(self, table: Mapping[Callable[..., object], Callable[..., object]]) -> None:
-        super().__init__()
-        self._table = table
-
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> object:
-        return self._table.get(func, func)(*args, **(kwargs or {}))
-
-
-def invariant_functions(linear: Callable[..., Tensor]) -> ReplacedFunctions:
-    """Return a mode that replaces functions that are not row-invariant by invariant ones."""
-    return ReplacedFunctions(
-        {
-            F.linear: linear,
-            F.silu: lambda x, inplace=False: silu(x),
-            F.gelu: _gelu,
-            F.sigmoid: sigmoid,
-            torch.sigmoid: sigmoid,
-            Tensor.sigmoid: sigmoid,
-        }
-    )
 
 
 class Numerics:
@@ -82,11 +49,16 @@ class Numerics:
         parameter = next(module.parameters())
         self.guarantee: Guarantee | None = None
         self._patches: list[tuple[nn.Module, str, object]] = []  # instance attributes, forward mostly, while installed
+        self._own_forwards: list[tuple[nn.Module, Any]] = []
+        self._functions: ReplacedFunctions | None = None
+        # The whole module, and the parts of it that may run on their own: a backward pass runs checkpointed layers.
+        self._entrances = [m for m in module.modules() if isinstance(m, PreTrainedModel | GradientCheckpointingLayer)]
         self._depth = 0
         if invariant:
             shapes = division.linear_shapes
             self.guarantee = self_test(shapes, parameter.dtype, parameter.device, cuts=division.cuts)
             _refuse_other_products(module, parameter, self.guarantee)
+        self._plan_recurrent(module)
         self._plan_shared(module, division)
         if self.guarantee is not None:
             self._plan_invariant(module, self.guarantee)
@@ -105,14 +77,42 @@ class Numerics:
                 raise ValueError(f"modules with a forward of their own cannot be hosted: {', '.join(names)}")
             for module, name, value in self._patches:
                 setattr(module, name, value)
+            self._own_forwards = self._enter_functions()
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
             if self._depth == 0:
+                for module, own in self._own_forwards:
+                    if own is None:
+                        del module.forward
+                    else:
+                        module.forward = own  # type: ignore[method-assign]
                 for module, name, _ in self._patches:
                     delattr(module, name)
+
+    def around(self, function: Callable[..., object]) -> Callable[..., object]:
+        """Return the function under the mode that replaces functions of torch."""
+        return function if self._functions is None else self._functions.around(function)
+
+    def _enter_functions(self) -> list[tuple[nn.Module, Any]]:
+        """Put the mode around the entrances. Returns them with the forward that each instance had of its own."""
+        can_compile = "torch._dynamo" in sys.modules  # else nothing is compiled, and the import would take seconds
+        if self._functions is None and not can_compile:
+            return []
+        own = [(module, vars(module).get("forward")) for module in self._entrances]
+        for module in self._entrances:
+            forward = self.around(module.forward)
+            # A compiled caller runs the module uncompiled: the compiler would trace into operations that it breaks.
+            module.forward = torch.compiler.disable(forward) if can_compile else forward  # type: ignore[method-assign]
+        return own
+
+    def _plan_recurrent(self, root: nn.Module) -> None:
+        """Plan the forwards of recurrent layers, which keep their states in a rollout step."""
+        for module in root.modules():
+            if (forward := recurrent_forward(module)) is not None:
+                self._patches.append((module, "forward", forward))
 
     def _plan_shared(self, root: nn.Module, division: Division) -> None:
         """Plan the forwards of layers that several ranks share, or that sum K-blocks as if ranks shared them."""
@@ -139,10 +139,10 @@ class Numerics:
                 assert mesh.tp_group is not None
                 first = division.shards[f"{name}.weight"].ranges[0][0]
                 functions = ReplacedFunctions({F.embedding: VocabularyLookup(first, mesh.tp_group)})
-                self._patches.append((module, "forward", _under(functions, module)))
+                self._patches.append((module, "forward", functions.around(module.forward)))
 
     def _plan_invariant(self, root: nn.Module, guarantee: Guarantee) -> None:
-        functions = invariant_functions(self._linear())
+        self._functions = invariant_functions(outside_modes(self._linear()))
         planned = {id(module) for module, name, _ in self._patches if name == "forward"}
         divided = frozenset(planned)
 
@@ -153,7 +153,8 @@ class Numerics:
             for layers in (found for parent in root.modules() for found in siblings_of(parent)):
                 if planned.isdisjoint(map(id, layers)):
                     shared = SharedInput(layers, self._linear())
-                    self._patches += [(layer, "forward", shared.forward_of(i)) for i, layer in enumerate(layers)]
+                    forwards = [outside_modes(shared.forward_of(index)) for index in range(len(layers))]
+                    self._patches += [(layer, "forward", own) for layer, own in zip(layers, forwards, strict=True)]
                     planned.update(map(id, layers))
         for module in root.modules():
             if id(module) in planned:
@@ -162,11 +163,9 @@ class Numerics:
             if type(module) is nn.Linear:
                 forward = _linear_forward(module, self._linear())
             elif type(module) in _ACTIVATIONS:
-                forward = _ACTIVATIONS[type(module)]
+                forward = outside_modes(_ACTIVATIONS[type(module)])
             elif (fused := fused_forward(module, is_native)) is not None:
                 forward = fused
-            elif _is_activation(module) or (_owns_matrix(module) and not isinstance(module, _OWN_ROWS)):
-                forward = _under(functions, module)
             if forward is not None:
                 self._patches.append((module, "forward", forward))
 
@@ -195,7 +194,7 @@ def _refuse_other_products(root: nn.Module, parameter: Tensor, guarantee: Guaran
 
 
 def _linear_forward(module: nn.Linear, linear: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda x: linear(x, module.weight, module.bias)
+    return outside_modes(lambda x: linear(x, module.weight, module.bias))
 
 
 def _row_forward(
@@ -211,27 +210,9 @@ def _row_forward(
         out = reduction.product(mine.reshape(-1, mine.shape[-1]), module.weight, module.bias, product)
         return out.view(*x.shape[:-1], -1)
 
-    return forward
+    return outside_modes(forward)
 
 
 def _gathering_forward(forward: Callable[[Tensor], Tensor], division: Division) -> Callable[[Tensor], Tensor]:
     mesh = division.mesh
     return lambda x: gather_columns(forward(x), mesh.tp, mesh.tp_group)
-
-
-def _under(functions: ReplacedFunctions, module: nn.Module) -> Callable[..., object]:
-    forward = module.forward  # bound to the class's method: the patch is an instance attribute
-
-    def run(*args: object, **kwargs: object) -> object:
-        with functions:
-            return forward(*args, **kwargs)
-
-    return run
-
-
-def _is_activation(module: nn.Module) -> bool:
-    return type(module).__module__ in (activations.__name__, nn.modules.activation.__name__)
-
-
-def _owns_matrix(module: nn.Module) -> bool:
-    return any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))

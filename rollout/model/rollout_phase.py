@@ -95,8 +95,7 @@ class RolloutPhase:
         with ExitStack() as entered:
             entered.callback(self._forget_exit)
             entered.enter_context(self._hosted.installed())
-            entered.callback(_restore_flags, [(part, part.training) for part in module.modules()])
-            module.eval()
+            entered.enter_context(evaluated(module))
             self._exit = entered.pop_all()
 
     def _end(self) -> None:
@@ -112,6 +111,13 @@ class RolloutPhase:
         self._exit = None
 
 
-def _restore_flags(flags: list[tuple[nn.Module, bool]]) -> None:
-    for module, training in flags:
-        module.training = training
+@contextmanager
+def evaluated(module: nn.Module) -> Iterator[None]:
+    """Set a module's flags for evaluation; restores each when the context ends."""
+    flags = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in flags:
+            part.training = training

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...kernels.self_test import Guarantee
 from ..ranks.mesh import Mesh
+from .recurrent.layers import recurrent_forward
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Rotary tables that are recomputed from the longest sequence of the batch: a row would depend on its neighbours.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_RECURRENT_TYPES = {"conv", "linear_attention"}
 
 
-def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invariant: bool) -> None:
-    """Raise ValueError that names every unsupported feature of the module. config: its decoder's."""
+def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invariant: bool, layers: range) -> None:
+    """Raise ValueError that names every unsupported feature of the module.
+
+    config: of its decoder; layers: of this rank.
+    """
     wrong = []
     if next(module.parameters()).dtype not in DTYPES.values():
         wrong.append(f"dtype {next(module.parameters()).dtype}")
@@ -29,12 +35,38 @@ def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invari
     if getattr(config, "num_attention_heads", None) is None:
         wrong.append("layers without attention heads")
     # A module implements other kinds in its mask or its own code, which the hosted attention does not see.
-    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
-    wrong += [f"layers of type {kind}" for kind in sorted(kinds)]
+    recurrent = {part.layer_idx for part in module.modules() if recurrent_forward(part) is not None}
+    types = dict(enumerate(getattr(config, "layer_types", None) or ()))
+    wrong += [
+        f"layers of type {kind}"
+        for kind in sorted(set(types.values()) - _LAYER_TYPES)
+        if kind not in _RECURRENT_TYPES or any(types[i] == kind and i not in recurrent for i in layers)
+    ]
     if getattr(config, "is_encoder_decoder", False):
         wrong.append("an encoder")
     if wrong:
         raise ValueError(f"{type(module).__name__} cannot be hosted: {', '.join(wrong)}")
+
+
+def refuse_randomness(module: PreTrainedModel) -> None:
+    """Raise ValueError that names every dropout and jitter of a module in train mode. An evaluated part has none."""
+    found: dict[str, list[str]] = {}
+    for path, part in module.named_modules():
+        if not part.training:
+            continue
+        if isinstance(part, _DropoutNd):
+            numbers = {"dropout": part.p} if part.p else {}
+        else:
+            numbers = {name: value for name, value in vars(part).items() if type(value) is float and value > 0}
+        for name, value in numbers.items():
+            if "drop" in name or "jitter" in name:
+                found.setdefault(f"{name} ({value:g}) of {type(part).__name__}", []).append(path or "the module")
+    places = [f"{kind} ({paths[0]}{f' and {len(paths) - 1} more' * (len(paths) > 1)})" for kind, paths in found.items()]
+    if places:
+        raise ValueError(
+            f"{type(module).__name__} draws random numbers in train mode, so the trainer's log-probabilities would "
+            f"differ from the engine's: {'; '.join(places)}. Set them to 0, or call eval()"
+        )
 
 
 def refuse_different_choices(guarantee: Guarantee | None, mesh: Mesh) -> None:

@@ -24,12 +24,15 @@ ROOMS = {  # room: the rooms that it may import
 PLACES = {
     "rollout.engine": "completion config control kv loop ranks replica reports sequences",
     "rollout.control": "completion errors grammars loop replica sampling_params sequences",
-    "rollout.loop": "completion config errors grammars kv model ranks replica reports running scheduling sequences",
+    "rollout.loop": (
+        "check completion config errors grammars kv model ranks replica reports running scheduling sequences"
+    ),
     "rollout.replica": "completion errors grammars kv model ranks reports running sampling_params sequences",
     "rollout.running": "completion errors kv model reports sampling_params sequences",
     "rollout.scheduling": "config kv sequences",
     "rollout.kv": "config errors model sequences",
     "rollout.model": "errors ranks sharding",
+    "rollout.check": "model",
     "rollout.reports": "completion sequences",
     "rollout.sequences": "completion errors grammars sampling_params",
     "rollout.sharding": "ranks",
@@ -61,7 +64,7 @@ PLACES = {
         "service service_config version"
     ),
     "integration.grpo.job": (
-        "grpo.arithmetic grpo.checkpoint grpo.config grpo.engines failures grpo.loss grpo.packing grpo.plan "
+        "grpo.arithmetic grpo.backends grpo.checkpoint grpo.config grpo.engines failures grpo.loss grpo.packing grpo.plan "
         "grpo.problems grpo.rewards grpo.run_folder grpo.run_log grpo.task grpo.trainer grpo.warm_start http.edge "
         "http.server ranks"
     ),
@@ -103,7 +106,7 @@ PLACES = {
     "integration.router.proxy": (
         "http.edge router.budget router.calls router.config router.counters router.fleet router.relay router.wire"
     ),
-    "integration.grpo.plan": "grpo.arithmetic grpo.config grpo.rewards grpo.task grpo.trainer grpo.warm_start ranks",
+    "integration.grpo.plan": "grpo.arithmetic grpo.backends grpo.config grpo.rewards grpo.task grpo.trainer grpo.warm_start ranks",
     "integration.push.local_target": "plain_values service",
     "integration.router.changes": "http.edge router.calls router.config router.counters router.fleet router.wire",
     "integration.router.relay": "router.calls router.counters router.fleet",
@@ -147,6 +150,7 @@ PLACES = {
     "kernels.self_test": "attention linear machine",
     "kernels.attention": "machine",
     "kernels.layers": "machine",
+    "kernels.recurrent": "layers",
     "kernels.linear": "machine",
     "kernels.sampling": "machine",
     "kernels.sha256": "machine",

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lockstep.integration.grpo.backends.backend import TrainerState
 from lockstep.integration.grpo.backends.ddp import DdpBackend
-from lockstep.integration.grpo.lora import add_adapters
+from lockstep.integration.grpo.backends.lora import add_adapters
 from lockstep.integration.grpo.packing import Sample
 from lockstep.integration.grpo.sections import LoraSettings, TrainSettings
 from lockstep.integration.grpo.trainer import GrpoTrainer

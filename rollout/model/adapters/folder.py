@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .adapters import PEFT_PREFIX, adapter_layers
+from .layers import PEFT_PREFIX, adapter_layers
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # The one adapter of a module. It is PEFT's default, so that tensors have the names that they have in a trainer.

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ...kernels.sampling.draws import derive_seed
-from .sections import LoraSettings
+from ....kernels.sampling.draws import derive_seed
+from ..sections import LoraSettings
 
 ALL_LINEAR = "all-linear"  # PEFT's name for every linear layer but the output
 

@@ -1,0 +1,1 @@
+"""Recurrent layers: causal convolution and state updates whose rows depend on their own sequence only."""

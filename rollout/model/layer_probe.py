@@ -1,0 +1,118 @@
+"""The start-up forward of a hosted module: the shapes of its layers' KV and states, and calls that cannot be hosted.
+
+The hosted attention drops the mask: it is causal, with the window that the layer names. So the probe compares the
+window with the mask that transformers made for the layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from .recurrent.states import StateShape
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query and key indices -> visible
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """The shape of one layer's KV for one token."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Mask:
+    window: int | None
+    is_plain: bool  # it shows what causal attention with this window sees, as far as it was tried
+
+
+@dataclass
+class LayerProbe:
+    """A recorder of a module's calls of attention. It replaces the StepContext in the start-up forward."""
+
+    longest: int  # tokens of the module's longest context: a window of so many is none
+    layers: dict[int, KVShape] = field(default_factory=dict)
+    states: dict[int, dict[str, StateShape]] = field(default_factory=dict)  # of recurrent layers, by name
+    num_calls: Counter[int] = field(default_factory=Counter)
+    windows: set[int] = field(default_factory=set)
+    faults: dict[str, set[int]] = field(default_factory=dict)  # what is wrong -> layers
+    _masks: list[_Mask] = field(default_factory=list)
+
+    def mask_made(self, function: MaskFunction | None, window: int | None) -> Tensor:
+        """Record a mask and return the number of the record, as a mask for the layers that get it.
+
+        function: None if it cannot be tried on many indices at once.
+        """
+        window = None if window is None or window >= self.longest else window
+        self._masks.append(_Mask(window, function is None or _is_plain(function, window)))
+        return torch.full((1, 1, 1, 1), float(len(self._masks) - 1))
+
+    def attention_called(self, module: nn.Module, shape: KVShape, window: int | None, mask: Tensor | None) -> None:
+        """Record one call. Raises ValueError for a module without the index of its layer."""
+        layer, name = getattr(module, "layer_idx", None), type(module).__name__
+        if not isinstance(layer, int):
+            raise ValueError(f"{name} cannot be hosted: it has no layer_idx, so its KV would have no place")
+        self.layers[layer] = shape
+        self.num_calls[layer] += 1
+        found = self._masks[int(mask)] if mask is not None and mask.numel() == 1 and self._masks else None
+        window = None if window is None or window >= self.longest else window
+        self.windows.update(() if window is None else [window])
+        if found is not None and not found.is_plain:
+            self._blame(layer, f"the mask of {name} is not that of causal attention with a window")
+        elif found is not None and found.window != window:
+            of_mask = "no window" if found.window is None else f"a window of {found.window} tokens"
+            told = "none" if window is None else str(window)
+            self._blame(layer, f"the mask of {name} has {of_mask}, but its attention is told {told}")
+
+    def _blame(self, layer: int, fault: str) -> None:
+        self.faults.setdefault(fault, set()).add(layer)
+
+    def refuse_faults(self, expected: range, name: str) -> None:
+        """Raise ValueError that names everything that cannot be hosted. expected: layers of this rank.
+
+        name: of the module's class.
+        """
+        wrong = [f"{fault} (layers {_listed(layers)})" for fault, layers in self.faults.items()]
+        if missing := set(expected) - set(self.layers) - set(self.states):
+            wrong.append(f"layers {_listed(missing)} do not use transformers' attention interface")
+        if beyond := set(self.layers) - set(expected):
+            wrong.append(f"layers {_listed(beyond)} call attention, but its configuration has layers {expected}")
+        if often := {layer for layer, num_calls in self.num_calls.items() if num_calls > 1}:
+            wrong.append(
+                f"layers {_listed(often)} call their attention {max(self.num_calls.values())} times in a forward: the "
+                "KV of a call would take the place of the one before"
+            )
+        if wrong:
+            raise ValueError(f"{name} cannot be hosted: {'; '.join(wrong)}")
+
+
+PROBING: ContextVar[LayerProbe | None] = ContextVar("lockstep_probing", default=None)
+
+
+def _listed(layers: Iterable[int]) -> list[int]:
+    return sorted(layers)
+
+
+def _is_plain(function: MaskFunction, window: int | None) -> bool:
+    """Return whether the mask is causal with this window: at the first rows, and around the window's end."""
+    width = window or 600
+    rows = torch.tensor([0, 1, 2, 3, width - 1, width, width + 1, 2 * width + 20])[:, None]
+    keys = torch.cat(
+        [torch.arange(3).expand(len(rows), -1), rows + torch.arange(-3, 3), rows - width + torch.arange(-2, 3)], 1
+    )
+    keys = keys.clamp(min=0)
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+    seen = function(zero, zero, rows[None, None], keys[None, None])
+    expected = keys <= rows
+    if window is not None:
+        expected = expected & (keys > rows - window)
+    return torch.equal(seen.expand(1, 1, *keys.shape)[0, 0], expected)

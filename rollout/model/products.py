@@ -1,0 +1,109 @@
+"""Matrix products that a module's own code writes by hand, computed by the invariant product of linear layers.
+
+Letters: M rows of the left operand, K contracted, N columns of the right operand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Linear = Callable[..., Tensor]  # x [...,K], weight [N,K], bias [N] or None -> [...,N]
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_NARROW = 16  # products over so few numbers are added one after the other, for any number of batches at once
+
+
+def replaced_products(linear: Linear) -> dict[Callable[..., object], Callable[..., object]]:
+    """Return a table of torch's matrix products and their replacements by `linear`."""
+
+    def matmul(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
+        if out is not None or not _serves(left, right):
+            return torch.matmul(left, right) if out is None else torch.matmul(left, right, out=out)
+        return invariant_matmul(left, right, linear)
+
+    def addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        if not _serves(left, right) or beta != 1 or alpha != 1 or bias.dtype is not left.dtype:
+            return torch.addmm(bias, left, right, beta=beta, alpha=alpha)
+        if bias.dim() == 1:
+            return linear(left, right.t(), bias)
+        return invariant_matmul(left, right, linear) + bias
+
+    def baddbmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        if not _serves(left, right) or beta != 1 or alpha != 1:
+            return torch.baddbmm(bias, left, right, beta=beta, alpha=alpha)
+        return invariant_matmul(left, right, linear) + bias
+
+    def einsum(equation: str, *operands: Tensor) -> Tensor:
+        if len(operands) == 1 and isinstance(operands[0], list | tuple):
+            operands = tuple(operands[0])
+        if len(operands) != 2 or not _serves(*operands) or (parts := _einsum_parts(equation)) is None:
+            return torch.einsum(equation, *operands)
+        return _einsum(*parts, *operands, linear)
+
+    products = (torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__)
+    return {
+        F.linear: linear,
+        **dict.fromkeys(products, matmul),
+        **dict.fromkeys((torch.addmm, Tensor.addmm), addmm),
+        **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), baddbmm),
+        torch.einsum: einsum,
+    }
+
+
+def invariant_matmul(left: Tensor, right: Tensor, linear: Linear) -> Tensor:
+    """Compute torch.matmul(left, right), differentiable; the bits of a row depend on the row and on `right` alone."""
+    if left.dim() == 1:
+        return invariant_matmul(left[None], right, linear).squeeze(-2)
+    if right.dim() == 1:
+        return linear(left, right[None]).squeeze(-1)
+    if right.dim() == 2:
+        return linear(left, right.t())
+    if left.shape[-1] <= _NARROW:
+        total = left[..., :1] * right[..., :1, :]
+        for k in range(1, left.shape[-1]):
+            total = total + left[..., k : k + 1] * right[..., k : k + 1, :]
+        return total
+    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    lefts = left.expand(*batch, *left.shape[-2:]).flatten(0, -3).unbind()
+    rights = right.expand(*batch, *right.shape[-2:]).flatten(0, -3).unbind()
+    products = [linear(rows, weight.t()) for rows, weight in zip(lefts, rights, strict=True)]
+    return torch.stack(products).view(*batch, left.shape[-2], right.shape[-1])
+
+
+def _serves(left: Tensor, right: Tensor) -> bool:
+    """Return whether to replace the product: not over a single number (rotary angles), which is exact anyway."""
+    return left.dtype is right.dtype and left.dtype in _DTYPES and left.shape[-1] > 1 and left.numel() > 0
+
+
+def _einsum_parts(equation: str) -> tuple[str, str, str] | None:
+    """Return the letters of two operands and of the result; None for an equation of another kind."""
+    inputs, arrow, out = equation.replace(" ", "").partition("->")
+    left, comma, right = inputs.partition(",")
+    letters = left + right + out
+    is_plain = bool(arrow and comma) and letters.isalpha() and all(len(set(p)) == len(p) for p in (left, right, out))
+    # Every letter stands twice: in one operand alone it would be summed there.
+    return (left, right, out) if is_plain and all(letters.count(letter) >= 2 for letter in letters) else None
+
+
+def _einsum(left: str, right: str, out: str, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
+    sizes = dict(zip(left + right, (*x.shape, *y.shape), strict=True))
+    batch = [c for c in left if c in right and c in out]
+    summed = [c for c in left if c in right and c not in out]
+    rows, columns = ([c for c in operand if c not in batch + summed] for operand in (left, right))
+
+    def shape(letters: list[str]) -> list[int]:
+        return [sizes[c] for c in letters]
+
+    def volume(letters: list[str]) -> int:
+        return math.prod(shape(letters))
+
+    x = x.permute([left.index(c) for c in batch + rows + summed]).reshape(*shape(batch), volume(rows), volume(summed))
+    y = y.permute([right.index(c) for c in batch + summed + columns])
+    y = y.reshape(*shape(batch), volume(summed), volume(columns))
+    product = invariant_matmul(x, y, linear).view(shape(batch + rows + columns))
+    return product.permute([(batch + rows + columns).index(c) for c in out])

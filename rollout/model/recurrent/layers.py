@@ -1,0 +1,87 @@
+"""The recurrent layers that can be hosted: their forward with our operations under the names that it calls.
+
+A layer's class keeps its own code. The functions that it calls by a global name are replaced in a copy of that code by
+ours, which find the layer's sequences and states. A function is recognised by its results, not by its name alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....kernels.recurrent.conv import causal_conv
+from .rows import rows_of
+
+Forward = Callable[..., Any]
+
+# Errors that code of another form raises on a trial. It then counts as not recognised.
+_UNLIKE = (AttributeError, TypeError, ValueError, RuntimeError, IndexError)
+
+
+def recurrent_forward(module: nn.Module) -> Forward | None:
+    """Return the forward of a recurrent layer with its states in a rollout step; None for any other module."""
+    code = inspect.unwrap(type(module).forward)
+    if not isinstance(code, types.FunctionType) or not hasattr(module, "layer_idx"):
+        return None
+    called = {name: code.__globals__.get(name) for name in code.__code__.co_names if name in _OPERATIONS}
+    if not called or not all(_OPERATIONS[name][0](function) for name, function in called.items()):
+        return None
+    ours = {name: _OPERATIONS[name][1](module) for name in called}
+    return types.MethodType(_with_globals(code, ours), module)
+
+
+def _with_globals(code: types.FunctionType, names: Mapping[str, object]) -> types.FunctionType:
+    copy = types.FunctionType(
+        code.__code__, {**code.__globals__, **names}, code.__name__, code.__defaults__, code.__closure__
+    )
+    copy.__kwdefaults__ = code.__kwdefaults__
+    return copy
+
+
+# -- the convolution --------------------------------------------------------------------------------------------------
+
+
+def _conv_of(module: nn.Module) -> Forward:
+    def causal_conv1d_fn(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **named: object,
+    ) -> Tensor:
+        # hidden_states [B, C, T], weight [C, W]
+        if activation not in (None, "silu"):
+            raise ValueError(f"{type(module).__name__}: a convolution with activation {activation!r} is not supported")
+        batch, num_channels, num_rows = hidden_states.shape
+        rows = rows_of(module, batch, num_rows, hidden_states.device, named)
+        x = hidden_states.transpose(1, 2).reshape(batch * num_rows, num_channels)
+        out, final = causal_conv(x, weight, bias, rows.cu_seqlens, rows.initial("conv"), activation)
+        rows.keep("conv", final)
+        return out.view(batch, num_rows, num_channels).transpose(1, 2)
+
+    return causal_conv1d_fn
+
+
+@cache
+def _is_causal_conv(function: Forward) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((2, 6, 9), (6, 4), (6,)))
+    try:
+        found = inspect.unwrap(function)(x, weight, bias)
+    except _UNLIKE:
+        return False
+    ends = torch.tensor([0, 9, 18], dtype=torch.int32)
+    expected = causal_conv(x.transpose(1, 2).reshape(18, 6), weight, bias, ends)[0].view(2, 9, 6).transpose(1, 2)
+    return isinstance(found, Tensor) and found.shape == expected.shape and torch.allclose(found, expected, atol=1e-5)
+
+
+# name of a global function -> whether a function is the one that we know, and ours for a layer
+_OPERATIONS: dict[str, tuple[Callable[[Any], bool], Callable[[nn.Module], Forward]]] = {
+    "causal_conv1d_fn": (_is_causal_conv, _conv_of),
+}

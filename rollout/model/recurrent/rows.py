@@ -1,0 +1,67 @@
+"""The sequences in one call of a recurrent layer, and the layer's states before and after its rows.
+
+A layer calls `rows_of` with the keywords that its forward received. The result is the same kind of value in a rollout
+step, in the trainer's forward and in the start-up probe, so a layer has one code for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import STEP_KEYWORD, StepContext
+from ..layer_probe import LayerProbe
+from .states import StateShape
+
+
+class RecurrentRows:
+    """The rows of one call, grouped by sequence, and the states of these sequences in this layer."""
+
+    def __init__(self, cu_seqlens: Tensor, layer: int, step: object) -> None:
+        self.cu_seqlens = cu_seqlens  # int32 [S + 1]: sequence s owns the rows from entry s up to entry s + 1
+        self._layer, self._step = layer, step
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    def initial(self, name: str) -> Tensor | None:
+        """Return a copy of the sequences' states before their rows, [S, *shape]; None if all begin here, with zeros."""
+        if not isinstance(self._step, StepContext):
+            return None
+        assert self._step.states is not None, "a step of a module with recurrent layers names its slots"
+        tensor = self._step.states.tensors[self._layer][name]
+        return tensor.index_select(0, self._step.states.reads)
+
+    def keep(self, name: str, final: Tensor) -> None:
+        """Store the sequences' states after their rows, [S, *shape]. The trainer's forward needs none of them."""
+        if isinstance(self._step, StepContext):
+            assert self._step.states is not None
+            tensor = self._step.states.tensors[self._layer][name]
+            tensor.index_copy_(0, self._step.states.writes, final)
+        elif isinstance(self._step, LayerProbe):
+            self._step.states.setdefault(self._layer, {})[name] = StateShape(tuple(final.shape[1:]), final.dtype)
+
+
+def rows_of(
+    module: nn.Module, batch: int, num_rows: int, device: torch.device, named: Mapping[str, object]
+) -> RecurrentRows:
+    """Return the sequences of a call on [batch, num_rows, ...] hidden states, flattened batch row by batch row.
+
+    module: the layer, with its `layer_idx`. named: the keywords of its forward. In the trainer's forward a sequence is
+    a batch row, whose padding is on the right and changes nothing before it, or a part of one packed row
+    (`cu_seq_lens_q`). Raises ValueError for packed sequences in several rows.
+    """
+    step, layer = named.get(STEP_KEYWORD), cast(int, module.layer_idx)
+    packed = cast(Tensor | None, named.get("cu_seq_lens_q"))
+    if isinstance(step, StepContext):
+        return RecurrentRows(step.paged.query_start, layer, step)
+    if packed is None:
+        ends = torch.arange(0, (batch + 1) * num_rows, num_rows, dtype=torch.int32, device=device)
+        return RecurrentRows(ends, layer, step)
+    if batch != 1:
+        raise ValueError(f"packed sequences (cu_seq_lens_q) stand in one row, not in a batch of {batch}")
+    return RecurrentRows(packed.to(device=device, dtype=torch.int32), layer, step)

@@ -1,0 +1,180 @@
+"""Tests of functions of torch inside a hosted module: a row keeps its bits in any batch, and nothing is random."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from lockstep.kernels.linear.linear import invariant_linear, native_products
+from lockstep.rollout.model.functions import invariant_functions
+from lockstep.rollout.model.hosted_model import HostedModel
+
+WEIGHT, SMALL = torch.randn(48, 40), torch.randn(9, 4, 5)
+BIAS = torch.randn(40)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(restore_threads):
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def functions():
+    return invariant_functions(lambda x, weight, bias=None: invariant_linear(x, weight, bias, method="native"))
+
+
+BY_ROW = {  # computed for each row of [9, 48] alone
+    "matmul": lambda x: torch.matmul(x, WEIGHT),
+    "at": lambda x: x @ WEIGHT,
+    "vector": lambda x: x @ WEIGHT[:, 0],
+    "mm": lambda x: x.mm(WEIGHT),
+    "bmm": lambda x: torch.bmm(x[None].expand(2, -1, -1), WEIGHT.view(2, 24, 40).repeat(1, 2, 1))[1],
+    "addmm": lambda x: torch.addmm(BIAS, x, WEIGHT),
+    "baddbmm": lambda x: torch.baddbmm(BIAS, x[None], WEIGHT[None])[0],
+    "einsum": lambda x: torch.einsum("nk,kd->nd", x, WEIGHT),
+    "einsum of heads": lambda x: torch.einsum("nhk,hkd->ndh", x.view(-1, 2, 24), WEIGHT.view(2, 24, 40)),
+    "sigmoid": lambda x: torch.sigmoid(x[:, :5].contiguous()),
+    "expit": lambda x: torch.special.expit(x[:, :5].contiguous()),
+    "softplus": lambda x: F.softplus(x[:, :5].contiguous()),
+    "mish": lambda x: F.mish(x[:, :5].contiguous()),
+    "elu": lambda x: F.elu(x[:, :5].contiguous()),
+    "silu": lambda x: F.silu(x[:, :5].contiguous()),
+    "gelu": lambda x: F.gelu(x[:, :5].contiguous()),
+}
+
+
+@pytest.mark.parametrize("name", BY_ROW)
+def test_a_row_has_its_own_bits_in_any_batch_and_torchs_numbers_and_gradients(functions, name):
+    function = BY_ROW[name]
+    x, x_plain = (torch.randn(9, 48, generator=torch.Generator().manual_seed(3)).requires_grad_() for _ in range(2))
+    expected = function(x_plain)
+    with functions:
+        whole = function(x)
+        for rows in (slice(0, 1), slice(3, 9)):
+            assert torch.equal(function(x[rows].clone()), whole[rows])
+    torch.testing.assert_close(whole, expected, atol=1e-5, rtol=1e-5)
+    (whole * expected.detach()).sum().backward()
+    (expected * expected.detach()).sum().backward()
+    torch.testing.assert_close(x.grad, x_plain.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_products_of_a_small_matrix_for_each_row_are_added_in_order(functions):
+    x = torch.randn(9, 3, 4)
+    with functions:
+        whole, one = x @ SMALL, x[2] @ SMALL[2:3]
+    assert torch.equal(whole[2:3], one)
+    torch.testing.assert_close(whole, x @ SMALL)
+
+
+def test_the_slopes_of_softplus_and_mish_are_finite_and_exact_far_from_zero(functions):
+    x = torch.tensor([-1e4, -90.0, -20.0, 0.0, 15.0, 25.0, 1e4], requires_grad=True)
+    plain = x.detach().clone().requires_grad_()
+    for function in (F.softplus, F.mish, F.elu):
+        with functions:
+            found = torch.autograd.grad(function(x).sum(), x)[0]
+        torch.testing.assert_close(found, torch.autograd.grad(function(plain).sum(), plain)[0])
+
+
+@pytest.mark.parametrize("draw", [torch.rand_like, torch.bernoulli, torch.Tensor.uniform_, F.dropout], ids=str)
+def test_random_numbers_inside_the_module_are_refused_by_name(functions, draw):
+    with functions, pytest.raises(ValueError, match=draw.__name__):
+        draw(torch.full((3,), 0.5))
+    with functions:
+        assert torch.equal(F.dropout(WEIGHT, 0.5, False), WEIGHT)
+
+
+class SigmoidGate(nn.Module):
+    """A gate around a linear layer whose own code calls a function of torch. It owns no weights."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * torch.sigmoid(x[..., :1])
+
+
+def gated(make_model) -> HostedModel:
+    model = make_model("qwen3")
+    for layer in model.model.layers:
+        layer.mlp = SigmoidGate(layer.mlp)
+    return HostedModel.adopt(model, dtype=None, device=None, invariant=True)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("inside", [True, False])
+def test_checkpointed_layers_run_again_with_the_same_numerics_inside_and_after_the_context(
+    make_model, reentrant, inside
+):
+    hosted = gated(make_model)
+    module = hosted.module.train()
+    ids = torch.tensor([[(7 * i) % 250 for i in range(21)]])
+
+    def gradients() -> list[torch.Tensor]:
+        module.zero_grad()
+        with hosted.training_numerics():
+            loss = module(ids, use_cache=False).logits.logsumexp(-1).sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return [parameter.grad.clone() for parameter in module.parameters()]
+
+    plain = gradients()
+    module.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    module.enable_input_require_grads()
+    layer = next(part for part in module.modules() if isinstance(part, GradientCheckpointingLayer))
+    own = layer._gradient_checkpointing_func
+    assert all(map(torch.equal, gradients(), plain))
+    assert layer._gradient_checkpointing_func is own
+    assert not any("forward" in vars(part) for part in module.modules())
+
+
+def test_a_forward_of_the_whole_modules_own_is_kept(make_model):
+    hosted = gated(make_model)
+    calls = []
+    own = hosted.module.forward
+
+    def wrapped(*args: object, **kwargs: object) -> object:
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    hosted.module.forward = wrapped
+    with hosted.training_numerics():
+        hosted.module(torch.tensor([[1, 2]]), use_cache=False)
+    assert calls == [1] and hosted.module.forward is wrapped
+
+
+@pytest.mark.slow  # the compiler takes seconds to import
+def test_a_module_compiled_in_place_or_by_its_caller_runs_uncompiled_with_the_same_bits(make_model):
+    hosted = gated(make_model)
+    module, ids = hosted.module, torch.tensor([[1, 2, 3, 4, 5]])
+    with hosted.training_numerics():
+        plain = module(ids, use_cache=False).logits
+    compiled = torch.compile(module, backend="eager")
+    with hosted.training_numerics():
+        assert torch.equal(compiled(ids, use_cache=False).logits, plain)
+    with pytest.raises(ValueError, match=r"not what torch\.compile makes of it: pass the module itself"):
+        HostedModel.adopt(compiled, dtype=None, device=None, invariant=True)
+    module.compile(backend="eager")
+    own = module._compiled_call_impl
+    with hosted.training_numerics():
+        assert torch.equal(module(ids, use_cache=False).logits, plain)
+    assert own is not None and module._compiled_call_impl is own
+
+
+def test_the_products_of_a_module_run_outside_the_mode(make_model, monkeypatch):
+    hosted = gated(make_model)
+    seen = []
+    monkeypatch.setattr(
+        "lockstep.kernels.linear.linear.native_products",
+        lambda *args, **kwargs: (
+            seen.append(torch._C._is_torch_function_mode_enabled()) or native_products(*args, **kwargs)
+        ),
+    )
+    with hosted.rollout_phase(), torch.no_grad():
+        hosted.module(torch.tensor([[1, 2]]), use_cache=False)
+    assert seen and not any(seen)
