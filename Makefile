@@ -14,7 +14,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("lockstep needs Python 3.11 or newer, %s is %d.%d: make PYTHON=..." \
 	  % (sys.executable, *sys.version_info[:2]) if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,deepspeed,events,grammar,serve,triton,test]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,deepspeed,events,grammar,lora,serve,triton,test]'
 	@touch $@
 
 train: setup

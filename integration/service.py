@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..rollout.engine import Engine
+from ..rollout.model.adapters.layers import bare_names
 from ..weight_sync.errors import Poisoned, SessionError
 from ..weight_sync.group.registry import GroupRegistry
 from ..weight_sync.manifest import NamedTensors
@@ -19,6 +21,7 @@ from .service_config import ServiceConfig, known_tags
 from .weights.all_ranks import Replica, on_all_ranks, serve_verbs
 from .weights.checks import WeightChecks
 from .weights.host import Commit
+from .weights.lora import LoraVerbs
 from .weights.options import DigestTime
 from .weights.sessions import WeightSessions
 from .weights.sources import SharedMemory
@@ -37,7 +40,7 @@ class MemoryReport:
     bytes_after: int
 
 
-class RolloutService(WeightVerbs):
+class RolloutService(WeightVerbs, LoraVerbs):
     """Connects an engine and the weight verbs. Methods with an HTTP verb have its name.
 
     Example, in a training rank whose `model` the engine was made from:
@@ -65,6 +68,7 @@ class RolloutService(WeightVerbs):
         self._receiver = TensorReceiver(self.config.shared_memory_folder)
         self._shared_memory = SharedMemory(self._receiver)
         self._checks = WeightChecks(engine, self.sessions, self.replica)
+        self._adapter_lock = threading.Lock()
         self._torn: str | None = None  # why the weights that the trainer writes must not be published
         self.replica.how_it_stands = self._how_it_stands
         serve_verbs(self)
@@ -142,9 +146,10 @@ class RolloutService(WeightVerbs):
         self._torn = None
 
     def weights_restored(self) -> None:
-        """Note that the trainer has loaded a checkpoint into the shared weights. They may be committed, also after a
-        failed step."""
+        """Note that the trainer has loaded a checkpoint into the shared weights, or written frozen ones through
+        `.data`. They may be committed, also after a failed step, and each digest is computed anew."""
         self._torn = None
+        self.sessions.forget_frozen()
 
     # -- weights in place -------------------------------------------------------------------------------------------
 
@@ -170,6 +175,7 @@ class RolloutService(WeightVerbs):
             model = self.engine.model
             return None if self.replica.is_alone else plan_shard_sync(model.resident_tensors(), model.shards, source)
 
+        source = bare_names(source)
         planned = self.replica.peers.together("commit_in_place", plan)
         if planned is None:
             record = sync_in_place(self.engine.weights.resident_tensors(), source)
@@ -240,6 +246,7 @@ class RolloutService(WeightVerbs):
         ranks = self.replica.states()
         return {
             **state,
+            "lora_adapters": self.loaded_adapters,
             "owes_digest": self.sessions.owes_digest,
             "weight_update": self.sessions.state(),
             "weight_groups": self.groups.state(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from ..service_config import ServiceConfig
 from .parser import PACKAGE, CommandParser
 from .settings import build, named, read_settings, read_tables
 
+ADAPTER_CONFIG = "adapter_config.json"
+
 
 def run(arguments: Sequence[str]) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code."""
@@ -25,6 +28,7 @@ def run(arguments: Sequence[str]) -> int:
     model: Any = options.model or tables["http"].pop("model_path", None)
     if model is None:
         raise ValueError("--model is needed, or http.model_path in the config")
+    model, adapter = _model_and_adapter(str(model), options.lora)
     given = {"host": options.host, "port": options.port, "api_key": options.api_key}
     given |= {"admin_api_key": options.admin_api_key, "model_name": options.served_model_name}
     http = tables["http"] | {name: value for name, value in given.items() if value is not None}
@@ -32,12 +36,41 @@ def run(arguments: Sequence[str]) -> int:
     shown: Any = http.get("extra_server_args", {})
     http |= {"model_path": str(model), "extra_server_args": shown | extra}
     return _serve_model(
-        model, http, tables["engine"] | read_settings("--engine", options.engine),
+        model, adapter, http, tables["engine"] | read_settings("--engine", options.engine),
         tables["service"] | ({"allow_pickle": False} if options.no_pickle else {}),
     )  # fmt: skip
 
 
-def _serve_model(model: str, http: dict[str, object], engine: dict[str, object], service: dict[str, object]) -> int:
+def _model_and_adapter(model: str, lora: str | None) -> tuple[str, tuple[str, str] | None]:
+    """Return the folder of the base, and name and folder of the adapter or None. `model` may be an adapter's folder,
+    which names its base. Raises ValueError where that is no folder, or two adapters are asked for."""
+    if lora is not None:
+        name, equals, folder = lora.partition("=")
+        adapter = (name, folder) if equals else (Path(lora).name, lora)
+    elif Path(model, "config.json").is_file() or not Path(model, ADAPTER_CONFIG).is_file():
+        return model, None
+    else:
+        try:
+            base = str(json.loads(Path(model, ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"--model: {model} is an adapter whose {ADAPTER_CONFIG} names no base") from error
+        if not Path(base).is_dir():
+            raise ValueError(
+                f"--model: {model} is an adapter of {base!r}, which is no folder: pass --model BASE --lora"
+            )
+        return base, (Path(model).name, model)
+    if not Path(adapter[1], ADAPTER_CONFIG).is_file():
+        raise ValueError(f"--lora: {adapter[1]} is not an adapter folder (it has no {ADAPTER_CONFIG})")
+    return model, adapter
+
+
+def _serve_model(
+    model: str,
+    adapter: tuple[str, str] | None,
+    http: dict[str, object],
+    engine: dict[str, object],
+    service: dict[str, object],
+) -> int:
     http_config = named("http", lambda: build(HttpConfig, http))
     http_config.check_bind()  # before the model is loaded
     engine_config = named("engine", lambda: EngineConfig.from_dict(engine))
@@ -45,11 +78,15 @@ def _serve_model(model: str, http: dict[str, object], engine: dict[str, object],
     if not Path(model, "config.json").is_file():
         raise ValueError(f"--model: {model} is not a model folder (it has no config.json)")
     named("engine", lambda: _check_ranks(engine_config.tp, engine_config.pp))
+    if adapter is not None and (engine_config.tp * engine_config.pp > 1 or engine_config.k_blocks > 1):
+        raise ValueError(
+            "--lora: an adapter needs one rank (tp=1, pp=1) and k_blocks=1: merge it into the model's folder"
+        )
     from .served_model import serve_model  # heavy imports come after the checks
 
     logging.getLogger(PACKAGE).setLevel(logging.INFO)  # the engine logs its choices, with reasons
     try:
-        serve_model(model, http_config, engine_config, service_config)
+        serve_model(model, http_config, engine_config, service_config, adapter)
     except OSError as error:
         raise ValueError(str(error)) from error
     return 0
@@ -75,10 +112,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "frameworks use. SIGTERM and Ctrl-C end it. To divide a model among ranks (--engine tp=2 pp=2), start it with "
         f"torchrun --nproc-per-node 4 -m {PACKAGE}.integration.cli serve ...",
     )
-    parser.add_argument("--model", metavar="FOLDER", help="a causal LM in Hugging Face format")
+    parser.add_argument("--model", metavar="FOLDER", help="a causal LM in Hugging Face format, or an adapter of one")
     parser.add_argument(
         "--config", metavar="FILE", help="TOML with the tables engine, http and service; flags replace its values"
     )
+    parser.add_argument(
+        "--lora", metavar="[NAME=]FOLDER",
+        help="a LoRA adapter in PEFT's layout that answers every request; default: the one whose folder --model names",
+    )  # fmt: skip
     parser.add_argument("--host", help="address to listen on, default 127.0.0.1; others need an admin key")
     parser.add_argument("--port", type=int, help="port to listen on, default 30000; 0: a free one")
     parser.add_argument("--api-key", metavar="KEY", help="key that requests must carry; default: LOCKSTEP_API_KEY")

@@ -27,12 +27,22 @@ _MEET_TIMEOUT_S = 600.0  # for the first collective: ranks may load the model fr
 
 
 def serve_model(
-    model: str, http_config: HttpConfig, engine_config: EngineConfig, service_config: ServiceConfig
+    model: str,
+    http_config: HttpConfig,
+    engine_config: EngineConfig,
+    service_config: ServiceConfig,
+    adapter: tuple[str, str] | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM. Every rank of a replica calls it. A rank that finds another one lost names it and
-    ends its own process with exit code 1. Raises ValueError and OSError as `server.serve`, and a signal's exception."""
+    ends its own process with exit code 1. Raises ValueError and OSError as `server.serve`, and a signal's exception.
+
+    adapter: name and folder of an adapter to load first, for one rank.
+    """
     if engine_config.tp * engine_config.pp == 1:
-        _serve(model, http_config, RolloutService(Engine(model, engine_config), service_config))
+        alone = RolloutService(Engine(model, engine_config), service_config)
+        if adapter is not None:
+            alone.load_lora_adapter(*adapter)
+        _serve(model, http_config, alone)
         return
     ranks = this_rank(engine_config.device or "")
     engine = None

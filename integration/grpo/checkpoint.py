@@ -1,10 +1,11 @@
 """Checkpoints of the main job. A resumed run continues with the same results as a run without a stop.
 
-A checkpoint is a folder `step-000020` with the model, the optimizer's tensors and the step. Its tensors are whole, also
-when the trainer is sharded. It is written under another name, flushed to the disk and renamed, so it is complete or
-absent. An older one is removed after its successor stands, and loses its name first. No pickle: tensors are
-safetensors, the rest is JSON. Every random choice of the job is a pure function of (seed, step), so no generator state
-is kept.
+A checkpoint is a folder `step-000020` with the trained parameters (of adapters: only these), the optimizer's tensors,
+the step, and the digest of all weights, by which a resumed run finds out that its frozen base is another one. Its
+tensors are whole, also when the trainer is sharded. It is written under another name, flushed to the disk and renamed,
+so it is complete or absent. An older one is removed after its successor stands, and loses its name first. No pickle:
+tensors are safetensors, the rest is JSON. Every random choice of the job is a pure function of (seed, step), so no
+generator state is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _PREFIX = "step-"
 _NUM_KEPT = 2
 
 
-def save_checkpoint(folder: Path, step: int, state: TrainerState) -> Path:
+def save_checkpoint(folder: Path, step: int, state: TrainerState, digest: str | None = None) -> Path:
     """Write the state after `step` finished steps, and delete all but the newest two checkpoints. One rank calls it.
 
     Raises FileFailed; then nothing is left of this checkpoint, and the older ones are all there.
@@ -33,7 +34,7 @@ def save_checkpoint(folder: Path, step: int, state: TrainerState) -> Path:
         for name in ("model", "optimizer"):
             tensors = {key: tensor.detach().contiguous() for key, tensor in getattr(state, name).items()}
             save_file(tensors, partial / f"{name}.safetensors")
-        (partial / "state.json").write_text(json.dumps({"step": step}) + "\n")
+        (partial / "state.json").write_text(json.dumps({"step": step, "weight_digest": digest}) + "\n")
     for old in _checkpoints(folder)[:-_NUM_KEPT]:
         with files_of(old, "removed"):
             shutil.rmtree(old.rename(old.with_name(f".{old.name}.removed")))
@@ -51,6 +52,12 @@ def load_checkpoint(path: Path) -> tuple[int, TrainerState]:
     with files_of(path, "read", "remove this folder, then --resume continues from the checkpoint before it"):
         state = TrainerState(load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors"))
         return json.loads((path / "state.json").read_text())["step"], state
+
+
+def saved_digest(path: Path) -> str | None:
+    """Read the digest of all weights at a checkpoint. None: it has none. Raises FileFailed."""
+    with files_of(path, "read"):
+        return json.loads((path / "state.json").read_text()).get("weight_digest")
 
 
 def _checkpoints(folder: Path) -> list[Path]:

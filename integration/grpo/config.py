@@ -71,11 +71,28 @@ class JobConfig:
         if self.engine.invariant and tp > 0 and k_blocks % tp:
             why = f"must be a multiple of parallel.tp={tp} in invariant mode, not {k_blocks}"
             found.append(("engine.k_blocks", why))
+        if self.train.lora.rank:
+            found += self._refused_with_adapters()
         if self.model.path and self.warm_start.enabled:
             found.append(("warm_start.enabled", "must be false with model.path: only the built model is warm-started"))
         if self.http.port and self.engines == "separate":
             found.append(("http.port", 'must be 0 with engines="separate": they are not in the ranks'))
         return found
+
+    def _refused_with_adapters(self) -> list[Fault]:
+        needed = {"trainer": "ddp", "sync": "in_place", "engines": "local"}
+        ones = {
+            "parallel.tp": self.parallel.tp,
+            "parallel.pp": self.parallel.pp,
+            "engine.k_blocks": self.engine.k_blocks,
+        }
+        why = "with train.lora the engine aliases the trainer's module"
+        found = [
+            (name, f'must be "{value}", not {getattr(self, name)!r}: {why}')
+            for name, value in needed.items()
+            if getattr(self, name) != value
+        ]
+        return found + [(name, f"must be 1, not {value}: {why}, whole") for name, value in ones.items() if value != 1]
 
     @property
     def folder(self) -> Path:

@@ -23,7 +23,8 @@ from ...weight_sync.disk.atomic_folder import flush_folder, partial_folder
 from ..failures import FileFailed, files_of
 from ..ranks import Ranks
 from .arithmetic import ArithmeticSpec
-from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from .backends.lora import add_adapters
+from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint, saved_digest
 from .config import JobConfig
 from .engines.factory import make_engine
 from .loss import group_advantages
@@ -66,6 +67,9 @@ class GrpoJob:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[config.model.dtype])
         self.model.to(ranks.device)  # type: ignore[arg-type]  # transformers' decorator hides that it is a method
+        self.adapted = None  # the PeftModel around the model, if adapters are trained
+        if config.train.lora.rank:
+            self.adapted = add_adapters(self.model, config.train.lora, config.run.seed, folder)
         self.backend = make_backend(config, ranks)
         # The engine comes before the trainer, which may shard the module that the engine hosts or copies.
         self.engine = make_engine(config, self.model, folder, self.tokenizer, ranks, self.backend)
@@ -75,16 +79,26 @@ class GrpoJob:
                 self.engine.hosted, self.backend, config.train, config.rollout.temperature, ranks,
                 announce_step=self.engine.announce_step,
             )  # fmt: skip
-            if resume and (checkpoint := newest_checkpoint(config.folder / "checkpoints")) is not None:
+            checkpoint = newest_checkpoint(config.folder / "checkpoints") if resume else None
+            if checkpoint is not None:
                 self.first_step, state = load_checkpoint(checkpoint)
                 self.backend.load_state(state)
             self.step = self.first_step
             self.engine.sync(str(self.first_step))
+            if checkpoint is not None:
+                self._refuse_other_base(saved_digest(checkpoint))
             self._http = self._serve()
         except BaseException:
             if config.parallel.num_ranks == 1:  # else closing would wait for the other ranks
                 self.engine.close()
             raise
+
+    def _refuse_other_base(self, saved: str | None) -> None:
+        """Raise ValueError if the weights are not those of the checkpoint: it holds the adapters, not their base."""
+        if self.adapted is not None and saved != (now := self.engine.weight_digest()):
+            raise ValueError(
+                f"the base model is not the one of the checkpoint: its digest was {saved}, now it is {now}"
+            )
 
     def run(self) -> None:
         """Train to the last step, evaluate and save the model. Rank 0 prints the results."""
@@ -238,14 +252,17 @@ class GrpoJob:
     def _save_checkpoint(self, step: int) -> None:
         state = self.backend.state()  # called on every rank, because it gathers shards
         if self.ranks.is_first:
-            save_checkpoint(self.config.folder / "checkpoints", step, state)
+            save_checkpoint(self.config.folder / "checkpoints", step, state, self.engine.weight_digest())
 
     def _save_model(self, folder: Path) -> None:
         tensors = self.backend.on_first(self.backend.named_tensors())
         if not self.ranks.is_first:
             return
         with files_of(folder), partial_folder(folder) as partial:
-            self.model.save_pretrained(partial, state_dict=tensors)
+            if self.adapted is not None:
+                self.adapted.save_pretrained(partial, save_embedding_layers=False)
+            else:
+                self.model.save_pretrained(partial, state_dict=tensors)
             self.tokenizer.save_pretrained(partial)
             flush_folder(partial)
             if folder.exists():  # of a run that had ended and was resumed: the same model

@@ -14,6 +14,7 @@ from ...rollout.sharding.part import Part, build_part
 from ...weight_sync.layout.bucket import ALIGNMENT
 from ..ranks import Ranks
 from .arithmetic import CONTEXT_TOKENS, build_tokenizer
+from .backends.lora import add_adapters, missing_package
 from .config import JobConfig
 from .rewards import load_reward
 from .task import build_task, check_lengths
@@ -47,6 +48,8 @@ def check_job(config: JobConfig, num_ranks: int) -> None:
         wrong.append(f"{' and '.join(absent)} must be installed for plots and logs: pip install lockstep[train]")
     if config.trainer == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         wrong.append('deepspeed must be installed for trainer="deepspeed": pip install lockstep[deepspeed]')
+    if config.train.lora.rank:
+        wrong += missing_package()
     if config.weights.num_bucket_bytes < ALIGNMENT:
         wrong.append(f"weights.bucket_bytes must be at least {ALIGNMENT} bytes, not {config.weights.bucket_bytes!r}")
     if config.weights.folder and os.path.exists(config.weights.folder) and not os.path.isdir(config.weights.folder):
@@ -59,6 +62,8 @@ def check_job(config: JobConfig, num_ranks: int) -> None:
     task = build_task(config)
     tokenizer, max_model_len = _tokenizer_and_context(config)
     check_lengths(task.all_known, tokenizer, config.rollout.max_new_tokens, max_model_len)
+    if config.train.lora.rank:
+        add_adapters(_model_without_memory(config), config.train.lora, config.run.seed)
     if config.parallel.num_ranks > 1:
         try:
             _part(config, _model_without_memory(config), num_ranks)
@@ -97,6 +102,11 @@ def describe_plan(config: JobConfig, num_ranks: int) -> str:
     """Describe the plan in a few lines: ranks, batch, memory per rank. Builds the model without memory for weights."""
     model = _model_without_memory(config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    adapters = ""
+    if lora := config.train.lora.rank:
+        add_adapters(model, config.train.lora, config.run.seed)
+        num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        adapters = f", and {num_trained / 1e6:.2f} M in adapters of rank {lora}, which alone are trained"
     itemsize = {"float32": 4, "bfloat16": 2}[config.model.dtype]
     text = model.config.get_text_config(decoder=True)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -111,7 +121,8 @@ def describe_plan(config: JobConfig, num_ranks: int) -> str:
     prompts, group = config.rollout.prompts_per_step, config.rollout.group_size
     mib = 2.0**20
     lines = [
-        f"model      {config.model.path or 'built'}: {num_parameters / 1e6:.2f} M parameters, {config.model.dtype}",
+        f"model      {config.model.path or 'built'}: {num_parameters / 1e6:.2f} M parameters, {config.model.dtype}"
+        f"{adapters}",
         f"ranks      {num_ranks}, each {_trainer(config)} and {_engine(config)}",
         f"mesh       {_mesh(mesh)}",
         f"weights    {_sync(config)}",
@@ -181,6 +192,13 @@ def _weight_memory(config: JobConfig, model: PreTrainedModel, num_ranks: int) ->
     adamw = 2 * itemsize
     if config.trainer == "deepspeed" and (config.deepspeed.zero_stage or config.model.dtype == "bfloat16"):
         adamw = 3 * 4  # moments and a copy of the parameters, in float32
+    if config.train.lora.rank:  # in float32 whatever the base's dtype is
+        num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        sizes = {
+            "weights": itemsize * (num_parameters - num_trained),
+            "adapters, gradients and AdamW": 16 * num_trained,
+        }
+        return " + ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items())
     parts = {
         "weights": itemsize / shards[0],
         "gradients": itemsize / shards[1],

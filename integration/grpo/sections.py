@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...rollout.config import parse_kv_size
 
@@ -127,6 +127,25 @@ class RolloutSettings(Section):
 
 
 @dataclass(frozen=True)
+class LoraSettings(Section):
+    """Adapters in place of all weights: the base stays frozen, where the engine aliases it too."""
+
+    rank: int = 0  # rank of the adapters that are trained; 0: all weights are trained and there are no adapters
+    alpha: int = 16  # the adapters' results are scaled by alpha / rank
+    targets: str = "all-linear"  # layers that get an adapter: names, separated by commas, or "all-linear": all but the
+    # output
+
+    def faults(self) -> list[Fault]:
+        """See `Section.faults`."""
+        found = too_small(self, "alpha")
+        if self.rank < 0:
+            found.append(("rank", f"must not be negative, not {self.rank}"))
+        if not all(name.strip() for name in self.targets.split(",")):
+            found.append(("targets", f"must be names separated by commas, not {self.targets!r}"))
+        return found
+
+
+@dataclass(frozen=True)
 class TrainSettings(Section):
     """The optimizer and the loss of a step."""
 
@@ -138,14 +157,16 @@ class TrainSettings(Section):
     microbatch_tokens: int = 16384  # rows of one micro-batch; a longer sample has a micro-batch of its own
     clip_low: float = 0.2  # the probability ratio is clipped from below at 1 - clip_low
     clip_high: float = 0.2  # the probability ratio is clipped from above at 1 + clip_high
-    kl_coefficient: float = 0.0  # weight of the KL to the model at the start; 0: no copy of that model is kept
+    kl_coefficient: float = 0.0  # weight of the KL to the model at the start, of which a copy is kept unless
+    # adapters are trained: then it is the base; 0: none
     scale_by_std: bool = True  # divide advantages by the group's standard deviation
+    lora: LoraSettings = field(default_factory=LoraSettings)
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
-        return too_small(self, "epochs_per_step", "microbatch_tokens") + not_positive(
-            self, "learning_rate", "max_grad_norm"
-        )
+        found = too_small(self, "epochs_per_step", "microbatch_tokens")
+        found += not_positive(self, "learning_rate", "max_grad_norm")
+        return found + [(f"lora.{key}", why) for key, why in self.lora.faults()]
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class GrpoTrainer:
         self._ranks = ranks
         self._announce_step = announce_step
         self._reference: HostedModel | None = None
-        if settings.kl_coefficient:
+        if settings.kl_coefficient and not hosted.adapters:
             frozen = copy.deepcopy(hosted.trained_module).requires_grad_(False).eval()  # before it is sharded
             invariant = hosted.numerics.guarantee is not None
             self._reference = HostedModel.adopt(
@@ -134,8 +134,10 @@ class GrpoTrainer:
         return losses, gap
 
     def _reference_logprobs(self, batch: PackedBatch) -> Tensor | None:
-        if self._reference is None:
+        """Compute the log-probabilities of the model at the start: a copy, or the base without its adapters."""
+        if not self._settings.kl_coefficient:
             return None
-        with torch.no_grad(), self._reference.training_numerics():
-            logits = self._reference.module(**batch.model_inputs()).logits[0]
+        reference = self._reference or self._hosted
+        with torch.no_grad(), reference.adapters.switched_off(), reference.training_numerics():
+            logits = reference.trained_module(**batch.model_inputs()).logits[0]
             return selected_logprobs(logits, batch.targets, self._temperature)

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 
 from ..service import RolloutService
 from ..version import version
-from .admin import cache, control, profile, unsupported, updates, verbs, weights
+from .admin import cache, control, lora, profile, unsupported, updates, verbs, weights
 from .admin.common import DOCUMENTED
 from .admin.flushes import Flushes
 from .admin.operations import Operations, Threads, UpdateGate
@@ -31,6 +31,7 @@ ROUTERS = (
     control,
     weights,
     updates,
+    lora,
     cache,
     profile,
     verbs,

@@ -28,6 +28,8 @@ VERBS: dict[str, bool] = {
     "update_weights_from_tensor": True,
     "update_weights_from_disk": True,
     "pull_weights": True,
+    "load_lora_adapter": True,
+    "unload_lora_adapter": True,
     "update_weight_version": False,
     "get_weight_version": False,
     "weights_checker": False,

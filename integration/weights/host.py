@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from ...rollout.engine import Engine
 from ...rollout.errors import SamplingRefused
 from ...rollout.loop.commands import HoldReport
-from ...weight_sync.digests.model_digest import model_root
 from ...weight_sync.errors import Poisoned, SessionError
 from ...weight_sync.transaction.host import SessionHost
 from ...weight_sync.transaction.peers import PeerFailed
@@ -99,7 +98,7 @@ class EngineHost(SessionHost):
         roots, digest = self._roots.after(written), None
         if self._digest_time == "now" and not undefined:
             roots = self._roots.completed(roots)
-            digest = model_root(roots.items())
+            digest = self._weights.model_digest(roots)
         self._next = _Prepared(roots, digest, undefined)
 
     def publish(self, record: SessionRecord) -> None:
@@ -191,9 +190,13 @@ class EngineHost(SessionHost):
         return self.last_commit
 
     def forget_bytes(self) -> None:
-        """Forget all digests of the weights, because they are written, or were, without a session."""
-        self._roots.forget()
+        """Forget the digests of the weights that a trainer writes, or has written, without a session."""
+        self._roots.forget(but_frozen=True)
         self._transaction = None
+
+    def forget_everything(self) -> None:
+        """Forget all digests of the weights."""
+        self._roots.forget()
 
     def weights_were_lost(self, names: set[str]) -> None:
         """Mark these tensors undefined. Sampling is refused until each has been written again."""

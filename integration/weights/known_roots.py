@@ -2,6 +2,7 @@
 
 _committed   roots of the committed weights: published, or computed for a digest
 _fresh       roots of tensors that the open session wrote, where their digest was asked for
+_frozen      roots of a trainer's frozen parameters, with marks that show whether they were written since
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ...rollout.engine import Engine
-from ...weight_sync.digests.model_digest import model_root
 from ...weight_sync.errors import DigestMismatch
 from .published_parts import PublishedParts
 from .rank_weights import ReplicaWeights
@@ -27,6 +27,7 @@ class KnownRoots:
         self._digesting = threading.Lock()  # held while an owed digest is computed; taken after the session's lock
         self._committed: dict[str, bytes] = {}  # by resident name
         self._fresh: dict[str, bytes] = {}  # by resident name
+        self._frozen: dict[str, tuple[object, bytes]] = {}  # by resident name: mark and root
         self._parts = PublishedParts()
 
     # -- digests ----------------------------------------------------------------------------------------------------
@@ -40,14 +41,19 @@ class KnownRoots:
                 self.owes_digest = False
         return self._engine.weight_digest
 
-    def complete(self) -> str:
-        """Compute the committed roots that are missing, and return the model digest."""
+    def complete(self, *, trusts_marks: bool = False) -> str:
+        """Compute the committed roots that are missing, and return the model digest. Those of a trainer's frozen
+        parameters are computed once. trusts_marks: so are those of an engine's own ones, which only updates write."""
+        marks = self._weights.frozen_marks(of_owned=trusts_marks)
+        known = {name: root for name, (mark, root) in self._frozen.items() if marks.get(name) == mark}
+        self._committed = known | self._committed
         self._committed |= self._missing(self._committed)
-        return model_root(self._committed.items())
+        self._frozen |= {name: (mark, self._committed[name]) for name, mark in marks.items()}
+        return self._weights.model_digest(self._committed)
 
     def model_digest(self) -> str:
         """Compute the digest of the weights as they are now, over all ranks. Changes nothing."""
-        return model_root(self._missing(()).items())
+        return self._weights.model_digest(self._missing(()))
 
     def look(self) -> tuple[str | None, list[str]]:
         """Compare the weights as they are now with the published ones. Changes nothing.
@@ -57,7 +63,7 @@ class KnownRoots:
         """
         names = self._weights.names()
         own, roots = self._weights.digests(names)
-        digest = model_root(roots.items()) if len(roots) == len(names) else None
+        digest = self._weights.model_digest(roots) if len(roots) == len(names) else None
         return digest, self._parts.differing(own, roots, self._committed)
 
     # -- a session --------------------------------------------------------------------------------------------------
@@ -94,15 +100,19 @@ class KnownRoots:
     def publish(self, roots: Mapping[str, bytes], undefined: frozenset[str], owes_digest: bool) -> None:
         """Set the roots of the committed weights."""
         self._committed, self.undefined, self.owes_digest = dict(roots), undefined, owes_digest
+        self._frozen = {}
         self.keep_published()
 
     def keep_published(self) -> None:
         """Keep this rank's part of each committed tensor, and of no others."""
         self._parts.keep(self._committed)
 
-    def forget(self) -> None:
-        """Forget the committed roots: the bytes have changed."""
+    def forget(self, *, but_frozen: bool = False) -> None:
+        """Forget the committed roots: the bytes have changed. but_frozen: a trainer's step changed them, which leaves
+        its frozen parameters as they are."""
         self._committed = {}
+        if not but_frozen:
+            self._frozen = {}
 
     def _missing(self, known: Collection[str]) -> dict[str, bytes]:
         """Compute the roots of the parameters that are not known. Raises DigestMismatch where ranks differ about

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...rollout.engine import Engine
-from ...weight_sync.digests.model_digest import tensor_roots
+from ...weight_sync.digests.model_digest import model_root, tensor_roots
 from ...weight_sync.digests.shard_digest import local_digests, merged_roots, require_whole_cells
 from ...weight_sync.layout.shard_bytes import Shard
 from ...weight_sync.manifest import TensorSpec
@@ -27,7 +27,11 @@ class ReplicaWeights:
         self._engine, self._replica = engine, replica
         if not replica.is_alone:
             require_whole_cells(engine.model.shards)
-        self._tied = engine.model.tied_names()
+        self.renamed()
+
+    def renamed(self) -> None:
+        """Read the tensors' further names, which an adapter changes."""
+        self._tied = self._engine.model.tied_names()
 
     def names(self) -> list[str]:
         """Return the resident names of the whole model."""
@@ -54,6 +58,29 @@ class ReplicaWeights:
         specs = [TensorSpec(name, *spec) if spec else TensorSpec.of(name, here[name]) for name, spec in known.items()]
         own = local_digests(here, shards)
         return own, merged_roots(specs, self._replica.gather(own))
+
+    def model_digest(self, roots: Mapping[str, bytes]) -> str:
+        """Return the model digest over tensor roots. It covers the state of adapters too: switched off or scaled, the
+        same bytes are another model."""
+        return model_root([*roots.items(), *self._engine.model.adapters.roots().items()])
+
+    def frozen_marks(self, *, of_owned: bool) -> dict[str, object]:
+        """Return a mark of each parameter that a trainer keeps frozen beside trained ones, or, with `of_owned`, of an
+        engine's own. Equal marks mean that no operation of torch has written the parameter in between. Of writes
+        through `.data` only merges of adapters are seen.
+        """
+        model = self._engine.model
+        if not self._replica.is_alone or (model.owned and not of_owned):
+            return {}
+        tensors = list(model.resident_tensors())
+        if not model.owned and not any(tensor.requires_grad for _, tensor in tensors):
+            return {}
+        merged = model.adapters.merged()
+        return {
+            name: (tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), merged)
+            for name, tensor in tensors
+            if not tensor.requires_grad and not tensor.is_inference()
+        }
 
     def first_entries(self, name: str, limit: int) -> Tensor:
         """Return the first `limit` entries along each dimension of a whole parameter, on the CPU. Raises ValueError for

@@ -172,6 +172,10 @@ class WeightSessions:
         self.release_undo()
         self._host.forget_bytes()
 
+    def forget_frozen(self) -> None:
+        """Forget the digests of frozen parameters too: a trainer has loaded all weights anew."""
+        self._host.forget_everything()
+
     def commit_in_place(self, version: str, digest: DigestTime, bytes_copied: int) -> Commit:
         """Publish weights that were written without a session. Raises SessionError while a session is open."""
         self.let_write("commit_in_place")
@@ -180,6 +184,20 @@ class WeightSessions:
         self._roots.keep_published()
         self._replica.peers.together("commit_in_place", lambda: None)  # no rank publishes before all can
         return self._host.commit_in_place(version, value, bytes_copied)
+
+    def commit_adapter(self, version: str) -> Commit:
+        """Publish the weights after the engine's adapter was changed. Digests of base tensors are kept that no update
+        has written since. Raises SessionError while a session is open."""
+        self.renamed()
+        self.let_write("an adapter")
+        self._roots.owes_digest = False
+        digest = self._roots.complete(trusts_marks=True)
+        self._roots.keep_published()
+        return self._host.commit_in_place(version, digest, 0)
+
+    def renamed(self) -> None:
+        """Note that the engine's tensors have other names."""
+        self.weights.renamed()
 
     # -- memory -----------------------------------------------------------------------------------------------------
 

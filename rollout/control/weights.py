@@ -10,6 +10,7 @@ from ..loop.between_steps import BetweenSteps
 from ..loop.commands import CommitReport, HoldReport
 from ..loop.gate import StepGate
 from ..loop.parts import Parts
+from ..model.adapters.folder import AdapterFolder, AdapterLayers
 from .driver import Driver
 
 
@@ -47,6 +48,14 @@ class EngineWeights:
             "commit_weights", lambda: self._between_steps.commit_weights(version, digest, keys, added)
         )
 
+    def replace_adapter(self, adapter: AdapterFolder | AdapterLayers) -> AdapterLayers:
+        """Put an adapter into the model, in place of the former one, whose layers are returned; no layers: none.
+
+        The caller holds the sampling, and commits. Raises ValueError for an adapter that does not fit; the model is
+        then as before.
+        """
+        return self._driver.command("replace_adapter", lambda: self._between_steps.replace_adapter(adapter))
+
     def relabel_weights(self, version: str) -> None:
         """Give the same weights another version, which new tokens bear. KV stays valid."""
         self._driver.command("relabel_weights", lambda: self._between_steps.relabel_weights(version))
@@ -55,6 +64,7 @@ class EngineWeights:
         """Set the digest of the committed version, which was computed after the commit. Starts no epoch."""
         with self._driver.lock:
             self._sequences.weight_digest = digest
+            self._gate.adapters.digested(digest)
 
     # -- whether steps may run --------------------------------------------------------------------------------------
 

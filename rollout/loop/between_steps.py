@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+from ..check.module_check import check_hosted
 from ..completion import FinishReason
 from ..errors import NotIdle
 from ..kv.cache_tree import CacheTree, cache_tree
 from ..kv.pins import PinReport
 from ..kv.prefix import Prefix
+from ..model.adapters.folder import AdapterFolder, AdapterLayers
 from ..replica.controller import ReplicaRunner
 from ..running.model_runner import ModelRunner
 from ..sequences.request import Request
@@ -148,9 +150,22 @@ class BetweenSteps:
         for key, why in refuse.items():
             self._gate.refuse(key, why)
         self._metrics.num_weight_commits += 1
+        self._gate.adapters.committed(digest)
         report = CommitReport(*self._ledger.start_epoch(), lifted)
         self._scheduler.forget_under_way()
         return report
+
+    def replace_adapter(self, adapter: AdapterFolder | AdapterLayers) -> AdapterLayers:
+        """Put an adapter into the model, or take it out; see `HostedModel.replace_adapter`. Checks it anew."""
+        if isinstance(self._runner, ModelRunner):
+            self._runner.release_memory()  # recorded steps call the former layers
+        former = self._model.replace_adapter(adapter)
+        try:
+            check_hosted(self._model)
+        except BaseException:
+            self._model.replace_adapter(former)
+            raise
+        return former
 
     def relabel_weights(self, version: str) -> None:
         """Give the same weights another version; starts no epoch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from ..errors import MemoryReleased, NotIdle, SamplingRefused
+from .adapter_watch import AdapterWatch
 from .commands import HoldReport, PauseMode
 from .loop import Loop
 from .parts import Parts
@@ -15,6 +16,7 @@ class StepGate:
 
     def __init__(self, parts: Parts, loop: Loop) -> None:
         self.loop = loop
+        self.adapters = AdapterWatch(parts, loop)
         self.pause_mode: PauseMode | None = None  # None: not paused
         self.before_sampling: Callable[[], None] | None = None  # called before the next step; sets this to None
         self._refusals: dict[str, str] = {}  # the reasons why no step may run, by key
@@ -47,6 +49,7 @@ class StepGate:
         if self._refusals:
             raise SamplingRefused(self.refusal)
         try:
+            self.adapters.look()
             self.loop.step()
         finally:
             self._events.flush()

@@ -23,6 +23,7 @@ class ForwardNumerics:
 
     def __init__(self, module: PreTrainedModel, invariant: bool, division: Division) -> None:
         self.module = module
+        self._tree = list(module.modules())
         self.numerics = Numerics(module, invariant, division)
         # Ranks that share experts need the sums of their parts, and only our implementation computes them.
         self._own_experts = invariant or division.mesh.tp > 1
@@ -38,6 +39,7 @@ class ForwardNumerics:
         """
         with self._lock:
             if self._num_users == 0:
+                self._refuse_other_tree()
                 with ExitStack() as entered:
                     entered.enter_context(restored_implementations(self.module))
                     self._use_implementations()
@@ -58,6 +60,15 @@ class ForwardNumerics:
                 self._num_users -= 1
                 if self._num_users == 0:
                     self._exit.close()
+
+    def _refuse_other_tree(self) -> None:
+        now = list(self.module.modules())
+        if len(now) != len(self._tree) or any(a is not b for a, b in zip(now, self._tree, strict=True)):
+            new = sorted({type(part).__name__ for part in set(now) ^ set(self._tree)})
+            raise ValueError(
+                f"the layers of {type(self.module).__name__} are others than when it was hosted ({', '.join(new)}): "
+                "add and remove adapters before the engine is made, or make it anew"
+            )
 
     def _use_implementations(self) -> None:
         parameter, guarantee = next(self.module.parameters()), self.numerics.guarantee

@@ -18,6 +18,8 @@ from ..ranks.mesh import Mesh
 from ..sharding.division import FullSpec, divide
 from ..sharding.part import Part, copy_part, load_part
 from ..sharding.shards import Shard
+from .adapters.folder import AdapterFolder, AdapterLayers, put_in, take_out
+from .adapters.layers import HostedAdapters, without_peft_model
 from .attention import NO_MASK, STEP_KEYWORD, StepContext
 from .forward_numerics import ForwardNumerics
 from .layer_probe import PROBING, KVShape, LayerProbe
@@ -46,6 +48,8 @@ class HostedModel:
         """Take over `part`. trained: the trainer's module if `part` is a copy of parts of it."""
         self.module = part.module
         self._tensors = HostedTensors(self.module)
+        self.adapters = HostedAdapters(self.module)  # of PEFT; empty without any
+        self.adapter_name: str | None = None  # of the adapter that a service has loaded into its engine
         self.owned = owned
         self.division = part.division
         self._stage_input = part.stage_input
@@ -95,10 +99,12 @@ class HostedModel:
         cls, module: nn.Module, *, dtype: str | None, device: str | None, invariant: bool, k_blocks: int = 1,
         mesh: Mesh | None = None,
     ) -> HostedModel:  # fmt: skip
-        """Borrow the trainer's module and its storage. Ranks that share the model copy their part instead.
+        """Borrow the trainer's module, or the one inside a PeftModel, and its storage. Ranks that share the model copy
+        their part instead.
 
         Raises ValueError if `dtype` or `device` differs from the module's, and for tensors that cannot be divided.
         """
+        module = without_peft_model(module)
         if hasattr(module, "_orig_mod"):
             raise ValueError(
                 "can host a module, not what torch.compile makes of it: pass the module itself. It may be compiled in "
@@ -107,14 +113,20 @@ class HostedModel:
         if not isinstance(module, PreTrainedModel):
             raise ValueError(f"can host a transformers PreTrainedModel or a folder, not {type(module).__name__}")
         parameter = next(module.parameters())
+        num_ranks = 1 if mesh is None else mesh.num_ranks
         wrong = []
+        if HostedAdapters(module) and (num_ranks > 1 or k_blocks > 1):
+            raise ValueError(
+                f"{type(module).__name__} has adapters, which need one rank and k_blocks=1, not {num_ranks} and "
+                f"{k_blocks}: merge them into its weights (merge_and_unload) to divide it"
+            )
         if dtype is not None and DTYPES[dtype] != parameter.dtype:
             wrong.append(f"dtype={dtype!r}, but the module is {parameter.dtype}")
         if device is not None and torch.device(device) != parameter.device:
             wrong.append(f"device={device!r}, but the module is on {parameter.device}")
         if wrong:
             raise ValueError(f"the engine shares the trainer's storage: {'; '.join(wrong)}")
-        if mesh is not None and mesh.num_ranks > 1:
+        if mesh is not None and num_ranks > 1:
             return cls(copy_part(module, mesh, k_blocks), owned=True, invariant=invariant, trained=module)
         return cls(_whole(module, k_blocks), owned=False, invariant=invariant)
 
@@ -187,10 +199,11 @@ class HostedModel:
         yield from self._tensors.buffers()
 
     def tied_names(self) -> dict[str, str]:
-        """Return the further names of the whole model's tied parameters, each with its name in `resident_tensors`."""
+        """Return the further names of the whole model's parameters, each with its name in `resident_tensors`: of tied
+        ones, and the base model's own names of those that adapters have wrapped."""
         if self.mesh.num_ranks > 1:
             return dict(self.division.tied_names)
-        return self._tensors.tied_names()
+        return self._tensors.tied_names() | self.adapters.aliases(name for name, _ in self._tensors.parameters())
 
     @property
     def holds_weights(self) -> bool:
@@ -219,6 +232,37 @@ class HostedModel:
             parameter.data = parameter.data.new_empty(shape)
         self._released_shapes = []
         return self.weight_bytes - before
+
+    def replace_adapter(self, adapter: AdapterFolder | AdapterLayers) -> AdapterLayers:
+        """Put an adapter, or layers of one, around the engine's own layers, in place of the former one's, and return
+        those; no layers are no adapter.
+
+        No step is in flight. Raises ValueError for an adapter that does not fit, and for a module that is a trainer's
+        or divided; the model is then as before.
+        """
+        if not self.owned or self.mesh.num_ranks > 1 or self.k_blocks > 1:
+            raise ValueError(
+                "an adapter can be loaded into an engine that has read its model from a folder, on one rank and with "
+                "k_blocks=1; a trainer adds adapters to its own module"
+            )
+
+        former: AdapterLayers = {}
+
+        def change() -> ForwardNumerics:
+            former.update(take_out(self.module))
+            try:
+                put_in(self.module, adapter.layers_for(self.module) if isinstance(adapter, AdapterFolder) else adapter)
+                division = _whole(self.module, self.k_blocks).division
+                return ForwardNumerics(self.module, self.numerics.guarantee is not None, division)
+            except BaseException:
+                take_out(self.module)
+                put_in(self.module, former)
+                raise
+
+        hosted = self._trained = self._phase.replace(change)
+        self.numerics, self.division = hosted.numerics, _whole(self.module, self.k_blocks).division
+        self._tensors, self.adapters = HostedTensors(self.module), HostedAdapters(self.module)
+        return former
 
     @contextmanager
     def training_numerics(self) -> Iterator[None]:

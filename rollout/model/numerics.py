@@ -57,6 +57,7 @@ class Numerics:
         if invariant:
             shapes = division.linear_shapes
             self.guarantee = self_test(shapes, parameter.dtype, parameter.device, cuts=division.cuts)
+            _refuse_other_products(module, parameter, self.guarantee)
         self._plan_recurrent(module)
         self._plan_shared(module, division)
         if self.guarantee is not None:
@@ -175,6 +176,21 @@ class Numerics:
 
     def _product(self) -> Product:
         return product_of(self.guarantee.linear, self.guarantee.row_multiple) if self.guarantee else F.linear
+
+
+def _refuse_other_products(root: nn.Module, parameter: Tensor, guarantee: Guarantee) -> None:
+    """Raise ValueError if layers of a second dtype, adapters in float32 for instance, need another product."""
+    shapes: dict[torch.dtype, set[tuple[int, int]]] = {}
+    for module in root.modules():
+        if type(module) is nn.Linear and module.weight.dtype is not parameter.dtype:
+            shapes.setdefault(module.weight.dtype, set()).add((module.out_features, module.in_features))
+    for dtype, found in shapes.items():
+        other = self_test(found, dtype, parameter.device)
+        if (other.linear, other.row_multiple) != (guarantee.linear, guarantee.row_multiple):
+            raise ValueError(
+                f"{len(found)} shapes of layers in {dtype} need another product here ({other.choices}) than those in "
+                f"{parameter.dtype} ({guarantee.choices}): give all one dtype (autocast_adapter_dtype=False for PEFT)"
+            )
 
 
 def _linear_forward(module: nn.Linear, linear: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:

@@ -74,6 +74,22 @@ class RolloutPhase:
             with self._gate.guest(what, timeout_s) as seconds_left:
                 yield seconds_left
 
+    def replace(self, make: Callable[[], ForwardNumerics]) -> ForwardNumerics:
+        """Take the numerics off the module, and put on those that `make` returns, or the former if it raises.
+
+        Meanwhile the module has its own forward and may be changed. No step is in flight.
+        """
+        with self._lock:
+            is_set_up = self._exit is not None
+            if self._exit is not None:
+                self._exit.close()
+            try:
+                self._hosted = make()
+            finally:
+                if is_set_up:
+                    self._set_up()
+            return self._hosted
+
     def _set_up(self) -> None:
         module = self._hosted.module
         with ExitStack() as entered:

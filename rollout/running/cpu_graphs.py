@@ -38,14 +38,15 @@ class CPUGraphs:
     """A recorder of one module's steps."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = list(module.modules())
+        self._module = module
 
     def record(self, run: Run) -> Run:
         """Return the function to call in place of `run`. Its results are tensors that the next call may overwrite.
 
         `run` reads and writes fixed memory and returns its results.
         """
-        return _Step(run, lambda: has_hooks(self._modules))
+        modules = list(self._module.modules())
+        return _Step(run, lambda: has_hooks(modules))
 
 
 class _Step:

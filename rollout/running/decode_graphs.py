@@ -83,8 +83,7 @@ class DecodeGraphs:
         self._settings: RowSettings | None = None  # the device's settings, for this many rows:
         self._settings_size = 0
         self._records: dict[int, Run] = {}
-        owners = [owner for module in model.module.modules() for owner in (module._parameters, module._buffers)]
-        self._owners = [owner for owner in owners if owner]  # by name; a name's tensor may be replaced
+        self._owners: list[dict[str, Tensor | None]] = []  # by name; a name's tensor may be replaced
         self._memory: list[int] = []  # addresses that the records read
         self._num_steps = 0
         self.num_tables_sent = 0  # rows of block tables that had changed
@@ -106,7 +105,7 @@ class DecodeGraphs:
         memory = self._addresses()
         if memory != self._memory:
             self.forget()
-            self._memory = memory
+            self._memory = self._addresses()
         staging = self._stagings[self._num_steps % _NUM_STAGINGS]
         self._num_steps += 1
         staging.wait()  # its step may still run if its results were never read
@@ -125,6 +124,9 @@ class DecodeGraphs:
 
     def _addresses(self) -> list[int]:
         """Return the addresses of all memory that a record reads and that may move, and the number of threads."""
+        if not self._records:  # the module's layers may be others since: adapters
+            modules = self._model.module.modules()
+            self._owners = [owner for module in modules for owner in (module._parameters, module._buffers) if owner]
         hosted = (tensor for owner in self._owners for tensor in owner.values() if tensor is not None)
         tensors = (*self._kv_cache.keys, *self._kv_cache.values, *self._state_pool.all(), *hosted)
         return [torch.get_num_threads(), *(tensor.data_ptr() for tensor in tensors)]

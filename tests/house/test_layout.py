@@ -65,7 +65,7 @@ PLACES = {
         "service service_config version"
     ),
     "integration.grpo.job": (
-        "grpo.arithmetic grpo.checkpoint grpo.config grpo.engines failures grpo.loss grpo.packing grpo.plan "
+        "grpo.arithmetic grpo.backends grpo.checkpoint grpo.config grpo.engines failures grpo.loss grpo.packing grpo.plan "
         "grpo.problems grpo.rewards grpo.run_folder grpo.run_log grpo.task grpo.trainer grpo.warm_start http.edge "
         "http.server ranks"
     ),
@@ -107,7 +107,7 @@ PLACES = {
     "integration.router.proxy": (
         "http.edge router.budget router.calls router.config router.counters router.fleet router.relay router.wire"
     ),
-    "integration.grpo.plan": "grpo.arithmetic grpo.config grpo.rewards grpo.task grpo.trainer grpo.warm_start ranks",
+    "integration.grpo.plan": "grpo.arithmetic grpo.backends grpo.config grpo.rewards grpo.task grpo.trainer grpo.warm_start ranks",
     "integration.push.local_target": "plain_values service",
     "integration.router.changes": "http.edge router.calls router.config router.counters router.fleet router.wire",
     "integration.router.relay": "router.calls router.counters router.fleet",

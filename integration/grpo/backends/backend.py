@@ -80,20 +80,22 @@ class TrainerBackend(ABC):
         must iterate to the end."""
 
     def state(self) -> TrainerState:
-        """Gather parameters and optimizer state on rank 0. Changes nothing."""
+        """Gather the trained parameters and the optimizer state on rank 0. Changes nothing."""
+        trained = self._trained()
         moments = (
             (f"{key}/{name}", _whole(value))
-            for name, parameter in self.model.named_parameters()
+            for name, parameter in trained.items()
             for key, value in self.optimizer.state[parameter].items()
         )
-        return TrainerState(self.on_first(self.named_tensors()), self.on_first(moments))
+        tensors = ((name, tensor) for name, tensor in self.named_tensors() if name in trained)
+        return TrainerState(self.on_first(tensors), self.on_first(moments))
 
     def load_state(self, state: TrainerState) -> None:
         """Copy a state into model and optimizer, in place. `state` gathered it on rank 0; here every rank passes it.
 
         Raises ValueError, naming the tensors in which state and model differ, before anything is changed.
         """
-        parameters = dict(self.model.named_parameters())
+        parameters = self._trained()
         refuse_other_model(state.model, {name: parameter.shape for name, parameter in parameters.items()})
         moments = [(*key_and_name.partition("/")[::2], value) for key_and_name, value in state.optimizer.items()]
         if foreign := [f"{key}/{name}" for key, name, _ in moments if name not in parameters]:
@@ -109,11 +111,18 @@ class TrainerBackend(ABC):
             kept[key] = value if key == "step" else torch.empty_like(parameter).copy_(_laid_out_like(parameter, value))
 
     def adamw(self, model: nn.Module) -> torch.optim.AdamW:
-        """Make an AdamW optimizer of the model's parameters, as the settings say."""
+        """Make an AdamW optimizer of the model's parameters that are not frozen, as the settings say."""
         settings = self.settings
         return torch.optim.AdamW(
-            model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
+            lr=settings.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=settings.weight_decay,
         )
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that are not frozen, by name."""
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     def on_first(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Iterate to the end on every rank; return the tensors in main memory on rank 0, and {} on the others."""

@@ -26,7 +26,12 @@ from ..edge.bodies import AdminBody, Timeout, fields_of, read_object
 from ..edge.errors import BadField, HttpError
 
 # Verbs that write weights: one of them at a time, and a second is refused at once.
-_UPDATES = frozenset({"update_weights_from_distributed", "update_weights_from_tensor", "update_weights_from_disk"})
+_UPDATES = frozenset(
+    {
+        "update_weights_from_distributed", "update_weights_from_tensor", "update_weights_from_disk",
+        "load_lora_adapter", "unload_lora_adapter",
+    }
+)  # fmt: skip
 # Verbs of sessions, which need the module, too.
 _SESSIONS = frozenset(
     {"begin_weight_update", "verify_weight_update", "end_weight_update", "abort_weight_update", "revert_weight_update"}

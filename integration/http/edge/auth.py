@@ -30,6 +30,7 @@ NORMAL_PATHS = frozenset(
      "/parallelism_config", "/state", "/openapi.json", "/docs"}
 )  # fmt: skip
 NORMAL_PREFIX = "/v1/"
+ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # of those with that prefix
 FORCED_PATHS = frozenset({"/hicache/storage-backend", "/hicache/storage-backend/clear"})  # refused without an admin key
 
 
@@ -46,7 +47,7 @@ def level_of(path: str) -> Level:
     """Return the level of a path; an unknown path is administrative."""
     if path in OPEN_PATHS:
         return Level.OPEN
-    if path in NORMAL_PATHS or path.startswith(NORMAL_PREFIX):
+    if path in NORMAL_PATHS or (path.startswith(NORMAL_PREFIX) and path not in ADMIN_PATHS):
         return Level.NORMAL
     return Level.ADMIN_FORCED if path in FORCED_PATHS else Level.ADMIN
 

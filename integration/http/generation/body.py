@@ -28,7 +28,7 @@ PER_PROMPT = (
 )  # fmt: skip
 # Fields of SGLang's that we do not support and cannot ignore: without them the answer would be a different one.
 REFUSED = (
-    "input_embeds", "image_data", "video_data", "audio_data", "lora_path", "lora_id", "custom_logit_processor",
+    "input_embeds", "image_data", "video_data", "audio_data", "lora_id", "custom_logit_processor",
     "session_params", "return_hidden_states", "return_routed_experts", "return_indexer_topk", "return_sampling_mask",
     "return_entropy", "bootstrap_host", "bootstrap_port", "bootstrap_room",
 )  # fmt: skip
@@ -83,6 +83,7 @@ def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimi
     """Read and check a request's fields. Raises BadField, or ValueError naming the field."""
     refuse_unsupported(values, REFUSED)
     limits.lists(values, PER_PROMPT)
+    refuse_other_adapters(values, engine)
     body = fields_of(GenerateBody, values)
     prompts, field, is_batch = _prompts(body)
     count = len(prompts)
@@ -129,6 +130,17 @@ def refuse_unsupported(values: Mapping[str, object], names: Sequence[str]) -> No
     for name in names:
         if values.get(name) not in (None, False, [], {}, ""):
             raise BadField(name, "is not supported")
+
+
+def refuse_other_adapters(values: Mapping[str, object], engine: Engine) -> None:
+    """Refuse an adapter that is not loaded. Raises BadField naming it. A request that names none is answered with the
+    engine's weights, of which the loaded adapter is a part."""
+    given = values.get("lora_path")
+    loaded = engine.model.adapter_name
+    for name in given if isinstance(given, list) else [given]:
+        if name is not None and name != "" and name != loaded:
+            known = "none is loaded" if loaded is None else f"{loaded!r} is loaded, and an engine has one at a time"
+            raise BadField("lora_path", f"names the adapter {name!r}: {known}")
 
 
 def sampling_params(given: object) -> SamplingParams:

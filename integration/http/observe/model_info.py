@@ -109,15 +109,22 @@ def _card(app: FastAPI) -> dict[str, object]:
     }
 
 
+def _cards(app: FastAPI) -> list[dict[str, object]]:
+    base = _card(app)
+    adapters = app.state.service.loaded_adapters.items()
+    return [base, *(base | {"id": name, "root": path, "parent": base["id"]} for name, path in adapters)]
+
+
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    """List the served model."""
-    return json_response({"object": "list", "data": [_card(request.app)]})
+    """List the served model, and the adapter that is loaded into it."""
+    return json_response({"object": "list", "data": _cards(request.app)})
 
 
 @router.get("/v1/models/{model:path}")
 async def get_model(request: Request, model: str) -> Response:
     """Report the served model, or 404 for another name."""
-    if model != model_name(request.app):
-        raise HttpError(404, f"the model {model!r} does not exist", param="model", code="model_not_found")
-    return json_response(_card(request.app))
+    for card in _cards(request.app):
+        if card["id"] == model:
+            return json_response(card)
+    raise HttpError(404, f"the model {model!r} does not exist", param="model", code="model_not_found")

@@ -18,7 +18,7 @@ from ....rollout.sequences.request import RequestOptions
 from ..edge.bodies import Body, fields_of
 from ..edge.errors import BadField
 from ..generation.body import REFUSED as REFUSED_BY_GENERATE
-from ..generation.body import namespace, refuse_unsupported, text_of_token, token_ids_of
+from ..generation.body import namespace, refuse_other_adapters, refuse_unsupported, text_of_token, token_ids_of
 from ..generation.limits import RequestLimits
 from ..generation.meta import Wanted
 from ..generation.subscriptions import Asked, Size
@@ -130,6 +130,7 @@ def read_completion(values: dict[str, object], engine: Engine, model: str, limit
     refuse_unsupported(values, (*REFUSED, *REFUSED_BY_COMPLETIONS))
     _check_sizes(values, limits)
     body = fields_of(CompletionBody, values)
+    _check_model(body.model, values, engine, model)
     if body.best_of not in (None, body.n):
         raise BadField("best_of", "is not supported, but where it equals n")
     prompts = _prompts(body.prompt)
@@ -163,6 +164,7 @@ def read_chat(values: dict[str, object], engine: Engine, model: str, limits: Req
     refuse_unsupported(values, (*REFUSED, *REFUSED_BY_CHAT))
     _check_sizes(values, limits)
     body = fields_of(ChatBody, values)
+    _check_model(body.model, values, engine, model)
     if body.tool_choice not in (None, "none", "auto"):
         raise BadField("tool_choice", "is not supported")
     if body.modalities not in (None, ["text"]):
@@ -314,6 +316,18 @@ def _params(body: CommonBody, max_new_tokens: int) -> SamplingParams:
         for name, ours in (*names.items(), ("max_tokens", "max_new_tokens")):
             message = message.replace(ours, name)
         raise BadField(message.split()[0], message.partition(" ")[2]) from None
+
+
+def _check_model(name: str | None, values: Mapping[str, object], engine: Engine, base: str) -> None:
+    """Refuse other adapters than the loaded one, and the base by its own name while an adapter answers every request.
+    Raises BadField."""
+    refuse_other_adapters(values, engine)
+    loaded = engine.model.adapter_name
+    if name is not None and loaded is not None and name == base:
+        why = f"names the base, but the adapter {loaded!r} is loaded and answers every request"
+        raise BadField("model", f"{why}: ask for {loaded!r}, or unload it")
+    if name is not None and name.startswith(f"{base}:") and name != f"{base}:{loaded}":
+        raise BadField("model", f"names an adapter that is not loaded: {name.removeprefix(f'{base}:')!r}")
 
 
 def _check_sizes(values: Mapping[str, object], limits: RequestLimits) -> None:

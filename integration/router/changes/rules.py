@@ -28,6 +28,8 @@ RULES: dict[str, Rule] = {
     "update_weights_from_distributed": _UPDATE,
     "update_weights_from_tensor": _UPDATE,
     "update_weights_from_ipc": _UPDATE,
+    "load_lora_adapter": _UPDATE,
+    "unload_lora_adapter": _UPDATE,
     "update_weight_version": _UPDATE,
     "post_process_weights": _UPDATE,
     "verify_weight_update": _UPDATE,

@@ -15,11 +15,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.integration.grpo import main as grpo
 from lockstep.integration.grpo.main import main
 from lockstep.integration.grpo.run_log import read_metrics
+from lockstep.integration.service import RolloutService
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
 from lockstep.tests.support import prepared_python
 
 ROOT = Path(__file__).parents[3]
@@ -49,6 +54,7 @@ def by_text(prompt, completion, answer):
         open("pipe").read()
     return sum(map(ord, completion)) % 97 / 97
 """
+BASE = "base_model_name_or_path"
 SAME_IN_EVERY_RUN = ("step", "reward_mean", "logprob_gap", "sync_bytes", "weight_version", "weight_digest",
                      "heldout_accuracy", "loss")  # fmt: skip
 
@@ -142,6 +148,31 @@ def test_a_killed_and_resumed_run_ends_as_an_uninterrupted_one(straight_run, tmp
     assert finish(torchrun(tmp_path, str(CONFIG), *SHRUNK, "--resume")) == 0, (tmp_path / "log").read_text()
     assert lines_of(tmp_path) == lines_of(straight_run)
     assert "warm start" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
+def test_a_job_with_adapters_moves_no_byte_and_resumes_with_the_same_digests(straight_run, tmp_path):
+    folders = [tmp_path / "straight", tmp_path / "killed"]
+    settings = [*SHRUNK, "train.lora.rank=4", "train.lora.alpha=8", "train.kl_coefficient=0.1"]
+    for folder in folders:
+        folder.mkdir()
+        os.symlink(straight_run / ".cache", folder / ".cache")
+    straight, killed = folders
+    assert finish(torchrun(straight, str(CONFIG), *settings)) == 0, (straight / "log").read_text()
+    assert finish(torchrun(killed, str(CONFIG), *settings, KILL_AFTER_STEP=3)) == -signal.SIGKILL
+    saved = load_file(killed / "runs/arithmetic/checkpoints/step-000002/model.safetensors")
+    assert saved and all("lora_" in name for name in saved)
+    assert finish(torchrun(killed, str(CONFIG), *settings, "--resume")) == 0, (killed / "log").read_text()
+    lines = lines_of(straight)
+    assert lines == lines_of(killed) and len({line["weight_digest"] for line in lines}) == 4
+    assert all(line["logprob_gap"] == 0.0 and line["sync_bytes"] == 0 for line in lines)
+
+    trained = straight / "runs/arithmetic/model"
+    assert not (trained / "model.safetensors").exists()
+    base = AutoModelForCausalLM.from_pretrained(json.loads((trained / "adapter_config.json").read_text())[BASE])
+    service = RolloutService(Engine(PeftModel.from_pretrained(base, trained), EngineConfig(kv_cache="16 blocks")))
+    assert service.model_digest() == lines[-1]["weight_digest"]
+    service.close()
 
 
 @pytest.mark.slow

@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.integration.grpo.backends.backend import TrainerState
 from lockstep.integration.grpo.backends.ddp import DdpBackend
+from lockstep.integration.grpo.backends.lora import add_adapters
 from lockstep.integration.grpo.packing import Sample
-from lockstep.integration.grpo.sections import TrainSettings
+from lockstep.integration.grpo.sections import LoraSettings, TrainSettings
 from lockstep.integration.grpo.trainer import GrpoTrainer
 from lockstep.integration.ranks import Ranks, process_group
 from lockstep.integration.service import RolloutService
@@ -55,6 +57,29 @@ def test_the_gap_is_zero_to_the_bit(group, make_model, dtype, microbatch_tokens)
         assert stats.grad_norm > 0.0 and service.model_digest() != before
         assert (stats.kl > 0.0) == (step > 0)  # the first step is the reference itself
         service.commit_in_place(str(step), source=model.named_parameters())
+
+
+def test_adapters_are_trained_with_a_gap_of_zero_and_their_base_is_the_reference(group, make_model):
+    model = make_model("qwen3")
+    add_adapters(model, LoraSettings(rank=4), 0)
+    base = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    settings = TrainSettings(num_warmup_steps=0, kl_coefficient=0.1, learning_rate=1e-2)
+    service, trainer = make_trainer(model, settings)
+    for step in range(2):
+        before = service.model_digest()
+        stats = trainer.update(sample(service), step)
+        assert stats.logprob_gap == 0.0 and service.model_digest() != before
+        assert (stats.kl > 0.0) == (step > 0)  # the first values of adapters change nothing
+        assert service.commit_in_place(str(step), source=model.named_parameters()).bytes_copied == 0
+    assert trainer._reference is None
+    assert all(torch.equal(base[name], p) for name, p in model.named_parameters() if name in base)
+    state = trainer.backend.state()
+    assert state.model and all("lora_" in name for name in [*state.model, *state.optimizer])
+    trained = {name: p.clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        next(p for p in model.parameters() if p.requires_grad).zero_()
+    trainer.backend.load_state(TrainerState({n: trained[n] for n in state.model}, state.optimizer))
+    assert all(torch.equal(trained[name], p) for name, p in model.named_parameters())
 
 
 def test_one_ulp_in_one_weight_opens_the_gap(group, make_model):

@@ -214,7 +214,9 @@ def test_errors_have_sglangs_keys_and_under_v1_openais(client):
     assert answer.json() == {"error": {"message": "the model 'other' does not exist", **expected}}
 
 
-@pytest.mark.parametrize("path", ["/update_weights_from_ipc", "/load_lora_adapter", "/hicache/storage-backend"])
+@pytest.mark.parametrize(
+    "path", ["/update_weights_from_ipc", "/load_lora_adapter_from_tensors", "/hicache/storage-backend"]
+)
 def test_what_is_not_supported_says_so(service, path):
     with serve_in_background(service, HttpConfig(port=0, admin_api_key="k")) as server:
         answer = httpx.post(f"{server.url}{path}", json={}, headers={"Authorization": "Bearer k"})

@@ -1,0 +1,119 @@
+"""Adapter folders in PEFT's layout (adapter_config.json, adapter_model.safetensors), put around an engine's own layers.
+
+The former layers are kept, so putting them back cannot fail: a change happens whole or leaves no trace.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .layers import PEFT_PREFIX, adapter_layers
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+# The one adapter of a module. It is PEFT's default, so that tensors have the names that they have in a trainer.
+ADAPTER = "default"
+AdapterLayers = dict[str, nn.Module]  # an adapter's layers, by the names of the layers that they are around
+_UNSUPPORTED = ("modules_to_save", "trainable_token_indices", "alora_invocation_tokens", "use_dora", "lora_bias")
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """A LoRA adapter as its folder has it, in main memory."""
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]  # by PEFT's names
+
+    @classmethod
+    def read(cls, path: str | Path) -> AdapterFolder:
+        """Read a folder. Raises ValueError that names a missing or broken file, or features that are not supported."""
+        folder = Path(path)
+        if missing := [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (folder / name).is_file()]:
+            raise ValueError(f"adapter folder {str(folder)!r} holds no {' and no '.join(missing)}")
+        try:
+            config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{folder / CONFIG_FILE} cannot be read: {error}") from error
+        try:
+            tensors = load_file(folder / WEIGHTS_FILE)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{folder / WEIGHTS_FILE} cannot be read: {error}") from error
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        if kind != "LORA":
+            raise ValueError(f"{folder} holds an adapter of type {kind}: only LORA is supported")
+        wrong = [name for name in _UNSUPPORTED if config.get(name)]
+        wrong += ["bias"] if config.get("bias", "none") != "none" else []
+        if wrong:
+            raise ValueError(f"{folder / CONFIG_FILE} asks for {', '.join(wrong)}: not supported")
+        return cls(folder, config, {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()})
+
+    def layers_for(self, module: PreTrainedModel) -> AdapterLayers:
+        """Make the adapter's layers around the module's own ones, by the names of these. The module is as before.
+
+        Raises ValueError, naming them, for tensors that do not fit the module, and where PEFT is not installed.
+        """
+        peft = _peft()
+        known = {key: value for key, value in self.config.items() if key not in ("inference_mode", "auto_mapping")}
+        try:
+            config = peft.PeftConfig.from_peft_type(**{**known, "inference_mode": True})
+            peft.inject_adapter_in_model(config, module, adapter_name=ADAPTER)
+            self._fill(module, peft)
+            return take_out(module)
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"{self.path / CONFIG_FILE} cannot be used: {error}") from error
+        finally:
+            take_out(module)
+            if hasattr(module, "peft_config"):
+                del module.peft_config
+
+    def _fill(self, module: PreTrainedModel, peft: Any) -> None:
+        """Give the injected layers the folder's values, in the folder's dtypes: the trainer computed in these."""
+        expected = peft.get_peft_model_state_dict(module, adapter_name=ADAPTER, save_embedding_layers=False)
+        wrong = [f"{name} is missing" for name in sorted(expected.keys() - self.tensors.keys())]
+        wrong += [f"{name} has no place in the model" for name in sorted(self.tensors.keys() - expected.keys())]
+        for name in sorted(expected.keys() & self.tensors.keys()):
+            have, need = list(self.tensors[name].shape), list(expected[name].shape)
+            wrong += [f"{name} is {have}, but the layer needs {need}"] if have != need else []
+        if wrong:
+            more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise ValueError(f"{self.path} does not fit {type(module).__name__}: {'; '.join(wrong[:8])}{more}")
+        at = {id_of(tensor): name for name, tensor in expected.items()}
+        for parameter in module.parameters():
+            if (name := at.get(id_of(parameter))) is not None:
+                value = self.tensors[name].to(device=parameter.device, copy=True)
+                parameter.data = value  # not copy_: the dtype is the folder's
+                parameter.requires_grad_(False)
+
+
+def id_of(tensor: Tensor) -> tuple[int, object]:
+    return tensor.data_ptr(), tensor.shape
+
+
+def put_in(module: nn.Module, layers: AdapterLayers) -> None:
+    """Put adapter layers into the module, in place of its own layers of these names, around which they were made."""
+    for name, layer in layers.items():
+        parent, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, layer)
+
+
+def take_out(module: nn.Module) -> AdapterLayers:
+    """Take the adapter layers out of the module, so that it has its own ones again. Returns them by name."""
+    found = adapter_layers(module)
+    put_in(module, {name: cast(Any, layer).get_base_layer() for name, layer in found.items()})
+    return found
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError(f"adapters need PEFT: pip install lockstep[lora] ({error})") from error
+    return peft
