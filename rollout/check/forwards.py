@@ -47,8 +47,9 @@ def whole(hosted: HostedModel, ids: Tensor, rows: Tensor, *, positions: bool = F
     positions: pass position_ids, as the engine does. Returns logits [len(rows), vocab].
     """
     more: dict[str, Any] = {"position_ids": torch.arange(len(ids), device=ids.device)[None]} if positions else {}
+    records = not torch.is_inference_mode_enabled()
     gpus = [ids.device] if ids.device.type == "cuda" else []
-    with hosted.training_numerics(), torch.enable_grad(), torch.random.fork_rng(gpus):
+    with hosted.training_numerics(), torch.set_grad_enabled(records), torch.random.fork_rng(gpus):
         return hosted.module(ids[None], use_cache=False, logits_to_keep=rows, **more).logits[0].detach()
 
 
