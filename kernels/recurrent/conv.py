@@ -150,7 +150,7 @@ class _CausalConv(torch.autograd.Function):
         wide = torch.promote_types(grad_out.dtype, torch.float32)
         leaves: list[Any] = [None if t is None else t.detach().to(wide).requires_grad_() for t in operands]
         with torch.enable_grad():
-            outputs = reference_causal_conv(*leaves, cu_seqlens=cu_seqlens, activation=ctx.activation)
+            outputs = reference_causal_conv(*[*leaves, cu_seqlens, ctx.activation])
         given = [leaf for leaf in leaves if leaf is not None]
         found = iter(torch.autograd.grad(outputs, given, (grad_out.to(wide), grad_final.to(wide)), allow_unused=True))
         grads = [None if t is None else next(found) for t in operands]

@@ -163,15 +163,15 @@ class _GatedDeltaRule(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
         """Differentiate the chunk form of one sequence after another."""
         *rows, initial, cu_seqlens = ctx.saved_tensors
-        rule, wide = ctx.rule, rows[3].dtype
+        wide, options = rows[3].dtype, (ctx.rule.scale, ctx.rule.norm_eps)
         grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in rows]
         grad_initial = None if initial is None else torch.zeros_like(initial)
         no_state = rows[3].new_zeros(rows[2].shape[1], rows[1].shape[2], rows[2].shape[2])
         for sequence, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
             operands = [*(t[a:b] for t in rows), no_state if initial is None else initial[sequence]]
-            leaves = [t.detach().to(wide).requires_grad_() for t in operands]
+            leaves: list[Any] = [t.detach().to(wide).requires_grad_() for t in operands]
             with torch.enable_grad():
-                outputs = chunked_gated_delta_rule(*leaves, scale=rule.scale, eps=rule.norm_eps)
+                outputs = chunked_gated_delta_rule(*[*leaves, *options])
             given = (None if grad_out is None else grad_out[a:b], None if grad_final is None else grad_final[sequence])
             known = [(o, grad.to(wide)) for o, grad in zip(outputs, given, strict=True) if grad is not None]
             found = torch.autograd.grad(

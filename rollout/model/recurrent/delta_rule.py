@@ -81,8 +81,8 @@ def _is_like(function: Forward, decays: tuple[int, ...]) -> bool:
             found = inspect.unwrap(function)(*operands[:3], g=g, beta=beta, **named)
         except _UNLIKE:
             return False
-        flat: list[Any] = [t.flatten(0, 1) for t in operands]
-        expected = gated_delta_rule(*flat, cu_seqlens=ends, norm_eps=norm_eps)[0].view(2, 9, 4, 6)
+        flat: list[Any] = [*(t.flatten(0, 1) for t in operands), ends]
+        expected = gated_delta_rule(*flat, norm_eps=norm_eps)[0].view(2, 9, 4, 6)
         if type(found) is not tuple or not isinstance(found[0], Tensor) or found[0].shape != expected.shape:
             return False
         if not torch.allclose(found[0], expected, atol=1e-5):
