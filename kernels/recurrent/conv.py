@@ -148,9 +148,9 @@ class _CausalConv(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
         *operands, cu_seqlens = ctx.saved_tensors
         wide = torch.promote_types(grad_out.dtype, torch.float32)
-        leaves = [None if t is None else t.detach().to(wide).requires_grad_() for t in operands]
+        leaves: list[Any] = [None if t is None else t.detach().to(wide).requires_grad_() for t in operands]
         with torch.enable_grad():
-            outputs = reference_causal_conv(*leaves, cu_seqlens, ctx.activation)
+            outputs = reference_causal_conv(*leaves, cu_seqlens=cu_seqlens, activation=ctx.activation)
         given = [leaf for leaf in leaves if leaf is not None]
         found = iter(torch.autograd.grad(outputs, given, (grad_out.to(wide), grad_final.to(wide)), allow_unused=True))
         grads = [None if t is None else next(found) for t in operands]

@@ -171,7 +171,7 @@ class _GatedDeltaRule(torch.autograd.Function):
             operands = [*(t[a:b] for t in rows), no_state if initial is None else initial[sequence]]
             leaves = [t.detach().to(wide).requires_grad_() for t in operands]
             with torch.enable_grad():
-                outputs = chunked_gated_delta_rule(*leaves, rule.scale, rule.norm_eps)
+                outputs = chunked_gated_delta_rule(*leaves, scale=rule.scale, eps=rule.norm_eps)
             given = (None if grad_out is None else grad_out[a:b], None if grad_final is None else grad_final[sequence])
             known = [(o, grad.to(wide)) for o, grad in zip(outputs, given, strict=True) if grad is not None]
             found = torch.autograd.grad(

@@ -101,7 +101,7 @@ def _conv_kernel(
     if HAS_BIAS:
         total += tl.load(bias_ptr + c, mask=is_channel, other=0.0).to(tl.float32)[None, :]
     for tap in tl.static_range(WIDTH):
-        back: tl.constexpr = WIDTH - 1 - tap
+        back = WIDTH - 1 - tap
         is_own = is_row & (place >= back)
         own = x_ptr + (r - back)[:, None] * x_row + c[None, :]
         before = initial_ptr + (owner * (WIDTH - 1) + place + tap)[:, None] * channels + c[None, :]

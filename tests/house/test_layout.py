@@ -151,7 +151,7 @@ PLACES = {
     "kernels.self_test": "attention linear machine",
     "kernels.attention": "machine",
     "kernels.layers": "machine",
-    "kernels.recurrent": "layers",
+    "kernels.recurrent": "layers machine",
     "kernels.linear": "machine",
     "kernels.sampling": "machine",
     "kernels.sha256": "machine",

@@ -40,6 +40,15 @@ _DELTA = {
     "linear_value_head_dim": 16,
 }
 _SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 32}
+_KIMI = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    **{"linear_num_heads": 4, "linear_head_dim": 24},  # not a whole number of vectors
+    **{"kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    **{"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1},
+    **{"n_group": 1, "topk_group": 1},
+}
 
 # family -> (config class, settings of its config beyond the common part)
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
@@ -55,6 +64,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**_DELTA, **_SHARED_EXPERT}),
     "qwen3_next": ("Qwen3NextConfig", {**_DELTA, **_SHARED_EXPERT}),
     "olmo_hybrid": ("OlmoHybridConfig", _DELTA),
+    "kimi_linear": ("KimiLinearConfig", _KIMI),
     "lfm2": ("Lfm2Config", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
     "lfm2_moe": (
         "Lfm2MoeConfig",

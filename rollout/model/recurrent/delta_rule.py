@@ -41,12 +41,12 @@ def delta_rule_of(module: nn.Module) -> Forward:
             named["cu_seq_lens_q"] = cu_seqlens
         batch, num_rows = value.shape[:2]
         rows = rows_of(module, batch, num_rows, value.device, named)
-        operands = [t.flatten(0, 1) for t in (query, key, value, g, beta)]
+        q, k, v, decay, rate = (t.flatten(0, 1) for t in (query, key, value, g, beta))
         norm_eps = 1e-6 if use_qk_l2norm_in_kernel else None
         if (slots := rows.slots("recurrent")) is not None:
-            out = gated_delta_rule_in_slots(*operands, rows.cu_seqlens, slots, norm_eps=norm_eps)
+            out = gated_delta_rule_in_slots(q, k, v, decay, rate, rows.cu_seqlens, slots, norm_eps=norm_eps)
         else:
-            out, final = gated_delta_rule(*operands, rows.cu_seqlens, norm_eps=norm_eps)
+            out, final = gated_delta_rule(q, k, v, decay, rate, rows.cu_seqlens, norm_eps=norm_eps)
             rows.keep("recurrent", final)
         return out.unflatten(0, (batch, num_rows)), None
 
@@ -75,13 +75,14 @@ def _is_like(function: Forward, decays: tuple[int, ...]) -> bool:
     ends = torch.tensor([0, 9, 18], dtype=torch.int32)
     for norm_eps in (1e-6, None):
         named = {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": norm_eps is not None}
-        scaled = [q, k] if norm_eps is not None else [q * 0.2, k * 0.2]  # long keys make the rule itself diverge
+        size = 1.0 if norm_eps is not None else 0.2  # long keys make the rule itself diverge
+        operands = (q * size, k * size, v, g, beta)
         try:
-            found = inspect.unwrap(function)(*scaled, v, g=g, beta=beta, **named)
+            found = inspect.unwrap(function)(*operands[:3], g=g, beta=beta, **named)
         except _UNLIKE:
             return False
-        flat = [t.flatten(0, 1) for t in (*scaled, v, g, beta)]
-        expected = gated_delta_rule(*flat, ends, norm_eps=norm_eps)[0].view(2, 9, 4, 6)
+        flat: list[Any] = [t.flatten(0, 1) for t in operands]
+        expected = gated_delta_rule(*flat, cu_seqlens=ends, norm_eps=norm_eps)[0].view(2, 9, 4, 6)
         if type(found) is not tuple or not isinstance(found[0], Tensor) or found[0].shape != expected.shape:
             return False
         if not torch.allclose(found[0], expected, atol=1e-5):

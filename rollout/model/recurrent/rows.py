@@ -38,7 +38,7 @@ class RecurrentRows:
         return Slots(states.tensors[self._layer][name], states.reads, states.writes)
 
     def keep(self, name: str, final: Tensor) -> None:
-        """Show the sequences' states after their rows, [S, *shape], to the start-up probe; nobody else needs them."""
+        """Show the sequences' states after their rows, [S, *shape], to the start-up probe. Steps and the trainer need none of them."""
         if isinstance(self._step, LayerProbe):
             self._step.states.setdefault(self._layer, {})[name] = StateShape(tuple(final.shape[1:]), final.dtype)
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.kernels.recurrent.conv import causal_conv
+from lockstep.kernels.recurrent.conv import causal_conv, causal_conv_in_slots
+from lockstep.kernels.recurrent.slots import Slots
 
 LENGTHS = [1, 30, 2, 67, 3]
 
@@ -77,3 +78,12 @@ def test_an_unknown_activation_and_mixed_dtypes_are_refused() -> None:
         causal_conv(x, weight, None, starts([3]), None, "gelu")
     with pytest.raises(ValueError, match=r"weight torch\.bfloat16"):
         causal_conv(x, weight.bfloat16(), None, starts([3]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_slots_are_read_and_written_in_place(dtype: torch.dtype) -> None:
+    x, weight, pool = (torch.randn(shape, dtype=dtype) for shape in ((9, 6), (6, 4), (5, 3, 6)))
+    reads, writes, ends = torch.tensor([0, 3]), torch.tensor([4, 1]), starts([2, 7])
+    out, final = causal_conv(x, weight, None, ends, pool[reads], "silu")
+    assert torch.equal(causal_conv_in_slots(x, weight, None, ends, Slots(pool, reads, writes), "silu"), out)
+    assert torch.equal(pool[writes], final)

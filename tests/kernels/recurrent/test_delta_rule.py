@@ -12,7 +12,13 @@ from torch import Tensor
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
-from lockstep.kernels.recurrent.delta_rule import DeltaRule, gated_delta_rule, reference_gated_delta_rule
+from lockstep.kernels.recurrent.delta_rule import (
+    DeltaRule,
+    gated_delta_rule,
+    gated_delta_rule_in_slots,
+    reference_gated_delta_rule,
+)
+from lockstep.kernels.recurrent.slots import Slots
 
 LENGTHS = [1, 70, 5, 130]
 KINDS = ("by head", "by channel")
@@ -159,3 +165,14 @@ def test_operands_that_do_not_belong_together_are_refused() -> None:
     q, _, v, g, beta = operands(4, "by head")
     with pytest.raises(ValueError, match=r"k \[4, 3, 40\]"):
         gated_delta_rule(q, torch.randn(4, 3, 40), v, g, beta, starts([4]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_slots_are_read_and_written_in_place(dtype: torch.dtype) -> None:
+    tensors = [t.to(dtype) for t in operands(9, "by head")]
+    pool, reads, writes = torch.randn(5, 4, 40, 72, dtype=dtype), torch.tensor([0, 3]), torch.tensor([4, 1])
+    before = pool.clone()
+    out, final = gated_delta_rule(*tensors, starts([4, 5]), pool[reads])
+    assert torch.equal(gated_delta_rule_in_slots(*tensors, starts([4, 5]), Slots(pool, reads, writes)), out)
+    assert torch.equal(pool[writes], final)
+    assert torch.equal(pool[[0, 2, 3]], before[[0, 2, 3]])

