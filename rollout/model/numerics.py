@@ -97,6 +97,8 @@ class Numerics:
 
     def _enter_functions(self) -> list[tuple[nn.Module, Any]]:
         """Put the mode around the entrances. Returns them with the forward that each instance had of its own."""
+        if self._functions is None:
+            return []
         can_compile = "torch._dynamo" in sys.modules  # else nothing is compiled, and the import would take seconds
         own: list[tuple[nn.Module, Any]] = [(module, vars(module).get("forward")) for module in self._entrances]
         for module in self._entrances:
