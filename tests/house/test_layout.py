@@ -64,9 +64,9 @@ PLACES = {
         "service service_config version"
     ),
     "integration.grpo.job": (
-        "grpo.arithmetic grpo.backends grpo.checkpoint grpo.config grpo.engines failures grpo.loss grpo.packing grpo.plan "
-        "grpo.problems grpo.rewards grpo.run_folder grpo.run_log grpo.task grpo.trainer grpo.warm_start http.edge "
-        "http.server ranks"
+        "grpo.arithmetic grpo.backends grpo.checkpoint grpo.config grpo.engines failures grpo.loss grpo.packing "
+        "grpo.plan grpo.problems grpo.rewards grpo.run_folder grpo.run_log grpo.task grpo.trainer grpo.warm_start "
+        "http.edge http.server ranks"
     ),
     "integration.http.server": "http.app http.edge http.generation service",
     "integration.router.server": "http.edge router.app router.changes router.config router.fleet",
@@ -106,7 +106,9 @@ PLACES = {
     "integration.router.proxy": (
         "http.edge router.budget router.calls router.config router.counters router.fleet router.relay router.wire"
     ),
-    "integration.grpo.plan": "grpo.arithmetic grpo.backends grpo.config grpo.rewards grpo.task grpo.trainer grpo.warm_start ranks",
+    "integration.grpo.plan": (
+        "grpo.arithmetic grpo.backends grpo.config grpo.rewards grpo.task grpo.trainer grpo.warm_start ranks"
+    ),
     "integration.push.local_target": "plain_values service",
     "integration.router.changes": "http.edge router.calls router.config router.counters router.fleet router.wire",
     "integration.router.relay": "router.calls router.counters router.fleet",
