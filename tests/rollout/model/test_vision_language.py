@@ -29,18 +29,18 @@ CONFIGS = {
         text_config={**TEXT, "hidden_size": 128, "rope_parameters": MROPE},
         vision_config={**QWEN_VISION, "out_hidden_size": 128},
         **QWEN_IDS,
-    ),  # fmt: skip
+    ),
     "llava": lambda: transformers.LlavaConfig(
         text_config={**TEXT, "model_type": "llama"},
         vision_config={**CLIP, "model_type": "clip_vision_model"},
         image_token_index=250,
-    ),  # fmt: skip
+    ),
     "gemma3": lambda: transformers.Gemma3Config(
         text_config={**TEXT, "sliding_window": 20, "query_pre_attn_scalar": 32},
         vision_config=CLIP,
         mm_tokens_per_image=4,
         image_token_index=250,
-    ),  # fmt: skip
+    ),
 }
 PROMPTS = [list(range(3, 40)), [9, 8, 7]]
 ENGINE = EngineConfig(kv_cache="32 blocks", max_num_seqs=4, chunked_prefill_size=13)
