@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from ...kernels.sampling.draws import derive_seed
 from ...rollout.completion import Completion
+from ...rollout.model.loading import auto_class
 from ...rollout.sampling_params import SamplingParams
 from ...weight_sync.disk.atomic_folder import flush_folder, partial_folder
 from ..failures import FileFailed, files_of
@@ -65,8 +66,8 @@ class GrpoJob:
         self.reward = load_reward(config.reward)
         folder = Path(config.model.path) if config.model.path else self._built_model()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[config.model.dtype])
-        self.model.to(ranks.device)  # type: ignore[arg-type]  # transformers' decorator hides that it is a method
+        loader = auto_class(AutoConfig.from_pretrained(folder))
+        self.model: PreTrainedModel = loader.from_pretrained(folder, dtype=_DTYPES[config.model.dtype]).to(ranks.device)
         self.adapted = None  # the PeftModel around the model, if adapters are trained
         if config.train.lora.rank:
             self.adapted = add_adapters(self.model, config.train.lora, config.run.seed, folder)

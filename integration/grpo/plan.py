@@ -7,8 +7,9 @@ import math
 import os
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...rollout.model.loading import auto_class
 from ...rollout.ranks.mesh import Mesh, MeshPlan
 from ...rollout.sharding.part import Part, build_part
 from ...weight_sync.layout.bucket import ALIGNMENT
@@ -85,7 +86,8 @@ def _part(config: JobConfig, model: PreTrainedModel, num_ranks: int) -> Part:
 def _model_without_memory(config: JobConfig) -> PreTrainedModel:
     with torch.device("meta"):
         if config.model.path:
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path))
+            path_config = AutoConfig.from_pretrained(config.model.path)
+            return auto_class(path_config).from_config(path_config)
         return build_model(model_spec(config), build_tokenizer())
 
 
@@ -95,7 +97,8 @@ def _tokenizer_and_context(config: JobConfig) -> tuple[PreTrainedTokenizerBase, 
         return build_tokenizer(), CONTEXT_TOKENS
     if not os.path.isfile(os.path.join(path, "config.json")):
         raise ValueError(f"model.path: {path!r} is no model folder, it holds no config.json")
-    return AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path).max_position_embeddings
+    text = AutoConfig.from_pretrained(path).get_text_config(decoder=True)
+    return AutoTokenizer.from_pretrained(path), text.max_position_embeddings
 
 
 def describe_plan(config: JobConfig, num_ranks: int) -> str:

@@ -26,8 +26,15 @@ class Intake:
     """Make requests and number them: the number is the order of arrival and gives each request its own seed."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, seed: int, grammars: Grammars
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        seed: int,
+        grammars: Grammars,
+        media_tokens: Mapping[int, str] | None = None,
     ) -> None:
+        """media_tokens: the kind of media, which are not supported, that a token stands for."""
+        self._media_tokens = dict(media_tokens or {})
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._vocab_size = vocab_size
@@ -49,6 +56,11 @@ class Intake:
         """Make one request per id, the samples of the prompt. Raises ValueError for a bad prompt or setting."""
         (params, grammar), options = settings, options or RequestOptions()
         its_ids = prompt_ids(prompt, self._tokenizer, self._vocab_size)
+        if found := {kind for id, kind in self._media_tokens.items() if id in its_ids}:
+            raise ValueError(
+                f"the prompt has placeholders of {' and '.join(sorted(found))} input, which is not supported: it "
+                "runs on text"
+            )
         if self._tokenizer is None and params.needs_text:
             raise ValueError("stop strings need a tokenizer, and this engine has none")
         if options.logprob_start_len > len(its_ids):
@@ -89,6 +101,11 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_
         if tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer, and this engine has none: pass token ids")
         prompt = tokenizer(prompt)["input_ids"]
+    if isinstance(prompt, Mapping):
+        named = ", ".join(map(str, prompt))
+        raise ValueError(
+            f"a prompt is a text or a list of token ids: images and other inputs ({named}) are not supported"
+        )
     if not isinstance(prompt, Sequence):
         raise ValueError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
     ids: list[Any] = list(prompt)

@@ -14,6 +14,7 @@ from ..errors import EngineStopped
 from ..grammars.cache import Promise
 from ..loop.between_steps import BetweenSteps
 from ..loop.parts import Parts
+from ..model.loading import media_tokens
 from ..replica.calls import RankCalls
 from ..sampling_params import SamplingParams
 from ..sequences.request import Request, RequestOptions
@@ -40,7 +41,10 @@ class RequestDesk:
     ) -> None:
         self._parts, self._driver, self._between_steps, self._calls = parts, driver, between_steps, calls
         self._inbox, self._mailboxes = inbox, mailboxes
-        self._intake = Intake(parts.tokenizer, parts.model.vocab_size, parts.config.seed, parts.grammars)
+        self._intake = Intake(
+            parts.tokenizer, parts.model.vocab_size, parts.config.seed, parts.grammars,
+            media_tokens(parts.model.module.config),
+        )  # fmt: skip
 
     # -- without waiting --------------------------------------------------------------------------------------------
 

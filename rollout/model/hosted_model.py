@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ...kernels.machine.huge_pages import use_huge_pages
 from ..errors import MemoryReleased, PhaseError
@@ -23,6 +23,7 @@ from .adapters.layers import HostedAdapters, without_peft_model
 from .attention import NO_MASK, STEP_KEYWORD, StepContext
 from .forward_numerics import ForwardNumerics
 from .layer_probe import PROBING, KVShape, LayerProbe
+from .loading import auto_class
 from .recurrent.states import StateShapes
 from .rollout_phase import RolloutPhase
 from .supported import (
@@ -87,11 +88,11 @@ class HostedModel:
         kept = DTYPES[dtype] if dtype else getattr(config, "dtype", None) or torch.float32
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if mesh is not None and mesh.num_ranks > 1:
+            _refuse_to_divide(config)
             part = load_part(path, config, kept, torch.device(device), mesh, k_blocks)
         else:
-            module = AutoModelForCausalLM.from_pretrained(path, dtype=kept)
-            moved = module.to(device)  # type: ignore[arg-type]  # transformers' decorator hides that it is a method
-            part = _whole(moved.eval().requires_grad_(False), k_blocks)
+            module = auto_class(config).from_pretrained(path, dtype=kept).to(device)
+            part = _whole(module.eval().requires_grad_(False), k_blocks)
         return cls(part, owned=True, invariant=invariant)
 
     @classmethod
@@ -127,6 +128,7 @@ class HostedModel:
         if wrong:
             raise ValueError(f"the engine shares the trainer's storage: {'; '.join(wrong)}")
         if mesh is not None and num_ranks > 1:
+            _refuse_to_divide(module.config)
             return cls(copy_part(module, mesh, k_blocks), owned=True, invariant=invariant, trained=module)
         return cls(_whole(module, k_blocks), owned=False, invariant=invariant)
 
@@ -371,6 +373,11 @@ class HostedModel:
             raise ValueError(f"{name} cannot be cut into stages: a stage gave {list(out.shape)} for hidden states")
         probe.refuse_faults(self.division.layers, name)
         return probe
+
+
+def _refuse_to_divide(config: PretrainedConfig) -> None:
+    if auto_class(config) is not AutoModelForCausalLM:
+        raise ValueError(f"a {config.model_type} model runs on text on one rank only: tp and pp must be 1")
 
 
 def _whole(module: PreTrainedModel, k_blocks: int) -> Part:

@@ -11,7 +11,7 @@ that step can enter the queue before the host has read them; the host waits for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -83,7 +83,7 @@ class DecodeGraphs:
         self._settings: RowSettings | None = None  # the device's settings, for this many rows:
         self._settings_size = 0
         self._records: dict[int, Run] = {}
-        self._owners: list[dict[str, Tensor | None]] = []  # by name; a name's tensor may be replaced
+        self._owners: list[Mapping[str, Tensor | None]] = []  # by name; a name's tensor may be replaced
         self._memory: list[int] = []  # addresses that the records read
         self._num_steps = 0
         self.num_tables_sent = 0  # rows of block tables that had changed
@@ -126,7 +126,8 @@ class DecodeGraphs:
         """Return the addresses of all memory that a record reads and that may move, and the number of threads."""
         if not self._records:  # the module's layers may be others since: adapters
             modules = self._model.module.modules()
-            self._owners = [owner for module in modules for owner in (module._parameters, module._buffers) if owner]
+            owners: list[Mapping[str, Tensor | None]] = [own for m in modules for own in (m._parameters, m._buffers)]
+            self._owners = [owner for owner in owners if owner]
         hosted = (tensor for owner in self._owners for tensor in owner.values() if tensor is not None)
         tensors = (*self._kv_cache.keys, *self._kv_cache.values, *self._state_pool.all(), *hosted)
         return [torch.get_num_threads(), *(tensor.data_ptr() for tensor in tensors)]

@@ -23,7 +23,7 @@ ROOMS = {  # room: the rooms that it may import
 # the same room that it may import. docs/architecture.md shows the same arrows.
 PLACES = {
     "rollout.engine": "completion config control kv loop ranks replica reports sequences",
-    "rollout.control": "completion errors grammars loop replica sampling_params sequences",
+    "rollout.control": "completion errors grammars loop model replica sampling_params sequences",
     "rollout.loop": (
         "check completion config errors grammars kv model ranks replica reports running scheduling sequences states"
     ),
@@ -65,9 +65,9 @@ PLACES = {
         "service service_config version"
     ),
     "integration.grpo.job": (
-        "grpo.arithmetic grpo.backends grpo.checkpoint grpo.config grpo.engines failures grpo.loss grpo.packing grpo.plan "
-        "grpo.problems grpo.rewards grpo.run_folder grpo.run_log grpo.task grpo.trainer grpo.warm_start http.edge "
-        "http.server ranks"
+        "grpo.arithmetic grpo.backends grpo.checkpoint grpo.config grpo.engines failures grpo.loss grpo.packing "
+        "grpo.plan grpo.problems grpo.rewards grpo.run_folder grpo.run_log grpo.task grpo.trainer grpo.warm_start "
+        "http.edge http.server ranks"
     ),
     "integration.http.server": "http.app http.edge http.generation service",
     "integration.router.server": "http.edge router.app router.changes router.config router.fleet",
@@ -107,7 +107,9 @@ PLACES = {
     "integration.router.proxy": (
         "http.edge router.budget router.calls router.config router.counters router.fleet router.relay router.wire"
     ),
-    "integration.grpo.plan": "grpo.arithmetic grpo.backends grpo.config grpo.rewards grpo.task grpo.trainer grpo.warm_start ranks",
+    "integration.grpo.plan": (
+        "grpo.arithmetic grpo.backends grpo.config grpo.rewards grpo.task grpo.trainer grpo.warm_start ranks"
+    ),
     "integration.push.local_target": "plain_values service",
     "integration.router.changes": "http.edge router.calls router.config router.counters router.fleet router.wire",
     "integration.router.relay": "router.calls router.counters router.fleet",

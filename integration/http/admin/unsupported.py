@@ -13,8 +13,8 @@ _IPC = "use update_weights_from_tensor, or update_weights_from_disk, instead"
 _LORA = "use load_lora_adapter, or update_weights_from_tensor for the tensors of a loaded one"
 _PATHS = {
     "/update_weights_from_ipc": f"the checkpoint-engine protocol is not supported: {_IPC}",
-    "/load_lora_adapter_from_tensors": f"adapters come as folders: {_LORA}",
-    "/load_lora_adapter_from_distributed": f"adapters come as folders: {_LORA}",
+    "/load_lora_adapter_from_tensors": f"adapters in another form than a folder are not supported: {_LORA}",
+    "/load_lora_adapter_from_distributed": f"adapters in another form than a folder are not supported: {_LORA}",
     "/init_weights_send_group_for_remote_instance": "transfers between engines are not supported",
     "/send_weights_to_remote_instance": "transfers between engines are not supported",
     "/remote_instance_transfer_engine_info": "transfers between engines are not supported",

@@ -28,7 +28,8 @@ PER_PROMPT = (
 )  # fmt: skip
 # Fields of SGLang's that we do not support and cannot ignore: without them the answer would be a different one.
 REFUSED = (
-    "input_embeds", "image_data", "video_data", "audio_data", "lora_id", "custom_logit_processor",
+    "input_embeds", "image_data", "video_data", "audio_data", "multi_modal_data", "images", "videos", "audios",
+    "lora_id", "custom_logit_processor",
     "session_params", "return_hidden_states", "return_routed_experts", "return_indexer_topk", "return_sampling_mask",
     "return_entropy", "bootstrap_host", "bootstrap_port", "bootstrap_room",
 )  # fmt: skip

@@ -355,8 +355,12 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     if content is None or isinstance(content, str):
         return message
     parts = content if isinstance(content, list) else [content]
-    given = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-    texts = [text for text in given if isinstance(text, str)]
+    kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in parts]
+    if other := sorted({str(kind) for kind in kinds if kind != "text"}):
+        raise BadField(
+            "messages", f"have content of the type {', '.join(other)}: only content of the type text is supported"
+        )
+    texts = [text for part in parts if isinstance(text := part.get("text"), str)]
     if len(texts) < len(parts):
-        raise BadField("messages", "only content of the type text is supported")
+        raise BadField("messages", "have content of the type text without a text")
     return {**message, "content": "".join(texts)}

@@ -78,7 +78,9 @@ def test_the_slopes_of_softplus_and_mish_are_finite_and_exact_far_from_zero(func
         torch.testing.assert_close(found, torch.autograd.grad(function(plain).sum(), plain)[0])
 
 
-@pytest.mark.parametrize("draw", [torch.rand_like, torch.bernoulli, torch.Tensor.uniform_, F.dropout], ids=str)
+@pytest.mark.parametrize(
+    "draw", [torch.rand_like, torch.bernoulli, torch.Tensor.uniform_, F.dropout], ids=lambda draw: draw.__name__
+)
 def test_random_numbers_inside_the_module_are_refused_by_name(functions, draw):
     with functions, pytest.raises(ValueError, match=draw.__name__):
         draw(torch.full((3,), 0.5))
