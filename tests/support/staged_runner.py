@@ -100,9 +100,10 @@ class StagedRunner:
         positions = batch.positions[None]
         states = self._state_pool.step(batch.states)
         context = StepContext(batch.slots, batch.paged, self._kv_cache.keys, self._kv_cache.values, states=states)
-        rotary = (getattr(module.model, "rotary_emb", None) or module.model.pos_emb)(hidden, positions)
-        for layer in module.model.layers[first:end]:
-            mask = NO_MASK if hasattr(layer, "self_attn") else None
+        embedding = getattr(module.model, "rotary_emb", getattr(module.model, "pos_emb", None))
+        rotary = embedding(hidden, positions) if embedding is not None else None
+        for index, layer in enumerate(module.model.layers[first:end], first):
+            mask = None if index in self._model.state_shapes else NO_MASK
             hidden = layer(
                 hidden, attention_mask=mask, position_ids=positions, position_embeddings=rotary, use_cache=False,
                 **{STEP_KEYWORD: context},
