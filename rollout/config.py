@@ -68,6 +68,8 @@ class EngineConfig:
     chunked_prefill_size: int | None = None  # rows of one prompt per step; None: as many as fit in the step
     max_model_len: int | None = None  # prompt + output tokens of a sequence; None: the model's own limit
     prefix_cache: bool = True  # reuse the KV of equal prefixes
+    state_snapshots: int | None = None  # recurrent states that are kept for prefix hits, if the model has recurrent
+    # layers; None: as many as sequences may run; 0: none, and no prefix hits for such models
     pin_budget: float = PIN_BUDGET  # share of the pool's blocks that pins may protect from eviction
     invariant: bool = True  # bits do not depend on the batch, see docs/architecture.md; False is a speed choice
     policy: str = "fcfs"  # order of the waiting queue: "fcfs", "edf" (deadline), "lrs" (least relative slack)
@@ -109,6 +111,9 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 wrong.append(f"{name} must be a positive integer, not {value!r}")
+        num = self.state_snapshots
+        if num is not None and (isinstance(num, bool) or not isinstance(num, int) or num < 0):
+            wrong.append(f"state_snapshots must be a number of snapshots, at least 0, not {num!r}")
         for name in ("prefix_cache", "invariant", "overlap", "sequence_pipelining", "grammar_any_whitespace"):
             if not isinstance(getattr(self, name), bool):
                 wrong.append(f"{name} must be true or false, not {getattr(self, name)!r}")

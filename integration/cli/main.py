@@ -21,7 +21,7 @@ COMMANDS = {
     "ctl": "pause, continue, flush, pin or inspect a served engine from a shell",
     "train": "check the config of the GRPO job, and run the job under torchrun",
     "bench": f"run a benchmark: {', '.join(BENCHMARKS)}",
-    "doctor": "report which kernels run here and why",
+    "doctor": "report which kernels run here and why, and whether a model can be hosted",
 }
 
 

@@ -28,7 +28,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def model_spec(config: JobConfig) -> ModelSpec:
     """Return the shape of the model that the job builds."""
     m = config.model
-    return ModelSpec(m.hidden_size, m.intermediate_size, m.num_layers, m.num_heads, m.num_kv_heads, m.head_dim)
+    return ModelSpec(
+        m.hidden_size, m.intermediate_size, m.num_layers, m.num_heads, m.num_kv_heads, m.head_dim, m.family
+    )
 
 
 def check_job(config: JobConfig, num_ranks: int) -> None:

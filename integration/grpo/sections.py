@@ -49,9 +49,10 @@ class RunSettings(Section):
 
 @dataclass(frozen=True)
 class ModelSettings(Section):
-    """The model: a folder in Hugging Face format, or, without a path, a small Qwen3 that is built and warm-started."""
+    """The model: a folder in Hugging Face format, or, without a path, a small one that is built and warm-started."""
 
-    path: str = ""  # a Hugging Face folder; empty: a small Qwen3 is built with the sizes below
+    path: str = ""  # a Hugging Face folder; empty: a small model is built with the sizes below
+    family: str = "qwen3"  # of the built model: "qwen3" or "qwen3_5" (gated delta nets in most layers)
     dtype: str = "float32"  # type of the parameters: "float32" or "bfloat16"
     hidden_size: int = 128  # width of the built model
     intermediate_size: int = 256  # width of the built model's MLP
@@ -63,7 +64,9 @@ class ModelSettings(Section):
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
         sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-        return too_small(self, *sizes) + not_among(self, "dtype", DTYPES)
+        return (
+            too_small(self, *sizes) + not_among(self, "dtype", DTYPES) + not_among(self, "family", ("qwen3", "qwen3_5"))
+        )
 
 
 @dataclass(frozen=True)

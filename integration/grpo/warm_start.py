@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
@@ -16,7 +17,14 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from ...weight_sync.disk.atomic_folder import flush_folder, partial_folder
 from ...weight_sync.disk.claims import remove_leftovers
@@ -25,10 +33,12 @@ from .arithmetic import CONTEXT_TOKENS, ArithmeticSpec, arithmetic_problems, bui
 
 FORMAT = 1  # part of the cache key: raise it when a code change gives another model for the same spec
 
+MODEL_FAMILIES = ("qwen3", "qwen3_5")
+
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The shape of the Qwen3 model to build. Every width is a multiple of 32, which invariant mode needs."""
+    """The shape of the model to build. Every width is a multiple of 32, which invariant mode needs."""
 
     hidden_size: int = 128
     intermediate_size: int = 256
@@ -36,6 +46,7 @@ class ModelSpec:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 32
+    family: str = "qwen3"  # or "qwen3_5": each fourth layer and the last have attention, the others a gated delta net
 
     def __post_init__(self) -> None:
         widths = {name: getattr(self, name) for name in ("hidden_size", "intermediate_size", "head_dim")}
@@ -48,6 +59,8 @@ class ModelSpec:
             faults.append(f"num_layers={self.num_layers} is below 1")
         if self.num_kv_heads < 1 or self.num_heads < 1 or self.num_heads % self.num_kv_heads:
             faults.append(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.family not in MODEL_FAMILIES:
+            faults.append(f"family must be one of {', '.join(MODEL_FAMILIES)}, not {self.family!r}")
         if faults:
             raise ValueError("; ".join(faults))
 
@@ -97,7 +110,7 @@ def warm_start(
     cache_dir: str | Path,
     *,
     device: torch.device | str = "cpu",
-    prepare: Callable[[Qwen3ForCausalLM], None] | None = None,
+    prepare: Callable[[PreTrainedModel], None] | None = None,
     prepared_as: str = "",
     on_progress: Callable[[WarmStartProgress], None] | None = None,
 ) -> Path:
@@ -143,29 +156,35 @@ def warm_start_key(spec: WarmStartSpec, num_ranks: int, device_type: str, prepar
     return hashlib.sha256(json.dumps(determinants, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def build_model(spec: ModelSpec, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Build a Qwen3 model in float32 and eval mode, with weights from torch's default generator."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_hidden_layers=spec.num_layers,
-        num_attention_heads=spec.num_heads,
-        num_key_value_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        max_position_embeddings=CONTEXT_TOKENS,
-        tie_word_embeddings=True,
-        initializer_range=spec.hidden_size**-0.5,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    return Qwen3ForCausalLM(config).eval()
+def build_model(spec: ModelSpec, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """Build a Qwen3 or Qwen3.5 model in float32 and eval mode, with weights from torch's default generator."""
+    common: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "max_position_embeddings": CONTEXT_TOKENS,
+        "tie_word_embeddings": True,
+        "initializer_range": spec.hidden_size**-0.5,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+    if spec.family == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**common)).eval()
+    last = spec.num_layers - 1
+    kinds = ["full_attention" if i % 4 == 3 or i == last else "linear_attention" for i in range(spec.num_layers)]
+    linear: dict[str, Any] = {"linear_num_key_heads": spec.num_kv_heads, "linear_num_value_heads": spec.num_heads,
+              "linear_key_head_dim": spec.head_dim, "linear_value_head_dim": spec.head_dim}  # fmt: skip
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**common, **linear, layer_types=kinds)).eval()
 
 
 def train_supervised(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     spec: WarmStartSpec,
     on_progress: Callable[[WarmStartProgress], None] | None = None,
@@ -252,7 +271,7 @@ def _rank_zero_finds(folder: Path, device: torch.device) -> bool:
     return bool(found.item())
 
 
-def _save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, spec: WarmStartSpec, folder: Path) -> None:
+def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, spec: WarmStartSpec, folder: Path) -> None:
     """Write the folder under another name and rename it, so that a folder of this name is always complete. Raises
     FileFailed."""
     with files_of(folder), partial_folder(folder) as partial:

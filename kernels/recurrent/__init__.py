@@ -1,1 +1,1 @@
-"""Recurrent layers: causal convolution and state updates whose rows depend on their own sequence only."""
+"""Layers with a state: the causal convolution and the gated delta rule, in one arithmetic for any cut of a sequence."""

@@ -1,16 +1,29 @@
-"""Causal depthwise convolution over packed sequences, its taps added in a fixed order.
+"""Causal convolution of each channel over the rows of a sequence; a row of the result depends on its inputs alone.
 
-Letters: N rows, S sequences, C channels, W taps.
+The taps are added in fp32 from the oldest input to the newest, so a sequence may be cut anywhere. Letters: R rows,
+C channels, w width, S sequences.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import ctypes
+import itertools
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..layers.activation import silu
+from ..machine import native
+from ..machine.gpu import triton_serves
+from .slots import Slots, state_pointers
+
+SOURCE = "recurrent/causal_conv.cpp"
+PARALLEL_ELEMENTS = 1 << 13  # with fewer elements, starting threads costs more than it saves
+MAX_WIDTH = 16  # of the native kernel
 
 
 def causal_conv(
@@ -19,38 +32,135 @@ def causal_conv(
     bias: Tensor | None,
     cu_seqlens: Tensor,
     initial: Tensor | None = None,
-    activation: Literal["silu"] | None = None,
+    activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Convolve each sequence's rows with their predecessors. Reads no length on the host.
+    """Compute out [R, C] and the last w - 1 inputs of each sequence [S, w - 1, C]. Differentiable once.
 
-    x [N, C]; weight [C, W]; bias [C]; cu_seqlens int32 [S + 1]: the row offsets of the sequences; initial
-    [S, W - 1, C]: the inputs before the first row, None for zeros. Returns [N, C], and the last W - 1 inputs of each sequence,
-    initial ones included where it is shorter.
+    x [R, C], weight [C, w], bias [C] and initial [S, w - 1, C], the inputs before each first row (None: zeros), share
+    a dtype. `out` is rounded to it before the activation, "silu" or None, and after it.
+    cu_seqlens: int32 [S + 1], the rows at which sequences start, and their number.
     """
-    num_rows, num_channels = x.shape
-    num_sequences, num_before = len(cu_seqlens) - 1, weight.shape[1] - 1
+    if activation not in (None, "silu"):
+        raise ValueError(f"causal_conv: the activation is {activation!r}, not 'silu' or None")
+    if any(t is not None and t.dtype != x.dtype for t in (weight, bias, initial)):
+        raise ValueError(f"causal_conv: x is {x.dtype}, weight {weight.dtype}, and bias and initial must be the same")
+    operands = (x, weight, bias, initial)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
+        return _CausalConv.apply(x, weight, bias, initial, cu_seqlens, activation)
+    return _forward(x, weight, bias, initial, cu_seqlens, activation)
+
+
+def causal_conv_in_slots(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor, slots: Slots, activation: str | None = None
+) -> Tensor:
+    """Compute `causal_conv` with states in slots [N, w - 1, C] that are read and written in place. Returns out."""
+    if _is_native(x, weight):
+        return _run_native(x, weight, bias, cu_seqlens, activation, slots)
+    initial = slots.pool.index_select(0, slots.reads)
+    out, final = causal_conv(x, weight, bias, cu_seqlens, initial, activation)
+    slots.pool.index_copy_(0, slots.writes, final)
+    return out
+
+
+def reference_causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor, activation: str | None
+) -> tuple[Tensor, Tensor]:
+    """Compute `causal_conv` with PyTorch's operations."""
+    wide, channels, before = torch.promote_types(x.dtype, torch.float32), x.shape[1], weight.shape[1] - 1
+    spans = list(itertools.pairwise(cu_seqlens.tolist()))
     if initial is None:
-        initial = x.new_zeros(num_sequences, num_before, num_channels)
-    # The inputs before each sequence, then all rows: row r of sequence s reads tap j at row r - (W - 1) + j of x, or
-    # among the inputs before s.
-    source = torch.cat([initial.to(x.dtype).reshape(-1, num_channels), x])
-    first_row = num_sequences * num_before
-    rows = torch.arange(num_rows, device=x.device)
-    starts = cu_seqlens.long()
-    owner = torch.searchsorted(starts[1:], rows, right=True)
-    place = rows - starts[owner]
-    total = torch.zeros(num_rows, num_channels, dtype=torch.float32, device=x.device)
-    for tap in range(num_before + 1):
-        back = num_before - tap
-        index = torch.where(place >= back, first_row + rows - back, owner * num_before + place + tap)
-        total = total + source[index].float() * weight[:, tap].float()
-    if bias is not None:
-        total = total + bias.float()
-    out = total.to(x.dtype)
-    if activation == "silu":
-        out = silu(out)
-    steps = torch.arange(num_before, device=x.device)
-    place = (starts[1:] - starts[:-1])[:, None] - num_before + steps  # of each kept input in its sequence
-    before = torch.arange(num_sequences, device=x.device)[:, None] * num_before + num_before + place
-    index = torch.where(place >= 0, first_row + starts[:-1, None] + place, before)
-    return out, source[index]
+        initial = x.new_zeros(len(spans), before, channels)
+    parts = [part for s, (a, b) in enumerate(spans) for part in (initial[s], x[a:b])]
+    inputs = torch.cat([*parts, x.new_zeros(0, channels)])
+    total = x.new_zeros(channels, dtype=wide) if bias is None else bias.to(wide)
+    num_windows = max(len(inputs) - before, 0)
+    for tap in range(before + 1):
+        total = total + weight[:, tap].to(wide) * inputs[tap : tap + num_windows].to(wide)
+    # Windows over the border of two sequences are left out.
+    rows = [torch.arange(a, b, device=x.device) + s * before for s, (a, b) in enumerate(spans)]
+    out = total[torch.cat([*rows, rows[0][:0]])].to(x.dtype)
+    ends = [b + s * before for s, (_, b) in enumerate(spans)]
+    final = torch.stack([inputs[end : end + before] for end in ends])
+    return silu(out) if activation else out, final
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor, activation: str | None
+) -> tuple[Tensor, Tensor]:
+    if triton_serves(x.device) and x.dtype != torch.float64:
+        from . import triton_kernels  # Triton is imported only where it is used
+
+        return triton_kernels.causal_conv(x, weight, bias, initial, cu_seqlens, activation)
+    if not _is_native(x, weight):
+        return reference_causal_conv(x, weight, bias, initial, cu_seqlens, activation)
+    final = x.new_empty(len(cu_seqlens) - 1, weight.shape[1] - 1, x.shape[1])
+    initial = None if initial is None else initial.contiguous()
+    return _run_native(x, weight, bias, cu_seqlens, activation, initial, final), final
+
+
+def _is_native(x: Tensor, weight: Tensor) -> bool:
+    served = x.is_cpu and x.dtype in (torch.bfloat16, torch.float32) and weight.shape[1] <= MAX_WIDTH
+    return served and _native() is not None
+
+
+def _run_native(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor, activation: str | None,
+    before: Slots | Tensor | None, after: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Run the native kernel. before, after: the states before and after the rows; slots are both."""
+    function = _native()
+    assert function is not None
+    (rows, channels), width = x.shape, weight.shape[1]
+    num_sequences = len(cu_seqlens) - 1
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    weight, starts = weight.contiguous(), cu_seqlens.to(torch.int32).contiguous()
+    bias, out = None if bias is None else bias.contiguous(), x.new_empty(rows, channels)
+    threads = torch.get_num_threads() if out.numel() > PARALLEL_ELEMENTS else 1
+    native.run(
+        function,
+        *(x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr()),
+        *state_pointers(before, out, after),
+        *(starts.data_ptr(), num_sequences, x.stride(0), channels, width),
+        *(activation is not None, x.dtype is torch.bfloat16, threads),
+        kept=(x, weight, bias, before, starts),
+    )
+    return out
+
+
+class _CausalConv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        initial: Tensor | None,
+        cu_seqlens: Tensor,
+        activation: str | None,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, weight, bias, initial, cu_seqlens)
+        ctx.activation = activation
+        return _forward(x, weight, bias, initial, cu_seqlens, activation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
+        *operands, cu_seqlens = ctx.saved_tensors
+        wide = torch.promote_types(grad_out.dtype, torch.float32)
+        leaves: list[Any] = [None if t is None else t.detach().to(wide).requires_grad_() for t in operands]
+        with torch.enable_grad():
+            outputs = reference_causal_conv(*leaves, cu_seqlens=cu_seqlens, activation=ctx.activation)
+        given = [leaf for leaf in leaves if leaf is not None]
+        found = iter(torch.autograd.grad(outputs, given, (grad_out.to(wide), grad_final.to(wide)), allow_unused=True))
+        grads = [None if t is None else next(found) for t in operands]
+        return (
+            *(g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, operands, strict=True)),
+            None,
+            None,
+        )
+
+
+@cache
+def _native() -> Callable[..., None] | None:
+    return native.function(SOURCE, "lockstep_causal_conv", [*[ctypes.c_void_p] * 9, *[ctypes.c_int64] * 7])

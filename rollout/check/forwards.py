@@ -47,8 +47,9 @@ def whole(hosted: HostedModel, ids: Tensor, rows: Tensor, *, positions: bool = F
     positions: pass position_ids, as the engine does. Returns logits [len(rows), vocab].
     """
     more: dict[str, Any] = {"position_ids": torch.arange(len(ids), device=ids.device)[None]} if positions else {}
+    records = not torch.is_inference_mode_enabled()
     gpus = [ids.device] if ids.device.type == "cuda" else []
-    with hosted.training_numerics(), torch.enable_grad(), torch.random.fork_rng(gpus):
+    with hosted.training_numerics(), torch.set_grad_enabled(records), torch.random.fork_rng(gpus):
         return hosted.module(ids[None], use_cache=False, logits_to_keep=rows, **more).logits[0].detach()
 
 
@@ -90,7 +91,7 @@ def in_pieces(
                 torch.tensor([first + size, other_end], dtype=torch.int32, device=device),
             )
             read, write = (1 + index % 2, 2 - index % 2) if index else (0, 2)
-            step_states = states and StepStates(states, _places(read, device), _places(write, device))
+            step_states = StepStates(states, _places(read, device), _places(write, device)) if states else None
             step = StepContext(slots, paged, keys, values, states=step_states)
             tokens = None if ids is None else torch.cat([ids[mine], other_ids[other]])
             inputs = None if hidden is None else torch.cat([hidden[mine], hidden[other]])

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from ..config import PIN_BUDGET
 from ..errors import LedgerError
 from ..sequences.request import Request
+from ..sequences.step import StateSlots
+from ..states.slots import SlotLedger
 from .block_pool import BlockPool
 from .events import KVEventLog
 from .pins import Pins
@@ -37,6 +39,7 @@ class _Account:
     nodes: list[Node] = field(default_factory=list)  # nodes of its published part
     is_publishing: bool = True  # False after a hash collision or an epoch change: its blocks stay private
     num_matched: int = 0  # blocks that came from the cache
+    snapshots_at: tuple[int, ...] = ()  # tokens after which a chunk of its prompt ends, for a snapshot of its states
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,13 @@ class KVLedger:
         prefix_cache: bool,
         *,
         pin_budget: float = PIN_BUDGET,
+        states: SlotLedger | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create a ledger whose blocks are all free.
 
         pin_budget: share of the pool that pins may protect. clock: seconds, for the expiry of pins.
+        states: the slots of recurrent states, if the model has such layers.
         """
         self.block_size = block_size
         self.prefix_cache = prefix_cache
@@ -72,6 +77,9 @@ class KVLedger:
         self._pool = BlockPool(num_blocks)
         self.cache = RadixCache(block_size, self.events)
         self.pins = Pins(self.cache, int(num_blocks * pin_budget), self.events, clock)
+        self.states = states
+        if states is not None:
+            self.cache.on_removed = states.drop
         self._accounts: dict[Request, _Account] = {}
         self._prefixes: dict[Request, Prefix] = {}  # of live requests
         self.epoch = 0
@@ -107,10 +115,24 @@ class KVLedger:
         return self.prefix(request).hash(index)
 
     def match(self, request: Request) -> list[Node]:
-        """Return the cached path of the request's prefix, as far as it may be reused. Changes nothing."""
+        """Return the cached path of the request's prefix, as far as it may be reused. Changes nothing.
+
+        With recurrent layers it ends at the deepest snapshot.
+        """
+        nodes = self._cached_path(request)
+        return nodes if self.states is None else self._up_to_snapshot(nodes)
+
+    def _cached_path(self, request: Request) -> list[Node]:
         if not self.prefix_cache:
             return []
         return self.path_of(self.prefix(request), request.max_reusable_tokens // self.block_size)
+
+    def _up_to_snapshot(self, nodes: list[Node]) -> list[Node]:
+        assert self.states is not None
+        num_nodes = len(nodes)
+        while num_nodes and not self.states.has_snapshot(nodes[num_nodes - 1]):
+            num_nodes -= 1
+        return nodes[:num_nodes]
 
     def path_of(self, prefix: Prefix, num_blocks: int) -> list[Node]:
         """Return the cached nodes of a prefix's first blocks, up to the first missing one. Changes nothing."""
@@ -131,8 +153,38 @@ class KVLedger:
             node.num_hits += 1
         account = _Account([node.block for node in nodes], list(nodes), self.prefix_cache, len(nodes))
         self._accounts[request] = account
+        if self.states is not None:
+            self.states.open(request, nodes[-1] if nodes else None, len(nodes) * self.block_size)
+            account.snapshots_at = self._snapshots_of(request, len(nodes))
         self.num_looked_up_tokens += request.sequence.num_tokens
         self.num_hit_tokens += len(nodes) * self.block_size
+
+    def _snapshots_of(self, request: Request, num_matched: int) -> tuple[int, ...]:
+        """Return the numbers of tokens after which this request leaves snapshots, for later requests.
+
+        These are the end of its cached blocks, where another request went on differently, and the end of its last full
+        block before the last token, where equal requests and continuations begin.
+        """
+        if not self.prefix_cache:
+            return ()
+        ends = {len(self._cached_path(request)), (request.sequence.num_tokens - 1) // self.block_size}
+        return tuple(sorted(end * self.block_size for end in ends if end > num_matched))
+
+    def num_rows_to_snapshot(self, request: Request, start: int, num_rows: int) -> int:
+        """Return the number of rows that a chunk from row `start` may have, at most `num_rows`: it ends at the next
+        snapshot."""
+        for at in self._accounts[request].snapshots_at:
+            if start < at < start + num_rows:
+                return at - start
+        return num_rows
+
+    def snapshot_blocks(self, request: Request) -> list[int]:
+        """Return the numbers of the prompt's blocks that end at its snapshots."""
+        return [at // self.block_size - 1 for at in self._accounts[request].snapshots_at]
+
+    def plan_states(self, request: Request, start: int, end: int) -> StateSlots | None:
+        """Return the slots for a step with the request's rows `start` to `end` - 1; None without recurrent layers."""
+        return None if self.states is None else self.states.plan(request, start, end)
 
     def block_table(self, request: Request) -> list[int]:
         return self._accounts[request].blocks
@@ -193,19 +245,26 @@ class KVLedger:
                 return
             account.nodes.append(node)
             parent = node
+        if self.states is not None and num_tokens == end * self.block_size:
+            is_output = num_tokens > request.sequence.num_prompt_tokens
+            self.states.keep(request, account.nodes[-1], num_tokens, is_rolling=is_output)
 
     def roll_back(self, request: Request, num_tokens: int) -> int:
         """Return the request to `num_tokens` tokens, because the tokens from there on are computed anew and may change.
 
         Blocks in the tree are never rewritten: the request gives up each published block that holds such a token, and
         all blocks after it. Returns the first token to compute: `num_tokens`, or the start of the first block that was
-        given up.
+        given up. With recurrent layers it may be earlier: see `first_row_after_roll_back`.
         """
-        account, num_full = self._accounts[request], num_tokens // self.block_size
+        account = self._accounts[request]
         if (prefix := self._prefixes.get(request)) is not None:
-            prefix.cut(num_full)
+            prefix.cut(num_tokens // self.block_size)
+        start = self.first_row_after_roll_back(request, num_tokens)
+        num_full = start // self.block_size
+        if self.states is not None and not self.states.stands_at(request, start):
+            self.states.rewind(request, account.nodes[num_full - 1] if start else None, start)
         if len(account.nodes) <= num_full:
-            return num_tokens
+            return start
         for index in range(num_full, len(account.blocks)):
             if index >= len(account.nodes) or account.nodes[index].block != account.blocks[index]:
                 self._pool.give(account.blocks[index])
@@ -213,11 +272,25 @@ class KVLedger:
             self._pool.give(block)
         del account.blocks[num_full:], account.nodes[num_full:]
         account.num_matched = min(account.num_matched, num_full)
-        return num_full * self.block_size
+        return start
+
+    def first_row_after_roll_back(self, request: Request, num_tokens: int) -> int:
+        """Return the first row that `roll_back` with these arguments computes anew. Changes nothing.
+
+        It is `num_tokens`, the start of the first block that is given up, or with recurrent layers, where the states
+        there are not known, the deepest snapshot before, or the first row.
+        """
+        nodes, num_full = self._accounts[request].nodes, num_tokens // self.block_size
+        start = num_tokens if len(nodes) <= num_full else num_full * self.block_size
+        if self.states is None or self.states.stands_at(request, start):
+            return start
+        return len(self._up_to_snapshot(nodes[:num_full])) * self.block_size
 
     def close(self, request: Request) -> None:
         """Release all blocks of the request: published blocks stay cached, the rest is free."""
         account = self._accounts.pop(request)
+        if self.states is not None:
+            self.states.close(request)
         for index, block in enumerate(account.blocks):
             if index >= len(account.nodes) or account.nodes[index].block != block:
                 self._pool.give(block)
@@ -277,10 +350,14 @@ class KVLedger:
         if not self._accounts and usage.num_held:
             parts = f"free {usage.num_free} + cached {usage.num_cached} + pinned {usage.num_pinned}"
             raise LedgerError(f"idle, but {parts} != pool {usage.num_blocks}")
+        if self.states is not None and (wrong := self.states.check_idle()):
+            raise LedgerError(f"idle, but {'; '.join(wrong)}")
 
     def check(self) -> None:
         """Check the ledger block by block. Raises LedgerError listing everything that is wrong. Changes nothing."""
         wrong = self.cache.check() + self.pins.check()
+        if self.states is not None:
+            wrong += self.states.check()
         free = self._pool.free_ids()
         if len(free) != self._pool.num_free:
             wrong.append("a block is in the free list twice")

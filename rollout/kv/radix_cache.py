@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventLog
 from .prefix import token_list
@@ -75,6 +75,7 @@ class RadixCache:
         self.num_guarded = 0  # nodes that pins protect, held ones included
         self.num_guarded_idle = 0  # guarded nodes without a holder
         self.num_evicted = 0  # since the cache was made
+        self.on_removed: Callable[[Node], None] = lambda node: None  # called with every node that leaves the tree
 
     def __len__(self) -> int:
         return len(self._index)
@@ -249,6 +250,8 @@ class RadixCache:
         blocks = [node.block for node in self if node.num_holders == 0]
         if self._index:
             self._events.append(AllBlocksCleared())
+        for node in self:
+            self.on_removed(node)
         self._index.clear()
         self._leaves.clear()
         self.num_cached = 0
@@ -263,6 +266,7 @@ class RadixCache:
     def _remove(self, node: Node) -> Node | None:
         """Remove a leaf; returns its parent if that is evictable now: the caller pushes it or removes it too."""
         del self._index[node.hash]
+        self.on_removed(node)
         self.num_cached -= 1
         parent = node.parent
         if parent is None:

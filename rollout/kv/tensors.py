@@ -12,7 +12,7 @@ from torch import Tensor
 from ...kernels.machine.huge_pages import use_huge_pages
 from ..config import KVSize
 from ..errors import OutOfMemory
-from ..model.attention import KVShape
+from ..model.layer_probe import KVShape
 from ..model.memory import is_out_of_memory
 
 _AUTO_FRACTION = {"cpu": 0.25, "cuda": 0.85}  # of the free memory; other processes share a host's memory
@@ -32,19 +32,28 @@ class KVPlan:
 
 
 def plan_kv_pool(
-    size: KVSize, shapes: list[KVShape], block_size: int, max_num_seqs: int, max_model_len: int, device: torch.device
+    size: KVSize,
+    shapes: list[KVShape],
+    block_size: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    device: torch.device,
+    num_other_bytes: int = 0,
 ) -> KVPlan:
-    """Compute the number of blocks for the configured size. Raises ValueError when that is less than one block."""
+    """Compute the number of blocks for the configured size. Raises ValueError when that is less than one block.
+
+    num_other_bytes: of the state pool, which shares the memory of a pool of automatic size.
+    """
     per_block = block_size * sum((s.key_dim + s.value_dim) * s.num_kv_heads * s.dtype.itemsize for s in shapes)
     if size.num_blocks:
         return KVPlan(size.num_blocks, per_block, f"{size.num_blocks} blocks, as configured")
-    if size.num_bytes:
+    if size.num_bytes and per_block:
         if size.num_bytes < per_block:
             raise ValueError(f"kv_cache of {size.num_bytes} bytes is less than one block of {per_block}")
         return KVPlan(size.num_bytes // per_block, per_block, f"{size.num_bytes} bytes, as configured")
-    usable = int(_free_bytes(device) * _AUTO_FRACTION[device.type])
+    usable = usable_bytes(device) - num_other_bytes
     wanted = max_num_seqs * -(-max_model_len // block_size)
-    num_blocks = max(min(wanted, usable // per_block), 1)
+    num_blocks = max(min(wanted, usable // per_block), 1) if per_block else wanted  # a stage may have no attention
     share = f"{_AUTO_FRACTION[device.type]:.0%} of the memory free on {device}"
     reason = (
         f"{max_num_seqs} sequences of {max_model_len} tokens fit in {share}"
@@ -52,6 +61,11 @@ def plan_kv_pool(
         else f"{share} ({usable / 2**30:.1f} GiB)"
     )
     return KVPlan(num_blocks, per_block, reason)
+
+
+def usable_bytes(device: torch.device) -> int:
+    """Return the bytes that pools of an automatic size may take on the device."""
+    return int(_free_bytes(device) * _AUTO_FRACTION[device.type])
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -11,12 +11,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ..check.module_check import check_hosted
-from ..config import EngineConfig, parse_kv_size
+from ..config import EngineConfig, KVSize, parse_kv_size
 from ..grammars.catalog import GrammarLimits, Grammars
 from ..grammars.jump_forward import JumpMode
 from ..grammars.token_text import FastTokenizer
 from ..kv.ledger import KVLedger
-from ..kv.tensors import KVCache, KVPlan, plan_kv_pool
+from ..kv.tensors import KVCache, KVPlan, plan_kv_pool, usable_bytes
 from ..model.hosted_model import HostedModel
 from ..model.tokenizer import find_eos_token_ids, load_tokenizer
 from ..ranks.channel import RankChannel
@@ -35,6 +35,8 @@ from ..scheduling.pipelining import Pipelining
 from ..scheduling.scheduler import Scheduler, StepLimits
 from ..sequences.engine_manager import EngineSequenceManager
 from ..sequences.event_log import ManagerPair
+from ..states.slots import SlotLedger
+from ..states.tensors import StatePlan, StatePool, plan_state_pool
 from .parts import MakeRunner, Parts, RunnerParts
 
 logger = logging.getLogger(__name__)
@@ -45,14 +47,14 @@ def make_runner(parts: RunnerParts) -> Runner:
     sampler, config = Sampler(parts.eos_token_ids), parts.config
     if parts.ranks.mesh.num_ranks > 1:
         trace, metrics = parts.reports.trace, parts.reports.metrics
-        stage = Stage(parts.ranks, parts.model, parts.kv_cache, sampler, config.block_size, trace)
+        stage = Stage(parts.ranks, parts.model, parts.kv_cache, parts.state_pool, sampler, config.block_size, trace)
         return ReplicaRunner(parts.ranks, stage, metrics, config.state_check_steps)
     # A CPU gains nothing from starting a decode step before the results of the last one, and computes rows of ended
     # sequences in vain. It starts early only if graph sizes are configured.
     begins_ahead = parts.model.device.type == "cuda" or config.cuda_graph_batch_sizes is not None
     return ModelRunner(
-        parts.model, parts.kv_cache, sampler, config.block_size, parts.reports.trace, overlap=config.overlap,
-        graphs=_make_graphs(parts), begins_ahead=begins_ahead,
+        parts.model, parts.kv_cache, parts.state_pool, sampler, config.block_size, parts.reports.trace,
+        overlap=config.overlap, graphs=_make_graphs(parts), begins_ahead=begins_ahead,
     )  # fmt: skip
 
 
@@ -79,14 +81,18 @@ def assemble(
     check_hosted(hosted)
     eos_token_ids = find_eos_token_ids(hosted.module, tokenizer)
     max_model_len = min(config.max_model_len or hosted.max_model_len, hosted.max_model_len)
-    plan = _kv_plan(hosted, config, max_model_len, ranks)
+    plan, state_plan = _plan_pools(hosted, config, max_model_len, ranks)
     kv_cache = KVCache(plan, hosted.kv_shapes, config.block_size, hosted.device)
+    state_pool = StatePool(state_plan, hosted.state_shapes, hosted.device)
     reports = Reports(Trace(config.trace))
-    runner_parts = RunnerParts(config, ranks, hosted, kv_cache, eos_token_ids, max_model_len, reports)
+    runner_parts = RunnerParts(config, ranks, hosted, kv_cache, state_pool, eos_token_ids, max_model_len, reports)
     runner = make_runner(runner_parts)
-    ledger = KVLedger(plan.num_blocks, config.block_size, config.prefix_cache, pin_budget=config.pin_budget)
+    states = SlotLedger(state_plan.num_sequences, state_plan.num_snapshots) if state_plan.num_slots else None
+    ledger = KVLedger(
+        plan.num_blocks, config.block_size, config.prefix_cache, pin_budget=config.pin_budget, states=states
+    )
     limits = StepLimits(
-        config.max_num_seqs, config.max_num_batched_tokens,
+        state_plan.num_sequences if states else config.max_num_seqs, config.max_num_batched_tokens,
         config.chunked_prefill_size or config.max_num_batched_tokens, max_model_len,
     )  # fmt: skip
     sequences = EngineSequenceManager(eos_token_ids, max_model_len, runner.num_stages)
@@ -94,6 +100,7 @@ def assemble(
         **vars(runner_parts),
         tokenizer=tokenizer,
         kv_plan=plan,
+        state_plan=state_plan,
         runner=runner,
         ledger=ledger,
         limits=limits,
@@ -115,29 +122,50 @@ def _mesh(config: EngineConfig, mesh: Mesh | None) -> Mesh:
     return mesh
 
 
-def _kv_plan(model: HostedModel, config: EngineConfig, max_model_len: int, ranks: RankChannel) -> KVPlan:
+def _plan_pools(
+    model: HostedModel, config: EngineConfig, max_model_len: int, ranks: RankChannel
+) -> tuple[KVPlan, StatePlan]:
+    """Compute the sizes of the KV pool and of the state pool, which fit into every rank of the replica.
+
+    Of the memory for pools of an automatic size, states get at most half.
+    """
+    size = parse_kv_size(config.kv_cache)
+    is_auto = size == KVSize()
+    states = StatePlan()
+    if model.has_states:
+        half = usable_bytes(model.device) // 2 if is_auto else None
+        snapshots = config.state_snapshots if config.prefix_cache else 0
+        states = plan_state_pool(model.state_shapes, config.max_num_seqs, snapshots, half)
     plan = plan_kv_pool(
-        parse_kv_size(config.kv_cache), model.kv_shapes, config.block_size, config.max_num_seqs, max_model_len,
-        model.device,
+        size, model.kv_shapes, config.block_size, states.num_sequences or config.max_num_seqs, max_model_len,
+        model.device, states.num_bytes,
     )  # fmt: skip
-    plan = _agreed(plan, config, max_model_len, ranks)
+    plan, states = _agreed(plan, states, config, max_model_len, ranks)
     logger.info("KV pool: %d blocks of %d tokens, %.1f MiB (%s)", plan.num_blocks, config.block_size,
                 plan.num_bytes / 2**20, plan.reason)  # fmt: skip
-    return plan
+    if states.num_slots:
+        logger.info("state pool: %d sequences and %d snapshots, %.1f MiB", states.num_sequences, states.num_snapshots,
+                    states.num_bytes / 2**20)  # fmt: skip
+    return plan, states
 
 
-def _agreed(plan: KVPlan, config: EngineConfig, max_model_len: int, ranks: RankChannel) -> KVPlan:
-    """Reduce the plan to the number of blocks that fits into every rank of the replica.
+def _agreed(
+    plan: KVPlan, states: StatePlan, config: EngineConfig, max_model_len: int, ranks: RankChannel
+) -> tuple[KVPlan, StatePlan]:
+    """Reduce the plans to the numbers of blocks and slots that fit into every rank of the replica.
 
     Raises ValueError naming the settings that differ between ranks.
     """
-    answers = ranks.gather_json([plan.num_blocks, {**asdict(config), "max_model_len": max_model_len}])
+    sizes = [plan.num_blocks, states.num_sequences, states.num_snapshots]
+    answers = ranks.gather_json([sizes, {**asdict(config), "max_model_len": max_model_len}])
     first = answers[0][1]
     differing = sorted({key for _, settings in answers for key in settings if settings[key] != first[key]} - {"trace"})
     if differing:
         raise ValueError(f"the ranks of a replica need the same configuration: {', '.join(differing)} differ")
-    least = min(num_blocks for num_blocks, _ in answers)
-    return plan if least == plan.num_blocks else replace(plan, num_blocks=least, reason="as another rank has room")
+    least, num_sequences, num_snapshots = map(min, zip(*(sizes for sizes, _ in answers), strict=True))
+    if least < plan.num_blocks:
+        plan = replace(plan, num_blocks=least, reason="as another rank has room")
+    return plan, replace(states, num_sequences=num_sequences, num_snapshots=num_snapshots)
 
 
 def _make_scheduler(config: EngineConfig, ledger: KVLedger, limits: StepLimits, num_stages: int) -> Scheduler:
@@ -180,4 +208,4 @@ def _make_graphs(parts: RunnerParts) -> DecodeGraphs | None:
             return None
         recorder = PlainCalls()
     width = -(-parts.max_model_len // config.block_size)
-    return DecodeGraphs(model, parts.kv_cache, sizes, width, recorder)
+    return DecodeGraphs(model, parts.kv_cache, parts.state_pool, sizes, width, recorder)

@@ -37,6 +37,7 @@ class BetweenSteps:
         self._parts, self._gate, self._loop = parts, gate, gate.loop
         self._scheduler, self._sequences, self._ledger = parts.scheduler, parts.sequences, parts.ledger
         self._model, self._kv_cache, self._runner = parts.model, parts.kv_cache, parts.runner
+        self._state_pool = parts.state_pool
         self._metrics = parts.reports.metrics
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -177,20 +178,22 @@ class BetweenSteps:
         return self._model.release_weights()
 
     def release_kv(self) -> int:
-        """Free the KV pool's memory; returns its bytes. Raises NotIdle while sequences hold blocks."""
+        """Free the memory of both pools; returns its bytes. Raises NotIdle while sequences hold blocks."""
         report = self.flush()
         if not report.success:
             raise NotIdle(f"cannot release the KV pool: {report.error_msg}")
-        num_bytes = self._kv_cache.num_bytes
+        num_bytes = self._kv_cache.num_bytes + self._state_pool.num_bytes
         if isinstance(self._runner, ModelRunner):
             self._runner.release_memory()
         self._kv_cache.release()
+        self._state_pool.release()
         return num_bytes
 
     def resume_kv(self) -> int:
-        """Allocate the KV pool again; returns its bytes."""
+        """Allocate both pools again; returns their bytes."""
         self._kv_cache.allocate()
-        return self._kv_cache.num_bytes
+        self._state_pool.allocate()
+        return self._kv_cache.num_bytes + self._state_pool.num_bytes
 
 
 def _aborted(request: Request) -> FinishReason:

@@ -147,7 +147,11 @@ class GrammarSteps:
             back = jump.num_rolled_back
             if request.in_flight.num_steps and sequence.num_tokens - back - 1 < item.start:
                 return NO_JUMP  # it would take back rows of an earlier chunk that is in flight
-            jump = cut_jump(jump, output_ids, min(num_left + back, draft.budget - self._ledger.block_size), state.text)
+            # Rows from the last known states on run again too, if the module has recurrent layers.
+            start = min(item.start, sequence.num_tokens - back - 1)
+            again = self._ledger.first_row_after_roll_back(request, start) if back and self._ledger.states else start
+            room = draft.budget - self._ledger.block_size - (start - again)
+            jump = cut_jump(jump, output_ids, min(num_left + back, room), state.text)
         if jump:
             state.follow(output_ids[: len(output_ids) - jump.num_rolled_back] + list(jump.token_ids))
             if state.is_over:  # a step has to sample a token: the last one is sampled
@@ -164,7 +168,10 @@ class GrammarSteps:
         most = (table_size + self._max_jump_blocks) * ledger.block_size - first
         jump = cut_jump(jump, sequence.token_ids, most, state.text)
         # Blocks that a rollback gives up may be pinned or held by other sequences: they are not counted as free.
-        num_given_up = max(table_size - (first - 1) // ledger.block_size, 0) if jump.num_rolled_back else 0
+        back_to = first - 1
+        if ledger.states is not None:
+            back_to = ledger.first_row_after_roll_back(request, min(item.start, back_to))
+        num_given_up = max(table_size - back_to // ledger.block_size, 0) if jump.num_rolled_back else 0
         num_wanted = ledger.num_blocks_for(first + len(jump.token_ids)) - table_size + num_given_up
         if num_wanted > ledger.num_available:
             victims = self._scheduler.make_room_for_jump(request, num_wanted, draft.fixed)
@@ -187,7 +194,7 @@ class GrammarSteps:
         self._trace.instant("jump_forward", id=request.id, tokens=len(jump.token_ids), rolled_back=jump.num_rolled_back)
         return item._replace(
             start=start, num_tokens=end - start, new_blocks=tuple(table[num_kept:]), jump=jump,
-            num_blocks_kept=num_kept,
+            num_blocks_kept=num_kept, states=ledger.plan_states(request, start, end),
         )  # fmt: skip
 
     def _count(self, request: Request, jump: Jump) -> None:

@@ -18,6 +18,7 @@ from ..running.runner import Runner
 from ..scheduling.scheduler import Scheduler, StepLimits
 from ..sequences.engine_manager import EngineSequenceManager
 from ..sequences.event_log import ManagerPair
+from ..states.tensors import StatePlan, StatePool
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class RunnerParts:
     ranks: RankChannel
     model: HostedModel
     kv_cache: KVCache
+    state_pool: StatePool
     eos_token_ids: frozenset[int]
     max_model_len: int
     reports: Reports
@@ -42,6 +44,7 @@ class Parts(RunnerParts):
 
     tokenizer: PreTrainedTokenizerBase | None
     kv_plan: KVPlan
+    state_plan: StatePlan
     runner: Runner
     ledger: KVLedger
     limits: StepLimits

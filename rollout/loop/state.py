@@ -36,6 +36,7 @@ def state_report(parts: Parts, gate: StepGate) -> dict[str, object]:
         "num_looked_up_tokens": ledger.num_looked_up_tokens,
         "num_hit_tokens": ledger.num_hit_tokens,
         "kv_bytes": parts.kv_cache.num_bytes,
+        **_state_pool(parts),
         "num_forwards": parts.runner.num_forwards,
         "admission_ratio": scheduler.admission_ratio,
         "weight_version": parts.sequences.weight_version,
@@ -48,4 +49,17 @@ def state_report(parts: Parts, gate: StepGate) -> dict[str, object]:
         "numerics": model.numerics.describe(),
         "trace": parts.reports.trace.report(),
         "metrics": parts.reports.metrics.as_dict(),
+    }
+
+
+def _state_pool(parts: Parts) -> dict[str, object]:
+    """Return the sizes of the state pool: zeros for a module without recurrent layers."""
+    states, plan = parts.ledger.states, parts.state_plan
+    return {
+        "state_bytes": parts.state_pool.num_bytes,
+        "num_state_slots": plan.num_slots,
+        "num_free_state_slots": states.num_free if states else 0,
+        "num_state_snapshots": states.num_snapshots if states else 0,
+        "max_state_snapshots": plan.num_snapshots,
+        "num_evicted_snapshots": states.num_evicted if states else 0,
     }

@@ -103,7 +103,7 @@ def _gated_mlp_forward(module: nn.Module, is_native: Callable[[nn.Module], bool]
     mlp: Any = module  # its children are looked up at every call
 
     @outside_modes
-    def in_one_product(hidden_states: Tensor, layers: tuple[nn.Module, ...]) -> Tensor | None:
+    def in_one_product(hidden_states: Tensor, layers: tuple[Any, ...]) -> Tensor | None:
         if not all(map(is_native, layers)) or has_hooks(layers) or needs_grad(hidden_states, layers):
             return None
         return native_products(hidden_states, [(layer.weight, layer.bias) for layer in layers], gated=True)[0]

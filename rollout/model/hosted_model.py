@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,13 @@ from .layer_probe import PROBING, KVShape, LayerProbe
 from .loading import auto_class
 from .recurrent.states import StateShapes
 from .rollout_phase import RolloutPhase
-from .supported import DTYPES, refuse_different_choices, refuse_randomness, refuse_unsupported
+from .supported import (
+    DTYPES,
+    has_recurrent_layers,
+    refuse_different_choices,
+    refuse_randomness,
+    refuse_unsupported,
+)
 from .tensors import HostedTensors
 
 logger = logging.getLogger(__name__)
@@ -153,6 +160,11 @@ class HostedModel:
     def hidden_size(self) -> int:
         """Width of the hidden states that stages pass on; their dtype is `dtype`."""
         return self.config.hidden_size
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the whole model has recurrent layers; this rank's stage may have none."""
+        return has_recurrent_layers(self.config)
 
     @property
     def device(self) -> torch.device:
@@ -323,7 +335,7 @@ class HostedModel:
 
         mask: None lets transformers make its own, which the attention reads and drops.
         """
-        common = {"position_ids": positions.unsqueeze(0), "attention_mask": mask, "use_cache": False}
+        common: dict[str, Any] = {"position_ids": positions.unsqueeze(0), "attention_mask": mask, "use_cache": False}
         common[STEP_KEYWORD] = step
         if self._stage_input is None:
             assert token_ids is not None

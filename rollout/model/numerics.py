@@ -88,7 +88,7 @@ class Numerics:
                     if own is None:
                         del module.forward
                     else:
-                        module.forward = own  # type: ignore[method-assign]
+                        module.forward = own
                 for module, name, _ in self._patches:
                     delattr(module, name)
 
@@ -98,14 +98,15 @@ class Numerics:
 
     def _enter_functions(self) -> list[tuple[nn.Module, Any]]:
         """Put the mode around the entrances. Returns them with the forward that each instance had of its own."""
-        can_compile = "torch._dynamo" in sys.modules  # else nothing is compiled, and the import would take seconds
-        if self._functions is None and not can_compile:
+        if self._functions is None:
             return []
-        own = [(module, vars(module).get("forward")) for module in self._entrances]
+        can_compile = "torch._dynamo" in sys.modules  # else nothing is compiled, and the import would take seconds
+        own: list[tuple[nn.Module, Any]] = [(module, vars(module).get("forward")) for module in self._entrances]
         for module in self._entrances:
             forward = self.around(module.forward)
             # A compiled caller runs the module uncompiled: the compiler would trace into operations that it breaks.
-            module.forward = torch.compiler.disable(forward) if can_compile else forward  # type: ignore[method-assign]
+            is_whole = can_compile and isinstance(module, PreTrainedModel)
+            module.forward = torch.compiler.disable(forward) if is_whole else forward
         return own
 
     def _plan_recurrent(self, root: nn.Module) -> None:

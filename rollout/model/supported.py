@@ -18,6 +18,11 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _RECURRENT_TYPES = {"conv", "linear_attention"}
 
 
+def has_recurrent_layers(config: PretrainedConfig) -> bool:
+    """Return whether any layer of the whole model has recurrent states. config: its decoder's."""
+    return not _RECURRENT_TYPES.isdisjoint(getattr(config, "layer_types", None) or ())
+
+
 def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invariant: bool, layers: range) -> None:
     """Raise ValueError that names every unsupported feature of the module.
 

@@ -30,7 +30,7 @@ class ReplicaRunner:
         self._ranks, self._metrics = ranks, metrics
         self._check_every = state_check_steps
         self._num_launched = 0
-        self._writer = EventWriter()
+        self._writer = EventWriter(stage.has_states)
         self._new: dict[str, Request] = {}  # not sent to the followers yet
         self.sampling_rank = ranks.mesh.num_ranks - ranks.mesh.tp  # local
 

@@ -9,6 +9,7 @@ word:
     first entry                    handle, start, rows, n, n blocks, incarnation, t, t tokens, c, c bytes of JSON
     with a grammar                 ~n in the place of n; after the blocks: blocks kept or -1, tokens rolled back,
                                    j, j tokens of the jump, m, m words of mask
+    with recurrent layers          after any of these: the slots of states that are read and written
     result: one row, one token     handle, token
     other results                  ~handle, rows, token or -1, prompt log-probabilities recorded
 
@@ -25,7 +26,7 @@ from typing import Any, Protocol
 
 from ..grammars.jump import Jump
 from ..sequences.request import Request
-from ..sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
+from ..sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult, StateSlots
 from .request_json import request_json, request_of
 
 
@@ -62,7 +63,9 @@ class Order:
 class EventWriter:
     """The controller's end. It collects the events since the last message."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_states: bool = False) -> None:
+        """Create a writer without events. has_states: the model has recurrent layers."""
+        self._has_states = has_states
         self._words = array("i")
         self._handles: dict[str, int] = {}
         self._num_handles = 0
@@ -89,6 +92,7 @@ class EventWriter:
                 and item.start == manager.next_row(item.id)
             ):
                 words.append(~handle)
+                self._name_slots(item)
                 continue
             words.append(self._num_handles if handle is None else handle)
             num_blocks = len(item.new_blocks)
@@ -98,6 +102,12 @@ class EventWriter:
                 self._constrain(item)
             if handle is None:
                 self._introduce(item, requests[item.id])
+            self._name_slots(item)
+
+    def _name_slots(self, item: ScheduledSequence) -> None:
+        if self._has_states:
+            assert item.states is not None
+            self._words.extend(item.states)
 
     def _introduce(self, item: ScheduledSequence, request: Request) -> None:
         assert item.token_ids is not None
@@ -152,7 +162,9 @@ class EventWriter:
 class EventReader:
     """A follower's end. It decodes messages into orders."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_states: bool = False) -> None:
+        """Create a reader for a writer that was made with the same `has_states`."""
+        self._has_states = has_states
         self._ids: dict[int, str] = {}
 
     def read(self, message: bytes, manager: FollowedState) -> Iterator[Order]:
@@ -177,6 +189,8 @@ class EventReader:
         items, requests = [], []
         for _ in range(num):
             item, request, at = self._entry(words, at, manager)
+            if self._has_states:
+                item, at = item._replace(states=StateSlots(*words[at : at + 2])), at + 2
             items.append(item)
             if request is not None:
                 requests.append(request)

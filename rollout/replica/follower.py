@@ -30,7 +30,7 @@ class Follower:
         assert isinstance(ranks, FollowerChannel)
         self._ranks, self._stage = ranks, stage
         self._workers = stage.workers
-        self._reader = EventReader()
+        self._reader = EventReader(stage.has_states)
         self._requests: dict[str, Request] = {}
         self._output: ScheduleOutput | None = None  # the newest schedule
         self.is_closed = False

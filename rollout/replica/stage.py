@@ -26,6 +26,7 @@ from ..running.sampler import Sampler
 from ..sequences.request import Request
 from ..sequences.step import ScheduleOutput, SequenceResult
 from ..sequences.worker_manager import WorkerSequenceManager
+from ..states.tensors import StatePool
 
 
 class StepSkipped(Exception):
@@ -40,13 +41,14 @@ class Stage:
         ranks: RankChannel,
         model: HostedModel,
         kv_cache: KVCache,
+        state_pool: StatePool,
         sampler: Sampler,
         block_size: int,
         trace: Trace,
     ) -> None:
         self.mesh = ranks.mesh
         self._ranks, self._model, self._kv_cache, self._sampler = ranks, model, kv_cache, sampler
-        self._block_size, self._trace = block_size, trace
+        self._state_pool, self._block_size, self._trace = state_pool, block_size, trace
         self.workers = WorkerSequenceManager(self.mesh.pp)
         self.num_forwards = 0
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # to the next stage: kept until received
@@ -73,12 +75,18 @@ class Stage:
         # From here on only the controller waits for this rank: an error here affects no other rank.
         return results_of(output, batch, out, self._sampler) if self.mesh.is_sampling_rank else []
 
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has recurrent layers, on this rank or another."""
+        return self._state_pool.is_used
+
     def forget(self, request: Request) -> None:
         self._sampler.forget(request)
 
     @torch.inference_mode()
     def _forward(self, batch: Batch, hidden: Tensor | None) -> Tensor:
-        context = StepContext(batch.slots, batch.paged, self._kv_cache.keys, self._kv_cache.values)
+        states = self._state_pool.step(batch.states)
+        context = StepContext(batch.slots, batch.paged, self._kv_cache.keys, self._kv_cache.values, states=states)
         # A step of mid-prompt chunks needs no logits, but the module computes at least one row of them.
         rows = batch.logit_rows if len(batch.logit_rows) else batch.slots.new_zeros(1)
         received = {} if hidden is None else {"hidden": hidden}

@@ -39,6 +39,7 @@ class Batch:
     jumps: tuple[KnownRows, ...] = ()  # of tokens that were not sampled
     allowed: tuple[bytes | None, ...] = ()  # per sampled row: the tokens its grammar allows; empty: no grammars
     is_decode: bool = False  # one row a sequence, each only sampled from
+    states: Tensor | None = None  # int64 [2, S]: slots that the sequences read and write; None: no recurrent layers
 
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to a device; returns itself if it is there already."""
@@ -53,6 +54,7 @@ class Batch:
                 paged.block_tables.to(**to), paged.query_start.to(**to), paged.context_lens.to(**to)
             ),
             logit_rows=self.logit_rows.to(**to),
+            states=None if self.states is None else self.states.to(**to),
         )  # fmt: skip
 
 
@@ -94,6 +96,7 @@ def build_batch(
         prompts=tuple(wanted.prompts),
         jumps=tuple(wanted.jumps),
         allowed=tuple(wanted.allowed) if any(mask is not None for mask in wanted.allowed) else (),
+        states=None if (slots := state_slots(items)) is None else torch.from_numpy(slots).to(**to),
     )
 
 
@@ -144,6 +147,7 @@ class DecodeRows:
     positions: list[int]
     requests: tuple[Request, ...]
     allowed: tuple[bytes | None, ...]
+    states: np.ndarray | None
 
 
 def _decode_rows(
@@ -151,7 +155,7 @@ def _decode_rows(
 ) -> DecodeRows | None:
     """Return the rows of a step that samples after one row of each sequence; None for any other step."""
     ids, token_ids, positions, batched, allowed = [], [], [], [], []
-    for id, _, start, _, _, _, jump, _, mask in items:
+    for id, _, start, _, _, _, jump, _, mask, _ in items:
         tokens, request = workers.sequence(id).token_ids, requests[id]
         if start != len(tokens) - 1 or jump.token_ids or request.wants_prompt_logprobs:
             return None
@@ -161,7 +165,9 @@ def _decode_rows(
         batched.append(request)
         allowed.append(mask)
     has_masks = any(mask is not None for mask in allowed)
-    return DecodeRows(ids, token_ids, positions, tuple(batched), tuple(allowed) if has_masks else ())
+    return DecodeRows(
+        ids, token_ids, positions, tuple(batched), tuple(allowed) if has_masks else (), state_slots(items)
+    )
 
 
 def _decode_batch(rows: DecodeRows, workers: WorkerSequenceManager, block_size: int, device: torch.device) -> Batch:
@@ -186,7 +192,14 @@ def _decode_batch(rows: DecodeRows, workers: WorkerSequenceManager, block_size: 
         prompts=(),
         allowed=rows.allowed,
         is_decode=True,
+        states=None if rows.states is None else torch.from_numpy(rows.states).to(**to),
     )
+
+
+def state_slots(items: tuple[ScheduledSequence, ...]) -> np.ndarray | None:
+    """Return the slots of recurrent states that the sequences read and write, int64 [2, S]; None without them."""
+    slots = [item.states for item in items if item.states is not None]
+    return np.array(slots, np.int64).T.copy() if slots else None
 
 
 def _prompt_rows(request: Request, item: ScheduledSequence, first_row: int) -> range:

@@ -24,6 +24,7 @@ class DecodeInputs:
     block_tables: np.ndarray  # int32 [n, up to W]
     settings: RowSettings | None  # on the host; None: the drawn tokens are not read
     sources: np.ndarray | None = None  # int64 [n]: rows of the step before, whose drawn tokens are these rows' inputs
+    states: np.ndarray | None = None  # int64 [2, n]: slots that the rows' sequences read and write, if there are any
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Buffers:
     settings: RowSettings
     logit_rows: Tensor  # int64 [M]: 0, 1, 2, ...
     query_start: Tensor  # int32 [M + 1]: 0, 1, 2, ...
+    states: Tensor  # int64 [2, M]
     drawn_ids: Tensor  # int64 [M]
     drawn_logprobs: Tensor  # float32 [M]
 
@@ -57,6 +59,7 @@ class Buffers:
             zeros(), zeros(), zeros(), zeros(), zeros(), zeros(torch.int32),
             torch.zeros(size, width, dtype=torch.int32, device=device), settings,
             torch.arange(size, device=device), torch.arange(size + 1, dtype=torch.int32, device=device),
+            torch.zeros(2, size, dtype=torch.int64, device=device),
             zeros(), zeros(torch.float32),
         )  # fmt: skip
 
@@ -73,7 +76,7 @@ class Buffers:
 class Staging:
     """Host memory for one step's copies to and from the device."""
 
-    numbers: Tensor  # int64 [5, M]: token ids, positions, noise positions, slots, sources
+    numbers: Tensor  # int64 [7, M]: token ids, positions, noise positions, slots, sources, two slots of states
     context_lens: Tensor  # int32 [M]
     block_tables: Tensor  # int32 [M, W]
     drawn_ids: Tensor  # int64 [M]
@@ -86,7 +89,7 @@ class Staging:
             return torch.zeros(*shape, dtype=dtype, pin_memory=is_cuda)
 
         return cls(
-            zeros(5, size), zeros(size, dtype=torch.int32), zeros(size, width, dtype=torch.int32),
+            zeros(7, size), zeros(size, dtype=torch.int32), zeros(size, width, dtype=torch.int32),
             zeros(size), zeros(size, dtype=torch.float32), torch.cuda.Event() if is_cuda else None,
         )  # fmt: skip
 

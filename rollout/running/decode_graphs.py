@@ -23,6 +23,7 @@ from ...kernels.sampling.draws import RowSettings, draw_tokens
 from ..kv.tensors import KVCache
 from ..model.attention import StepContext
 from ..model.hosted_model import HostedModel
+from ..states.tensors import StatePool
 from .cpu_graphs import CPUGraphs
 from .decode_buffers import Buffers, DecodedStep, DecodeInputs, Staging
 from .recorders import CUDAGraphs, Recorder, Run
@@ -61,13 +62,19 @@ class DecodeGraphs:
     """Decode steps at the sizes of a ladder. One thread at a time; in inference mode."""
 
     def __init__(
-        self, model: HostedModel, kv_cache: KVCache, sizes: Sequence[int], width: int, recorder: Recorder | None = None
+        self,
+        model: HostedModel,
+        kv_cache: KVCache,
+        state_pool: StatePool,
+        sizes: Sequence[int],
+        width: int,
+        recorder: Recorder | None = None,
     ) -> None:
         """Allocate the buffers; records nothing yet.
 
         sizes: ascending, at least one; width: blocks of the longest table.
         """
-        self._model, self._kv_cache, self.sizes = model, kv_cache, tuple(sizes)
+        self._model, self._kv_cache, self._state_pool, self.sizes = model, kv_cache, state_pool, tuple(sizes)
         device = model.device
         self._recorder = recorder or (CUDAGraphs(device) if device.type == "cuda" else CPUGraphs(model.module))
         self._buffers = Buffers.make(self.sizes[-1], width, device)
@@ -122,7 +129,7 @@ class DecodeGraphs:
             owners: list[Mapping[str, Tensor | None]] = [own for m in modules for own in (m._parameters, m._buffers)]
             self._owners = [owner for owner in owners if owner]
         hosted = (tensor for owner in self._owners for tensor in owner.values() if tensor is not None)
-        tensors = (*self._kv_cache.keys, *self._kv_cache.values, *hosted)
+        tensors = (*self._kv_cache.keys, *self._kv_cache.values, *self._state_pool.all(), *hosted)
         return [torch.get_num_threads(), *(tensor.data_ptr() for tensor in tensors)]
 
     def _record(self, size: int) -> Run:
@@ -132,7 +139,8 @@ class DecodeGraphs:
         token_ids, positions, rows = b.token_ids[:size], b.positions[:size], b.logit_rows[:size]
 
         def run() -> Sequence[Tensor]:
-            context = StepContext(b.slots[:size], paged, self._kv_cache.keys, self._kv_cache.values)
+            states = self._state_pool.step(b.states[:, :size] if self._state_pool.is_used else None)
+            context = StepContext(b.slots[:size], paged, self._kv_cache.keys, self._kv_cache.values, states=states)
             logits = self._model.forward(token_ids, positions, rows, context)
             self._draw(logits, size, None)
             return logits, b.drawn_ids[:size], b.drawn_logprobs[:size]
@@ -163,6 +171,9 @@ class DecodeGraphs:
         if inputs.sources is not None:
             numbers[4, :size] = inputs.sources[rows]
             pairs = [*pairs[1:], (b.sources, 4)]
+        if inputs.states is not None:
+            numbers[5:, :size] = inputs.states[:, rows]
+            pairs += [(b.states[0], 5), (b.states[1], 6)]
         for buffer, index in pairs:
             buffer[:size].copy_(staging.numbers[index, :size], non_blocking=True)
         b.context_lens[:size].copy_(staging.context_lens[:size], non_blocking=True)

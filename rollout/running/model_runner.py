@@ -17,7 +17,8 @@ from ..reports.trace import Trace
 from ..sequences.request import Request
 from ..sequences.step import ScheduleOutput, SequenceResult
 from ..sequences.worker_manager import WorkerSequenceManager
-from .batch import Batch, build_batch
+from ..states.tensors import StatePool
+from .batch import Batch, build_batch, state_slots
 from .decode_buffers import DecodedStep, DecodeInputs
 from .decode_graphs import DecodeGraphs
 from .results import drawn_results, results_of
@@ -41,6 +42,7 @@ class ModelRunner:
         self,
         model: HostedModel,
         kv_cache: KVCache,
+        state_pool: StatePool,
         sampler: Sampler,
         block_size: int,
         trace: Trace,
@@ -50,6 +52,7 @@ class ModelRunner:
         begins_ahead: bool = False,
     ) -> None:
         self._model, self._kv_cache, self._sampler, self._block_size = model, kv_cache, sampler, block_size
+        self._state_pool = state_pool
         self._trace, self._graphs, self._overlap = trace, graphs, overlap
         self._begins_ahead = begins_ahead and graphs is not None
         has_queue = graphs is not None and model.device.type == "cuda"
@@ -75,7 +78,7 @@ class ModelRunner:
         settings = None if batch.allowed else self._sampler.settings_of(batch.sampled)
         inputs = DecodeInputs(
             batch.token_ids.numpy(), batch.positions.numpy(), batch.slots.numpy(), batch.paged.block_tables.numpy(),
-            settings,
+            settings, states=None if batch.states is None else batch.states.numpy(),
         )  # fmt: skip
         if settings is None:  # the host takes part in sampling
             return LaunchedStep(self._start(output, lambda: self._decode_with_host(output, batch, inputs)))
@@ -109,7 +112,9 @@ class ModelRunner:
         tables = self.workers.block_tables.gather_ahead([(item.id, item.new_blocks) for item in output.scheduled])
         blocks, offsets = np.divmod(positions, self._block_size)
         slots = tables[np.arange(len(positions)), blocks] * np.int64(self._block_size) + offsets
-        inputs = DecodeInputs(positions, positions, slots, tables, settings, np.array(sources, np.int64))
+        inputs = DecodeInputs(
+            positions, positions, slots, tables, settings, np.array(sources, np.int64), state_slots(output.scheduled)
+        )
         self.num_begun += 1
         self._begun = self._decode(output, inputs)
 
@@ -152,7 +157,8 @@ class ModelRunner:
     @torch.inference_mode()
     def _run(self, output: ScheduleOutput, batch: Batch) -> Results:
         batch = batch.to(self._model.device)
-        context = StepContext(batch.slots, batch.paged, self._kv_cache.keys, self._kv_cache.values)
+        states = self._state_pool.step(batch.states)
+        context = StepContext(batch.slots, batch.paged, self._kv_cache.keys, self._kv_cache.values, states=states)
         # A step of mid-prompt chunks needs no logits, but the module computes at least one row of them.
         rows = batch.logit_rows if len(batch.logit_rows) else batch.slots.new_zeros(1)
         logits = self._model.forward(batch.token_ids, batch.positions, rows, context)

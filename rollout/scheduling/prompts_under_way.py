@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..kv.ledger import KVLedger
 from ..sequences.request import Request
 
@@ -20,13 +22,19 @@ class PromptsUnderWay:
     def hash_to_wait_for(self, request: Request, num_matched: int) -> int | None:
         """Return the hash of the first block that is not in the cache, if a request computes it now.
 
+        With recurrent layers: of the last block with a snapshot that a request computes now.
+
         num_matched: blocks of the request that are in the cache. Returns None if no request computes the block, or this
         request could not reuse it.
         """
         if not self._computing or num_matched >= request.max_reusable_tokens // self._ledger.block_size:
             return None
-        hash = self._ledger.hash_of_block(request, num_matched)
-        return hash if hash in self._computing else None
+        if self._ledger.states is None:
+            hash = self._ledger.hash_of_block(request, num_matched)
+            return hash if hash in self._computing else None
+        last = request.max_reusable_tokens // self._ledger.block_size  # blocks before the last snapshot are of no use
+        hashes = (self._ledger.hash_of_block(request, index) for index in reversed(range(num_matched, last)))
+        return next((hash for hash in hashes if hash in self._computing), None)
 
     def park(self, request: Request, hash: int) -> None:
         """Keep the request until `end` returns it."""
@@ -38,7 +46,11 @@ class PromptsUnderWay:
         if not self._ledger.prefix_cache:
             return
         size, blocks = self._ledger.block_size, []
-        for index in range(num_matched, request.sequence.num_tokens // size):
+        if self._ledger.states is None:
+            indices: Iterable[int] = range(num_matched, request.sequence.num_tokens // size)
+        else:
+            indices = self._ledger.snapshot_blocks(request)
+        for index in indices:
             hash = self._ledger.hash_of_block(request, index)
             if self._computing.setdefault(hash, request) is request:
                 blocks.append(((index + 1) * size, hash))

@@ -207,7 +207,10 @@ class Scheduler:
         if not self._pipelining.may_run(request):
             return 0
         num_left = num_ahead - sequence.num_tokens_stage_processed - in_flight.num_rows
-        return 1 if num_left == 1 else min(num_left, self._limits.chunked_prefill_size, budget)
+        if num_left == 1:
+            return 1
+        num_rows = min(num_left, self._limits.chunked_prefill_size, budget)
+        return self._ledger.num_rows_to_snapshot(request, request.num_processed_ahead, num_rows)
 
     def _make_room(
         self, request: Request, num_tokens: int, in_step: set[Request], draft: ScheduleDraft
@@ -296,6 +299,7 @@ class Scheduler:
             self._ledger.open(request, nodes)
             num_known, num_cached = request.sequence.num_tokens, len(nodes) * self._ledger.block_size
             num_tokens = min(num_known - num_cached, self._limits.chunked_prefill_size, draft.budget)
+            num_tokens = self._ledger.num_rows_to_snapshot(request, num_cached, num_tokens)
             blocks = self._ledger.grow(request, num_cached + num_tokens)
             assert blocks is not None
             reserve += self._admission.num_blocks_reserved((request,))
@@ -342,5 +346,6 @@ class Scheduler:
         token_ids = tuple(sequence.token_ids) if sequence.state is State.WAITING else None
         start = request.num_processed_ahead if start is None else start
         draft.put(ScheduledSequence(
-            sequence.id, request.num_retractions, start, num_tokens, tuple(new_blocks), token_ids
+            sequence.id, request.num_retractions, start, num_tokens, tuple(new_blocks), token_ids,
+            states=self._ledger.plan_states(request, start, start + num_tokens),
         ))  # fmt: skip

@@ -11,6 +11,13 @@ from ..completion import ListedLogprobs, TopLogprobs
 from ..grammars.jump import NO_JUMP, Jump
 
 
+class StateSlots(NamedTuple):
+    """The slots of one sequence in the state pool of a module with recurrent layers, for one step."""
+
+    read: int  # its states before the step's rows; slot 0 holds zeros
+    write: int  # gets its states after them
+
+
 class ScheduledSequence(NamedTuple):  # one a sequence and step: a tuple takes a fifth of a frozen dataclass's time
     """One sequence's share of a step: rows for known tokens `start .. start + num_tokens - 1`, after its jump."""
 
@@ -23,6 +30,7 @@ class ScheduledSequence(NamedTuple):  # one a sequence and step: a tuple takes a
     jump: Jump = NO_JUMP  # applied before the rows run; they begin before its tokens and include the last
     num_blocks_kept: int | None = None  # of its block table, before the new ones; None: all
     allowed: bytes | None = None  # the tokens that a grammar allows: one bit a token, lowest bit first; None: all
+    states: StateSlots | None = None  # None: the module has no recurrent layers
 
 
 @dataclass(frozen=True)

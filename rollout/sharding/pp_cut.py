@@ -9,6 +9,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+# Parts of the base models of families without a pipeline plan, by model_type.
+_MISSING_PLANS = {
+    "lfm2": ("embed_tokens", "layers", "embedding_norm"),
+    "lfm2_moe": ("embed_tokens", "layers", "embedding_norm"),
+}
+
 
 def stage_layers(num_layers: int, pp: int, pp_rank: int) -> range:
     """Return the layers of a stage: contiguous, and equally many per stage, or one more on the first few.
@@ -36,9 +42,15 @@ class PassedLayer(nn.Module):
         return hidden_states if self.received is None else self.received
 
 
+def _stage_parts(module: PreTrainedModel) -> list[str]:
+    """Return the names of the parts that a stage has or not, in the order in which they run."""
+    missing = _MISSING_PLANS.get(module.config.get_text_config(decoder=True).model_type, ())
+    return [*(f"{module.base_model_prefix}.{name}" for name in missing), *(module._pp_plan or ())]
+
+
 def stage_problems(module: PreTrainedModel) -> list[str]:
     """Return the reasons why a module cannot be cut into stages; empty when it can."""
-    plan = module._pp_plan or {}
+    plan = _stage_parts(module)
     layers = f"{module.base_model_prefix}.layers"
     if layers not in plan or not isinstance(module.get_submodule(layers), nn.ModuleList):
         return [f"{type(module).__name__} brings no pipeline plan (base_model_pp_plan) with {layers}"]
@@ -63,7 +75,7 @@ def cut_stage(module: PreTrainedModel, layers: range, *, is_first: bool, is_last
         if index not in layers:
             all_layers[index] = passed = PassedLayer(layer)
             stand_in = passed if index == layers.start - 1 else stand_in
-    names = list(module._pp_plan or ())
+    names = _stage_parts(module)
     base = [name for name in names if name.startswith(f"{module.base_model_prefix}.")]
     where = base.index(f"{module.base_model_prefix}.layers")
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()

@@ -25,12 +25,13 @@ PLACES = {
     "rollout.engine": "completion config control kv loop ranks replica reports sequences",
     "rollout.control": "completion errors grammars loop model replica sampling_params sequences",
     "rollout.loop": (
-        "check completion config errors grammars kv model ranks replica reports running scheduling sequences"
+        "check completion config errors grammars kv model ranks replica reports running scheduling sequences states"
     ),
-    "rollout.replica": "completion errors grammars kv model ranks reports running sampling_params sequences",
-    "rollout.running": "completion errors kv model reports sampling_params sequences",
+    "rollout.replica": "completion errors grammars kv model ranks reports running sampling_params sequences states",
+    "rollout.running": "completion errors kv model reports sampling_params sequences states",
     "rollout.scheduling": "config kv sequences",
-    "rollout.kv": "config errors model sequences",
+    "rollout.kv": "config errors model sequences states",
+    "rollout.states": "errors model sequences",
     "rollout.model": "errors ranks sharding",
     "rollout.check": "model",
     "rollout.reports": "completion sequences",
@@ -152,7 +153,7 @@ PLACES = {
     "kernels.self_test": "attention linear machine",
     "kernels.attention": "machine",
     "kernels.layers": "machine",
-    "kernels.recurrent": "layers",
+    "kernels.recurrent": "layers machine",
     "kernels.linear": "machine",
     "kernels.sampling": "machine",
     "kernels.sha256": "machine",

@@ -32,6 +32,7 @@ SUMMING = {
     "linear.triton_kernels": {"_linear_kernel"},
     "sampling.triton_logprobs": {"_statistics_kernel"},
     "layers.triton_rms_norm": {"_forward_kernel"},
+    "recurrent.triton_kernels": {"_conv_kernel", "_delta_kernel"},
     "sampling.triton_draws": {"_draw_kernel"},
 }
 pytestmark = pytest.mark.slow

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from lockstep.kernels.attention import triton_kernels as triton_attention
 from lockstep.kernels.attention.step import RowLayout, ScoreRule
 from lockstep.kernels.layers import triton_rms_norm
 from lockstep.kernels.linear import triton_kernels as triton_linear
+from lockstep.kernels.recurrent import triton_kernels as triton_recurrent
 from lockstep.kernels.sampling import triton_draws as triton_sampling
 from lockstep.kernels.sampling import triton_logprobs
 from lockstep.kernels.sha256 import triton_kernels as triton_sha256
 
-MODULES = (triton_attention, triton_linear, triton_logprobs, triton_rms_norm, triton_sha256)  # modules with INTERPRETED
+# modules with INTERPRETED
+MODULES = (triton_attention, triton_linear, triton_logprobs, triton_recurrent, triton_rms_norm, triton_sha256)
 
 
 class Hopper:
@@ -95,6 +98,22 @@ def attention(dtype: torch.dtype, width: int, rule: ScoreRule, has_sinks: bool =
     triton_attention.triton_attention(query, packed, packed, RowLayout(starts, None, None), rule, sinks)
 
 
+def recurrences(dtype: torch.dtype, by_channel: bool) -> None:
+    """Launch a decode of one sequence and of many, a chunk, and sequences that begin with zeros."""
+    for lengths in ([1], [1] * 33, [48, 3], [5]):
+        rows, starts = sum(lengths), torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        key, value, beta = (
+            torch.zeros(rows, 4, 128, dtype=dtype),
+            torch.zeros(rows, 8, 128, dtype=dtype),
+            torch.zeros(rows, 8),
+        )
+        g = torch.zeros(rows, 8, 128) if by_channel else beta
+        initial = None if lengths == [5] else torch.zeros(len(lengths), 8, 128, 128)
+        triton_recurrent.gated_delta_rule(key, key, value, g, beta, initial, starts, 0.1, 1e-6)
+        x, weight = torch.zeros(rows, 515, dtype=dtype)[:, 3:], torch.zeros(512, 4, dtype=dtype)
+        triton_recurrent.causal_conv(x, weight, None, None, starts, "silu")
+
+
 def digests(dtype: torch.dtype, cols: int) -> None:
     triton_sha256.triton_tile_hashes([(torch.zeros(1, 8, 2, cols, dtype=dtype), 1, cols)])
 
@@ -117,6 +136,8 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "attention, bfloat16": lambda: attention(HALF, 128, PLAIN),
     "attention, float32": lambda: attention(FULL, 128, PLAIN),
     "attention with everything, bfloat16": lambda: attention(HALF, 80, RICH, has_sinks=True),
+    "recurrences, bfloat16": lambda: recurrences(HALF, by_channel=False),
+    "recurrences, float32": lambda: recurrences(FULL, by_channel=True),
     "digests, 64 bytes side by side": lambda: digests(FULL, 64),
     "digests, 4 bytes side by side": lambda: digests(FULL, 5),
     "digests, single bytes": lambda: digests(HALF, 5),

@@ -31,6 +31,25 @@ _LLAMA3_ROPE = {
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 
+_DELTA = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 32}
+_KIMI = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    **{"linear_num_heads": 4, "linear_head_dim": 24},  # not a whole number of vectors
+    **{"kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    **{"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1},
+    **{"n_group": 1, "topk_group": 1},
+}
+
 # family -> (config class, settings of its config beyond the common part)
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": _LLAMA3_ROPE}),
@@ -41,6 +60,16 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 20, "query_pre_attn_scalar": 32}),
     "gpt_oss": ("GptOssConfig", {"sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": ("Qwen3MoeConfig", _EXPERTS),
+    "qwen3_5": ("Qwen3_5TextConfig", _DELTA),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**_DELTA, **_SHARED_EXPERT}),
+    "qwen3_next": ("Qwen3NextConfig", {**_DELTA, **_SHARED_EXPERT}),
+    "olmo_hybrid": ("OlmoHybridConfig", _DELTA),
+    "kimi_linear": ("KimiLinearConfig", _KIMI),
+    "lfm2": ("Lfm2Config", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, **_EXPERTS},
+    ),
 }
 
 
@@ -65,10 +94,15 @@ def _make(family: str, dtype: torch.dtype, overrides: dict[str, object]) -> PreT
     config = getattr(transformers, config_name)(**{**_COMMON, **extra, **overrides})
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    return spread_weights(model).eval()
+
+
+def spread_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Give a model random weights, biases and sinks that make its logits far from uniform. Returns it."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
             elif "sinks" in name or "bias" in name:
                 parameter.normal_(0.0, 0.5)
-    return model.eval()
+    return model

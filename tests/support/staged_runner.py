@@ -36,6 +36,7 @@ class StagedRunner:
         self.most_in_the_air = self._num_in_the_air = 0
         self.before_stage: Callable[[int, ScheduleOutput], None] = lambda stage, output: None
         self._model, self._kv_cache, self._block_size = parts.model, parts.kv_cache, parts.config.block_size
+        self._state_pool = parts.state_pool
         self._sampler = Sampler(parts.eos_token_ids)
         self.managers = [WorkerSequenceManager(num_stages) for _ in range(num_stages)]
         self.workers = self.managers[0]
@@ -97,16 +98,19 @@ class StagedRunner:
         if hidden is None:
             hidden = module.model.embed_tokens(batch.token_ids[None])
         positions = batch.positions[None]
-        context = StepContext(batch.slots, batch.paged, self._kv_cache.keys, self._kv_cache.values)
-        rotary = module.model.rotary_emb(hidden, positions)
+        states = self._state_pool.step(batch.states)
+        context = StepContext(batch.slots, batch.paged, self._kv_cache.keys, self._kv_cache.values, states=states)
+        rotary = (getattr(module.model, "rotary_emb", None) or module.model.pos_emb)(hidden, positions)
         for layer in module.model.layers[first:end]:
+            mask = NO_MASK if hasattr(layer, "self_attn") else None
             hidden = layer(
-                hidden, attention_mask=NO_MASK, position_ids=positions, position_embeddings=rotary, use_cache=False,
+                hidden, attention_mask=mask, position_ids=positions, position_embeddings=rotary, use_cache=False,
                 **{STEP_KEYWORD: context},
             )  # fmt: skip
         if stage < self.num_stages - 1:
             return hidden
-        return module.lm_head(module.model.norm(hidden)[0, batch.logit_rows])
+        norm = getattr(module.model, "norm", None) or module.model.embedding_norm  # LFM2's name
+        return module.lm_head(norm(hidden)[0, batch.logit_rows])
 
 
 class StagedStep:

@@ -10,15 +10,19 @@ import inspect
 import types
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ....kernels.recurrent.conv import causal_conv
+from ....kernels.recurrent.conv import causal_conv, causal_conv_in_slots
+from ..functions import outside_modes
+from .delta_rule import delta_rule_of, is_channel_delta_rule, is_delta_rule
 from .rows import rows_of
 
 Forward = Callable[..., Any]
+
+_CACHES = ("cache_params", "past_key_values")  # keywords of layers
 
 # Errors that code of another form raises on a trial. It then counts as not recognised.
 _UNLIKE = (AttributeError, TypeError, ValueError, RuntimeError, IndexError)
@@ -32,8 +36,17 @@ def recurrent_forward(module: nn.Module) -> Forward | None:
     called = {name: code.__globals__.get(name) for name in code.__code__.co_names if name in _OPERATIONS}
     if not called or not all(_OPERATIONS[name][0](function) for name, function in called.items()):
         return None
-    ours = {name: _OPERATIONS[name][1](module) for name in called}
-    return types.MethodType(_with_globals(code, ours), module)
+    ours = {name: outside_modes(_OPERATIONS[name][1](module)) for name in called}
+    return _without_cache(types.MethodType(_with_globals(code, ours), module))
+
+
+def _without_cache(forward: Forward) -> Forward:
+    """Return the forward without the cache of transformers, which modules make by themselves and ours does not fill."""
+
+    def run(*args: Any, **named: Any) -> Any:
+        return forward(*args, **{**named, **{name: None for name in _CACHES if name in named}})
+
+    return run
 
 
 def _with_globals(code: types.FunctionType, names: Mapping[str, object]) -> types.FunctionType:
@@ -52,7 +65,7 @@ def _conv_of(module: nn.Module) -> Forward:
         hidden_states: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
-        activation: str | None = None,
+        activation: Literal["silu"] | None = None,
         **named: object,
     ) -> Tensor:
         # hidden_states [B, C, T], weight [C, W]
@@ -61,8 +74,11 @@ def _conv_of(module: nn.Module) -> Forward:
         batch, num_channels, num_rows = hidden_states.shape
         rows = rows_of(module, batch, num_rows, hidden_states.device, named)
         x = hidden_states.transpose(1, 2).reshape(batch * num_rows, num_channels)
-        out, final = causal_conv(x, weight, bias, rows.cu_seqlens, rows.initial("conv"), activation)
-        rows.keep("conv", final)
+        if (slots := rows.slots("conv")) is not None:
+            out = causal_conv_in_slots(x, weight, bias, rows.cu_seqlens, slots, activation)
+        else:
+            out, final = causal_conv(x, weight, bias, rows.cu_seqlens, None, activation)
+            rows.keep("conv", final)
         return out.view(batch, num_rows, num_channels).transpose(1, 2)
 
     return causal_conv1d_fn
@@ -84,4 +100,6 @@ def _is_causal_conv(function: Forward) -> bool:
 # name of a global function -> whether a function is the one that we know, and ours for a layer
 _OPERATIONS: dict[str, tuple[Callable[[Any], bool], Callable[[nn.Module], Forward]]] = {
     "causal_conv1d_fn": (_is_causal_conv, _conv_of),
+    "torch_chunk_gated_delta_rule": (is_delta_rule, delta_rule_of),
+    "chunk_kimi_delta_attention": (is_channel_delta_rule, delta_rule_of),
 }

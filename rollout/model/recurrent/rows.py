@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from ....kernels.recurrent.slots import Slots
 from ..attention import STEP_KEYWORD, StepContext
 from ..layer_probe import LayerProbe
 from .states import StateShape
@@ -28,21 +29,17 @@ class RecurrentRows:
     def num_sequences(self) -> int:
         return len(self.cu_seqlens) - 1
 
-    def initial(self, name: str) -> Tensor | None:
-        """Return a copy of the sequences' states before their rows, [S, *shape]; None if all begin here, with zeros."""
+    def slots(self, name: str) -> Slots | None:
+        """Return the sequences' slots in the pool of an engine step; None in the trainer's forward and the probe."""
         if not isinstance(self._step, StepContext):
             return None
-        assert self._step.states is not None, "a step of a module with recurrent layers names its slots"
-        tensor = self._step.states.tensors[self._layer][name]
-        return tensor.index_select(0, self._step.states.reads)
+        states = self._step.states
+        assert states is not None, "a step of a module with recurrent layers names its slots"
+        return Slots(states.tensors[self._layer][name], states.reads, states.writes)
 
     def keep(self, name: str, final: Tensor) -> None:
-        """Store the sequences' states after their rows, [S, *shape]. The trainer's forward needs none of them."""
-        if isinstance(self._step, StepContext):
-            assert self._step.states is not None
-            tensor = self._step.states.tensors[self._layer][name]
-            tensor.index_copy_(0, self._step.states.writes, final)
-        elif isinstance(self._step, LayerProbe):
+        """Show the sequences' states after their rows, [S, *shape], to the start-up probe. Steps and the trainer need none of them."""
+        if isinstance(self._step, LayerProbe):
             self._step.states.setdefault(self._layer, {})[name] = StateShape(tuple(final.shape[1:]), final.dtype)
 
 

@@ -334,3 +334,15 @@ def test_a_rank_leaves_the_refusal_to_the_first_unless_no_launcher_ends_it(monke
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     assert ("unknown key run.speed" in capsys.readouterr().err) is not comes
+
+
+@pytest.mark.slow
+def test_a_model_with_recurrent_layers_trains_with_a_gap_of_zero(tmp_path):
+    settings = ("model.family=qwen3_5", "model.num_layers=4")
+    assert finish(torchrun(tmp_path, str(CONFIG), *SHRUNK, *settings)) == 0, (tmp_path / "log").read_text()
+    lines = read_metrics(tmp_path / "runs/arithmetic/metrics.jsonl")
+    assert [line["logprob_gap"] for line in lines] == [0.0] * 4
+    assert all(line["sync_bytes"] == 0 for line in lines)
+    assert len({line["weight_digest"] for line in lines}) == 4, "every step changes the weights"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/arithmetic/model")
+    assert type(model).__name__ == "Qwen3_5ForCausalLM"

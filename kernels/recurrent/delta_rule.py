@@ -1,0 +1,190 @@
+"""The gated delta rule, one token after another in fp32: S *= exp(g); d = beta (v - S'k); S += k d'; o = S'q.
+
+The bits of a row depend on its own sequence up to it, however the sequence is cut into calls. The backward pass
+differentiates the form in chunks (`delta_chunks.py`) and keeps no states. Letters: R rows, S sequences, G key heads,
+H heads, K key size, V value size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..machine import native
+from ..machine.gpu import triton_serves
+from .delta_chunks import chunked_gated_delta_rule, normalized
+from .slots import Slots, state_pointers
+
+SOURCE = "recurrent/gated_delta_rule.cpp"
+PARALLEL_ELEMENTS = 1 << 14  # of all updated states; with fewer, starting threads costs more than it saves
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """Options of the rule."""
+
+    scale: float  # of the queries
+    norm_eps: float | None  # added to the squared length by which q and k are divided; None: they are not divided
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor,
+    initial: Tensor | None = None,
+    *,
+    norm_eps: float | None = 1e-6,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute out [R, H, V], in v's dtype, and each sequence's final state float32 [S, H, K, V]. Differentiable once.
+
+    q, k [R, G, K], v [R, H, V]: one dtype; each key head serves H / G heads in a row. g <= 0, the logarithm of the
+    decay [R, H] or, per channel, [R, H, K]; beta [R, H]. cu_seqlens: int32 [S + 1], the rows at which sequences start,
+    and their number. initial [S, H, K, V], None for zeros. norm_eps: divide q and k by their lengths, this added to the
+    squares. scale: of q, else K ** -0.5. float64 inputs are computed, and give states, in float64.
+    """
+    if len({q.dtype, k.dtype, v.dtype}) > 1 or v.shape[1] % k.shape[1] or q.shape != k.shape:
+        shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in (("q", q), ("k", k), ("v", v)))
+        raise ValueError(f"gated_delta_rule: {shapes} do not belong together")
+    rule = DeltaRule(q.shape[-1] ** -0.5 if scale is None else scale, norm_eps)
+    wide = torch.promote_types(v.dtype, torch.float32)
+    rows = (q, k, v, g.to(wide), beta.to(wide))
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*rows, initial)):
+        return _GatedDeltaRule.apply(*rows, initial, cu_seqlens, rule)
+    return _forward(*rows, initial, cu_seqlens, rule)
+
+
+def gated_delta_rule_in_slots(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, slots: Slots,
+    *, norm_eps: float | None = 1e-6, scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute `gated_delta_rule` with states in slots [N, H, K, V] that are read and written in place. Returns out."""
+    if v.is_cpu and v.dtype in (torch.bfloat16, torch.float32) and _native() is not None:
+        rule = DeltaRule(q.shape[-1] ** -0.5 if scale is None else scale, norm_eps)
+        return _run_native(q, k, v, g.float(), beta.float(), cu_seqlens, rule, slots)
+    initial = slots.pool.index_select(0, slots.reads)
+    out, final = gated_delta_rule(q, k, v, g, beta, cu_seqlens, initial, norm_eps=norm_eps, scale=scale)
+    slots.pool.index_copy_(0, slots.writes, final)
+    return out
+
+
+def reference_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, cu_seqlens: Tensor,
+    rule: DeltaRule,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute the rule with PyTorch's operations, as transformers' recurrent form has it."""
+    wide, groups = g.dtype, v.shape[1] // k.shape[1]
+    q, k = (normalized(x.to(wide), rule.norm_eps).repeat_interleave(groups, 1) for x in (q, k))
+    q, decay, beta = (q * rule.scale).unsqueeze(-1), g.exp(), beta.unsqueeze(-1)
+    k, decay = k.unsqueeze(-1), decay.unsqueeze(-1) if g.dim() == 3 else decay[..., None, None]
+    out, starts = torch.empty_like(v, memory_format=torch.contiguous_format), cu_seqlens.tolist()
+    final = g.new_zeros(len(starts) - 1, *k.shape[1:3], v.shape[2]) if initial is None else initial.to(wide, copy=True)
+    for sequence, state in enumerate(final):
+        for t in range(starts[sequence], starts[sequence + 1]):
+            state *= decay[t]
+            change = (v[t].to(wide) - (state * k[t]).sum(-2)) * beta[t]
+            state += k[t] * change.unsqueeze(-2)
+            out[t] = (state * q[t]).sum(-2)
+    return out, final
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, cu_seqlens: Tensor,
+    rule: DeltaRule,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if triton_serves(v.device) and v.dtype != torch.float64:
+        from . import triton_kernels  # Triton is imported only where it is used
+
+        return triton_kernels.gated_delta_rule(q, k, v, g, beta, initial, cu_seqlens, rule.scale, rule.norm_eps)
+    if not v.is_cpu or v.dtype not in (torch.bfloat16, torch.float32) or _native() is None:
+        return reference_gated_delta_rule(q, k, v, g, beta, initial, cu_seqlens, rule)
+    final = g.new_empty(len(cu_seqlens) - 1, v.shape[1], k.shape[2], v.shape[2])
+    initial = None if initial is None else initial.float().contiguous()
+    return _run_native(q, k, v, g, beta, cu_seqlens, rule, initial, final), final
+
+
+def _run_native(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, rule: DeltaRule,
+    before: Slots | Tensor | None, after: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Run the native kernel. before, after: the states before and after the rows; slots are both."""
+    function = _native()
+    assert function is not None
+    rows, heads, value_dim = v.shape
+    key_heads, key_dim = k.shape[1:]
+    num_sequences = len(cu_seqlens) - 1
+    q, k, v = (_dense_rows(t) for t in (q, k, v))
+    g, beta, starts = g.contiguous(), beta.contiguous(), cu_seqlens.to(torch.int32).contiguous()
+    out = v.new_empty(rows, heads, value_dim)
+    threads = torch.get_num_threads() if rows * heads * key_dim * value_dim > PARALLEL_ELEMENTS else 1
+    native.run(
+        function,
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr()),
+        *state_pointers(before, out, after),
+        starts.data_ptr(),
+        *(num_sequences, q.stride(0), k.stride(0), v.stride(0), key_heads, heads, key_dim, value_dim),
+        *(rule.scale, -1.0 if rule.norm_eps is None else rule.norm_eps),
+        *(g.dim() == 3, v.dtype is torch.bfloat16, threads),
+        kept=(q, k, v, g, beta, before, starts),
+    )
+    return out
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """Return x [R, H, D] with the values of each row next to each other; the rows may be apart."""
+    dense = x.stride(2) == 1 and x.stride(1) == x.shape[2]
+    return x if dense else x.contiguous()
+
+
+class _GatedDeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, cu_seqlens: Tensor,
+        rule: DeltaRule,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.save_for_backward(q, k, v, g, beta, initial, cu_seqlens)
+        ctx.rule = rule
+        ctx.set_materialize_grads(False)
+        return _forward(q, k, v, g, beta, initial, cu_seqlens, rule)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Differentiate the chunk form of one sequence after another."""
+        *rows, initial, cu_seqlens = ctx.saved_tensors
+        rule, wide = ctx.rule, rows[3].dtype
+        grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in rows]
+        grad_initial = None if initial is None else torch.zeros_like(initial)
+        no_state = rows[3].new_zeros(rows[2].shape[1], rows[1].shape[2], rows[2].shape[2])
+        for sequence, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+            operands = [*(t[a:b] for t in rows), no_state if initial is None else initial[sequence]]
+            leaves = [t.detach().to(wide).requires_grad_() for t in operands]
+            with torch.enable_grad():
+                outputs = chunked_gated_delta_rule(*leaves, scale=rule.scale, eps=rule.norm_eps)
+            given = (None if grad_out is None else grad_out[a:b], None if grad_final is None else grad_final[sequence])
+            known = [(o, grad.to(wide)) for o, grad in zip(outputs, given, strict=True) if grad is not None]
+            found = torch.autograd.grad(
+                [o for o, _ in known], leaves, [grad for _, grad in known], materialize_grads=True
+            )
+            for grad, part in zip(grads, found, strict=False):
+                grad[a:b] = part
+            if grad_initial is not None:
+                grad_initial[sequence] = found[-1]
+        return *grads, grad_initial, None, None
+
+
+@cache
+def _native() -> Callable[..., None] | None:
+    types = [*[ctypes.c_void_p] * 11, *[ctypes.c_int64] * 8, *[ctypes.c_float] * 2, *[ctypes.c_int64] * 3]
+    return native.function(SOURCE, "lockstep_gated_delta_rule", types)

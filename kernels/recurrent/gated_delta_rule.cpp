@@ -1,0 +1,170 @@
+// The gated delta rule, one token after another in fp32: S *= exp(g); d = beta (v - S'k); S += k d'; o = S'q.
+// A column of S depends on its own column of v alone, and sums over K run from first to last: the bits of a row are a
+// function of its sequence up to it, for any cut of the sequence and any neighbours.
+// Letters: R rows, S sequences, G key heads, H heads, K key size, V value size.
+#include <cmath>
+#include <vector>
+
+#include "recurrent/rows.h"
+
+using namespace simd;
+using rows::load_some;
+using rows::store_some;
+
+namespace {
+
+constexpr int COLUMNS = 64;  // of a tile of S, which stays in the L1 cache
+constexpr int LANES = 16;    // of the sum of squares, on every processor
+constexpr int LINE = 16;     // floats of a cache line: vectors that cross lines cost twice
+
+struct Rule {
+  const void *q, *k, *v;     // [R, G, K], [R, G, K], [R, H, V], rows q_row, k_row and v_row apart
+  const float *g, *beta;     // [R, H] or, with a decay per channel, [R, H, K]; [R, H]
+  const float* initial;      // [*, H, K, V] or null
+  void* out;                 // [R, H, V]
+  float* final;              // [*, H, K, V]
+  const int64_t *reads, *writes;  // [S]: each sequence's place in `initial` and `final`; null: in their order
+  const int32_t* starts;     // [S + 1]
+  int64_t q_row, k_row, v_row, key_heads, heads, K, V;
+  float scale, eps;          // of q; of the norm of q and k, negative for none
+};
+
+// One token's q, k and decay of one head, in fp32.
+struct Token {
+  std::vector<float> q, k, decay;  // [K] each, up to a whole vector; decay per channel only
+  float head_decay = 1.0f;
+
+  explicit Token(int64_t K) : q(K + W), k(K + W), decay(K + W) {}
+};
+
+template <typename T>
+void read(const T* from, int64_t K, float eps, float scale, float* to) {
+  for (int64_t i = 0; i < K; i += W) store(to + i, load_some(from + i, K - i));
+  if (eps >= 0.0f) {
+    float lanes[LANES] = {};
+    for (int64_t i = 0; i < K; i += LANES)
+      for (int j = 0; j < LANES; j++) {
+        const float x = i + j < K ? to[i + j] : 0.0f;
+        lanes[j] += x * x;
+      }
+    for (int n = LANES / 2; n > 0; n /= 2)
+      for (int j = 0; j < n; j++) lanes[j] += lanes[j + n];
+    const Floats norm = splat(1.0f / std::sqrt(lanes[0] + eps));
+    for (int64_t i = 0; i < K; i += W) store(to + i, load(to + i) * norm);
+  }
+  if (scale != 1.0f)
+    for (int64_t i = 0; i < K; i += W) store(to + i, load(to + i) * splat(scale));
+}
+
+template <typename T, bool BY_CHANNEL>
+void read_token(const Rule& p, int64_t row, int64_t head, Token& token) {
+  const int64_t key_head = head / (p.heads / p.key_heads);
+  read((const T*)p.q + row * p.q_row + key_head * p.K, p.K, p.eps, p.scale, token.q.data());
+  read((const T*)p.k + row * p.k_row + key_head * p.K, p.K, p.eps, 1.0f, token.k.data());
+  if (BY_CHANNEL) {
+    const float* g = p.g + (row * p.heads + head) * p.K;
+    for (int64_t i = 0; i < p.K; i += W) store(token.decay.data() + i, exp_nonpositive(load_some(g + i, p.K - i)));
+  } else {
+    token.head_decay = exp_nonpositive(splat(p.g[row * p.heads + head]))[0];
+  }
+}
+
+// NV vectors of columns of S, of which `count` columns are real, from the sequence's first row to its last.
+template <typename T, bool BY_CHANNEL, int NV>
+void run(const Rule& p, int64_t sequence, int64_t head, int64_t column, int64_t count, float* s, Token& now,
+         Token& next) {
+  const int64_t K = p.K, V = p.V, first = p.starts[sequence], end = p.starts[sequence + 1];
+  auto place = [&](const int64_t* slots) { return ((slots ? slots[sequence] : sequence) * p.heads + head) * K * V + column; };
+  const float* initial = p.initial ? p.initial + place(p.reads) : nullptr;
+  float* final = p.final + place(p.writes);
+  auto lanes = [&](int n) { return NV > 1 ? (int64_t)W : count; };
+  Floats mem[NV], out[NV], d[NV];
+  auto decay = [](const Token& t, int64_t i) { return splat(BY_CHANNEL ? t.decay[i] : t.head_decay); };
+  if (first == end) {
+    for (int64_t i = 0; i < K; i++)
+      for (int n = 0; n < NV; n++)
+        store_some(final + i * V + n * W, initial ? load_some(initial + i * V + n * W, lanes(n)) : splat(0.0f), lanes(n));
+    return;
+  }
+  read_token<T, BY_CHANNEL>(p, first, head, now);
+  for (int n = 0; n < NV; n++) mem[n] = splat(0.0f);
+  for (int64_t i = 0; i < K; i++) {
+    const Floats e = decay(now, i), k = splat(now.k[i]);
+    for (int n = 0; n < NV; n++) {
+      Floats x = (initial ? load_some(initial + i * V + n * W, lanes(n)) : splat(0.0f)) * e;
+      mem[n] = fused(x, k, mem[n]);
+      store(s + (i * NV + n) * W, x);
+    }
+  }
+  for (int64_t row = first; row < end; row++) {
+    const T* v = (const T*)p.v + row * p.v_row + head * V + column;
+    const Floats beta = splat(p.beta[row * p.heads + head]);
+    for (int n = 0; n < NV; n++) {
+      d[n] = (load_some(v + n * W, lanes(n)) - mem[n]) * beta;
+      out[n] = mem[n] = splat(0.0f);
+    }
+    if (row + 1 < end) {  // the update by this token and the decay by the next one in one pass over the tile
+      read_token<T, BY_CHANNEL>(p, row + 1, head, next);
+      for (int64_t i = 0; i < K; i++) {
+        const Floats k = splat(now.k[i]), q = splat(now.q[i]), e = decay(next, i), k_next = splat(next.k[i]);
+        for (int n = 0; n < NV; n++) {
+          Floats x = fused(k, d[n], load(s + (i * NV + n) * W));
+          out[n] = fused(x, q, out[n]);
+          x = x * e;
+          mem[n] = fused(x, k_next, mem[n]);
+          store(s + (i * NV + n) * W, x);
+        }
+      }
+      std::swap(now, next);
+    } else {
+      for (int64_t i = 0; i < K; i++) {
+        const Floats k = splat(now.k[i]), q = splat(now.q[i]);
+        for (int n = 0; n < NV; n++) {
+          Floats x = fused(k, d[n], load(s + (i * NV + n) * W));
+          out[n] = fused(x, q, out[n]);
+          store_some(final + i * V + n * W, x, lanes(n));
+        }
+      }
+    }
+    T* to = (T*)p.out + (row * p.heads + head) * V + column;
+    for (int n = 0; n < NV; n++) store_some(to + n * W, out[n], lanes(n));
+  }
+}
+
+template <typename T, bool BY_CHANNEL>
+void run_all(const Rule& p, int64_t sequences, int threads) {
+  const int64_t tiles = (p.V + COLUMNS - 1) / COLUMNS;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    std::vector<float> room(p.K * COLUMNS + LINE);
+    float* tile = (float*)(((uintptr_t)room.data() + 4 * LINE - 1) / (4 * LINE) * (4 * LINE));
+    Token now(p.K), next(p.K);
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < sequences * p.heads * tiles; task++) {
+      const int64_t sequence = task / (p.heads * tiles), head = task / tiles % p.heads;
+      int64_t column = task % tiles * COLUMNS;
+      if (column + COLUMNS <= p.V) {
+        run<T, BY_CHANNEL, COLUMNS / W>(p, sequence, head, column, COLUMNS, tile, now, next);
+      } else {
+        for (; column < p.V; column += W)
+          run<T, BY_CHANNEL, 1>(p, sequence, head, column, p.V - column < W ? p.V - column : W, tile, now, next);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" void lockstep_gated_delta_rule(const void* q, const void* k, const void* v, const void* g, const void* beta,
+                                          const void* initial, void* out, void* final, const void* reads,
+                                          const void* writes, const void* starts,
+                                          int64_t sequences, int64_t q_row, int64_t k_row, int64_t v_row,
+                                          int64_t key_heads, int64_t heads, int64_t K, int64_t V, float scale,
+                                          float eps, int64_t by_channel, int64_t is_bf16, int64_t threads) {
+  const Rule p{q, k, v, (const float*)g, (const float*)beta, (const float*)initial, out, (float*)final,
+               (const int64_t*)reads, (const int64_t*)writes, (const int32_t*)starts, q_row, k_row, v_row, key_heads, heads, K, V, scale, eps};
+  if (is_bf16)
+    by_channel ? run_all<bf16, true>(p, sequences, (int)threads) : run_all<bf16, false>(p, sequences, (int)threads);
+  else
+    by_channel ? run_all<float, true>(p, sequences, (int)threads) : run_all<float, false>(p, sequences, (int)threads);
+}

@@ -1,0 +1,178 @@
+"""Tests of the gated delta rule: values and gradients are those of transformers; bits depend on the sequence alone."""
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
+from lockstep.kernels.recurrent.delta_rule import (
+    DeltaRule,
+    gated_delta_rule,
+    gated_delta_rule_in_slots,
+    reference_gated_delta_rule,
+)
+from lockstep.kernels.recurrent.slots import Slots
+
+LENGTHS = [1, 70, 5, 130]
+KINDS = ("by head", "by channel")
+
+
+def starts(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def operands(rows: int, kind: str, dtype: torch.dtype = torch.float32, value_dim: int = 72) -> list[Tensor]:
+    """Return q, k, v, g and beta of 4 heads; by head, each key head serves two of them."""
+    keys = 2 if kind == "by head" else 4
+    shape = (rows, 4) if kind == "by head" else (rows, 4, 40)
+    q, k, v = (torch.randn(rows, heads, size).to(dtype) for heads, size in ((keys, 40), (keys, 40), (4, value_dim)))
+    return [q, k, v, -2 * torch.rand(shape) ** 3, torch.rand(rows, 4).to(dtype)]
+
+
+def transformers_own(kind: str, *tensors: Tensor) -> Tensor:
+    function = torch_chunk_gated_delta_rule if kind == "by head" else chunk_kimi_delta_attention
+    q, k, v, g, beta = (t[None] for t in tensors)
+    return function(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0][0]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_those_of_transformers_and_of_the_reference(kind: str) -> None:
+    tensors = operands(sum(LENGTHS), kind)
+    out, final = gated_delta_rule(*tensors, starts(LENGTHS))
+    for part, *own in zip(out.split(LENGTHS), *(t.split(LENGTHS) for t in tensors), strict=True):
+        torch.testing.assert_close(part, transformers_own(kind, *own), atol=2e-6, rtol=1e-5)
+    expected = reference_gated_delta_rule(*tensors, None, starts(LENGTHS), DeltaRule(40**-0.5, 1e-6))
+    for found, other in zip((out, final), expected, strict=True):
+        torch.testing.assert_close(found, other, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value_dim", [6, 64, 72])
+def test_a_row_has_the_same_bits_for_any_cut_of_its_sequence(kind: str, dtype: torch.dtype, value_dim: int) -> None:
+    tensors = operands(130, kind, dtype, value_dim)
+    whole, end = gated_delta_rule(*tensors, starts([130]))
+    for size in (1, 13, 64, 100):
+        parts, state = [], torch.zeros_like(end[0])
+        for part in zip(*(t.split(size) for t in tensors), strict=True):
+            beside = [torch.cat(both) for both in zip(operands(7, kind, dtype, value_dim), part, strict=True)]
+            initial = torch.stack([torch.randn_like(state), state])
+            out, final = gated_delta_rule(*beside, starts([7, len(part[0])]), initial)
+            parts.append(out[7:])
+            state = final[1]
+        assert torch.equal(torch.cat(parts), whole), size
+        assert torch.equal(state, end[0]), size
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_neighbours_and_places_in_memory_change_no_bit(kind: str) -> None:
+    tensors = operands(60, kind)
+    whole, _ = gated_delta_rule(*tensors, starts([20, 0, 40]))
+    torch.set_num_threads(1)
+    q, k, v, g, beta = (t[20:].clone() for t in tensors)
+    wide = torch.cat([t.flatten(1) for t in (q, k, v)], 1)  # as a layer's convolution leaves them
+    split = [
+        t.view(40, -1, d) for t, d in zip(wide.split([t[0].numel() for t in (q, k, v)], 1), (40, 40, 72), strict=True)
+    ]
+    alone, _ = gated_delta_rule(*split, g, beta, starts([40]))
+    assert torch.equal(alone, whole[20:])
+
+
+def test_an_empty_sequence_keeps_its_state() -> None:
+    tensors, initial = operands(3, "by head"), torch.randn(2, 4, 40, 72)
+    _, final = gated_delta_rule(*tensors, starts([0, 3]), initial)
+    assert torch.equal(final[0], initial[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slopes_are_those_of_its_values(kind: str) -> None:
+    ends = starts([5, 0, 19])
+    shapes = ((24, 1, 3), (24, 1, 3), (24, 2, 4), (24, 2) if kind == "by head" else (24, 2, 3), (24, 2), (3, 2, 3, 4))
+    if kind == "by channel":
+        shapes = ((24, 2, 3), (24, 2, 3), *shapes[2:])
+    leaves = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    leaves[3], leaves[4] = -leaves[3].abs(), leaves[4].sigmoid()
+    leaves = [t.requires_grad_() for t in leaves]
+    assert torch.autograd.gradcheck(lambda *t: gated_delta_rule(*t[:5], ends, t[5]), leaves, fast_mode=True)
+
+
+def gradients(function: object, tensors: list[Tensor], grad: Tensor) -> list[Tensor]:
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    assert callable(function)
+    return list(torch.autograd.grad(function(*leaves), leaves, grad.to(leaves[2].dtype)))
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_transformers_chunks(kind: str) -> None:
+    tensors, grad = operands(150, kind), torch.randn(150, 4, 72)
+    own = gradients(lambda *t: gated_delta_rule(*t, starts([150]))[0], tensors, grad)
+    expected = gradients(lambda *t: transformers_own(kind, *t), tensors, grad)
+    for found, other in zip(own, expected, strict=True):
+        assert distance(found, other) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_gradients_are_as_near_to_the_exact_ones_as_transformers(kind: str) -> None:
+    tensors, grad = operands(150, kind, torch.bfloat16), torch.randn(150, 4, 72).bfloat16()
+    own = gradients(lambda *t: gated_delta_rule(*t, starts([150]))[0], tensors, grad)
+    theirs = gradients(lambda *t: transformers_own(kind, *t), tensors, grad)
+    exact = gradients(lambda *t: transformers_own(kind, *t), [t.float() for t in tensors], grad)
+    for mine, other, true in zip(own, theirs, exact, strict=True):
+        assert distance(mine, true) <= 1.001 * distance(other, true) + 1e-5
+
+
+@pytest.mark.slow
+def test_all_levels_with_fused_sums_have_the_same_bits() -> None:
+    program = (
+        "import torch; from lockstep.kernels.recurrent.delta_rule import gated_delta_rule as rule;"
+        "from lockstep.kernels.recurrent.conv import causal_conv as conv;"
+        "torch.manual_seed(0); n, r = torch.tensor([0, 50], dtype=torch.int32), torch.randn;"
+        "o, s = rule(r(50, 2, 33), r(50, 2, 33), r(50, 4, 70), -r(50, 4).abs(), r(50, 4).sigmoid(), n);"
+        "p, _ = conv(r(50, 70), r(70, 4), None, n, None, 'silu');"
+        "print([t.flatten().view(torch.int32).tolist() for t in (o, s, p)])"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", program], env={**os.environ, "LOCKSTEP_MAX_ISA": level},
+            capture_output=True, text=True, check=True, timeout=120,
+        ).stdout
+        for level in ("avx2", "avx512", "amx")
+    }  # fmt: skip
+    assert len(found) == 1
+
+
+def test_operands_that_do_not_belong_together_are_refused() -> None:
+    q, _, v, g, beta = operands(4, "by head")
+    with pytest.raises(ValueError, match=r"k \[4, 3, 40\]"):
+        gated_delta_rule(q, torch.randn(4, 3, 40), v, g, beta, starts([4]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_slots_are_read_and_written_in_place(dtype: torch.dtype) -> None:
+    tensors = [t.to(dtype) for t in operands(9, "by head")]
+    pool, reads, writes = torch.randn(5, 4, 40, 72, dtype=dtype), torch.tensor([0, 3]), torch.tensor([4, 1])
+    before = pool.clone()
+    out, final = gated_delta_rule(*tensors, starts([4, 5]), pool[reads])
+    assert torch.equal(gated_delta_rule_in_slots(*tensors, starts([4, 5]), Slots(pool, reads, writes)), out)
+    assert torch.equal(pool[writes], final)
+    assert torch.equal(pool[[0, 2, 3]], before[[0, 2, 3]])

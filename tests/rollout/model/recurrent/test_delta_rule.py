@@ -1,0 +1,77 @@
+"""Layers with a gated delta rule in the trainer's forward: transformers' numbers and gradients, with our operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
+from lockstep.rollout.model.hosted_model import HostedModel
+from lockstep.rollout.model.recurrent.delta_rule import is_channel_delta_rule, is_delta_rule
+
+IDS = torch.tensor([[(11 * i + 3) % 250 for i in range(90)]])
+
+
+def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    logits = model(IDS, use_cache=False).logits.float()
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], IDS[0, 1:])
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
+    return dict(zip(named, found, strict=True))
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / (expected.double().norm() + 1e-12))
+
+
+def ours(model: PreTrainedModel) -> dict[str, Tensor]:
+    with HostedModel.adopt(model, dtype=None, device=None, invariant=True).training_numerics():
+        return gradients(model)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid", "kimi_linear"])
+def test_gradients_of_a_layer_are_its_own(make_model, family):
+    model = make_model(family).train()
+    layer = next(part for part in model.modules() if hasattr(part, "conv1d"))
+    x, grad = torch.randn(2, 90, 64, requires_grad=True), torch.randn(2, 90, 64)
+    leaves = [x, *layer.parameters()]
+    expected = torch.autograd.grad(layer(x), leaves, grad)
+    with HostedModel.adopt(model, dtype=None, device=None, invariant=True).training_numerics():
+        found = torch.autograd.grad(layer(x), leaves, grad)
+    # Sums that cancel, of A_log and dt_bias: both are 5e-6 from the exact ones, computed in float64.
+    assert max(map(distance, found, expected)) < 3e-5
+
+
+def test_gradients_of_a_module_are_its_own(make_model):
+    model = make_model("qwen3_5").train()
+    expected = gradients(model)
+    assert max(distance(found, expected[name]) for name, found in ours(model).items()) < 1e-4
+
+
+def test_bfloat16_gradients_are_as_near_to_the_exact_ones_as_the_modules_own(make_model):
+    model = make_model("qwen3_5", torch.bfloat16).train()
+    theirs, found = gradients(model), ours(model)
+    exact = gradients(model.float())
+    own_distance, our_distance = (
+        sum(distance(grads[name], exact[name]) for name in exact) / len(exact) for grads in (theirs, found)
+    )
+    assert our_distance < 1.05 * own_distance
+
+
+def test_a_module_called_without_use_cache_gives_the_same_bits(make_model):
+    model = make_model("qwen3_5")
+    with HostedModel.adopt(model, dtype=None, device=None, invariant=True).training_numerics(), torch.no_grad():
+        assert torch.equal(model(IDS[:, :2]).logits, model(IDS[:, :2], use_cache=False).logits)
+
+
+def test_a_rule_is_recognised_by_its_results():
+    assert is_delta_rule(torch_chunk_gated_delta_rule) and not is_channel_delta_rule(torch_chunk_gated_delta_rule)
+    assert is_channel_delta_rule(chunk_kimi_delta_attention) and not is_delta_rule(chunk_kimi_delta_attention)
+
+    def without_beta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **named: object) -> object:
+        return torch_chunk_gated_delta_rule(q, k, v, g, torch.ones_like(beta), **named)
+
+    assert not is_delta_rule(without_beta)
