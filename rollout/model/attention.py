@@ -120,6 +120,7 @@ def hosted_attention(
         if isinstance(step, LayerProbe):
             shape = KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
             step.attention_called(module, shape, sliding_window, attention_mask)
+        if PROBING.get() is not None:
             attention_mask = None  # it may be the probe's own
         query_start = _query_start(attention_mask, cu_seq_lens_q, batch, num_rows, query.device)
         out = varlen_attention(rows[0], rows[1], rows[2], query_start, **options)

@@ -33,7 +33,7 @@ GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size
         "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
 DBRX = {
     "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 128, "vocab_size": 250, "resid_pdrop": 0.0,
-    "emb_pdrop": 0.0, "attn_config": {"kv_n_heads": 2, "attn_pdrop": 0.0, "rope_theta": 1e4},
+    "emb_pdrop": 0.0, "attn_config": {"kv_n_heads": 2, "attn_pdrop": 0.0, "clip_qkv": 8.0, "rope_theta": 1e4},
     "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "ffn_act_fn": {"name": "silu"}},
 }  # fmt: skip
 FAMILIES = {  # model type -> settings
