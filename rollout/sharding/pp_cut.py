@@ -52,9 +52,6 @@ def stage_problems(module: PreTrainedModel) -> list[str]:
     """Return the reasons why a module cannot be cut into stages; empty when it can."""
     plan = _stage_parts(module)
     layers = f"{module.base_model_prefix}.layers"
-    parts = {name for name, _ in module.named_modules(remove_duplicate=False)}
-    if lacking := [name for name in plan if name not in parts]:
-        return [f"the pipeline plan of {type(module).__name__} names {', '.join(lacking)}, which it has not"]
     if layers not in plan or not isinstance(module.get_submodule(layers), nn.ModuleList):
         return [f"{type(module).__name__} brings no pipeline plan (base_model_pp_plan) with {layers}"]
     known = (layers, *plan)
