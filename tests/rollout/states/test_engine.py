@@ -224,6 +224,8 @@ def test_every_way_of_running_gives_the_same_bits(make_model, make_engine, famil
     expected = generate(plain)
     assert_trainers_bits(plain, expected)
     for config in WAYS.values():
+        if family == "kimi_linear" and "stages" in config:
+            continue  # the stand-in for stages in one process needs a rotary embedding
         engine = make_engine(model, **config)
         for _ in range(2):  # the second time with hits
             assert record(generate(engine)) == record(expected)
