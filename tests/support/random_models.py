@@ -81,7 +81,7 @@ def random_model(family: str, dtype: torch.dtype = torch.float32, **overrides: o
 
     Example: `random_model("gemma2", vocab_size=128)`.
     """
-    key = repr((family, dtype, sorted(overrides.items())))
+    key = repr((family, dtype, sorted(overrides.items()), torch.get_default_device()))
     if key not in _made:
         _made[key] = _make(family, dtype, overrides), torch.get_rng_state()
     model, state = _made[key]
