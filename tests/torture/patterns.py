@@ -11,6 +11,8 @@ from lockstep.tests.torture.attackers import Attacker
 ATOMS = ("a", "b", "[a-z]", "[^x]", r"\d", r"\w", ".", "é", r"\x41", r"\p{L}", "^", "$", r"\b", "(?i)", "(?=a)", r"\1")
 REPEATS = ("*", "+", "?", "{2}", "{0,3}", "{3,}", "{0}", "{1000}", "{100000}", "*?", "++", "{9,1}")
 TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
+# A server may compile one grammar after another, ours for 20 s each, and other attackers send some besides.
+PATIENCE_S = 180.0
 SYMBOLS = "(){}[]|*+?.\\^$\"'<>:=, \n\x00é\U0001f600"
 
 
@@ -167,10 +169,11 @@ class Patterns(Attacker):
             wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
             body = {"model": "", "prompt": "q", "max_tokens": 8, "response_format": wanted}
             try:
-                self.wire.call("POST", "/v1/completions", body, name=name)
+                self.wire.call("POST", "/v1/completions", body, name=name, patience_s=PATIENCE_S)
             except RecursionError:
                 return  # our own encoder refuses it
             return
         if self.scene.is_lockstep and draw.random() < 0.5:
             limits["jump_forward"] = draw.choice(["text", "exact", "off"])
-        self.wire.call("POST", "/generate", {"text": "q", "sampling_params": limits | params}, name=name)
+        body = {"text": "q", "sampling_params": limits | params}
+        self.wire.call("POST", "/generate", body, name=name, patience_s=PATIENCE_S)

@@ -22,7 +22,7 @@ from lockstep.tests.torture.attackers import Attacker, Scene
 from lockstep.tests.torture.verbs import is_usable, restore
 from lockstep.tests.torture.watch import sample
 
-JOIN_S = 150.0  # after the storm, for the requests under way
+JOIN_S = 240.0  # after the storm, for the requests under way
 SETTLE_S = 60.0  # after it, until sequences have ended and descriptors and threads are back
 GROWTH = 1.2  # of the resident memory since the start, before the named limits are added
 SLACK_DESCRIPTORS, SLACK_THREADS = 8, 8
