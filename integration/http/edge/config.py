@@ -36,7 +36,7 @@ class HttpConfig:
     max_body_bytes: int = 32 << 20  # of a request; pickled payloads have the service's own limit
     max_control_body_bytes: int = 1 << 20  # of a call that carries no data: pause, abort, memory, profile
     max_open_body_bytes: int = 512 << 20  # of all bodies that arrive or are parsed now, payloads apart; beyond: 503
-    max_body_lists: int = 1 << 18  # lists and objects in one body
+    max_body_lists: int = 1 << 18  # lists and objects in one body, with the keys of long objects
     body_timeout_s: float = 120.0  # within which a whole body must arrive
     max_prompts: int = 4096  # of a request
     max_sequences: int = 4096  # of a request: prompts times samples

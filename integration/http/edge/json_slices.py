@@ -18,7 +18,7 @@ _PLAIN_RUN = re.compile(r'(?:[ \t\n\r]*+(?:"(?:[^"\\]++|\\.)*+"[ \t\n\r]*+|[^\[\
 
 
 class TooManyLists(Exception):
-    """More lists and objects in a document than are allowed."""
+    """More lists, objects and keys of long objects in a document than are allowed."""
 
 
 def parse_in_slices(
@@ -29,7 +29,7 @@ def parse_in_slices(
     parse_float: Callable[[str], object] | None = None,
 ) -> object:
     """Parse one JSON value. Raises ValueError as `json.loads`, RecursionError for deep nesting, and TooManyLists for
-    more lists and objects than `max_lists`."""
+    more lists, objects, and keys of objects longer than a slice than `max_lists`."""
     decoder = json.JSONDecoder(parse_constant=parse_constant, parse_float=parse_float)
     parser = _Parser(text, decoder, max_lists)
     value, at = parser.value(parser.skip(0))
@@ -114,6 +114,7 @@ class _Parser:
             at = self.skip(at)
             if self._text[at : at + 1] != ":":
                 raise json.JSONDecodeError("Expecting ':' delimiter", self._text, at)
+            self._count(1)
             values[key], at = self.value(self.skip(at + 1))
             at, is_last = self._next(at, "}")
             if is_last:

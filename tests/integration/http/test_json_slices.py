@@ -107,6 +107,14 @@ def test_escapes_that_are_characters_are_read(entry):
     assert parse_object(body.encode()) == json.loads(body)
 
 
+def test_the_keys_of_a_long_object_are_limited_as_lists_are():
+    keys = b",".join(b'"%d": 1' % key for key in range(20_000))
+    body = b'{"logit_bias": {' + keys + b"}}"
+    assert len(parse_object(body, 20_010)["logit_bias"]) == 20_000
+    with pytest.raises(HttpError, match="max_body_lists"):
+        parse_object(body, 19_999)
+
+
 def test_other_threads_run_while_a_long_body_is_parsed():
     gaps, ends = [0.0], threading.Event()
 
