@@ -16,7 +16,7 @@ from .rows import rows_of
 Forward = Callable[..., Any]
 
 # Errors that code of another form raises on a trial. It then counts as not recognised.
-_UNLIKE = (AttributeError, TypeError, ValueError, RuntimeError, IndexError)
+UNLIKE = (AttributeError, TypeError, ValueError, RuntimeError, IndexError)
 
 
 def delta_rule_of(module: nn.Module) -> Forward:
@@ -79,7 +79,7 @@ def _is_like(function: Forward, decays: tuple[int, ...]) -> bool:
         operands = (q * size, k * size, v, g, beta)
         try:
             found = inspect.unwrap(function)(*operands[:3], g=g, beta=beta, **named)
-        except _UNLIKE:
+        except UNLIKE:
             return False
         flat: list[Any] = [*(t.flatten(0, 1) for t in operands), ends]
         expected = gated_delta_rule(*flat, norm_eps=norm_eps)[0].view(2, 9, 4, 6)

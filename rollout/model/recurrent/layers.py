@@ -17,15 +17,12 @@ from torch import Tensor, nn
 
 from ....kernels.recurrent.conv import causal_conv, causal_conv_in_slots
 from ..functions import outside_modes
-from .delta_rule import delta_rule_of, is_channel_delta_rule, is_delta_rule
+from .delta_rule import UNLIKE, delta_rule_of, is_channel_delta_rule, is_delta_rule
 from .rows import rows_of
 
 Forward = Callable[..., Any]
 
 _CACHES = ("cache_params", "past_key_values")  # keywords of layers
-
-# Errors that code of another form raises on a trial. It then counts as not recognised.
-_UNLIKE = (AttributeError, TypeError, ValueError, RuntimeError, IndexError)
 
 
 def recurrent_forward(module: nn.Module) -> Forward | None:
@@ -90,7 +87,7 @@ def _is_causal_conv(function: Forward) -> bool:
     x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((2, 6, 9), (6, 4), (6,)))
     try:
         found = inspect.unwrap(function)(x, weight, bias)
-    except _UNLIKE:
+    except UNLIKE:
         return False
     ends = torch.tensor([0, 9, 18], dtype=torch.int32)
     expected = causal_conv(x.transpose(1, 2).reshape(18, 6), weight, bias, ends)[0].view(2, 9, 6).transpose(1, 2)
