@@ -48,3 +48,17 @@ def test_a_program_ends_as_under_a_new_interpreter(how):
     prepared, new = (f(command, capture_output=True, text=True) for f in (prepared_python.run, subprocess.run))
     assert (prepared.returncode, prepared.stdout) == (new.returncode, new.stdout)
     assert prepared.stderr.splitlines()[-1:] == new.stderr.splitlines()[-1:]
+
+
+# pytest keeps a log handler on /dev/null, whose descriptor's number a program could get again.
+OPEN = """
+import logging, os
+opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(99)]
+logging.shutdown()
+for descriptor in opened:
+    os.fstat(descriptor)
+"""
+
+
+def test_nothing_that_pytest_had_open_closes_a_descriptor_of_the_program():
+    prepared_python.run([sys.executable, "-c", OPEN], check=True)

@@ -171,9 +171,7 @@ def rank_of(pid: int) -> int | None:
 
 def _serve(requests: socket.socket) -> NoReturn:
     """Fork a process for each request, until the caller's end closes."""
-    first, last = requests.fileno(), os.sysconf("SC_OPEN_MAX")
-    os.closerange(3, first)  # pipes of pytest's own processes, whose ends must not stay open here
-    os.closerange(first + 1, last)
+    _replace_descriptors(requests.fileno())
     _forget_pytest()
     is_prepared = False
     while True:
@@ -189,6 +187,21 @@ def _serve(requests: socket.socket) -> NoReturn:
         requests.send(array.array("q", [_fork(requests, descriptors)]))
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _replace_descriptors(kept: int) -> None:
+    """Open /dev/null in place of all inherited descriptors but the streams and one.
+
+    The ends of pytest's pipes must not stay open here. Their numbers must: objects of pytest still hold them, and close
+    them when they are collected or at exit, when they would be descriptors of the program.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2 and descriptor not in (kept, null):
+            with contextlib.suppress(OSError):  # the one that listed them
+                os.fstat(descriptor)
+                os.dup2(null, descriptor, inheritable=False)
+    os.close(null)
 
 
 def _forget_pytest() -> None:

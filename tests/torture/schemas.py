@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections import defaultdict
 from contextlib import suppress
 from typing import Any
@@ -21,6 +22,9 @@ CASES = 6  # of a step: one operation, mostly with equal fields
 # Paths in a body that a server may create or write: they stay inside the folder of the storm.
 FOLDERS = ("output_dir", "local_checkpoint_dir", "source_dir", "model_path")
 MAX_KNOWN = 200
+# Hypothesis parses functions' source, and has a callback of garbage collections, in which threads take turns. CPython
+# 3.11 counts the depth of all threads' syntax trees in one place: "AST constructor recursion depth mismatch".
+_drawing = threading.Lock()
 
 
 class Schemas(Attacker):
@@ -45,7 +49,7 @@ class Schemas(Attacker):
 
     def step(self, draw: random.Random) -> None:
         operation = draw.choice(self._operations)
-        for case in self._draw(operation.as_strategy(generation_mode=draw.choice(self._modes)), draw.getrandbits(32)):
+        for case in self._draw(operation, draw.choice(self._modes), draw.getrandbits(32)):
             if self.scene.over.is_set():
                 return
             sent = case.as_transport_kwargs(base_url="http://x")
@@ -60,7 +64,11 @@ class Schemas(Attacker):
     def _send(self, operation: str, method: str, path: str, body: bytes) -> Answer:
         return self.wire.call(method, path, body, name=f"{method} {operation}")
 
-    def _draw(self, strategy: Any, number: int) -> list[Any]:
+    def _draw(self, operation: Any, mode: Any, number: int) -> list[Any]:
+        with _drawing:
+            return self._drawn(operation.as_strategy(generation_mode=mode), number)
+
+    def _drawn(self, strategy: Any, number: int) -> list[Any]:
         drawn: list[Any] = []
 
         @seed(number)
