@@ -4,6 +4,8 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
+# Where the environment forbids Python to keep what it has compiled, each of the many processes here compiles all anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup train test test-slow test-exhaustive torture lint types pictures clean
 

@@ -9,6 +9,7 @@ from lockstep.kernels.sampling.logprobs import selected_logprobs
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support.covering import covering
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe"]
 PROMPTS = [[3, 17, 90, 4, 55], [7] * 3 + list(range(40, 75)), [250]]
@@ -29,8 +30,7 @@ def test_greedy_tokens_and_logprobs_equal_those_of_transformers(make_model, fami
         torch.testing.assert_close(torch.tensor(completion.logprobs), logprobs, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@covering(1, rest="slow", dtype=[torch.float32, torch.bfloat16], family=FAMILIES)
 def test_sampled_logprobs_are_the_trainers_bit_for_bit(make_model, family, dtype):
     model = make_model(family, dtype).train()
     engine = Engine(model, EngineConfig(kv_cache="64 blocks", max_num_seqs=4, chunked_prefill_size=13))

@@ -203,11 +203,12 @@ def pause_and_continue(mode: str, reports: list[PauseReport]) -> Callable[[ByHan
     return interrupt
 
 
-# Any two values of two settings meet in one of these; the rest of the product, and a few rows of stages, are slow.
-QUICK = {
+# Any two values of two settings meet in one of these, each pausing in one mode before a step and in the next one before
+# the next; the rest of the product, and a few rows of stages, are slow and pause in all modes before each step.
+QUICK = [
     (16, 7, "plain", 0.0), (16, 16, "plain", 1.0), (16, 128, "overlap", 0.0),
     (64, 7, "overlap", 1.0), (64, 16, "overlap", 0.0), (64, 128, "plain", 1.0), (16, 7, "ahead", 1.0),
-}  # fmt: skip
+]  # fmt: skip
 TABLE = [
     pytest.param(
         *row,
@@ -232,7 +233,10 @@ def test_pausing_before_any_step_in_any_mode_changes_no_bit(make_engine, block_s
     whole, num_steps = play(engine, temperature)
     assert [c.num_completion_tokens for c in whole] == [a.num_new for a in SCRIPT] and num_steps >= 15
     reports: list[PauseReport] = []
+    row = (block_size, chunk, way, temperature)
     for at, mode in itertools.product(range(num_steps), MODES):
+        if row in QUICK and (at + QUICK.index(row)) % len(MODES) != MODES.index(mode):
+            continue
         answers, _ = play(engine, temperature, pause_and_continue(mode, reports), at)
         for answer, expected in zip(answers, whole, strict=True):
             assert_is_whole_or_an_aborted_part(answer, expected)
@@ -240,14 +244,14 @@ def test_pausing_before_any_step_in_any_mode_changes_no_bit(make_engine, block_s
         assert sum(c.num_retractions for c in answers) == reports[-1].num_retracted
     for counts in ("num_retracted", "num_aborted"):  # the table has met full and empty engines
         found = {getattr(report, counts) for report in reports}
-        assert {0, 3} <= found
-    assert {1, 2, 3} <= {report.num_running for report in reports}
+        assert {0, 3} <= found or (row in QUICK and 0 in found and max(found) >= 2)
+    assert {1, 2, 3} <= {report.num_running for report in reports} or row in QUICK
 
 
 @WAY
 def test_blocks_chunks_and_overlap_change_no_bit_without_a_pause(make_engine, way):
     [plain, _] = play(make_engine(), 1.0)
-    for block_size, chunk in itertools.product((16, 64), (1, 7, 16, None)):
+    for block_size, chunk in ((16, 1), (64, 7), (16, 16), (64, None), (64, 1), (16, None)):
         answers, _ = play(make_engine(block_size=block_size, chunked_prefill_size=chunk, **WAYS[way]), 1.0)
         assert list(map(outcome, answers)) == list(map(outcome, plain))
 
@@ -260,6 +264,8 @@ def test_pausing_around_a_stop_token_changes_no_bit(make_engine, way):
     stop = {"stop_token_ids": [free.token_ids[5]]}
     num_tokens = free.token_ids.index(free.token_ids[5]) + 1
     for at, mode in itertools.product(range(10), MODES):
+        if way != "ahead" and (at + MODES.index(mode)) % 2:
+            continue  # the way that knows of a stop latest is paused in every mode before each step
         run = ByHand(engine)
         run.add([1, 2, 3], params(4, 12, **stop))
         run.add([9] * 20, params(5, 12))
@@ -292,7 +298,9 @@ BETWEEN_AND_WAY = [
 def test_any_mode_may_follow_any_other(make_engine, way, between):
     engine = make_engine(**WAYS[way], chunked_prefill_size=7)
     whole, _ = play(engine, 1.0)
-    for first, second, at in itertools.product(MODES, MODES, (0, 2, 5, 8)):
+    for number, (first, second, at) in enumerate(itertools.product(MODES, MODES, (0, 2, 5, 8))):
+        if (between, way) in QUICK_BETWEEN and number % 4 != (number // 4 + BETWEEN.index(between)) % 4:
+            continue  # a pair of modes at one moment here, at the next one in the next row
 
         def interrupt(run: ByHand, first=first, second=second) -> None:
             live = sum(not run.is_answered(id) for id in run.ids)

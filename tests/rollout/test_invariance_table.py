@@ -24,6 +24,7 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.request import RequestOptions
+from lockstep.tests.support.covering import covering
 
 TEMPERATURE = 0.7
 # Contexts that cross several KV tiles, start at odd places, and share a stem of 40 tokens.
@@ -80,9 +81,7 @@ def one_thread(restore_threads):
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
-@DTYPES
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-@pytest.mark.parametrize("chunk", CHUNKS)
+@covering(2, rest="slow", chunk=CHUNKS, family=["qwen3", "gemma2"], dtype=[torch.float32, torch.bfloat16])
 def test_chunk_size_changes_no_bit(make_model, one_thread, family, dtype, chunk):
     model = make_model(family, dtype, max_position_embeddings=1024)
     engine = make_engine(model, chunked_prefill_size=chunk)

@@ -26,7 +26,6 @@ from lockstep.rollout.engine import Engine
 from lockstep.tests.support.callers import soon, submit
 from lockstep.tests.support.random_models import random_model
 
-BIAS = b",".join(b'"%d":1' % id for id in range(2 << 20))
 LATEST_S = 10.0  # generous, since other tests share the cores; the torture suite measures against 2 s
 SHORT = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
 LIMITS = HttpConfig(
@@ -34,6 +33,10 @@ LIMITS = HttpConfig(
     max_top_logprobs=5, max_listed_logprobs=6, max_logprob_entries=200, max_control_body_bytes=1000,
     max_waiting_requests=20, max_waiting_tokens=1000,
 )  # fmt: skip
+
+
+def bias() -> bytes:
+    return b",".join(b'"%d":1' % id for id in range(2 << 20))
 
 
 @pytest.fixture(scope="module")
@@ -214,22 +217,19 @@ def test_bodies_that_are_open_together_are_limited(service):
         assert server.app.state.open_bodies.num_bytes == 0
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"input_ids": [' + b"[1]," * (7 << 20) + b"[1]]}",
-        b'{"text": "1", "sampling_params": {"logit_bias": {'
-        + b",".join(b'"%d":1' % i for i in range(2 << 20))
-        + b"}}}",
-        b'{"text": "1", "rid": [' + b"{}," * (8 << 20) + b"{}]}",
-        b'{"text": "1", "sampling_params": {"temperature": [' + b"1.5," * (7 << 20) + b"1]}}",
-        b'{"text": "' + b"\\ud83d\\ude00 " * (2 << 20) + b'", "x": "\\ud800"}',
-    ],
-    ids=["prompts", "bias", "ids", "floats", "surrogate"],
-)
+LONG_BODIES = {
+    "prompts": lambda: b'{"input_ids": [' + b"[1]," * (7 << 20) + b"[1]]}",
+    "bias": lambda: b'{"text": "1", "sampling_params": {"logit_bias": {' + bias() + b"}}}",
+    "ids": lambda: b'{"text": "1", "rid": [' + b"{}," * (8 << 20) + b"{}]}",
+    "floats": lambda: b'{"text": "1", "sampling_params": {"temperature": [' + b"1.5," * (7 << 20) + b"1]}}",
+    "surrogate": lambda: b'{"text": "' + b"\\ud83d\\ude00 " * (2 << 20) + b'", "x": "\\ud800"}',
+}
+
+
+@pytest.mark.parametrize("body", LONG_BODIES)
 @pytest.mark.slow
 def test_health_and_state_are_in_time_while_a_body_of_32_mb_is_read(service, body):
-    body = body[: 32 << 20]
+    body = LONG_BODIES[body]()[: 32 << 20]
     with serve_in_background(service, HttpConfig(port=0)) as server:
         sending = [submit(httpx.post, f"{server.url}/generate", content=body, timeout=300) for _ in range(2)]
         latest = 0.0

@@ -27,6 +27,7 @@ from lockstep.kernels.attention.paged import (
 )
 from lockstep.kernels.machine import native
 from lockstep.kernels.machine.gpu import why_not_triton
+from lockstep.tests.support.covering import covering
 
 PATHS: list[AttentionPath] = ["native", "torch"] if native.load(SOURCE) else ["torch"]
 KINDS: dict[str, dict[str, Any]] = {
@@ -138,9 +139,9 @@ CASES += [("torch", "plain", *shape) for shape in HEADS_AND_WIDTHS[1:4]]
 CASES += [("torch", "all", *shape) for shape in HEADS_AND_WIDTHS[4:]]
 
 
-# Of the slow path's cases each with one dtype, in turn; the rest are slow.
+# Each case with one dtype, in turn; the rest are slow.
 ROWS = [
-    pytest.param(*case, dtype, marks=[pytest.mark.slow] if case[0] == "torch" and (number + place) % 2 else [])
+    pytest.param(*case, dtype, marks=[pytest.mark.slow] if (number + place) % 2 else [])
     for place, case in enumerate(case for case in CASES if case[0] in PATHS)
     for number, dtype in enumerate((torch.float32, torch.bfloat16))
 ]
@@ -238,15 +239,14 @@ def test_new_rows_are_written_before_they_are_attended_to(path: AttentionPath, d
             paged_attention(query, *caches, step, scale=0.2, path=path, new=wrong)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("heads", "widths"), [((12, 4), (64, 64)), ((5, 1), (24, 40)), ((4, 4), (32, 32)), ((34, 1), (64, 64))]
-)
-@pytest.mark.parametrize("block_size", [16, 24])
+@covering(
+    2, rest="slow", kind=KINDS, dtype=[torch.float32, torch.bfloat16], block_size=[16, 24],
+    shapes=[((12, 4), (64, 64)), ((5, 1), (24, 40)), ((4, 4), (32, 32)), ((34, 1), (64, 64))],
+)  # fmt: skip
 def test_decoding_sequences_that_begin_with_the_same_blocks_have_the_bits_they_have_alone(
-    heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype, kind: str, block_size: int
+    shapes: tuple[tuple[int, int], tuple[int, int]], dtype: torch.dtype, kind: str, block_size: int
 ) -> None:
+    heads, widths = shapes
     generator = torch.Generator().manual_seed(block_size)
     ids = iter(torch.randperm(400, generator=generator).tolist())
     key, value = (torch.randn(400, block_size, heads[1], w, generator=generator).to(dtype) for w in widths)

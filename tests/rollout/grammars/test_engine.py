@@ -17,6 +17,7 @@ from lockstep.rollout.loop.assemble import make_runner
 from lockstep.rollout.loop.parts import MakeRunner
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.request import RequestOptions
+from lockstep.tests.support.covering import covering
 
 EOS = 0
 VOCAB = 1024
@@ -54,8 +55,7 @@ def record(completion) -> tuple:
     return completion.token_ids, completion.logprobs, completion.forced, completion.masked_probs, completion.text
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("overlap", [False, True])
+@covering(1, rest="slow", overlap=[False, True], temperature=[0.0, 1.0])
 def test_exact_jumps_change_no_bit(make_engine, temperature, overlap):
     prompts = ["a person: ", "the name and the value", "{", "x"]
     answers = {}
@@ -157,9 +157,7 @@ def finish(engine) -> dict[str, object]:
     return answers
 
 
-@pytest.mark.parametrize("mode", ["text", "exact"])
-@pytest.mark.parametrize("pause", ["retract", "in_place"])
-@pytest.mark.parametrize("overlap", [False, True])
+@covering(2, rest="slow", overlap=[False, True], pause=["retract", "in_place"], mode=["text", "exact"])
 def test_a_pause_after_any_step_changes_nothing(make_engine, mode, pause, overlap):
     params = [
         SamplingParams(json_schema=PERSON, jump_forward=mode, max_new_tokens=60, sampling_seed=seed) for seed in (3, 4)
@@ -185,8 +183,7 @@ def test_a_pause_after_any_step_changes_nothing(make_engine, mode, pause, overla
     engine.close()
 
 
-@pytest.mark.parametrize("mode", ["text", "exact"])
-@pytest.mark.parametrize("num_stages", [2, 3])
+@covering(1, rest="slow", num_stages=[2, 3], mode=["text", "exact"])
 def test_stages_give_the_tokens_of_one_and_preempt_what_is_in_the_air(make_engine, in_stages, mode, num_stages):
     settings = {"json_schema": PERSON, "jump_forward": mode, "max_new_tokens": 60}
     params = [SamplingParams(**settings, sampling_seed=seed) for seed in range(6)]

@@ -16,6 +16,7 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.running.cpu_graphs import PLAIN_STEPS, CPUGraphs, _Step
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support.covering import covering
 
 pytestmark = pytest.mark.skipif(native.load(SOURCE) is None, reason="needs a C++ compiler")
 BEFORE_TRUST = PLAIN_STEPS + 2  # the recorded step and the trial
@@ -180,8 +181,12 @@ def test_a_call_that_finds_its_input_wrong_leaves_the_error_to_the_step_itself()
         step()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3"])
+@covering(
+    1,
+    rest="slow",
+    family=["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3"],
+    dtype=[torch.float32, torch.bfloat16],
+)
 def test_an_engine_that_replays_gives_the_tokens_and_log_probabilities_of_one_that_does_not(make_model, family, dtype):
     model = make_model(family, dtype)
     prompts = [[(7 * i + j) % 250 for j in range(3 + 5 * i)] for i in range(5)]

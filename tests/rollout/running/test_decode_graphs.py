@@ -16,6 +16,7 @@ from lockstep.rollout.running.decode_graphs import DecodeGraphs, decode_ladder
 from lockstep.rollout.running.recorders import CUDAGraphs, PlainCalls, Recorder, Run
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.request import RequestOptions
+from lockstep.tests.support.covering import covering
 
 CPU = torch.device("cpu")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -90,9 +91,7 @@ def test_sizes_that_are_none_are_refused(sizes):
         EngineConfig(cuda_graph_batch_sizes=sizes)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+@covering(2, rest="slow", family=["qwen3", "gpt_oss"], dtype=[torch.float32, torch.bfloat16], overlap=[False, True])
 def test_padding_five_sequences_to_eight_changes_no_bit(make_model, family, dtype, overlap):
     model = make_model(family, dtype)
     expected = answers(make_engine(model))

@@ -19,6 +19,7 @@ from lockstep.rollout.sequences.request import Request, RequestOptions
 from lockstep.rollout.sequences.sequence import Sequence, State
 from lockstep.rollout.sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
 from lockstep.rollout.sequences.worker_manager import WorkerSequenceManager
+from lockstep.tests.support.covering import covering
 
 SIZE = 4
 
@@ -547,8 +548,7 @@ def test_expired_pins_make_room_without_a_warning(caplog):
     loop.drain()
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "edf", "lrs"])
-@pytest.mark.parametrize("seed", range(4))
+@covering(1, rest="slow", seed=range(4), policy=["fcfs", "edf", "lrs"])
 def test_random_traces_with_pins_drain_with_every_request_answered(seed, policy):
     dice = random.Random(seed)
     loop = pinned_loop(12, seqs=4, rows=16, chunk=dice.choice((3, 5, 16)), policy=policy)
@@ -756,16 +756,19 @@ def most_looks_in_a_step(policy: str, num_waiting: int, prompt) -> int:
     return max(looks)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "edf", "lrs"])
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        lambda chance: chance.randint(1, 30),
-        lambda chance: list(range(20)),  # all share a prefix that is being computed
-        lambda chance: 100,  # none can ever run
-    ],
-    ids=["mixed", "equal", "hopeless"],
-)  # fmt: skip
+def any_length(chance: random.Random) -> int:
+    return chance.randint(1, 30)
+
+
+def equal(chance: random.Random) -> list[int]:
+    return list(range(20))  # all share a prefix that is being computed
+
+
+def hopeless(chance: random.Random) -> int:
+    return 100  # none can ever run
+
+
+@covering(1, rest="slow", policy=["fcfs", "edf", "lrs"], prompt=[any_length, equal, hopeless])
 def test_a_step_looks_at_no_more_requests_when_more_wait(policy, prompt):
     """Count for each policy. LRS ranks a head per class of allowances, of which there are at most 64."""
     few, many = (most_looks_in_a_step(policy, num_waiting, prompt) for num_waiting in (30, 600))
@@ -775,8 +778,7 @@ def test_a_step_looks_at_no_more_requests_when_more_wait(policy, prompt):
 # -- random traces ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "edf", "lrs"])
-@pytest.mark.parametrize("seed", range(25))
+@covering(1, rest="slow", seed=range(25), policy=["fcfs", "edf", "lrs"])
 def test_random_traces_drain_with_every_request_answered(seed, policy):
     """Drain small pools with shared prefixes, aborts, retractions, flushes and epochs; tokens never depend on any."""
     chance = random.Random(seed)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lockstep.tests.support.covering import covering
 from lockstep.weight_sync.delta.apply import Check, apply_delta, prepare, write
 from lockstep.weight_sync.delta.chunk import (
     DeltaChunk,
@@ -119,8 +120,7 @@ def result_manifest(new: Tensors, version: str = "2") -> Manifest:
 # --- lossless
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("density", [0.0, 0.02, 0.4, 1.0])
+@covering(1, rest="slow", density=[0.0, 0.02, 0.4, 1.0], dtype=DTYPES)
 def test_a_delta_turns_the_base_into_the_new_state_bit_by_bit(dtype, density):
     base = {"w": random_tensor(dtype, (37, 16)), "s": random_tensor(dtype, ())}
     new = {"w": changed(base["w"], density), "s": changed(base["s"], density)}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.rollout.sharding.shards import Shard
+from lockstep.tests.support.covering import covering
 from lockstep.weight_sync.delta.apply import apply_delta
 from lockstep.weight_sync.delta.encode import encode_delta
 from lockstep.weight_sync.digests.model_digest import model_root, tensor_roots
@@ -284,8 +285,7 @@ def few_changes(full: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @each_layout
-@pytest.mark.parametrize("check", ["touched", "pre", "pre+post"])
-@pytest.mark.parametrize("chunk_bytes", [1024, 4 << 20])
+@covering(1, rest="slow", chunk_bytes=[1024, 4 << 20], check=["touched", "pre", "pre+post"])
 def test_a_delta_changes_on_each_rank_what_it_holds_of_it(tp, pp, check, chunk_bytes):
     old = model(1)
     new = few_changes(old)
