@@ -663,7 +663,15 @@ def test_kv_that_older_weights_computed_never_matches_though_its_sequence_ran_on
 # -- a pool too small for its load -----------------------------------------------------------------
 
 
-@WAY
+@pytest.mark.parametrize(
+    "way",
+    [
+        "plain",
+        pytest.param("overlap", marks=pytest.mark.slow),
+        "ahead",
+        pytest.param("2 stages", marks=pytest.mark.slow),
+    ],
+)
 def test_pool_for_8_of_64_requests_answers_what_an_ample_one_does(make_engine, way):
     load = [[(i * j + j) % 250 for j in range(20 + i % 7)] for i in range(64)]
     settings = [params(i, 22 - i % 7) for i in range(64)]  # 42 tokens each: 3 blocks

@@ -267,7 +267,7 @@ def test_short_traces_that_shrink(in_stages, overlap, num_stages):
     """Run the same traces as hypothesis generates them: a failing one shrinks to the few events that matter."""
     trace = Trace(make_engine(overlap, in_stages(num_stages)))
 
-    @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(st.lists(st.tuples(st.sampled_from(sorted(WEIGHTS)), st.integers(0, 9999)), max_size=60))
     def run(events: list[tuple[str, int]]) -> None:
         nonlocal trace

@@ -308,7 +308,7 @@ def test_lost_messages_are_made_up_for(engine, publisher, way):
     with LossyLine(publisher.endpoint, k=7) as line:
         with Follower(engine, line.endpoint, replay, snapshot=way == "snapshot") as follower:
             follower.wait_until_ready()
-            engine.run(5000)
+            engine.run(2000)
             result = follower.finish(engine.kv_events.last_seq("kv"))
         assert line.num_lost > 100
     assert_equals_the_tree(result, engine)

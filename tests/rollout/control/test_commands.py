@@ -347,7 +347,7 @@ def test_async_stream_that_is_left_aborts_its_request(background):
 # -- no spinning -----------------------------------------------------------------------------------
 
 
-def cpu_share(seconds: float = 2.0) -> float:
+def cpu_share(seconds: float = 1.0) -> float:
     """Return the share of one core that this process uses, with all its threads."""
     wall, cpu = time.monotonic(), time.process_time()
     threading.Event().wait(seconds)

@@ -208,7 +208,7 @@ def mutated_regex(choice: random.Random) -> str:
 def test_random_grammars_are_compiled_and_followed_or_refused(grammars, seed):
     choice = random.Random(seed)
     num_compiled, text = 0, grammars.restorer().vocabulary.text
-    for _ in range(60):
+    for _ in range(30):
         params = SamplingParams(**mutated(choice), jump_forward=choice.choice(["text", "exact", "off"]))
         try:
             [grammar] = grammars.compiled([params])
@@ -226,4 +226,4 @@ def test_random_grammars_are_compiled_and_followed_or_refused(grammars, seed):
             output.append(id)
             state.plan_text() if params.jump_forward == "text" else None
         assert time.thread_time() - began < 5 and all(text.pieces[id] for id in output)
-    assert num_compiled > 10
+    assert num_compiled > 4

@@ -85,7 +85,9 @@ def test_a_rank_lost_in_generation_is_named_by_all(
     check(run_survivors(shape[0] * shape[1], tmp_path, rank, victim), victim)
 
 
-@pytest.mark.parametrize(("victim", "is_followed"), [(0, False), (1, False), (0, True)])
+@pytest.mark.parametrize(
+    ("victim", "is_followed"), [pytest.param(0, False, marks=pytest.mark.slow), (1, False), (0, True)]
+)
 def test_a_rank_that_stopped_between_two_calls_is_missed_by_who_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, is_followed: bool
 ) -> None:

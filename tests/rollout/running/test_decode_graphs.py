@@ -103,7 +103,7 @@ def test_padding_five_sequences_to_eight_changes_no_bit(make_model, family, dtyp
     engine.close()
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "overlap"])
 def test_stop_tokens_filters_and_what_the_host_has_a_say_in_come_out_the_same(make_model, overlap):
     model = make_model("qwen3")
     plain, graphed = make_engine(model), make_engine(model, 2, 4, 8, overlap=overlap)

@@ -462,7 +462,7 @@ def test_a_byte_damaged_anywhere_never_reaches_the_weights(tmp_path, states):
     path = tmp_path / "d" / DATA_FILE
     raw = path.read_bytes()
     payloads = {o + i for o, h in zip(stored.payload_offsets, stored.headers, strict=True) for i in range(sum(h.parts))}
-    for position in range(0, len(raw), 23):
+    for position in range(0, len(raw), 67):
         damaged = bytearray(raw)
         damaged[position] ^= 1 << position % 8
         path.write_bytes(damaged)

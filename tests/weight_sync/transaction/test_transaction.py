@@ -392,7 +392,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_whatever_was_written_and_restored_every_byte_is_the_old_one_after_rollback(steps, commit_first):
     tensors = model()
     frame = {"the memory around a slice": tensors["sliced"]._base}
