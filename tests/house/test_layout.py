@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
+from lockstep.tests.support.statements import statements
+
 ROOT = Path(__file__).resolve().parents[2]
 NOT_PACKAGES = {"tests", "configs", "docs", "examples", "build", "dist", "runs"}  # data, and output of tools
 ROOMS = {  # room: the rooms that it may import
@@ -181,7 +183,7 @@ def modules() -> dict[str, Path]:
 def imported_modules(name: str, tree: ast.AST, known: set[str]) -> set[str]:
     """Return the known modules that `tree`, of module `name`, imports anywhere, TYPE_CHECKING included."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
             candidates = [t.removeprefix("lockstep.") for t in targets if t.startswith("lockstep.")]
@@ -311,7 +313,7 @@ def test_no_folder_holds_more_modules_than_one_can_survey():
 
 def long_functions(tree: ast.AST, most_lines: int) -> list[str]:
     """Return functions of more lines than that, but for Triton's, which cannot be divided without cost."""
-    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [n for n in statements(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     return [
         function.name
         for function in functions
@@ -382,3 +384,12 @@ def test_a_module_has_one_name(room):
         if file and Path(file).resolve() in ours:
             names.setdefault(Path(file).resolve(), []).append(name)
     assert [found for found in names.values() if len(found) > 1] == []
+
+
+def test_statements_are_found_wherever_they_stand():
+    source = "\n".join(
+        ["try:", " import a", "except E:", " import b", "else:", " import c", "finally:", " import d", "match x:",
+         " case 1:", "  def f():", "   async with y:", "    import e", "if lambda: x:", " import f"]
+    )  # fmt: skip
+    found = {node.names[0].name for node in statements(ast.parse(source)) if isinstance(node, ast.Import)}
+    assert found == set("abcdef")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.tests.support.statements import statements
+
 ROOT = Path(__file__).parents[2]
 ROOMS = ("rollout", "weight_sync", "integration", "kernels", "examples")
 FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
@@ -22,7 +24,7 @@ NO_WORDS = re.compile(r"\b(nobody|whoever|everybody|somebody|in the air|shelved?
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield every docstring with the line of what it documents."""
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
