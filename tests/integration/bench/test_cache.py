@@ -56,7 +56,7 @@ def test_the_flood_would_fill_the_cache_three_times():
     assert [pin.num_flood_requests(tokens) for tokens in (160, 161, 213, 214)] == [3, 4, 4, 5]
 
 
-@pytest.mark.parametrize("depth", [0, 16])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), 16])
 def test_a_flood_leaves_nothing_of_the_conversation_but_what_is_pinned(tiny, depth):
     talk = pin.conversation(16384, TINY_SCALE)
     arms = [pin.measure(tiny, talk, depth, 800, pinned=pinned, repetition=0) for pinned in (False, True)]
@@ -169,10 +169,10 @@ def test_the_cache_command_prints_the_agreed_keys(capsys):
 
 def test_insert_and_match_cost_no_more_per_token_in_a_longer_prompt_or_a_larger_cache():
     """Check a loose form of the benchmark's bar, in CPU time of this thread: a quadratic step would fail it."""
-    small, large = cache.FilledCache(1100, 16384), cache.FilledCache(11000, 16384)
-    short, long = large.median_ms(2048, repeats=9), large.median_ms(16384, repeats=9)
+    small, large = cache.FilledCache(600, 8192), cache.FilledCache(6000, 8192)
+    short, long = large.median_ms(1024, repeats=9), large.median_ms(8192, repeats=9)
     assert long < 2.5 * 8 * short
-    assert long < 3 * small.median_ms(16384, repeats=9)
+    assert long < 3 * small.median_ms(8192, repeats=9)
 
 
 def options(module, *arguments: str) -> argparse.Namespace:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.integration.bench import decode, gpu, soak
-from lockstep.integration.bench.parts import decode_load, decode_profile, presets
+from lockstep.integration.bench.parts import decode_load, decode_profile, machine_peaks, presets
 from lockstep.integration.bench.parts.decode_load import DecodeWork
 from lockstep.integration.bench.parts.machine_peaks import Peaks
 from lockstep.integration.cli import main as cli
@@ -54,14 +54,16 @@ def test_decode_steps_run_at_the_context_that_was_asked_for_without_its_prefill(
     engine.close()
 
 
-def test_the_report_has_every_cell_that_fits_and_a_profile_whose_parts_add_up(tmp_path, capsys):
-    arguments = ["--model", "tiny", "--batch", "1", "4", "--context", "32", "5000", "--steps", "2", "--threads", "1"]
+def test_the_report_has_every_cell_that_fits_and_a_profile_whose_parts_add_up(monkeypatch, capsys):
+    monkeypatch.setattr(machine_peaks, "_BUFFER_BYTES", 1 << 20)  # only what they measure depends on it
+    monkeypatch.setattr(machine_peaks, "_PRODUCT_SIZE", 64)
+    arguments = ["--model", "tiny", "--batch", "1", "4", "--context", "32", "700", "--steps", "2", "--threads", "1"]
     arguments += ["--profile-batch", "2", "--profile-context", "40", "--profile-steps", "2"]
-    arguments += ["--max-kv-gib", str(6000 * 2048 / 2**30), "--json"]
+    arguments += ["--max-kv-gib", str(1000 * 2048 / 2**30), "--json"]
     assert cli.main(["bench", "decode", *arguments]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [(cell["batch"], cell["context"]) for cell in report["steps"]] == [(1, 32), (4, 32), (1, 5000)]
-    assert report["left_out"] == "4 x 5000"
+    assert [(cell["batch"], cell["context"]) for cell in report["steps"]] == [(1, 32), (4, 32), (1, 700)]
+    assert report["left_out"] == "4 x 700"
     assert all(cell["step_ms"] > 0 and cell["floor_ms"] > 0 for cell in report["steps"])
     assert sum(part["share"] for part in report["profile"]) == pytest.approx(1.0, abs=1e-3)
     assert {"products", "attention", "sampler"} <= {part["part"] for part in report["profile"]}
