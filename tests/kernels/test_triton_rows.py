@@ -111,6 +111,7 @@ def test_a_row_is_drawn_alike_in_any_batch() -> None:
         assert all(torch.equal(a, b[rows]) for a, b in zip(alone, whole, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_rows_with_other_logits_or_a_grammar_are_drawn_from_those_and_reported_by_the_models(
     dtype: torch.dtype,

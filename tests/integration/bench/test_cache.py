@@ -158,6 +158,7 @@ def test_the_filled_cache_is_full_and_stays_so():
     assert load.ledger.usage.num_cached >= 699 and load.ledger.cache.num_evicted >= 3 * (8 + 64)
 
 
+@pytest.mark.slow
 def test_the_cache_command_prints_the_agreed_keys(capsys):
     assert cli.main(["bench", "cache", "--blocks", "500", "--prompt-tokens", "1024", "--repeats", "2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -167,6 +168,7 @@ def test_the_cache_command_prints_the_agreed_keys(capsys):
     assert report["by_prompt"][-1]["insert_match_ms"] == report["insert_match_ms"]
 
 
+@pytest.mark.slow
 def test_insert_and_match_cost_no_more_per_token_in_a_longer_prompt_or_a_larger_cache():
     """Check a loose form of the benchmark's bar, in CPU time of this thread: a quadratic step would fail it."""
     small, large = cache.FilledCache(600, 8192), cache.FilledCache(6000, 8192)

@@ -123,6 +123,7 @@ def test_the_gpu_benchmark_refuses_a_machine_without_cuda(monkeypatch, capsys):
     assert "bench gpu needs a CUDA device, and torch sees none here" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_the_gpu_benchmark_measures_runs_on_any_device(tiny):
     options = options_of(gpu, "--batch", "2", "--context", "32", "--steps", "2", "--kernel-batch", "2", "--pauses", "1")
     report = gpu.measure(tiny, options, PEAKS)

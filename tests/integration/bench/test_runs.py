@@ -250,6 +250,7 @@ def test_the_load_runs_on_a_gpu():
     assert runs.run_transformers(model, LOAD, LOAD.prompts(16384, 0), 0).seconds > 0
 
 
+@pytest.mark.slow
 def test_overlap_bench_reports_every_variant():
     report = overlap.run(overlap_options("--batch", "2", "--new-tokens", "30", "--repeats", "1", "--work-ms", "4"))
     assert report["plain_work_ms"] > report["plain_ms"] > 0

@@ -120,6 +120,7 @@ def touch(num_bytes: int) -> None:
             pages.write(b"x" * MIB)
 
 
+@pytest.mark.slow
 def test_chaos_runs_schedules_instead():
     report = sync.run(options("--chaos", "2", "--seed", "1"))
     assert report["num_schedules"] == 2 and report["num_hangs"] == 0

@@ -275,7 +275,7 @@ def assert_equals_the_tree(result: dict, engine: LedgerEngine) -> None:
     assert blocks == {node.hash: (node.parent, node.token_ids, node.salt) for node in tree.nodes}
 
 
-@pytest.mark.parametrize("way", ["replay", "snapshot"])
+@pytest.mark.parametrize("way", ["replay", pytest.param("snapshot", marks=pytest.mark.slow)])
 def test_another_process_mirrors_the_cache_from_events_alone(engine, publisher, way):
     publisher.attach(engine)
     replay = publisher.replay_endpoint if way == "replay" else None
@@ -287,7 +287,7 @@ def test_another_process_mirrors_the_cache_from_events_alone(engine, publisher, 
     assert (result["gaps"], result["snapshots"]) == (0, int(way == "snapshot"))
 
 
-@pytest.mark.parametrize("way", ["replay", "snapshot"])
+@pytest.mark.parametrize("way", [pytest.param("replay", marks=pytest.mark.slow), "snapshot"])
 def test_a_process_that_joins_in_the_middle_mirrors_it_too(engine, publisher, way):
     publisher.attach(engine)
     engine.run(2500)
@@ -300,7 +300,7 @@ def test_a_process_that_joins_in_the_middle_mirrors_it_too(engine, publisher, wa
     assert (result["gaps"], result["snapshots"]) == (0, int(way == "snapshot"))
 
 
-@pytest.mark.parametrize("way", ["replay", "snapshot"])
+@pytest.mark.parametrize("way", ["replay", pytest.param("snapshot", marks=pytest.mark.slow)])
 def test_lost_messages_are_made_up_for(engine, publisher, way):
     publisher.attach(engine)
     engine.run(100)

@@ -162,6 +162,7 @@ def test_the_switch_turns_native_code_off_and_attention_falls_to_pytorch(tmp_pat
 
 
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention/paged_attention.cpp", "linear/linear.cpp"])
 def test_our_kernels_compile_without_a_warning_and_share_torchs_openmp(name: str, tmp_path: Path) -> None:
     library = native.load(name)

@@ -97,7 +97,7 @@ def _divided_gives_the_same(run_world, model: PreTrainedModel, tp: int, pp: int,
     assert results == [(True, True) if rank >= tp * (pp - 1) else (False, False) for rank in range(tp * pp)]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_moe"])
 def test_two_ranks_and_two_stages_give_the_bits_of_one(make_model, run_world, family):
     _divided_gives_the_same(run_world, make_model(family, torch.bfloat16), 2, 2)
 
