@@ -1,1 +1,1 @@
-"""Layers with a state: the causal convolution and the gated delta rule, in one arithmetic for any cut of a sequence."""
+"""Layers with a state: the causal convolution, the gated delta rule and state spaces, in one arithmetic for any cut."""

@@ -1,8 +1,8 @@
 """The gated delta rule of one sequence in chunks, as matrix products: the form that the backward pass differentiates.
 
 The form is that of Yang, Kautz & Hatamizadeh 2024 ("Gated Delta Networks"), as transformers has it; with a decay per
-channel, that of Kimi Linear (2025). Letters: T tokens, G key heads, H heads, K key size, V value size, N chunks,
-c chunk size, D one decay or K of them.
+channel, that of Kimi Linear (2025); without the correction, that of Dao & Gu 2024 (Mamba-2). Letters: T tokens, G key
+heads, H heads, K key size, V value size, N chunks, c chunk size, D one decay or K of them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ def normalized(x: Tensor, eps: float | None) -> Tensor:
 
 
 def chunked_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor, scale: float, eps: float | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor, scale: float, eps: float | None,
+    corrects: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute out [T, H, V] and the final state [H, K, V], in the inputs' dtype; differentiable.
 
     q, k [T, G, K], v [T, H, V], g [T, H] or [T, H, K], beta [T, H], initial [H, K, V].
@@ -39,30 +40,43 @@ def chunked_gated_delta_rule(
     groups = heads // k.shape[1]
     q, k = (chunks(normalized(x, eps)).repeat_interleave(groups, 0) for x in (q, k))
     q, v, beta = q * scale, chunks(v), chunks(beta).unsqueeze(-1)
-    decay = chunks(g if g.dim() == 3 else g.unsqueeze(-1)).cumsum(2)  # [H, N, c, D]: logarithms from the chunk's start
-    kk, qk = _pair_products(k * beta, k, decay), _pair_products(q, k, decay)
+    g = chunks(g if g.dim() == 3 else g.unsqueeze(-1))  # [H, N, c, D]
+    decay, between = g.cumsum(2).exp(), _decays_between(g)  # from the chunk's start, and from token to token
+    qk = _pair_products(q, k, between)
     # The values that the rule writes, less the parts that depend on the state before the chunk: `reads` @ state.
-    both = torch.cat((v * beta, k * beta * decay.exp()), -1)
-    values, reads = torch.linalg.solve_triangular(kk, both, upper=False, unitriangular=True).split(
-        (v.shape[-1], k.shape[-1]), -1
-    )
-    q = q * decay.exp()
-    k = k * (decay[:, :, -1:] - decay).exp()
-    kept = decay[:, :, -1].exp().unsqueeze(-1)  # [H, N, D, 1]
+    values, reads = v * beta, None
+    if corrects:
+        kk = _pair_products(k * beta, k, between)
+        both = torch.cat((values, k * beta * decay), -1)
+        values, reads = torch.linalg.solve_triangular(kk, both, upper=False, unitriangular=True).split(
+            (v.shape[-1], k.shape[-1]), -1
+        )
+    q, k = q * decay, k * between[:, :, -1]
+    kept = decay[:, :, -1].unsqueeze(-1)  # [H, N, D, 1]
     state, outs = initial, []
     for n in range(num_chunks):
-        new = values[:, n] - reads[:, n] @ state
+        new = values[:, n] if reads is None else values[:, n] - reads[:, n] @ state
         outs.append(q[:, n] @ state + qk[:, n] @ new)
         state = state * kept[:, n] + k[:, n].mT @ new
     out = torch.stack(outs, 1) if outs else v
     return out.movedim(0, 2).flatten(0, 1)[:tokens], state
 
 
-def _pair_products(left: Tensor, right: Tensor, decay: Tensor) -> Tensor:
+def _decays_between(g: Tensor) -> Tensor:
+    """Return [H, N, c, c, D]: for i >= j, the decay after token j up to token i; zero elsewhere."""
+    size = g.shape[2]
+    earlier = torch.ones(size, size, dtype=torch.bool, device=g.device).tril(-1).unsqueeze(-1)
+    if g.shape[-1] == 1:
+        # Not a difference of sums from the start, in which a long decay before token j leaves no digits.
+        sums = (g.new_ones(size, size).tril() @ (g * earlier[..., 0])).unsqueeze(-1)
+    else:
+        from_start = g.cumsum(2)
+        sums = from_start.unsqueeze(3) - from_start.unsqueeze(2)
+    return sums.masked_fill(earlier.transpose(0, 1), float("-inf")).exp()
+
+
+def _pair_products(left: Tensor, right: Tensor, between: Tensor) -> Tensor:
     """Return [H, N, c, c]: for i >= j, left_i . right_j with the decay from j to i; zero elsewhere."""
-    size = decay.shape[2]
-    later = torch.ones(size, size, dtype=torch.bool, device=decay.device).triu(1).unsqueeze(-1)
-    between = (decay.unsqueeze(3) - decay.unsqueeze(2)).masked_fill(later, float("-inf")).exp()
-    if decay.shape[-1] == 1:
+    if between.shape[-1] == 1:
         return (left @ right.mT) * between.squeeze(-1)
     return (left.unsqueeze(3) * right.unsqueeze(2) * between).sum(-1)

@@ -33,6 +33,7 @@ class DeltaRule:
 
     scale: float  # of the queries
     norm_eps: float | None  # added to the squared length by which q and k are divided; None: they are not divided
+    corrects: bool = True  # d = beta (v - S'k); else d = beta v
 
 
 def gated_delta_rule(
@@ -46,18 +47,22 @@ def gated_delta_rule(
     *,
     norm_eps: float | None = 1e-6,
     scale: float | None = None,
+    corrects: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Compute out [R, H, V], in v's dtype, and each sequence's final state float32 [S, H, K, V]. Differentiable once.
 
     q, k [R, G, K], v [R, H, V]: one dtype; each key head serves H / G heads in a row. g <= 0, the logarithm of the
     decay [R, H] or, per channel, [R, H, K]; beta [R, H]. cu_seqlens: int32 [S + 1], the rows at which sequences start,
     and their number. initial [S, H, K, V], None for zeros. norm_eps: divide q and k by their lengths, this added to the
-    squares. scale: of q, else K ** -0.5. float64 inputs are computed, and give states, in float64.
+    squares. scale: of q, else K ** -0.5. corrects: False for d = beta v, with a decay per head and without bfloat16.
+    float64 inputs are computed, and give states, in float64.
     """
     if len({q.dtype, k.dtype, v.dtype}) > 1 or v.shape[1] % k.shape[1] or q.shape != k.shape:
         shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in (("q", q), ("k", k), ("v", v)))
         raise ValueError(f"gated_delta_rule: {shapes} do not belong together")
-    rule = DeltaRule(q.shape[-1] ** -0.5 if scale is None else scale, norm_eps)
+    if not corrects and (g.dim() == 3 or v.dtype is torch.bfloat16):
+        raise ValueError("gated_delta_rule: without the correction it takes a decay per head, and no bfloat16")
+    rule = DeltaRule(q.shape[-1] ** -0.5 if scale is None else scale, norm_eps, corrects)
     wide = torch.promote_types(v.dtype, torch.float32)
     rows = (q, k, v, g.to(wide), beta.to(wide))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*rows, initial)):
@@ -67,14 +72,16 @@ def gated_delta_rule(
 
 def gated_delta_rule_in_slots(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, slots: Slots,
-    *, norm_eps: float | None = 1e-6, scale: float | None = None,
+    *, norm_eps: float | None = 1e-6, scale: float | None = None, corrects: bool = True,
 ) -> Tensor:  # fmt: skip
     """Compute `gated_delta_rule` with states in slots [N, H, K, V] that are read and written in place. Returns out."""
     if v.is_cpu and v.dtype in (torch.bfloat16, torch.float32) and _native() is not None:
-        rule = DeltaRule(q.shape[-1] ** -0.5 if scale is None else scale, norm_eps)
+        rule = DeltaRule(q.shape[-1] ** -0.5 if scale is None else scale, norm_eps, corrects)
         return _run_native(q, k, v, g.float(), beta.float(), cu_seqlens, rule, slots)
     initial = slots.pool.index_select(0, slots.reads)
-    out, final = gated_delta_rule(q, k, v, g, beta, cu_seqlens, initial, norm_eps=norm_eps, scale=scale)
+    out, final = gated_delta_rule(
+        q, k, v, g, beta, cu_seqlens, initial, norm_eps=norm_eps, scale=scale, corrects=corrects
+    )
     slots.pool.index_copy_(0, slots.writes, final)
     return out
 
@@ -93,7 +100,10 @@ def reference_gated_delta_rule(
     for sequence, state in enumerate(final):
         for t in range(starts[sequence], starts[sequence + 1]):
             state *= decay[t]
-            change = (v[t].to(wide) - (state * k[t]).sum(-2)) * beta[t]
+            change = v[t].to(wide)
+            if rule.corrects:
+                change = change - (state * k[t]).sum(-2)
+            change = change * beta[t]
             state += k[t] * change.unsqueeze(-2)
             out[t] = (state * q[t]).sum(-2)
     return out, final
@@ -106,7 +116,9 @@ def _forward(
     if triton_serves(v.device) and v.dtype != torch.float64:
         from . import triton_kernels  # Triton is imported only where it is used
 
-        return triton_kernels.gated_delta_rule(q, k, v, g, beta, initial, cu_seqlens, rule.scale, rule.norm_eps)
+        return triton_kernels.gated_delta_rule(
+            q, k, v, g, beta, initial, cu_seqlens, rule.scale, rule.norm_eps, rule.corrects
+        )
     if not v.is_cpu or v.dtype not in (torch.bfloat16, torch.float32) or _native() is None:
         return reference_gated_delta_rule(q, k, v, g, beta, initial, cu_seqlens, rule)
     final = g.new_empty(len(cu_seqlens) - 1, v.shape[1], k.shape[2], v.shape[2])
@@ -135,7 +147,7 @@ def _run_native(
         starts.data_ptr(),
         *(num_sequences, q.stride(0), k.stride(0), v.stride(0), key_heads, heads, key_dim, value_dim),
         *(rule.scale, -1.0 if rule.norm_eps is None else rule.norm_eps),
-        *(g.dim() == 3, v.dtype is torch.bfloat16, threads),
+        *(g.dim() == 3, rule.corrects, v.dtype is torch.bfloat16, threads),
         kept=(q, k, v, g, beta, before, starts),
     )
     return out
@@ -163,7 +175,7 @@ class _GatedDeltaRule(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
         """Differentiate the chunk form of one sequence after another."""
         *rows, initial, cu_seqlens = ctx.saved_tensors
-        wide, options = rows[3].dtype, (ctx.rule.scale, ctx.rule.norm_eps)
+        wide, options = rows[3].dtype, (ctx.rule.scale, ctx.rule.norm_eps, ctx.rule.corrects)
         grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in rows]
         grad_initial = None if initial is None else torch.zeros_like(initial)
         no_state = rows[3].new_zeros(rows[2].shape[1], rows[1].shape[2], rows[2].shape[2])
@@ -186,5 +198,5 @@ class _GatedDeltaRule(torch.autograd.Function):
 
 @cache
 def _native() -> Callable[..., None] | None:
-    types = [*[ctypes.c_void_p] * 11, *[ctypes.c_int64] * 8, *[ctypes.c_float] * 2, *[ctypes.c_int64] * 3]
+    types = [*[ctypes.c_void_p] * 11, *[ctypes.c_int64] * 8, *[ctypes.c_float] * 2, *[ctypes.c_int64] * 4]
     return native.function(SOURCE, "lockstep_gated_delta_rule", types)

@@ -1,6 +1,7 @@
 // The gated delta rule, one token after another in fp32: S *= exp(g); d = beta (v - S'k); S += k d'; o = S'q.
 // A column of S depends on its own column of v alone, and sums over K run from first to last: the bits of a row are a
 // function of its sequence up to it, for any cut of the sequence and any neighbours.
+// Without the correction by what S holds already, d = beta v, it is the state space recurrence of Mamba-2.
 // Letters: R rows, S sequences, G key heads, H heads, K key size, V value size.
 #include <cmath>
 #include <vector>
@@ -70,7 +71,7 @@ void read_token(const Rule& p, int64_t row, int64_t head, Token& token) {
 }
 
 // NV vectors of columns of S, of which `count` columns are real, from the sequence's first row to its last.
-template <typename T, bool BY_CHANNEL, int NV>
+template <typename T, bool BY_CHANNEL, bool CORRECTS, int NV>
 void run(const Rule& p, int64_t sequence, int64_t head, int64_t column, int64_t count, float* s, Token& now,
          Token& next) {
   const int64_t K = p.K, V = p.V, first = p.starts[sequence], end = p.starts[sequence + 1];
@@ -92,7 +93,7 @@ void run(const Rule& p, int64_t sequence, int64_t head, int64_t column, int64_t 
     const Floats e = decay(now, i), k = splat(now.k[i]);
     for (int n = 0; n < NV; n++) {
       Floats x = (initial ? load_some(initial + i * V + n * W, lanes(n)) : splat(0.0f)) * e;
-      mem[n] = fused(x, k, mem[n]);
+      if (CORRECTS) mem[n] = fused(x, k, mem[n]);
       store(s + (i * NV + n) * W, x);
     }
   }
@@ -100,7 +101,8 @@ void run(const Rule& p, int64_t sequence, int64_t head, int64_t column, int64_t 
     const T* v = (const T*)p.v + row * p.v_row + head * V + column;
     const Floats beta = splat(p.beta[row * p.heads + head]);
     for (int n = 0; n < NV; n++) {
-      d[n] = (load_some(v + n * W, lanes(n)) - mem[n]) * beta;
+      const Floats x = load_some(v + n * W, lanes(n));
+      d[n] = (CORRECTS ? x - mem[n] : x) * beta;
       out[n] = mem[n] = splat(0.0f);
     }
     if (row + 1 < end) {  // the update by this token and the decay by the next one in one pass over the tile
@@ -111,7 +113,7 @@ void run(const Rule& p, int64_t sequence, int64_t head, int64_t column, int64_t 
           Floats x = fused(k, d[n], load(s + (i * NV + n) * W));
           out[n] = fused(x, q, out[n]);
           x = x * e;
-          mem[n] = fused(x, k_next, mem[n]);
+          if (CORRECTS) mem[n] = fused(x, k_next, mem[n]);
           store(s + (i * NV + n) * W, x);
         }
       }
@@ -131,7 +133,7 @@ void run(const Rule& p, int64_t sequence, int64_t head, int64_t column, int64_t 
   }
 }
 
-template <typename T, bool BY_CHANNEL>
+template <typename T, bool BY_CHANNEL, bool CORRECTS>
 void run_all(const Rule& p, int64_t sequences, int threads) {
   const int64_t tiles = (p.V + COLUMNS - 1) / COLUMNS;
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -144,10 +146,10 @@ void run_all(const Rule& p, int64_t sequences, int threads) {
       const int64_t sequence = task / (p.heads * tiles), head = task / tiles % p.heads;
       int64_t column = task % tiles * COLUMNS;
       if (column + COLUMNS <= p.V) {
-        run<T, BY_CHANNEL, COLUMNS / W>(p, sequence, head, column, COLUMNS, tile, now, next);
+        run<T, BY_CHANNEL, CORRECTS, COLUMNS / W>(p, sequence, head, column, COLUMNS, tile, now, next);
       } else {
         for (; column < p.V; column += W)
-          run<T, BY_CHANNEL, 1>(p, sequence, head, column, p.V - column < W ? p.V - column : W, tile, now, next);
+          run<T, BY_CHANNEL, CORRECTS, 1>(p, sequence, head, column, p.V - column < W ? p.V - column : W, tile, now, next);
       }
     }
   }
@@ -160,11 +162,14 @@ extern "C" void lockstep_gated_delta_rule(const void* q, const void* k, const vo
                                           const void* writes, const void* starts,
                                           int64_t sequences, int64_t q_row, int64_t k_row, int64_t v_row,
                                           int64_t key_heads, int64_t heads, int64_t K, int64_t V, float scale,
-                                          float eps, int64_t by_channel, int64_t is_bf16, int64_t threads) {
+                                          float eps, int64_t by_channel, int64_t corrects, int64_t is_bf16,
+                                          int64_t threads) {
   const Rule p{q, k, v, (const float*)g, (const float*)beta, (const float*)initial, out, (float*)final,
                (const int64_t*)reads, (const int64_t*)writes, (const int32_t*)starts, q_row, k_row, v_row, key_heads, heads, K, V, scale, eps};
-  if (is_bf16)
-    by_channel ? run_all<bf16, true>(p, sequences, (int)threads) : run_all<bf16, false>(p, sequences, (int)threads);
+  if (!corrects)  // of float32, with a decay per head
+    run_all<float, false, false>(p, sequences, (int)threads);
+  else if (is_bf16)
+    by_channel ? run_all<bf16, true, true>(p, sequences, (int)threads) : run_all<bf16, false, true>(p, sequences, (int)threads);
   else
-    by_channel ? run_all<float, true>(p, sequences, (int)threads) : run_all<float, false>(p, sequences, (int)threads);
+    by_channel ? run_all<float, true, true>(p, sequences, (int)threads) : run_all<float, false, true>(p, sequences, (int)threads);
 }

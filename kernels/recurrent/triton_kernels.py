@@ -60,6 +60,7 @@ def gated_delta_rule(
     cu_seqlens: Tensor,
     scale: float,
     norm_eps: float | None,
+    corrects: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Compute out [R, H, V] and the final states float32 [S, H, K, V]; g and beta are float32."""
     _check(v)
@@ -76,7 +77,8 @@ def gated_delta_rule(
                 *(q, k, v, g, beta, states, out, final, starts),
                 *(int(initial is not None), value_dim, scale, 0.0 if norm_eps is None else norm_eps),
                 KEY_HEADS=key_heads, HEADS=heads, KEY_DIM=key_dim, NORM=norm_eps is not None,
-                BY_CHANNEL=g.dim() == 3, KEYS=triton.next_power_of_2(key_dim), COLUMNS=COLUMNS, num_warps=4,
+                BY_CHANNEL=g.dim() == 3, CORRECTS=corrects, KEYS=triton.next_power_of_2(key_dim), COLUMNS=COLUMNS,
+                num_warps=4,
             )  # fmt: skip
     return out, final
 
@@ -129,7 +131,7 @@ def _unit(x, eps, NORM: tl.constexpr):
 def _delta_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_ptr, out_ptr, final_ptr, starts_ptr, has_initial, value_dim,
     scale, eps, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, NORM: tl.constexpr,
-    BY_CHANNEL: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, CORRECTS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     owner = tl.program_id(0).to(tl.int64)
@@ -153,7 +155,7 @@ def _delta_kernel(
             state *= tl.exp(g)[:, None]
         else:
             state *= tl.exp(tl.load(g_ptr + r * HEADS + head))
-        change = (v - tl.sum(state * k[:, None], 0)) * beta
+        change = (v - tl.sum(state * k[:, None], 0) if CORRECTS else v) * beta
         state += k[:, None] * change[None, :]
         out = tl.sum(state * q[:, None], 0)
         tl.store(out_ptr + (r * HEADS + head) * value_dim + column, rounded(out, dtype), mask=is_column)

@@ -27,8 +27,6 @@ def hosted_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor
     installed numerics replace with the invariant product. Raises ValueError that names each unsupported feature.
     """
     unsupported = [name for name in ("has_post_expert_norm", "_is_expert_parallel") if getattr(module, name, False)]
-    if not module.has_gate:
-        unsupported.append("experts without a gate")
     if unsupported:
         raise ValueError(f"{type(module).__name__} needs {', '.join(unsupported)}: not supported")
     reduction: RowReduction | None = getattr(module, REDUCTION, None)
@@ -49,14 +47,15 @@ def _partial_sums(
     num_rows, num_routes = top_k_index.shape
     num_blocks = reduction.num_blocks if reduction else 1
     flat_index = top_k_index.reshape(-1)
-    apply_gate = cast(Callable[[Tensor], Tensor], module._apply_gate)
+    first, activate = ("gate_up_proj", module._apply_gate) if module.has_gate else ("up_proj", module.act_fn)
+    activated = cast(Callable[[Tensor], Tensor], activate)
     places: list[Tensor] = []
     outputs: list[list[Tensor]] = [[] for _ in range(num_blocks)]
     biases: list[Tensor] = []
     for expert in torch.unique(flat_index).tolist():
         mine = torch.nonzero(flat_index == expert).squeeze(1)
         rows = hidden_states[mine // num_routes]
-        gated = apply_gate(_expert_linear(module, "gate_up_proj", expert, rows))
+        gated = activated(_expert_linear(module, first, expert, rows))
         places.append(mine)
         if reduction is None:
             outputs[0].append(_expert_linear(module, "down_proj", expert, gated))

@@ -29,6 +29,7 @@ from .rollout_phase import RolloutPhase
 from .supported import (
     DTYPES,
     has_recurrent_layers,
+    has_state,
     refuse_different_choices,
     refuse_randomness,
     refuse_unsupported,
@@ -371,7 +372,7 @@ class HostedModel:
         name = type(self.module).__name__
         if not self.mesh.is_last_stage and out.shape != (4, self.hidden_size):
             raise ValueError(f"{name} cannot be cut into stages: a stage gave {list(out.shape)} for hidden states")
-        probe.refuse_faults(self.division.layers, name)
+        probe.refuse_faults([i for i in self.division.layers if has_state(self.config, i)], name)
         return probe
 
 

@@ -7,7 +7,7 @@ window with the mask that transformers made for the layer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -76,16 +76,18 @@ class LayerProbe:
     def _blame(self, layer: int, fault: str) -> None:
         self.faults.setdefault(fault, set()).add(layer)
 
-    def refuse_faults(self, expected: range, name: str) -> None:
-        """Raise ValueError that names everything that cannot be hosted. expected: layers of this rank.
+    def refuse_faults(self, expected: Sequence[int], name: str) -> None:
+        """Raise ValueError that names everything that cannot be hosted.
 
-        name: of the module's class.
+        expected: this rank's layers with KV or states; name: of the module's class.
         """
         wrong = [f"{fault} (layers {_listed(layers)})" for fault, layers in self.faults.items()]
         if missing := set(expected) - set(self.layers) - set(self.states):
             wrong.append(f"layers {_listed(missing)} do not use transformers' attention interface")
         if beyond := set(self.layers) - set(expected):
-            wrong.append(f"layers {_listed(beyond)} call attention, but its configuration has layers {expected}")
+            wrong.append(
+                f"layers {_listed(beyond)} call attention, but its configuration has layers {_listed(expected)}"
+            )
         if often := {layer for layer, num_calls in self.num_calls.items() if num_calls > 1}:
             wrong.append(
                 f"layers {_listed(often)} call their attention {max(self.num_calls.values())} times in a forward: the "

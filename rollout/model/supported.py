@@ -15,12 +15,23 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Rotary tables that are recomputed from the longest sequence of the batch: a row would depend on its neighbours.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_RECURRENT_TYPES = {"conv", "linear_attention"}
+_RECURRENT_TYPES = {"conv", "linear_attention", "hybrid"}  # "hybrid": beside attention
+_STATELESS_TYPES = {"mlp", "moe"}
 
 
 def has_recurrent_layers(config: PretrainedConfig) -> bool:
     """Return whether any layer of the whole model has recurrent states. config: its decoder's."""
-    return not _RECURRENT_TYPES.isdisjoint(getattr(config, "layer_types", None) or ())
+    return not _RECURRENT_TYPES.isdisjoint(_types(config))
+
+
+def has_state(config: PretrainedConfig, layer: int) -> bool:
+    """Return whether a layer has KV or a recurrent state by its type. config: its decoder's."""
+    types = _types(config)
+    return layer >= len(types) or types[layer] not in _STATELESS_TYPES
+
+
+def _types(config: PretrainedConfig) -> list[str]:
+    return getattr(config, "layer_types", None) or []
 
 
 def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invariant: bool, layers: range) -> None:
@@ -41,10 +52,10 @@ def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invari
         wrong.append("layers without attention heads")
     # A module implements other kinds in its mask or its own code, which the hosted attention does not see.
     recurrent = {part.layer_idx for part in module.modules() if recurrent_forward(part) is not None}
-    types = dict(enumerate(getattr(config, "layer_types", None) or ()))
+    types = dict(enumerate(_types(config)))
     wrong += [
         f"layers of type {kind}"
-        for kind in sorted(set(types.values()) - _LAYER_TYPES)
+        for kind in sorted(set(types.values()) - _LAYER_TYPES - _STATELESS_TYPES)
         if kind not in _RECURRENT_TYPES or any(types[i] == kind and i not in recurrent for i in layers)
     ]
     if getattr(config, "is_encoder_decoder", False):

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 _MISSING_PLANS = {
     "lfm2": ("embed_tokens", "layers", "embedding_norm"),
     "lfm2_moe": ("embed_tokens", "layers", "embedding_norm"),
+    "granitemoehybrid": ("embed_tokens", "layers", "norm"),
+    "nemotron_h": ("embeddings", "layers", "norm_f"),
 }
 
 
@@ -45,7 +47,9 @@ class PassedLayer(nn.Module):
 def _stage_parts(module: PreTrainedModel) -> list[str]:
     """Return the names of the parts that a stage has or not, in the order in which they run."""
     missing = _MISSING_PLANS.get(module.config.get_text_config(decoder=True).model_type, ())
-    return [*(f"{module.base_model_prefix}.{name}" for name in missing), *(module._pp_plan or ())]
+    parts = [*(f"{module.base_model_prefix}.{name}" for name in missing), *(module._pp_plan or ())]
+    head = module.get_output_embeddings()
+    return parts + [name for name, part in module.named_modules() if part is head and name not in parts]
 
 
 def stage_problems(module: PreTrainedModel) -> list[str]:

@@ -49,6 +49,29 @@ _KIMI = {
     **{"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1},
     **{"n_group": 1, "topk_group": 1},
 }
+# Heads and states that are no whole number of vectors, and groups of two heads.
+_MAMBA = {
+    "num_hidden_layers": 3,
+    **{"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_n_groups": 2, "mamba_d_state": 20, "mamba_chunk_size": 16},
+}
+_NEMOTRON = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    **{"mamba_num_heads": 4, "mamba_head_dim": 24, "n_groups": 2, "ssm_state_size": 20, "chunk_size": 16},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "moe_latent_size": 48},
+    **{"moe_shared_expert_intermediate_size": 32},
+}
+_GRANITE = {
+    **_MAMBA,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    **{"mamba_d_head": "auto", "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+    **{"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 0.5},
+}
+_FALCON = {
+    **_MAMBA,
+    **{"mamba_d_ssm": 96, "mamba_rms_norm": True, "mlp_multipliers": [0.8, 1.2], "key_multiplier": 0.9},
+    **{"ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.6},
+    **{"attention_in_multiplier": 0.9, "attention_out_multiplier": 1.1, "lm_head_multiplier": 0.9},
+}
 
 # family -> (config class, settings of its config beyond the common part)
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
@@ -65,6 +88,10 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3_next": ("Qwen3NextConfig", {**_DELTA, **_SHARED_EXPERT}),
     "olmo_hybrid": ("OlmoHybridConfig", _DELTA),
     "kimi_linear": ("KimiLinearConfig", _KIMI),
+    "nemotron_h": ("NemotronHConfig", _NEMOTRON),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", _GRANITE),
+    "falcon_h1": ("FalconH1Config", _FALCON),
+    "bamba": ("BambaConfig", {**_MAMBA, "mamba_d_head": "auto", "attn_layer_indices": [1]}),
     "lfm2": ("Lfm2Config", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
     "lfm2_moe": (
         "Lfm2MoeConfig",

@@ -19,6 +19,7 @@ from ....kernels.recurrent.conv import causal_conv, causal_conv_in_slots
 from ..functions import outside_modes
 from .delta_rule import UNLIKE, delta_rule_of, is_channel_delta_rule, is_delta_rule
 from .rows import rows_of
+from .state_space import is_shortcut, is_state_space, state_space_of, without_shortcut
 
 Forward = Callable[..., Any]
 
@@ -99,4 +100,6 @@ _OPERATIONS: dict[str, tuple[Callable[[Any], bool], Callable[[nn.Module], Forwar
     "causal_conv1d_fn": (_is_causal_conv, _conv_of),
     "torch_chunk_gated_delta_rule": (is_delta_rule, delta_rule_of),
     "chunk_kimi_delta_attention": (is_channel_delta_rule, delta_rule_of),
+    "mamba2_chunk_scan": (is_state_space, state_space_of),
+    "mamba2_split_conv1d_scan_combined": (is_shortcut, without_shortcut),
 }

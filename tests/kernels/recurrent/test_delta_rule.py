@@ -149,7 +149,9 @@ def test_all_levels_with_fused_sums_have_the_same_bits() -> None:
         "torch.manual_seed(0); n, r = torch.tensor([0, 50], dtype=torch.int32), torch.randn;"
         "o, s = rule(r(50, 2, 33), r(50, 2, 33), r(50, 4, 70), -r(50, 4).abs(), r(50, 4).sigmoid(), n);"
         "p, _ = conv(r(50, 70), r(70, 4), None, n, None, 'silu');"
-        "print([t.flatten().view(torch.int32).tolist() for t in (o, s, p)])"
+        "from lockstep.kernels.recurrent.state_space import state_space;"
+        "y, z = state_space(r(50, 4, 70), r(50, 4).abs(), -r(4).abs(), r(50, 2, 33), r(50, 2, 33), r(4), n);"
+        "print([t.flatten().view(torch.int32).tolist() for t in (o, s, p, y, z)])"
     )
     found = {
         subprocess.run(

@@ -39,16 +39,17 @@ def test_convolution_has_the_references_values_and_the_same_bits_for_any_cut(act
     assert torch.equal(last[0], final[1])
 
 
-@pytest.mark.parametrize("by_channel", [False, True])
-def test_delta_rule_has_the_references_values_and_the_same_bits_for_any_cut(by_channel: bool) -> None:
+@pytest.mark.parametrize(("by_channel", "corrects"), [(False, True), (True, True), (False, False)])
+def test_delta_rule_has_the_references_values_and_the_same_bits_for_any_cut(by_channel: bool, corrects: bool) -> None:
     keys = 4 if by_channel else 2
     q, k, v, beta = randn(14, keys, 20), randn(14, keys, 20), randn(14, 4, 40), torch.rand(14, 4, device=DEVICE)
     g, initial = -torch.rand((14, 4, 20) if by_channel else (14, 4), device=DEVICE), randn(4, 4, 20, 40)
-    rule = DeltaRule(20**-0.5, 1e-6)
+    rule = DeltaRule(20**-0.5, 1e-6 if corrects else None, corrects)
 
     def run(rows: slice, state: Tensor | None, lengths: list[int]) -> tuple[Tensor, Tensor]:
         tensors = [t[rows] for t in (q, k, v, g, beta)]
-        return triton_kernels.gated_delta_rule(*tensors, state, starts(lengths), rule.scale, rule.norm_eps)
+        options = (rule.scale, rule.norm_eps, rule.corrects)
+        return triton_kernels.gated_delta_rule(*tensors, state, starts(lengths), *options)
 
     out, final = run(slice(None), initial, LENGTHS)
     expected = reference_gated_delta_rule(q, k, v, g, beta, initial, starts(LENGTHS), rule)

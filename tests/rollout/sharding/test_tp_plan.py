@@ -89,6 +89,12 @@ def test_stages_have_as_many_layers_as_each_other_or_one_more():
         stage_layers(3, 4, 0)
 
 
+@pytest.mark.parametrize("family", ["falcon_h1", "bamba"])
+def test_a_family_without_a_pipeline_plan_is_named(meta_model, family):
+    assert "brings no pipeline plan (base_model_pp_plan) with model.layers" in stage_problems(meta_model(family))[0]
+    assert stage_problems(meta_model("nemotron_h")) == []
+
+
 def test_a_stage_has_its_own_tensors_only_and_a_tied_head_keeps_the_embedding(meta_model):
     first, last = meta_model("qwen2"), meta_model("qwen2")  # tied
     assert stage_problems(first) == [] and cut_stage(first, range(1), is_first=True, is_last=False) is None

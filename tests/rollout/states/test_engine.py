@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 from transformers import PreTrainedModel
 
 from lockstep.kernels.sampling.logprobs import selected_logprobs
@@ -20,10 +21,21 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support import random_models
 
-FAMILIES = ["lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear"]
-EVERY_FAMILY = pytest.mark.parametrize(
-    "family", [FAMILIES[0], *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[1:])]
-)
+MAMBA = ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"]
+FAMILIES = ["lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear", *MAMBA]
+NOT_LIKE_LLAMA = {"kimi_linear", *MAMBA}  # the stand-in for stages in one process cannot run their layers
+# Granite's and Bamba's layers are Nemotron-H's and Falcon-H1's, beside experts or MLPs that other families have.
+EXHAUSTIVE = {"granitemoehybrid", "bamba", ("nemotron_h", torch.bfloat16), ("falcon_h1", torch.float32)}
+
+
+def case(family: str, *others: object) -> ParameterSet:
+    """Return a slow case of a test, or one of the exhaustive suite."""
+    is_slow = EXHAUSTIVE.isdisjoint([family, (family, *others)])
+    return pytest.param(family, *others, marks=pytest.mark.slow if is_slow else pytest.mark.exhaustive)
+
+
+EVERY_FAMILY = pytest.mark.parametrize("family", [FAMILIES[0], *(case(family) for family in FAMILIES[1:])])
+UNDIVIDED = {"falcon_h1", "bamba"}  # they bring no plan
 DTYPES = [torch.float32, torch.bfloat16]
 STEM = [(11 * i + 3) % 250 for i in range(40)]
 PROMPTS = [[3, 17, 90, 4, 55], [*STEM, *range(40, 60)], [250], [*STEM, 7, 8, 9]]
@@ -93,7 +105,7 @@ def generate(engine: Engine, prompts: Sequence[list[int]] = PROMPTS) -> list[Com
     return answers
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "nemotron_h"])
 def test_greedy_tokens_are_transformers_and_sampled_logprobs_the_trainers(make_model, make_engine, family):
     model = make_model(family)
     engine = make_engine(model, chunked_prefill_size=13)
@@ -189,12 +201,19 @@ def test_decode_steps_are_recorded(make_model, make_engine):
 
 
 def test_tensor_parallelism_and_unknown_recurrent_layers_are_refused_by_name(make_model):
-    with pytest.raises(ValueError, match="Lfm2ForCausalLM brings no tensor-parallel plan"):
-        Engine(make_model("lfm2"), EngineConfig(kv_cache="64 blocks", k_blocks=2))
+    for family, name in (("lfm2", "Lfm2"), ("falcon_h1", "FalconH1")):
+        with pytest.raises(ValueError, match=f"{name}ForCausalLM brings no tensor-parallel plan"):
+            Engine(make_model(family), EngineConfig(kv_cache="64 blocks", k_blocks=2))
     model = make_model("lfm2")
     model.config.layer_types = ["conv", "mamba", "conv"]
     with pytest.raises(ValueError, match="layers of type mamba"):
         Engine(model, EngineConfig(kv_cache="64 blocks"))
+    model = make_model("nemotron_h")
+    model.config.layers_block_type[2] = "mlp"
+    with pytest.raises(ValueError, match=r"layers \[2\] call attention, but its configuration has layers \[0, 4\]"):
+        Engine(model, EngineConfig(kv_cache="64 blocks"))
+    with pytest.raises(ValueError, match="GraniteMoeHybridMambaLayer: a convolution with activation 'gelu'"):
+        Engine(make_model("granitemoehybrid", hidden_act="gelu"), EngineConfig(kv_cache="64 blocks"))
     with pytest.raises(ValueError, match="state_snapshots must be a number of snapshots, at least 0, not -1"):
         EngineConfig(state_snapshots=-1)
 
@@ -215,22 +234,38 @@ def test_an_automatic_pool_counts_states(make_model, make_engine, monkeypatch):
 # -- every way ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"), [case(family, dtype) for family, dtype in itertools.product(FAMILIES, DTYPES)]
+)
 def test_every_way_of_running_gives_the_same_bits(make_model, make_engine, family, dtype):
     model = make_model(family, dtype)
     plain = make_engine(model)
     expected = generate(plain)
     assert_trainers_bits(plain, expected)
     for config in WAYS.values():
-        if family == "kimi_linear" and "stages" in config:
-            continue  # the stand-in for stages in one process needs a rotary embedding
+        if family in NOT_LIKE_LLAMA and "stages" in config:
+            continue
         engine = make_engine(model, **config)
         for _ in range(2):  # the second time with hits
             assert record(generate(engine)) == record(expected)
         if engine.parts.runner.num_stages > 1:
             engine.parts.runner.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("falcon_h1", {"mamba_rms_norm": False, "time_step_limit": (0.3, 0.9)}),
+        ("falcon_h1", {"mamba_norm_before_gate": False, "mamba_conv_bias": False, "mamba_proj_bias": True}),
+        ("nemotron_h", {"moe_latent_size": None, "n_group": 2, "time_step_min": 0.5}),
+        ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope"}),
+        ("granitemoehybrid", {"layer_types": ["linear_attention"] * 3}),
+    ],
+)
+def test_options_of_mamba_layers_change_no_bit_between_engine_and_trainer(make_model, make_engine, family, options):
+    engine = make_engine(make_model(family, **options), chunked_prefill_size=13)  # it compares the module's own numbers
+    assert_trainers_bits(engine, generate(engine))
 
 
 @pytest.mark.slow
@@ -244,15 +279,21 @@ def test_greedy_tokens_of_every_family_are_transformers(make_model, make_engine,
         assert list(completion.token_ids) == expected[0, len(prompt) :].tolist()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "tp", "pp"),
-    [*((family, 1, 2) for family in FAMILIES), *((family, 2, 1) for family in FAMILIES[1:])],
+    [
+        *(case(family, 1, 2) for family in FAMILIES if family not in UNDIVIDED),
+        *(case(family, 2, 1) for family in FAMILIES[1:] if family not in UNDIVIDED),
+    ],
 )
 def test_several_ranks_give_the_bits_of_one_rank(make_model, run_world, family, tp, pp):
-    kind = random_models.FAMILIES[family][1]["layer_types"][0]
-    layers = [kind, kind, "full_attention", kind]  # the first of two stages has no attention
-    model = make_model(family, num_hidden_layers=4, layer_types=layers)
+    own = random_models.FAMILIES[family][1]
+    if "layer_types" in own:
+        kind = own["layer_types"][0]
+        layers = [kind, kind, "full_attention", kind]  # the first of two stages has no attention
+        model = make_model(family, num_hidden_layers=4, layer_types=layers)
+    else:
+        model = make_model(family)
     common = {"kv_cache": 64, "max_num_seqs": 3, "chunked_prefill_size": 13, "state_check_steps": 1, "k_blocks": tp}
     wanted = record(Engine(model, EngineConfig(**common)).generate(PROMPTS, params(n=2)))
 

@@ -1,4 +1,4 @@
-"""Layers with a gated delta rule in the trainer's forward: transformers' numbers and gradients, with our operations."""
+"""Recurrent layers in the trainer's forward: transformers' numbers and gradients, with our operations."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import mamba2_chunk_scan
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from lockstep.rollout.model.hosted_model import HostedModel
 from lockstep.rollout.model.recurrent.delta_rule import is_channel_delta_rule, is_delta_rule
+from lockstep.rollout.model.recurrent.state_space import is_shortcut, is_state_space
 
 IDS = torch.tensor([[(11 * i + 3) % 250 for i in range(90)]])
 
@@ -32,7 +34,10 @@ def ours(model: PreTrainedModel) -> dict[str, Tensor]:
         return gradients(model)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid", "kimi_linear"])
+MAMBA = ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid", "kimi_linear", *MAMBA])
 def test_gradients_of_a_layer_are_its_own(make_model, family):
     model = make_model(family).train()
     layer = next(part for part in model.modules() if hasattr(part, "conv1d"))
@@ -45,8 +50,24 @@ def test_gradients_of_a_layer_are_its_own(make_model, family):
     assert max(map(distance, found, expected)) < 3e-5
 
 
-def test_gradients_of_a_module_are_its_own(make_model):
-    model = make_model("qwen3_5").train()
+@pytest.mark.parametrize("family", MAMBA)
+def test_bfloat16_gradients_of_a_layer_are_as_near_to_the_exact_ones_as_its_own(make_model, family):
+    model = make_model(family, torch.bfloat16).train()
+    layer = next(part for part in model.modules() if hasattr(part, "conv1d"))
+    x, grad = torch.randn(2, 90, 64).bfloat16().requires_grad_(), torch.randn(2, 90, 64).bfloat16()
+    leaves = [x, *layer.parameters()]
+    theirs = torch.autograd.grad(layer(x), leaves, grad)
+    with HostedModel.adopt(model, dtype=None, device=None, invariant=True).training_numerics():
+        found = torch.autograd.grad(layer(x), leaves, grad)
+    wide = x.detach().double().requires_grad_()
+    exact = torch.autograd.grad(layer.double()(wide), [wide, *layer.parameters()], grad.double())
+    for mine, other, true in zip(found, theirs, exact, strict=True):
+        assert distance(mine, true) < 1.2 * distance(other, true)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", *(pytest.param(family, marks=pytest.mark.slow) for family in MAMBA)])
+def test_gradients_of_a_module_are_its_own(make_model, family):
+    model = make_model(family).train()
     expected = gradients(model)
     assert max(distance(found, expected[name]) for name, found in ours(model).items()) < 1e-4
 
@@ -75,3 +96,16 @@ def test_a_rule_is_recognised_by_its_results():
         return torch_chunk_gated_delta_rule(q, k, v, g, torch.ones_like(beta), **named)
 
     assert not is_delta_rule(without_beta)
+
+
+def test_a_scan_is_recognised_by_its_results():
+    assert is_state_space(mamba2_chunk_scan) and not is_state_space(torch_chunk_gated_delta_rule)
+
+    def without_limit(*operands: Tensor, dt_limit: object, **named: object) -> object:
+        return mamba2_chunk_scan(*operands, **named)
+
+    def fused(*operands: object, **named: object) -> Tensor:
+        return IDS
+
+    assert not is_state_space(without_limit)
+    assert not is_shortcut(fused)
