@@ -107,8 +107,8 @@ class _Server(uvicorn.Server):
     async def _until_idle(self, app: FastAPI, timeout_s: float, is_over: Callable[[], bool]) -> None:
         deadline = asyncio.get_running_loop().time() + timeout_s
         while asyncio.get_running_loop().time() < deadline and not is_over():
-            hub, is_updated = getattr(app.state, "hub", None), app.state.updates.age_s is not None
-            if (hub is None or not hub.open) and not is_updated and not app.state.service.sessions.is_open:
+            hub = getattr(app.state, "hub", None)
+            if (hub is None or not hub.open) and not _is_updating(app):
                 return
             await asyncio.sleep(_LOOK_AGAIN_S)
 
@@ -146,8 +146,8 @@ class BackgroundServer:
         the service.
 
         New requests are refused at once. Open ones, and an update, have `drain_timeout_s` seconds while the engine can
-        run them: outside a rollout phase and while paused they are not waited for. What is left is answered with its
-        output so far. drain: False ends all of it at once.
+        run them: outside a rollout phase, and while paused without an update, they are not waited for. What is left is
+        answered with its output so far. drain: False waits for nothing.
         """
         if drain:
             self._server.drains = self._can_finish
@@ -160,7 +160,8 @@ class BackgroundServer:
 
     def _can_finish(self) -> bool:
         engine = self._service.engine
-        return engine.model.in_rollout_phase and not engine.is_paused and engine.failure is None
+        is_stopped = engine.is_paused and not _is_updating(self.app)
+        return engine.model.in_rollout_phase and not is_stopped and engine.failure is None
 
     def __enter__(self) -> BackgroundServer:
         return self
@@ -212,6 +213,11 @@ def serve(service: RolloutService, config: HttpConfig, on_listening: Callable[[s
         service.engine.ranks.check()
         service.close()
         server.has_ended()
+
+
+def _is_updating(app: FastAPI) -> bool:
+    """Return whether a call writes weights now, or a session of such calls is open."""
+    return app.state.updates.age_s is not None or app.state.service.sessions.is_open
 
 
 def _end(*_: object) -> NoReturn:

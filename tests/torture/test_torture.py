@@ -20,6 +20,7 @@ from lockstep.tests.torture.attackers import Scene
 from lockstep.tests.torture.bodies import Bodies
 from lockstep.tests.torture.patterns import KILLERS, random_schema, valid
 from lockstep.tests.torture.run import main
+from lockstep.tests.torture.storm import Rises
 from lockstep.tests.torture.wire import Address, Answer
 
 
@@ -156,9 +157,14 @@ def test_the_time_that_others_took_is_none_of_the_servers_own(waited_s, own_s, b
     assert processor.taken_s(before, after) == pytest.approx(taken)
 
 
+def test_memory_that_rises_slowly_is_told_too():
+    rises = Rises()
+    assert [figure for figure in range(80, 121, 2) if rises.is_new(figure, 100)] == [102, 108, 114, 120]
+
+
 def test_the_counters_of_a_process_can_be_read():
     mine = processor.read(os.getpid())
-    assert threading.get_native_id() in mine.waited_s and 0 < mine.own_s and 0 < mine.busy_s
+    assert threading.get_native_id() in mine.waited_s and mine.own_s > 0 and mine.busy_s > 0
 
 
 @pytest.mark.slow

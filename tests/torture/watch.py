@@ -1,8 +1,8 @@
 """A watch over a server, in a process of its own: latency of its reports, progress of its loop, memory, descriptors.
 
-Prints one JSON object a line: excesses and bad answers as they come, a sample of the process each quarter of a second,
-and ends with its standard input. Imports nothing beyond the standard library and the requests, so that it starts at
-once and its own thread is never late for long.
+Prints one JSON object a line: answers that took a while, excesses and bad answers as they come, a sample of the process
+each quarter of a second. Ends with its standard input. Imports nothing beyond the standard library and the requests, so
+that it starts at once and its own thread is never late for long.
 
 A machine that others use makes every answer late, and so do the attackers themselves. Two spans are therefore taken off
 before a limit is applied: `late_s`, the largest lateness of a thread of the watch that only sleeps, and `taken_s`, for
@@ -29,6 +29,7 @@ SAMPLE_S = 0.25
 TICK_S = 0.02
 AGAIN_S = 5.0  # between two reports of a server that stays without health
 PATIENCE_S = 60.0
+TOLD_S = 0.05  # shorter answers are not told
 QUICK_S = 0.5  # no look at what others took of a shorter answer
 
 
@@ -60,8 +61,6 @@ class Watch:
         self.address, self.limit_s, self.pid = address, limit_s, pid
         self.over = threading.Event()
         self._metronome, self._lock = Metronome(self.over), threading.Lock()
-        self._longest: dict[str, float] = {}
-        self._longest_raw_s = 0.0
         self._progress: tuple[object, float, Reading | None] = (None, time.monotonic(), None)
 
     def run(self, paths: list[str]) -> None:
@@ -74,7 +73,6 @@ class Watch:
         self.over.set()
         for thread in threads:
             thread.join(PATIENCE_S + 5)
-        self._print({"event": "end", "longest_s": self._longest | {"by the clock": self._longest_raw_s}})
 
     def _print(self, line: dict[str, Any]) -> None:
         with self._lock:
@@ -93,8 +91,9 @@ class Watch:
             is_quick = ended - began < min(self.limit_s, QUICK_S)
             taken_s = 0.0 if is_quick else self._taken_s(before)
             seconds = max(0.0, ended - began - late_s - taken_s)
-            self._longest[path] = max(self._longest.get(path, 0.0), seconds)
-            self._longest_raw_s = max(self._longest_raw_s, ended - began)
+            if seconds > TOLD_S:
+                self._print({"event": "answered", "path": path, "began": began, "ended": ended,
+                             "seconds": round(seconds, 3)})  # fmt: skip
             line = {"path": path, "began": began, "ended": ended, "seconds": round(seconds, 3),
                     "late_s": round(late_s, 3), "taken_s": round(taken_s, 3), "status": answer.status}  # fmt: skip
             if answer.status != 200:
