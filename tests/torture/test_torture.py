@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.tests.torture import processor
+from lockstep.tests.torture import grammars, processor
 from lockstep.tests.torture.attackers import Scene
 from lockstep.tests.torture.bodies import Bodies
 from lockstep.tests.torture.patterns import KILLERS, random_schema, valid
@@ -165,6 +165,12 @@ def test_memory_that_rises_slowly_is_told_too():
 def test_the_counters_of_a_process_can_be_read():
     mine = processor.read(os.getpid())
     assert threading.get_native_id() in mine.waited_s and mine.own_s > 0 and mine.busy_s > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(4))
+def test_grammars_by_the_thousand_are_followed_or_refused_with_a_reason(seed, capsys):
+    assert grammars.main(["--cases", "1000", "--seed", str(seed)]) == 0, capsys.readouterr().out
 
 
 @pytest.mark.slow
