@@ -23,6 +23,7 @@ from lockstep.tests.torture.processor import descendants
 
 ASK = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3, "temperature": 0, "ignore_eos": True}}
 LONG = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 200, "temperature": 0, "ignore_eos": True}}
+BOTH_SIGNALS = [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)]  # they share their code
 # A server whose engine is held between two steps for good.
 HELD = """
 import sys, threading
@@ -213,7 +214,7 @@ def test_a_signal_during_an_update_that_never_ends_is_obeyed_in_time(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", BOTH_SIGNALS)
 def test_a_signal_lets_an_update_in_parts_come_to_its_end(folder, number):
     with serving(folder, drain_timeout_s=60) as (server, url), httpx.Client(base_url=url, timeout=PATIENCE) as client:
         client.post("/begin_weight_update", json={}).raise_for_status()
@@ -236,7 +237,7 @@ def test_a_signal_does_not_wait_for_an_update_whose_sender_has_gone(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", BOTH_SIGNALS)
 def test_a_signal_while_a_grammar_compiles_is_obeyed_in_time(folder, number):
     rules = [f's{i} ::= "a" s{i} | "a" s{i} "a" | "a"' for i in range(1500)]  # many seconds of processor time
     long = "\n".join(["root ::= " + " | ".join(f"s{i}" for i in range(1500)), *rules])
