@@ -169,8 +169,8 @@ def test_the_counters_of_a_process_can_be_read():
 
 @pytest.mark.exhaustive
 def test_our_own_job_holds_with_the_digests_of_an_undisturbed_one(tmp_path):
-    command = [sys.executable, "-m", "lockstep.tests.torture.run", "--training-rank", "--minutes", "0.5", "--seed", "15",
-               "--record", str(tmp_path / "last.jsonl")]  # fmt: skip
+    command = [sys.executable, "-m", "lockstep.tests.torture.run", "--training-rank", "--minutes", "0.5",
+               "--seed", "15", "--record", str(tmp_path / "last.jsonl")]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-4000:]
 
