@@ -98,11 +98,15 @@ class WatchProcess:
             kind = line.pop("event")
             if kind == "sample":
                 self._on_sample(line)
-            elif not self.scene.is_over() and not self.scene.verdict.is_excused(line["began"], line["ended"]):
+            elif not self.scene.is_over() and not self._is_excused(kind, line["began"], line["ended"]):
                 if kind == "answered":
                     self._on_answer(**line)
                     continue
                 self.scene.verdict.add(kind, json.dumps(line), self.scene.record.between(line["began"], line["ended"]))
+
+    def _is_excused(self, kind: str, began: float, ended: float) -> bool:
+        is_late = kind in ("late", "stalled", "answered")
+        return self.scene.verdict.is_excused(began, ended, is_late)
 
     def _on_answer(self, path: str, began: float, ended: float, seconds: float) -> None:
         longest = self.measures.longest_s

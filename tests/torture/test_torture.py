@@ -21,7 +21,7 @@ from lockstep.tests.torture.bodies import Bodies
 from lockstep.tests.torture.patterns import KILLERS, random_schema, valid
 from lockstep.tests.torture.run import main
 from lockstep.tests.torture.storm import Rises
-from lockstep.tests.torture.wire import Address, Answer
+from lockstep.tests.torture.wire import Address, Answer, Verdict
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -155,6 +155,14 @@ def test_the_time_that_others_took_is_none_of_the_servers_own(waited_s, own_s, b
     waited_s = {thread: before.waited_s.get(thread, 0.0) + seconds for thread, seconds in waited_s.items()}
     after = processor.Reading(3.0, waited_s, 100.0 + own_s, 1000.0 + busy_s)
     assert processor.taken_s(before, after) == pytest.approx(taken)
+
+
+def test_a_fault_explains_errors_and_only_a_stop_explains_late_answers():
+    verdict = Verdict()
+    verdict.excuse(1.0, 2.0, False)
+    verdict.excuse(5.0, 6.0, True)
+    assert verdict.is_excused(1.5, 3.0) and not verdict.is_excused(1.5, 3.0, True) and not verdict.is_excused(3.0, 4.0)
+    assert verdict.is_excused(4.0, 5.5) and verdict.is_excused(4.0, 5.5, True)
 
 
 def test_memory_that_rises_slowly_is_told_too():
