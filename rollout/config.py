@@ -90,8 +90,8 @@ class EngineConfig:
     max_waiting_grammars: int = 64  # different grammars that an HTTP request may have; where so many wait to be
     # compiled, further ones are refused for the time being
     grammar_timeout_s: float = 20.0  # processor time that the compilation of one grammar may take
-    grammar_memory_mb: int = 1024  # MiB that the process that compiles a grammar may take, and all compiled grammars
-    # together; one of them at most a sixteenth
+    grammar_memory_mb: int = 1024  # MiB that each of the two processes that compile grammars may take, and all compiled
+    # grammars together; one of them at most a sixteenth
     trace: str | None = None  # file for Chrome-trace events
     seed: int = 0  # root of the noise of requests without a sampling_seed
     tp: int = 1  # ranks that share each layer

@@ -37,9 +37,11 @@ _TURN_S = 0.001  # a thread that computes gives the interpreter's lock up after 
 class _Server(uvicorn.Server):
     """A server that reports when it listens, and marks the application before it ends.
 
-    After a signal it drains: its socket stays open, new requests are refused, and open ones finish. A second signal
-    ends the wait. A process that has not ended in time is ended firmly.
+    After a signal, and where `drains` is set, it drains: its socket stays open, new requests are refused, and open ones
+    finish. A second signal ends the wait. A process that has not ended in time is ended firmly.
     """
+
+    drains: Callable[[], bool] | None = None  # whether open requests can still finish; None: drain after a signal only
 
     def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None], http: HttpConfig) -> None:
         super().__init__(config)
@@ -58,7 +60,7 @@ class _Server(uvicorn.Server):
         app = self.config.app
         assert isinstance(app, FastAPI)
         stop_taking(app)
-        if self._captured_signals:
+        if self._captured_signals or self.drains is not None:
             await self._drain(app)
         app.state.is_closing = True
         await super().shutdown(sockets)
@@ -83,9 +85,10 @@ class _Server(uvicorn.Server):
             self._firm_end.cancel()
 
     async def _drain(self, app: FastAPI) -> None:
-        """Wait for open requests and a running update. Requests that are left after `drain_timeout_s` are answered with
-        their output so far."""
-        await self._until_idle(app, self._http.drain_timeout_s, lambda: self._is_hurried)
+        """Wait for open requests and an update. Requests that are left after `drain_timeout_s` are answered with their
+        output so far."""
+        can_finish = self.drains or (lambda: True)
+        await self._until_idle(app, self._http.drain_timeout_s, lambda: self._is_hurried or not can_finish())
         hub = getattr(app.state, "hub", None)
         if hub is None or not hub.open:
             return
@@ -105,7 +108,7 @@ class _Server(uvicorn.Server):
         deadline = asyncio.get_running_loop().time() + timeout_s
         while asyncio.get_running_loop().time() < deadline and not is_over():
             hub = getattr(app.state, "hub", None)
-            if (hub is None or not hub.open) and app.state.updates.age_s is None:
+            if (hub is None or not hub.open) and not _is_updating(app):
                 return
             await asyncio.sleep(_LOOK_AGAIN_S)
 
@@ -138,9 +141,16 @@ class BackgroundServer:
         if not self._is_listening.wait(_START_TIMEOUT_S):
             raise OSError(f"the server on {self.url} did not start within {_START_TIMEOUT_S:g} s")
 
-    def close(self) -> None:
-        """Stop the server. Open requests have `shutdown_timeout_s` seconds, then their connections are closed.
-        The engine's loop is stopped only if `start` started it. Idempotent; the caller still owns the service."""
+    def close(self, *, drain: bool = True) -> None:
+        """Stop the server. The engine's loop is stopped only if `start` started it. Idempotent; the caller still owns
+        the service.
+
+        New requests are refused at once. Open ones, and an update, have `drain_timeout_s` seconds while the engine can
+        run them: outside a rollout phase, and while paused without an update, they are not waited for. What is left is
+        answered with its output so far. drain: False waits for nothing.
+        """
+        if drain:
+            self._server.drains = self._can_finish
         self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join()
@@ -148,11 +158,16 @@ class BackgroundServer:
         if not self._was_driven:
             self._service.engine.stop()
 
+    def _can_finish(self) -> bool:
+        engine = self._service.engine
+        is_stopped = engine.is_paused and not _is_updating(self.app)
+        return engine.model.in_rollout_phase and not is_stopped and engine.failure is None
+
     def __enter__(self) -> BackgroundServer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.close(drain=error is None)
 
     def _run(self) -> None:
         self._server.run(sockets=[self._socket])
@@ -198,6 +213,11 @@ def serve(service: RolloutService, config: HttpConfig, on_listening: Callable[[s
         service.engine.ranks.check()
         service.close()
         server.has_ended()
+
+
+def _is_updating(app: FastAPI) -> bool:
+    """Return whether a call writes weights now, or a session of such calls is open."""
+    return app.state.updates.age_s is not None or app.state.service.sessions.is_open
 
 
 def _end(*_: object) -> NoReturn:

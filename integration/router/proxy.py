@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -24,7 +25,7 @@ from .counters import Affinity, Outcome, RouterCounters
 from .fleet.balance import PrefixTable, WorkerLoad, choose
 from .fleet.held import HeldRequests
 from .fleet.workers import Worker, WorkerRegistry
-from .relay import Drains, Relay, Unavailable, refusal
+from .relay import Drains, Full, Relay, Unavailable, refusal
 from .wire import Wire, WorkerFailed, beginning
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,11 @@ class _Course:
     failures: list[tuple[str, str]] = field(default_factory=list)  # URL and reason of each attempt that failed
     num_sent: int = 0  # times that it was sent to a worker
     waited_s: float = 0.0  # for a worker
+    full: dict[str, tuple[float, str]] = field(default_factory=dict)  # by URL: until when (time.monotonic), and why
+
+    def is_full(self, worker: Worker) -> bool:
+        """Return whether this worker has refused the request because it is full, and wants to be left alone still."""
+        return self.full.get(worker.url, (0.0, ""))[0] > time.monotonic()
 
 
 class _WorkerDied(Exception):
@@ -102,24 +108,24 @@ class Proxy:
             relay = Relay(send, worker, is_last=len(course.failures) + 1 == self._config.max_attempts)
             try:
                 with worker.running(generation.num_sequences):
-                    why = await self._try(worker, generation.call, relay, course.deadline)
+                    why = await self._try(worker, generation.call, relay, course)
             finally:
                 self._counters.requests[worker.url, relay.outcome] += 1
             if relay.outcome is Outcome.TIMED_OUT and not relay.has_begun:
                 raise HttpError(504, why, code="timeout") if not self._is_ending else _ending(why)
             if relay.outcome is Outcome.MOVED:
                 course.failures.append((worker.url, why))
-            elif relay.outcome is not Outcome.DRAINING:  # which is no attempt: the worker has not looked at the request
+            elif relay.outcome not in (Outcome.DRAINING, Outcome.FULL):  # no attempts: the worker has begun nothing
                 return
         listed = "; ".join(f"{url}: {why}" for url, why in course.failures)
         raise HttpError(502, f"workers failed before they produced anything: {listed}", code="workers_failed")
 
-    async def _try(self, worker: Worker, call: WorkerCall, relay: Relay, deadline: float) -> str:
+    async def _try(self, worker: Worker, call: WorkerCall, relay: Relay, course: _Course) -> str:
         """Send the call to a worker. Returns the error or ""; the relay has the outcome. The client is not told of an
         error before the answer has begun."""
         why = ""
         try:
-            async with asyncio.timeout(0.0 if self._is_ending else deadline - time.monotonic()) as limit:
+            async with asyncio.timeout(0.0 if self._is_ending else course.deadline - time.monotonic()) as limit:
                 self._limits.add(limit)
                 try:
                     await self._attempt(worker, call, relay)
@@ -138,6 +144,9 @@ class Proxy:
             relay.outcome, why = Outcome.DRAINING, str(error)
             if worker.is_alive:
                 self._registry.mark_draining(worker)
+        except Full as error:
+            relay.outcome, why = Outcome.FULL, str(error)
+            course.full[worker.url] = time.monotonic() + error.retry_after_s, why
         except (_WorkerDied, Unavailable, WorkerFailed) as error:
             relay.outcome, why = Outcome.MOVED, str(error)
             worker.suspect(why)
@@ -147,19 +156,33 @@ class Proxy:
         return why
 
     async def _pick(self, generation: Generation, course: _Course) -> Worker:
-        """Choose the worker for a request. Waits while there is none. Raises HttpError 503."""
-        tried = {url for url, _ in course.failures}
+        """Choose the worker for a request. Waits while there is none, or all are full. Raises HttpError 503."""
         started = time.monotonic()
-        patience_s = max(0.0, self._config.queue_timeout_s - course.waited_s)
+        deadline = min(course.deadline, started + max(0.0, self._config.queue_timeout_s - course.waited_s))
         try:
-            return await self.held.worker(
-                lambda: self._choose(generation, tried), min(course.deadline, started + patience_s)
-            )
+            while (found := self._all_full(course)) is not None:
+                until, why = found
+                if until > deadline:
+                    after = str(math.ceil(until - time.monotonic()))
+                    raise HttpError(503, f"all workers are full: {why}", code="overloaded",
+                                    headers={"Retry-After": after})  # fmt: skip
+                await self.held.pause(until, why)
+            return await self.held.worker(lambda: self._choose(generation, course), deadline)
         finally:
             course.waited_s += time.monotonic() - started
 
-    def _choose(self, generation: Generation, tried: set[str]) -> Worker | None:
+    def _all_full(self, course: _Course) -> tuple[float, str] | None:
+        """Return when the first worker may be asked again, and why all refuse now; None where one may be asked."""
         able = [worker for worker in self._registry if worker.can_take_requests]
+        if not course.full or not able or not all(map(course.is_full, able)):
+            return None
+        said = "; ".join(f"{worker.url}: {course.full[worker.url][1]}" for worker in able)
+        return min(course.full[worker.url][0] for worker in able), said
+
+    def _choose(self, generation: Generation, course: _Course) -> Worker | None:
+        tried = {url for url, _ in course.failures}
+        able = [worker for worker in self._registry if worker.can_take_requests]
+        able = [worker for worker in able if not course.is_full(worker)] or able
         # A worker that failed this request gets it again only if a probe has found it well since.
         able = [one for one in able if one.url not in tried] or [one for one in able if not one.is_suspect]
         # Requests wait in a paused engine, so one is chosen only if all engines are paused.
@@ -192,8 +215,8 @@ class Proxy:
         async with self._wire.call(worker.url, call) as answer:
             if answer.status_code == 503:
                 body = await beginning(answer, _MAX_REFUSAL_BYTES)
-                error = refusal(body)
-                if isinstance(error, Drains) or not relay.is_last:
+                error = refusal(body, answer.headers.get("retry-after", ""))
+                if isinstance(error, Drains | Full) or not relay.is_last:
                     raise error
                 await relay.whole(answer, body)
             elif answer.headers.get("content-type", "").startswith("text/event-stream"):

@@ -12,6 +12,7 @@ from .counters import Outcome, outcome_of
 from .fleet.workers import Worker
 
 WORKER_HEADER = b"x-lockstep-worker"
+_LONGEST_S = 3600.0  # of a Retry-After
 
 
 class Unavailable(Exception):
@@ -20,6 +21,14 @@ class Unavailable(Exception):
 
 class Drains(Unavailable):
     """The worker answered that it finishes its open requests and takes no new ones."""
+
+
+class Full(Unavailable):
+    """The worker answered that too much waits there already. `retry_after_s`: its own word on when to ask again."""
+
+    def __init__(self, why: str, retry_after_s: float) -> None:
+        super().__init__(why)
+        self.retry_after_s = retry_after_s
 
 
 class Relay:
@@ -78,8 +87,8 @@ class Relay:
         await self._send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
 
 
-def refusal(body: bytes) -> Unavailable:
-    """Return the error for a worker's 503 with this body."""
+def refusal(body: bytes, retry_after: str = "") -> Unavailable:
+    """Return the error for a worker's 503 with this body and this Retry-After."""
     try:
         values = json.loads(body)
     except (ValueError, RecursionError):
@@ -90,4 +99,8 @@ def refusal(body: bytes) -> Unavailable:
     words += [error.get("code"), error.get("type")] if isinstance(error, dict) else []
     if "draining" in words:
         return Drains("it is draining")
-    return Unavailable(f"it answered 503: {body[:200].decode(errors='replace')}")
+    why = f"it answered 503: {body[:200].decode(errors='replace')}"
+    if "overloaded" in words:
+        seconds = float(retry_after) if retry_after.isdecimal() else 1.0
+        return Full(why, min(max(1.0, seconds), _LONGEST_S))
+    return Unavailable(why)

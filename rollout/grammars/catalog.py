@@ -169,7 +169,8 @@ class _ForeignCompiler:
         answer = self._process.compile(constraint)
         if answer.error is not None:
             raise ValueError(answer.error)
-        return self._grammars.restorer().restore(answer.serialized, answer.bound, constraint.kind)
+        restorer = self._grammars.restorer()
+        return restorer.restore(answer.serialized, answer.bound, answer.nests, constraint.kind)
 
     def close(self) -> None:
         """End the process; a compilation that runs raises EngineStopped."""

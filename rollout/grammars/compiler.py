@@ -82,7 +82,7 @@ class GrammarCompiler:
         rules = Rules(str(compiled.grammar().serialize_json()))
         if rules.shortest_length < ENDLESS and (endless := rules.endless):
             raise ValueError(f"{kind}: no text can end that enters the rule {', '.join(endless[:5])}")
-        grammar = CompiledGrammar(self.vocabulary, compiled, rules.bound(), is_json=kind == "json_schema")
+        grammar = CompiledGrammar(self.vocabulary, compiled, rules.bound(), rules.nests, is_json=kind == "json_schema")
         start = grammar.matcher()
         if not start.is_complete and not start.mask().any():
             raise ValueError(f"{kind}: no text of this vocabulary can begin to match it")
@@ -90,10 +90,10 @@ class GrammarCompiler:
             raise ValueError(f"{kind}: no text can match it, as each would have to go on without end")
         return grammar
 
-    def restore(self, serialized: str, bound: ForcedBound, kind: Kind) -> CompiledGrammar:
-        """Return the grammar whose serialised form and bound a compiler of the same vocabulary has made."""
+    def restore(self, serialized: str, bound: ForcedBound, nests: bool, kind: Kind) -> CompiledGrammar:
+        """Return the grammar whose serialised form and properties a compiler of the same vocabulary has made."""
         compiled = self._library.CompiledGrammar.deserialize_json(serialized, self._info)
-        return CompiledGrammar(self.vocabulary, compiled, bound, is_json=kind == "json_schema")
+        return CompiledGrammar(self.vocabulary, compiled, bound, nests, is_json=kind == "json_schema")
 
     def _compiled(self, constraint: Constraint) -> Any:
         kind, text, compiler = constraint.kind, constraint.text, self._compiler

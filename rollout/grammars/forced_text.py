@@ -6,6 +6,7 @@ where the grammar proves that the text is short. Elsewhere the text is found byt
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -26,25 +27,30 @@ class ForcedText:
         row: int32 [1, ceil(V / 32)], overwritten. byte_ids: the token of each single byte, -1 where there is none.
         """
         self._matcher, self._row, self._bound = matcher, row, bound
+        self.is_late = False  # whether a text took longer than its limit, and is not whole
         self._bytes_with_token = np.flatnonzero(byte_ids >= 0)
         ids = byte_ids[self._bytes_with_token]
         self._byte_places, self._byte_bits = ids // 8, (1 << ids % 8).astype(np.uint8)
         self._others = [_BYTES[byte] for byte in np.flatnonzero(byte_ids < 0)]
 
-    def find(self, num_bytes: int) -> bytes:
-        """Return the forced text after a text of this many bytes, or its beginning if it may be very long."""
-        if self._bound.after(num_bytes) > MAX_WHOLE_BYTES:
-            return self.find_by_bytes()
+    def find(self, num_bytes: int, limit_s: float | None) -> bytes:
+        """Return the forced text after a text of this many bytes, or its beginning if it may be very long. limit_s: of
+        processor time, for a grammar whose bytes may take long; None: no limit."""
+        if limit_s is not None or self._bound.after(num_bytes) > MAX_WHOLE_BYTES:
+            return self.find_by_bytes(limit_s)
         try:
             return str(self._matcher.find_jump_forward_string()).encode()
         except UnicodeDecodeError as error:  # the library converts the text to str
             return bytes(error.object)
 
-    def find_by_bytes(self) -> bytes:
+    def find_by_bytes(self, limit_s: float | None = None) -> bytes:
         """Return the first `MAX_PIECE_BYTES` bytes of the forced text, in a time that its length does not determine."""
-        matcher, found = self._matcher, bytearray()
+        matcher, found, began = self._matcher, bytearray(), time.thread_time()
         try:
             while len(found) < MAX_PIECE_BYTES and not matcher.is_completed():
+                if limit_s is not None and time.thread_time() - began > limit_s:
+                    self.is_late = True
+                    break
                 if (byte := self._only_byte()) is None or not matcher.accept_string(byte, False):
                     break
                 found += byte

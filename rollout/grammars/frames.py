@@ -53,10 +53,11 @@ class CompilerAnswer:
     bound: ForcedBound = NO_TEXT
     serialized: str = ""
     is_last: bool = False  # the process ends: its memory is used up
+    nests: bool = False  # see `Rules.nests`
 
     def packed(self) -> bytes:
         """Return the bytes of the frame."""
-        head = {"error": self.error, "bound": asdict(self.bound), "is_last": self.is_last}
+        head = {"error": self.error, "bound": asdict(self.bound), "is_last": self.is_last, "nests": self.nests}
         return json.dumps(head).encode() + _HEAD_END + self.serialized.encode()
 
     @classmethod
@@ -64,7 +65,9 @@ class CompilerAnswer:
         """Read the bytes of a frame."""
         head, _, serialized = frame.partition(_HEAD_END)
         fields = json.loads(head)
-        return cls(fields["error"], ForcedBound(**fields["bound"]), serialized.decode(), fields["is_last"])
+        return cls(
+            fields["error"], ForcedBound(**fields["bound"]), serialized.decode(), fields["is_last"], fields["nests"]
+        )
 
 
 def write_frame(file: BinaryIO, frame: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,6 +11,8 @@ import numpy as np
 
 from .forced_text import ForcedText
 from .shortest_text import ForcedBound
+
+MAX_TOKEN_S = 0.25  # of processor time for one token of one sequence
 
 
 class Pieces(Protocol):
@@ -35,8 +38,10 @@ class Vocabulary:
 class CompiledGrammar:
     """A grammar that any number of sequences follow. Immutable."""
 
-    def __init__(self, vocabulary: Vocabulary, compiled: Any, bound: ForcedBound, *, is_json: bool) -> None:
-        self.vocabulary, self.bound, self.is_json = vocabulary, bound, is_json
+    def __init__(
+        self, vocabulary: Vocabulary, compiled: Any, bound: ForcedBound, nests: bool, *, is_json: bool
+    ) -> None:
+        self.vocabulary, self.bound, self.nests, self.is_json = vocabulary, bound, nests, is_json
         self._compiled = compiled
         self.num_bytes = int(compiled.memory_size_bytes())  # approximate size in memory
 
@@ -54,46 +59,77 @@ class CompiledGrammar:
         library = self.vocabulary.library
         matcher = library.GrammarMatcher(self._compiled, None, False, -1, None)
         banned = self.vocabulary.no_json if self.is_json else self.vocabulary.no_text
-        return GrammarMatcher(matcher, self.vocabulary, banned, self.bound)
+        return GrammarMatcher(matcher, self.vocabulary, banned, self.bound, self.nests)
 
 
 class GrammarMatcher:
-    """The position of one sequence in its grammar. Not thread-safe."""
+    """The position of one sequence in its grammar. Not thread-safe.
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary, banned: np.ndarray, bound: ForcedBound) -> None:
+    A grammar that nests may take any time for a byte. So its tokens are accepted byte by byte, and a matcher that takes
+    too long is lost: it follows the text no more and allows every token. Its sequence must be ended.
+    """
+
+    def __init__(
+        self, matcher: Any, vocabulary: Vocabulary, banned: np.ndarray, bound: ForcedBound, nests: bool = False
+    ) -> None:
         """Create a matcher that has accepted no token.
 
-        banned: a mask of tokens that are never allowed.
+        banned: a mask of tokens that are never allowed. nests: the grammar's.
         """
+        self.is_lost = False
+        self.limit_s = MAX_TOKEN_S  # of processor time to accept a token, and to find forced text
+        self._nests = nests
         self._matcher, self._vocabulary, self._banned = matcher, vocabulary, banned
         self._row = np.zeros((1, -(-len(vocabulary.text.pieces) // 32)), np.int32)  # filled anew for each mask
         self._forced = ForcedText(matcher, self._row, vocabulary.byte_ids, bound)
         self._last_bytes: list[int] = []  # last byte of each accepted token
+        self._num_steps: list[int] = []  # of the library, for each accepted token
         self._num_bytes = [0]  # length of the text before each accepted token, and after the last
 
     @property
     def is_complete(self) -> bool:
         """Whether the text so far matches the grammar; the grammar may allow more."""
-        return bool(self._matcher.is_completed())
+        return not self.is_lost and bool(self._matcher.is_completed())
 
     @property
     def has_stopped(self) -> bool:
         """Whether a stop token was accepted: no token follows."""
-        return bool(self._matcher.is_terminated())
+        return not self.is_lost and bool(self._matcher.is_terminated())
 
     def accept(self, token_id: int) -> bool:
         """Accept one more token; returns whether the grammar allows it, and changes nothing if it does not."""
-        is_accepted = bool(self._matcher.accept_token(token_id, False))
-        if is_accepted:
-            piece = self._vocabulary.text.pieces[token_id]
-            self._last_bytes.append((piece or b"\0")[-1])
-            self._num_bytes.append(self._num_bytes[-1] + len(piece))
-        return is_accepted
+        piece = self._vocabulary.text.pieces[token_id]
+        if self.is_lost:
+            num_steps = 0
+        elif self._nests and len(piece) > 1 and token_id not in self._vocabulary.stop_token_ids:
+            num_steps = self._accept_bytes(piece)
+        else:
+            num_steps = int(self._matcher.accept_token(token_id, False))
+        if not (num_steps or self.is_lost):
+            return False
+        self._num_steps.append(num_steps)
+        self._last_bytes.append((piece or b"\0")[-1])
+        self._num_bytes.append(self._num_bytes[-1] + len(piece))
+        return True
+
+    def _accept_bytes(self, piece: bytes) -> int:
+        """Accept a text byte by byte; returns the number of the library's steps, 0 if it is not allowed or took too
+        long."""
+        began = time.thread_time()
+        for num_done in range(len(piece)):
+            is_allowed = self._matcher.accept_string(piece[num_done : num_done + 1], False)
+            self.is_lost = time.thread_time() - began > self.limit_s
+            if not is_allowed or self.is_lost:
+                self._matcher.rollback(num_done + is_allowed)
+                return 0
+        return len(piece)
 
     def roll_back(self, num_tokens: int) -> None:
         """Undo the last tokens, as if they had never been accepted."""
         if num_tokens:
-            self._matcher.rollback(num_tokens)
+            if num_steps := sum(self._num_steps[-num_tokens:]):
+                self._matcher.rollback(num_steps)
+            del self._num_steps[-num_tokens:]
             del self._last_bytes[-num_tokens:]
             del self._num_bytes[-num_tokens:]
 
@@ -102,11 +138,17 @@ class GrammarMatcher:
 
         It may end, or begin, inside a character.
         """
-        return self._forced.find(self._num_bytes[-1])
+        if self.is_lost:
+            return b""
+        found = self._forced.find(self._num_bytes[-1], self.limit_s if self._nests else None)
+        self.is_lost = self._forced.is_late
+        return b"" if self.is_lost else found
 
     def mask(self) -> np.ndarray:
         """Return the tokens that may come next: one bit each, uint8 [4 * ceil(V / 32)], the first token in the lowest
         bit."""
+        if self.is_lost:
+            return pack_ids(range(len(self._vocabulary.text.pieces)), len(self._vocabulary.text.pieces))
         self._matcher.fill_next_token_bitmask(self._row, 0, False)
         mask = self._row[0].view(np.uint8) & ~self._banned
         if self._last_bytes and (wrong := self._vocabulary.after_lead.get(self._last_bytes[-1])) is not None:

@@ -11,9 +11,8 @@ import time
 
 import numpy as np
 
-from .matcher import CompiledGrammar
+from .matcher import MAX_TOKEN_S, CompiledGrammar
 
-MAX_TOKEN_S = 0.25  # of processor time for one token of one sequence
 _NUM_TEXTS = 3
 _NUM_TOKENS = 48
 _MAX_S = 1.0  # for all texts

@@ -61,6 +61,19 @@ class Rules:
         """The length of the shortest text that matches, in bytes; `ENDLESS`: none."""
         return self._lengths[self._root]
 
+    @property
+    def nests(self) -> bool:
+        """Whether a rule recurs anywhere but at the end of an alternative: then the library may keep ever more
+        positions at a time, and a byte of text may cost any time."""
+        groups = self._recursive_groups()
+        for rule, body in enumerate(self._bodies):
+            for sequence in self._sequences(body) if groups[rule] else ():
+                *inner, last = self._parts(sequence)
+                inner += [last] if self._expressions[last][0] == _REPEAT else []
+                if any(groups[rule] & set(self._references(part)) for part in inner):
+                    return True
+        return False
+
     def bound(self) -> ForcedBound:
         """Return the bound of the text that this grammar forces."""
         groups = self._recursive_groups()

@@ -67,6 +67,17 @@ class GrammarState:
             self._mask = None
 
     @property
+    def is_lost(self) -> bool:
+        """Whether the grammar took too long for a token, so that it constrains no more."""
+        return self._matcher.is_lost
+
+    def limit(self, seconds: float) -> None:
+        """Let each further token take so much processor time; 0: it follows no further token."""
+        self._matcher.limit_s = seconds
+        if seconds <= 0:
+            self._matcher.is_lost, self._mask = True, None
+
+    @property
     def is_over(self) -> bool:
         """Whether no token can follow, not even a stop token."""
         return not self._next_mask().any()

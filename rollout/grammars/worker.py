@@ -16,6 +16,7 @@ import select
 import signal
 import sys
 import threading
+from dataclasses import replace
 from functools import partial
 from typing import BinaryIO
 
@@ -58,7 +59,7 @@ def main() -> None:
             answer = CompilerAnswer("memory", is_last=True)
         signal.setitimer(signal.ITIMER_PROF, 0)
         is_last = answer.is_last or _num_bytes() > first_num_bytes + setup.num_bytes // 2
-        write_frame(answers, CompilerAnswer(answer.error, answer.bound, answer.serialized, is_last).packed())
+        write_frame(answers, replace(answer, is_last=is_last).packed())
         if is_last:
             return
 
@@ -71,7 +72,7 @@ def answer_to(compiler: GrammarCompiler, constraint: Constraint, setup: Compiler
             size, most = grammar.num_bytes >> 20, setup.max_grammar_bytes >> 20
             raise ValueError(f"takes {size} MiB when compiled, at most {most} MiB (1/16 of grammar_memory_mb) are kept")
         rehearse(grammar)
-        return CompilerAnswer(None, grammar.bound, grammar.serialized())
+        return CompilerAnswer(None, grammar.bound, grammar.serialized(), nests=grammar.nests)
     except RecursionError:
         return CompilerAnswer(f"{constraint.kind}: nested too deeply")
     except ValueError as error:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from ..completion import FinishReason
 from ..grammars.jump import NO_JUMP, Jump
 from ..grammars.jump_forward import cut_jump
-from ..grammars.rehearsal import MAX_TOKEN_S
+from ..grammars.matcher import MAX_TOKEN_S
 from ..grammars.state import GrammarState
 from ..sequences.request import Request
 from ..sequences.sequence import HOLDS_BLOCKS
@@ -27,6 +27,7 @@ from ..sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
 from .parts import Parts
 
 MAX_STEP_S = 1.0  # of processor time for the grammars of one step
+HURRIED_S = 0.02  # for a token, once those of its step have taken so long
 
 
 class GrammarSteps:
@@ -38,6 +39,8 @@ class GrammarSteps:
         self._max_jump_blocks = parts.config.jump_forward_max_blocks  # KV blocks that one jump may take
         self._metrics, self._trace = parts.reports.metrics, parts.reports.trace
         self._seconds: dict[str, float] = {}  # processor time of each sequence's grammar since the last step
+        self._spent_s = 0.0  # the sum of them
+        self._last: dict[str, float] = {}  # that before it, where it was long
 
     def prepare(self, output: ScheduleOutput) -> ScheduleOutput:
         """Return the scheduled step with its masks and jumps. Changes the ledger, and preempts if a jump needs blocks.
@@ -54,7 +57,7 @@ class GrammarSteps:
                 continue
             request = requests[item.id]
             draft.fixed.add(request)
-            began = time.thread_time()
+            began = self._begin(request)
             draft.items[item.id] = item if request.grammar is None else self._constrain(item, request, draft)
             self._charge(request, began)
         self._metrics.grammar_seconds += time.perf_counter() - started
@@ -77,7 +80,7 @@ class GrammarSteps:
                 self._count(request, result.jump)
             if request.grammar is None or request.finish_reason is not None:
                 continue
-            started, began = time.perf_counter(), time.thread_time()
+            started, began = time.perf_counter(), self._begin(request)
             request.grammar.follow(request.sequence.output_ids)
             if request.grammar.is_over:
                 self._managers.finish(request.id, _why_over(request.grammar))
@@ -85,10 +88,20 @@ class GrammarSteps:
             self._metrics.grammar_seconds += time.perf_counter() - started
         self._end_slow_ones([result.id for result in results if result.token_id is not None])
 
+    def _begin(self, request: Request) -> float:
+        """Limit the time of a sequence's next tokens by the step's time so far. Returns the thread's processor time."""
+        if request.grammar is not None:
+            was_slow = self._last.get(request.id, 0.0) > HURRIED_S
+            hurried_s = 0.0 if was_slow else HURRIED_S
+            request.grammar.limit(hurried_s if self._spent_s > MAX_STEP_S else MAX_TOKEN_S)
+        return time.thread_time()
+
     def _charge(self, request: Request, began: float) -> None:
         """Add the thread's processor time since `began` to the sequence's."""
         if request.grammar is not None:
-            self._seconds[request.id] = self._seconds.get(request.id, 0.0) + time.thread_time() - began
+            seconds = time.thread_time() - began
+            self._seconds[request.id] = self._seconds.get(request.id, 0.0) + seconds
+            self._spent_s += seconds
 
     def _end_slow_ones(self, ids: Iterable[str]) -> None:
         """End those of a step's sequences whose grammar took too long, and the slowest if all together did.
@@ -99,11 +112,15 @@ class GrammarSteps:
         total = sum(seconds for _, seconds in slowest)
         if len(self._seconds) > self._limits.max_num_seqs:  # of sequences that have ended otherwise
             self._seconds.clear()
-        while slowest and (total > MAX_STEP_S or slowest[-1][1] > MAX_TOKEN_S):
-            id, seconds = slowest.pop()
+        self._last = {id: seconds for id, seconds in slowest if seconds > HURRIED_S}
+        self._spent_s, engine = 0.0, self._managers.engine
+        for id, seconds in reversed(slowest):
+            request = engine.request(id) if id in engine else None
+            is_lost = request is not None and request.grammar is not None and request.grammar.is_lost
+            if total <= MAX_STEP_S and seconds <= MAX_TOKEN_S and not is_lost:
+                continue
             total -= seconds
-            engine = self._managers.engine
-            if id in engine and engine.request(id).finish_reason is None:
+            if request is not None and request.finish_reason is None:
                 why = f"its grammar is too ambiguous: a token took {seconds:.2f} s of processor time"
                 self._managers.finish(id, FinishReason("abort", message=why))
 

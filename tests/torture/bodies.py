@@ -6,7 +6,6 @@ import json
 import random
 from collections.abc import Callable
 
-from lockstep.tests.integration.http import test_malformed as malformed
 from lockstep.tests.torture.attackers import Attacker, Scene
 
 LARGEST = 32 << 20  # bytes: the default limit of a body
@@ -122,6 +121,8 @@ class Malformed(Attacker):
 
     def __init__(self, scene: Scene, lane: int = 0) -> None:
         super().__init__(scene, lane)
+        from lockstep.tests.integration.http import test_malformed as malformed  # takes seconds
+
         draw, described = random.Random(f"{scene.seed}/{self.name}"), scene.description
         self._cases = malformed.of_generation(described, draw) + malformed.of_wrong_types(
             described, scene.address.api_key

@@ -39,20 +39,20 @@ class Faults(Attacker):
             self.wire.record.close(sent, "done")
 
     @contextmanager
-    def _excused(self) -> Iterator[None]:
-        """Excuse late answers and named errors from here on until a while after the block."""
+    def _excused(self, is_late: bool = False) -> Iterator[None]:
+        """Excuse named errors, and late answers if `is_late`, from here on until a while after the block."""
         began, verdict = time.monotonic(), self.scene.verdict
-        span = (began, began + 3600)
+        span = (began, began + 3600, is_late)
         verdict.excuses.append(span)
         try:
             yield
         finally:
-            verdict.excuse(began, time.monotonic() + SETTLES_S)
+            verdict.excuse(began, time.monotonic() + SETTLES_S, is_late)
             verdict.excuses.remove(span)
 
     def _stop(self, draw: random.Random, own: Process) -> None:
         """Stop the process for a moment, as a debugger or a frozen host does."""
-        with self._excused():
+        with self._excused(is_late=True):
             own.signal(signal.SIGSTOP)
             try:
                 self.scene.over.wait(draw.uniform(0.05, 1.0))
@@ -61,18 +61,17 @@ class Faults(Attacker):
 
     def _full_disk(self, draw: random.Random, own: Process) -> None:
         """Let every write into a file fail, while a profile begins and ends and requests are traced."""
-        with self._excused():
+        with self.scene.admin_turn, self._excused():
             try:
-                with self.scene.admin_turn:
-                    if begins_before := draw.random() < 0.5:
-                        self._profile("start")
-                    own.limit(resource.RLIMIT_FSIZE, 0)
-                    if not begins_before:
-                        self._profile("start")
-                    # Long enough that the buffered events of a trace are written.
-                    params = {"max_new_tokens": 500, "ignore_eos": True}
-                    self.wire.call("POST", "/generate", {"text": "a", "sampling_params": params})
-                    self._profile("stop")
+                if begins_before := draw.random() < 0.5:
+                    self._profile("start")
+                own.limit(resource.RLIMIT_FSIZE, 0)
+                if not begins_before:
+                    self._profile("start")
+                # Long enough that the buffered events of a trace are written.
+                params = {"max_new_tokens": 500, "ignore_eos": True}
+                self.wire.call("POST", "/generate", {"text": "a", "sampling_params": params})
+                self._profile("stop")
             finally:
                 own.limit(resource.RLIMIT_FSIZE, UNLIMITED)
 

@@ -66,7 +66,8 @@ class Process:
 class OwnServer(Process):
     """`lockstep serve` with both keys. Writes its log to `server.log` in the folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, engine: Sequence[str] = ()) -> None:
+        """Start the process. engine: further settings of its engine, `name=value`."""
         self.folder, self.model_folder = folder, folder / "model"
         _save_model(self.model_folder)
         (folder / "server.toml").write_text(SETTINGS)
@@ -78,17 +79,20 @@ class OwnServer(Process):
         clock = _build_clock(folder, environment)
         command = [sys.executable, "-m", "lockstep.integration.cli", "serve", "--model", str(self.model_folder)]
         command += ["--config", str(folder / "server.toml"), "--port", "0", "--engine", "kv_cache=512 blocks"]
-        command += ["max_num_seqs=16", f"trace={folder / 'trace.json'}"]
+        command += ["max_num_seqs=16", f"trace={folder / 'trace.json'}", *engine]
         self._process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, env=environment)
         super().__init__(self._process.pid, clock)
         self._last: deque[str] = deque(maxlen=60)
         self._announced, self._url = threading.Event(), ""
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
+
+    def wait(self) -> Address:
+        """Return the address when the server listens. Raises RuntimeError where it does not start."""
         if not self._announced.wait(START_S) or not self._url:
             self.end()
             raise RuntimeError("the server did not start:\n" + self.log_tail())
-        self.address = Address(self._url, API_KEY, ADMIN_KEY)
+        return Address(self._url, API_KEY, ADMIN_KEY)
 
     def _read_log(self) -> None:
         assert self._process.stderr is not None

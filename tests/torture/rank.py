@@ -12,6 +12,7 @@ from pathlib import Path
 from lockstep.integration.grpo.run_log import read_metrics
 from lockstep.tests.support.forked_ranks import free_port
 from lockstep.tests.support.job_launcher import jobs, start_agent
+from lockstep.tests.support.prepared_python import rank_of
 from lockstep.tests.torture.own_server import ADMIN_KEY, API_KEY
 from lockstep.tests.torture.wire import Address, Answer, Verdict, exchange, request_bytes
 
@@ -82,8 +83,7 @@ class RankJob:
     def rank_pid(self) -> int:
         """Return the process id of the first rank."""
         for pid in Path(f"/proc/{self._agent.pid}/task/{self._agent.pid}/children").read_text().split():
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if b"RANK=0" in variables:
+            if rank_of(int(pid)) == 0:
                 return int(pid)
         raise RuntimeError("the launcher has no first rank")
 

@@ -28,6 +28,7 @@ def report(
         "answers": checked,
         "longest_s": measures.longest_s,
         "memory_mib": {"start": start_mib, "most": measures.most.get("rss", 0) >> 20,
+                       "most of its helpers": measures.most.get("helpers", 0) >> 20,
                        "limit": int(GROWTH * start_mib) + (limits.allowance >> 20)},
         "descriptors": [each.get("descriptors") for each in (measures.start, measures.most, measures.end)],
         "threads": [each.get("threads") for each in (measures.start, measures.most, measures.end)],

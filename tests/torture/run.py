@@ -7,6 +7,7 @@ printed first; `--seed` repeats a storm and `--replay ATTACKER:STEP` single step
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import random
 import shutil
@@ -55,6 +56,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--training-rank", action="store_true", help="attack the server inside a rank of a training job"
     )
+    parser.add_argument(
+        "--engine", nargs="+", default=[], metavar="NAME=VALUE", help="further settings of the engine of our own server"
+    )
     parser.add_argument("--latency-s", type=float, default=2.0, help="limit of /health and /state; default 2")
     parser.add_argument(
         "--allowance-mib", type=int, help="memory beyond 1.2 x start; default: the server's named limits"
@@ -85,8 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(options: argparse.Namespace, folder: Path) -> int:
     """Attack a server of our own or the one at --url."""
-    own = None if options.url else OwnServer(folder)
+    own = None if options.url else OwnServer(folder, options.engine)
     try:
+        load_attackers(options.names)
         scene = _foreign(options, folder) if own is None else _owned(own, options, folder)
         return _attack(scene, own, options)
     finally:
@@ -94,9 +99,18 @@ def _serve(options: argparse.Namespace, folder: Path) -> int:
             own.end()
 
 
+def load_attackers(names: set[str]) -> None:
+    """Import the parts of attackers that take seconds to import: a server of our own starts meanwhile."""
+    if "malformed" in names:
+        importlib.import_module("lockstep.tests.integration.http.test_malformed")
+    if names & {"schemas", "admin_schemas"}:
+        importlib.import_module("schemathesis")
+
+
 def _owned(own: OwnServer, options: argparse.Namespace, folder: Path) -> Scene:
+    address = own.wait()
     own.cap_memory()
-    return Scene(own.address, describe(own.address), folder, options.seed, own=own, model_folder=str(own.model_folder))
+    return Scene(address, describe(address), folder, options.seed, own=own, model_folder=str(own.model_folder))
 
 
 def _foreign(options: argparse.Namespace, folder: Path) -> Scene:

@@ -25,6 +25,7 @@ from lockstep.tests.torture.watch import sample
 JOIN_S = 240.0  # after the storm, for the requests under way
 SETTLE_S = 60.0  # after it, until sequences have ended and descriptors and threads are back
 GROWTH = 1.2  # of the resident memory since the start, before the named limits are added
+NUM_GRAMMAR_SHARES = 3  # of grammar_memory_mb: two processes that compile, and all compiled grammars
 SLACK_DESCRIPTORS, SLACK_THREADS = 8, 8
 
 
@@ -43,7 +44,7 @@ class Measures:
     start: dict[str, int] = field(default_factory=dict)
     most: dict[str, int] = field(default_factory=dict)
     end: dict[str, int] = field(default_factory=dict)
-    longest_s: dict[str, float] = field(default_factory=dict)  # of each watched path
+    longest_s: dict[str, float] = field(default_factory=dict)  # of each watched path, outside of injected faults
 
 
 def named_limits(scene: Scene) -> dict[str, int]:
@@ -56,8 +57,21 @@ def named_limits(scene: Scene) -> dict[str, int]:
             value = said.get(one.name, one.default)
             unit = 1 if one.name.endswith("_bytes") else 1 << 20 if one.name.endswith("_mb") else 0
             if unit and "admin" not in one.name and isinstance(value, int):
-                found[one.name] = value * unit
+                found[one.name] = value * unit * (NUM_GRAMMAR_SHARES if one.name == "grammar_memory_mb" else 1)
     return found
+
+
+class Rises:
+    """The rises of a figure above its limit, each told once, however slowly it rises."""
+
+    def __init__(self) -> None:
+        self._told = 0.0
+
+    def is_new(self, figure: float, limit: float) -> bool:
+        """Return whether the figure is above the limit, and by a twentieth above the last one that was told."""
+        if is_new := figure > max(limit, 1.05 * self._told):
+            self._told = figure
+        return is_new
 
 
 class WatchProcess:
@@ -73,7 +87,7 @@ class WatchProcess:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
-        self._memory = limits.allowance
+        self._memory, self._rises = limits.allowance, Rises()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -82,22 +96,31 @@ class WatchProcess:
         for text in self._process.stdout:
             line = json.loads(text)
             kind = line.pop("event")
-            if kind == "end":
-                self.measures.longest_s = {path: round(s, 3) for path, s in line["longest_s"].items()}
-            elif kind == "sample":
+            if kind == "sample":
                 self._on_sample(line)
-            elif not self.scene.is_over() and not self.scene.verdict.is_excused(line["began"], line["ended"]):
+            elif not self.scene.is_over() and not self._is_excused(kind, line["began"], line["ended"]):
+                if kind == "answered":
+                    self._on_answer(**line)
+                    continue
                 self.scene.verdict.add(kind, json.dumps(line), self.scene.record.between(line["began"], line["ended"]))
+
+    def _is_excused(self, kind: str, began: float, ended: float) -> bool:
+        is_late = kind in ("late", "stalled", "answered")
+        return self.scene.verdict.is_excused(began, ended, is_late)
+
+    def _on_answer(self, path: str, began: float, ended: float, seconds: float) -> None:
+        longest = self.measures.longest_s
+        longest[path] = max(longest.get(path, 0.0), seconds)
+        longest["by the clock"] = max(longest.get("by the clock", 0.0), round(ended - began, 3))
 
     def _on_sample(self, line: dict[str, Any]) -> None:
         measures, now = self.measures, line.pop("at")
         if not measures.start:
             measures.start = dict(line)
-        was = measures.most.get("rss", 0)
         measures.most = {key: max(value, measures.most.get(key, 0)) for key, value in line.items()}
         measures.end = line
         limit = GROWTH * measures.start["rss"] + self._memory
-        if line["rss"] > max(limit, 1.05 * was):  # each rise is told once
+        if self._rises.is_new(line["rss"], limit):
             what = f"{line['rss'] >> 20} MiB are more than {GROWTH} x {measures.start['rss'] >> 20} MiB and the named "
             self.scene.verdict.add("memory", f"{what}{self._memory >> 20} MiB", self.scene.record.between(now - 2, now))
 

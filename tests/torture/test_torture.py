@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -14,11 +15,13 @@ from typing import Any
 
 import pytest
 
+from lockstep.tests.torture import grammars, processor
 from lockstep.tests.torture.attackers import Scene
 from lockstep.tests.torture.bodies import Bodies
 from lockstep.tests.torture.patterns import KILLERS, random_schema, valid
 from lockstep.tests.torture.run import main
-from lockstep.tests.torture.wire import Address, Answer
+from lockstep.tests.torture.storm import Rises
+from lockstep.tests.torture.wire import Address, Answer, Verdict
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -138,13 +141,59 @@ def test_every_hostile_and_every_random_constraint_can_be_sent():
     assert json.dumps(random_schema(random.Random(3))) == json.dumps(random_schema(random.Random(3)))
 
 
+@pytest.mark.parametrize(
+    ("waited_s", "own_s", "busy_s", "taken"),
+    [
+        ({1: 0.0, 2: 0.0}, 3.0, 3.0, 0.0),  # a thread of the server's computed for three seconds
+        ({1: 5.0, 2: 1.0}, 6.0, 6.0, 0.0),  # its own threads waited for each other
+        ({1: 0.2, 2: 0.1, 3: 0.0}, 1.0, 9.0, 0.3),  # others were busy, and kept it for a moment
+        ({1: 9.0}, 2.0, 2.0 + processor.NUM_CORES * 1.5, 1.5),  # not for longer than their share of the machine
+    ],
+)
+def test_the_time_that_others_took_is_none_of_the_servers_own(waited_s, own_s, busy_s, taken):
+    before = processor.Reading(0.0, {1: 10.0, 2: 20.0, 9: 1.0}, 100.0, 1000.0)
+    waited_s = {thread: before.waited_s.get(thread, 0.0) + seconds for thread, seconds in waited_s.items()}
+    after = processor.Reading(3.0, waited_s, 100.0 + own_s, 1000.0 + busy_s)
+    assert processor.taken_s(before, after) == pytest.approx(taken)
+
+
+def test_a_fault_explains_errors_and_only_a_stop_explains_late_answers():
+    verdict = Verdict()
+    verdict.excuse(1.0, 2.0, False)
+    verdict.excuse(5.0, 6.0, True)
+    assert verdict.is_excused(1.5, 3.0) and not verdict.is_excused(1.5, 3.0, True) and not verdict.is_excused(3.0, 4.0)
+    assert verdict.is_excused(4.0, 5.5) and verdict.is_excused(4.0, 5.5, True)
+
+
+def test_memory_that_rises_slowly_is_told_too():
+    rises = Rises()
+    assert [figure for figure in range(80, 121, 2) if rises.is_new(figure, 100)] == [102, 108, 114, 120]
+
+
+def test_the_counters_of_a_process_can_be_read():
+    mine = processor.read(os.getpid())
+    assert threading.get_native_id() in mine.waited_s and mine.own_s > 0 and mine.busy_s > 0
+
+
+@pytest.mark.exhaustive
+def test_our_own_job_holds_with_the_digests_of_an_undisturbed_one(tmp_path):
+    command = [sys.executable, "-m", "lockstep.tests.torture.run", "--training-rank", "--minutes", "0.5",
+               "--seed", "15", "--record", str(tmp_path / "last.jsonl")]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-4000:]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(4))
+def test_grammars_by_the_thousand_are_followed_or_refused_with_a_reason(seed, capsys):
+    assert grammars.main(["--cases", "1000", "--seed", str(seed)]) == 0, capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_our_own_server_holds_for_a_minute(tmp_path):
-    # One seed, so that a run of the suite says the same as the one before; `make torture` draws its own. Other tests
-    # share the cores, so the limit of latency is a wider one. Long bodies and faults of the machine, beside which
-    # /health can still be late by seconds, are left to `make torture`.
-    command = [sys.executable, "-m", "lockstep.tests.torture.run", "--minutes", "1", "--seed", "15", "--latency-s", "4",
-               "--attackers", "schemas,admin_schemas,patterns,malformed,connections,leavers,verbs",
-               "--record", str(tmp_path / "last.jsonl")]  # fmt: skip
+    # One seed, so that a run of the suite says the same as the one before; `make torture` draws its own. Grammars have
+    # a shorter time here, because the requests of the last moments are waited for.
+    command = [sys.executable, "-m", "lockstep.tests.torture.run", "--minutes", "1", "--seed", "15",
+               "--engine", "grammar_timeout_s=3", "--record", str(tmp_path / "last.jsonl")]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-4000:]

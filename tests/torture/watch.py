@@ -1,9 +1,12 @@
 """A watch over a server, in a process of its own: latency of its reports, progress of its loop, memory, descriptors.
 
-Prints one JSON object a line: excesses and bad answers as they come, a sample of the process each quarter of a second,
-and ends with its standard input. Imports nothing beyond the standard library and the requests, so that it starts at
-once and its own thread is never late for long. `late_s` is the largest lateness of a thread that only sleeps, which
-shows how busy the machine itself is; it is taken off before a limit is applied.
+Prints one JSON object a line: answers that took a while, excesses and bad answers as they come, a sample of the process
+each quarter of a second. Ends with its standard input. Imports nothing beyond the standard library and the requests, so
+that it starts at once and its own thread is never late for long.
+
+A machine that others use makes every answer late, and so do the attackers themselves. Two spans are therefore taken off
+before a limit is applied: `late_s`, the largest lateness of a thread of the watch that only sleeps, and `taken_s`, for
+which other processes kept the server's threads from a processor (`processor.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from lockstep.tests.torture.processor import Reading, descendants, read, taken_s
 from lockstep.tests.torture.wire import Address, Answer, exchange, request_bytes
 
 PERIOD_S = 0.1  # between two probes of a path
@@ -25,6 +29,8 @@ SAMPLE_S = 0.25
 TICK_S = 0.02
 AGAIN_S = 5.0  # between two reports of a server that stays without health
 PATIENCE_S = 60.0
+TOLD_S = 0.05  # shorter answers are not told
+QUICK_S = 0.5  # no look at what others took of a shorter answer
 
 
 class Metronome:
@@ -55,8 +61,7 @@ class Watch:
         self.address, self.limit_s, self.pid = address, limit_s, pid
         self.over = threading.Event()
         self._metronome, self._lock = Metronome(self.over), threading.Lock()
-        self._longest: dict[str, float] = {}
-        self._progress: tuple[object, float] = (None, time.monotonic())
+        self._progress: tuple[object, float, Reading | None] = (None, time.monotonic(), None)
 
     def run(self, paths: list[str]) -> None:
         """Watch until standard input ends."""
@@ -68,7 +73,6 @@ class Watch:
         self.over.set()
         for thread in threads:
             thread.join(PATIENCE_S + 5)
-        self._print({"event": "end", "longest_s": self._longest})
 
     def _print(self, line: dict[str, Any]) -> None:
         with self._lock:
@@ -77,17 +81,21 @@ class Watch:
     def _probe(self, path: str) -> None:
         data, told = request_bytes("GET", path, key=self.address.api_key), -AGAIN_S
         while not self.over.wait(PERIOD_S):
-            began = time.monotonic()
+            before, began = self._read(), time.monotonic()
             try:
                 answer = exchange(self.address, data, PATIENCE_S)
             except OSError as error:
                 answer = Answer(0, repr(error).encode())
             ended = time.monotonic()
             late_s = self._metronome.late_s(began)
-            seconds = max(0.0, ended - began - late_s)
-            self._longest[path] = max(self._longest.get(path, 0.0), seconds)
+            is_quick = ended - began < min(self.limit_s, QUICK_S)
+            taken_s = 0.0 if is_quick else self._taken_s(before)
+            seconds = max(0.0, ended - began - late_s - taken_s)
+            if seconds > TOLD_S:
+                self._print({"event": "answered", "path": path, "began": began, "ended": ended,
+                             "seconds": round(seconds, 3)})  # fmt: skip
             line = {"path": path, "began": began, "ended": ended, "seconds": round(seconds, 3),
-                    "late_s": round(late_s, 3), "status": answer.status}  # fmt: skip
+                    "late_s": round(late_s, 3), "taken_s": round(taken_s, 3), "status": answer.status}  # fmt: skip
             if answer.status != 200:
                 if ended >= told + AGAIN_S:
                     told = ended
@@ -95,21 +103,34 @@ class Watch:
             elif seconds > self.limit_s:
                 self._print({"event": "late", **line})
             elif path == "/state":
-                self._look_at(answer, ended)
+                self._look_at(answer, ended, before)
 
-    def _look_at(self, answer: Answer, now: float) -> None:
+    def _read(self) -> Reading | None:
+        """Read the server's counters; None where its process is unknown or has ended, which others report."""
+        try:
+            return read(self.pid) if self.pid is not None else None
+        except OSError:
+            return None
+
+    def _taken_s(self, before: Reading | None) -> float:
+        after = self._read()
+        return taken_s(before, after) if before is not None and after is not None else 0.0
+
+    def _look_at(self, answer: Answer, now: float, before: Reading | None) -> None:
         """Report a loop that has sequences to run and runs no step."""
         state: Any = answer.json()
         if not isinstance(state, dict) or "num_forwards" not in state:
             return
         may_wait = state["paused"] or state["refusal"] or not state["num_running"] or not state["holds_weights"]
         may_wait = may_wait or (state.get("weight_update") or {}).get("state") not in (None, "none", "closed", "idle")
-        forwards, since = self._progress
+        forwards, since, at_last = self._progress
         if may_wait or forwards != state["num_forwards"]:
-            self._progress = (state["num_forwards"], now)
-        elif now - since - self._metronome.late_s(since) > self.limit_s:
+            self._progress = (state["num_forwards"], now, before)
+            return
+        seconds = now - since - self._metronome.late_s(since)
+        if seconds > self.limit_s and seconds - self._taken_s(at_last) > self.limit_s:
             self._print({"event": "stalled", "began": since, "ended": now, "num_running": state["num_running"]})
-            self._progress = (forwards, now)
+            self._progress = (forwards, now, before)
 
     def _sample(self) -> None:
         assert self.pid is not None
@@ -124,7 +145,7 @@ class Watch:
 def sample(pid: int) -> dict[str, int]:
     """Read resident bytes (of helper processes their own pages), descriptors and threads. Raises OSError."""
     status = _status(pid)
-    helpers = sum(_kib(_status(child).get("RssAnon", "0")) for child in _descendants(pid))
+    helpers = sum(_kib(_status(child).get("RssAnon", "0")) for child in descendants(pid))
     return {"rss": (_kib(status["VmRSS"]) + helpers) << 10, "helpers": helpers << 10,
             "descriptors": len(os.listdir(f"/proc/{pid}/fd")), "threads": int(status["Threads"])}  # fmt: skip
 
@@ -139,19 +160,6 @@ def _status(pid: int) -> dict[str, str]:
 
 def _kib(text: str) -> int:
     return int(text.split()[0])
-
-
-def _descendants(pid: int) -> list[int]:
-    found, todo = [], [pid]
-    while todo:
-        for task in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
-            try:
-                children = [int(child) for child in task.read_text().split()]
-            except OSError:
-                continue
-            found += children
-            todo += children
-    return found
 
 
 def main() -> None:

@@ -112,7 +112,8 @@ class Verdict:
     began: float = field(default_factory=time.monotonic)
     counts: Counter[str] = field(default_factory=Counter)
     listed: list[Violation] = field(default_factory=list)
-    excuses: list[tuple[float, float]] = field(default_factory=list)  # times in which a fault explains errors
+    # Times in which a fault explains errors, and whether it explains late answers, too.
+    excuses: list[tuple[float, float, bool]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, kind: str, what: str, under_way: Iterable[str] = ()) -> None:
@@ -122,14 +123,16 @@ class Verdict:
             if self.counts[kind] <= _MAX_LISTED:
                 self.listed.append(found)
 
-    def excuse(self, began: float, ended: float) -> None:
-        """Note a time in which an injected fault explains a late answer or a named server error."""
+    def excuse(self, began: float, ended: float, is_late: bool) -> None:
+        """Note a time in which an injected fault explains a named server error and, if `is_late`, a late answer."""
         with self._lock:
-            self.excuses.append((began, ended))
+            self.excuses.append((began, ended, is_late))
 
-    def is_excused(self, began: float, ended: float) -> bool:
+    def is_excused(self, began: float, ended: float, is_late: bool = False) -> bool:
         with self._lock:
-            return any(start <= ended and end >= began for start, end in self.excuses)
+            return any(
+                start <= ended and end >= began and (explains or not is_late) for start, end, explains in self.excuses
+            )
 
 
 def request_bytes(

@@ -59,7 +59,7 @@ class HttpConfig:
     idle_timeout_s: float = 5.0  # a connection without a request is closed after it
     write_timeout_s: float = 600.0  # a client that reads nothing of its answer is cut off after it
     stall_timeout_s: float = 600.0  # a step that takes longer makes the health check fail
-    drain_timeout_s: float = 20.0  # seconds that `lockstep serve` finishes open requests in, after a signal
+    drain_timeout_s: float = 20.0  # seconds in which open requests and an update may finish when the server ends
     shutdown_timeout_s: float = 5.0  # seconds that calls may still run when the server ends, after draining
 
     def __post_init__(self) -> None:

@@ -1,4 +1,5 @@
-"""Requests that wait for a worker: while workers start or are restarted, and while an update holds all of them back."""
+"""Requests that wait for a worker: while workers start or are restarted, while an update holds all of them back, and
+while all are full."""
 
 from __future__ import annotations
 
@@ -27,15 +28,16 @@ class HeldRequests:
         self._registry = registry
         self._max_held = max_held
         self._turns: OrderedDict[asyncio.Event, None] = OrderedDict()  # the first one's is set when it may look
-        self._is_closed = False
+        self._num_apart = 0  # requests that wait for a time, and not for their turn
+        self._closed = asyncio.Event()
         registry.on_change.append(self._wake_first)
 
     def __len__(self) -> int:
-        return len(self._turns)
+        return len(self._turns) + self._num_apart
 
     def close(self) -> None:
         """Answer 503 to every waiting request, and to every one that would have to wait, because the router drains."""
-        self._is_closed = True
+        self._closed.set()
         self._wake_first()
 
     async def worker(self, find: Callable[[], Worker | None], deadline: float) -> Worker:
@@ -44,9 +46,7 @@ class HeldRequests:
         and where only an operator can bring a worker back."""
         if not self._turns and (worker := find()) is not None:
             return worker
-        if len(self._turns) >= self._max_held:
-            message = f"{len(self._turns)} requests wait for a worker already: {why_none(self._registry)}"
-            raise HttpError(503, message, code="queue_full", headers=_RETRY)
+        self._check_room(why_none(self._registry))
         turn = asyncio.Event()
         self._turns[turn] = None
         self._wake_first()
@@ -57,7 +57,7 @@ class HeldRequests:
                     turn.clear()
                     if (worker := find()) is not None:
                         return worker
-                    if self._is_closed:
+                    if self._closed.is_set():
                         raise draining()
                     if needs_operator(self._registry):
                         raise self._no_worker()
@@ -66,6 +66,25 @@ class HeldRequests:
         finally:
             del self._turns[turn]
             self._wake_first()
+
+    async def pause(self, until: float, why: str) -> None:
+        """Wait until that time (time.monotonic), because all workers refuse this request till then; others do not wait
+        for it. Raises HttpError 503 where too many wait, and when the router drains."""
+        self._check_room(why)
+        self._num_apart += 1
+        try:
+            async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                await self._closed.wait()
+        except TimeoutError:
+            return
+        finally:
+            self._num_apart -= 1
+        raise draining()
+
+    def _check_room(self, why: str) -> None:
+        if len(self) >= self._max_held:
+            message = f"{len(self)} requests wait for a worker already: {why}"
+            raise HttpError(503, message, code="queue_full", headers=_RETRY)
 
     def _no_worker(self) -> HttpError:
         message = f"no worker takes requests: {why_none(self._registry)}"

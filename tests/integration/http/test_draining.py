@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -18,9 +19,11 @@ import pytest
 from lockstep.integration.http.generation.subscriptions import stop_taking
 from lockstep.tests.support.callers import PATIENCE, soon, submit, wait_until
 from lockstep.tests.support.forked_ranks import free_port
+from lockstep.tests.torture.processor import descendants
 
 ASK = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3, "temperature": 0, "ignore_eos": True}}
 LONG = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 200, "temperature": 0, "ignore_eos": True}}
+BOTH_SIGNALS = [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)]  # they share their code
 # A server whose engine is held between two steps for good.
 HELD = """
 import sys, threading
@@ -68,15 +71,69 @@ def test_a_server_that_has_answered_nothing_yet_drains_too(client, server):
     assert_draining(client.post("/generate", json=ASK))
 
 
+# -- servers in a process ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def held(service) -> Iterator[None]:
+    """Keep the engine's loop between two steps inside the block."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        entered.set()
+        leave.wait(PATIENCE)
+
+    holding = submit(service.engine.between_steps, "hold", wait)
+    assert entered.wait(PATIENCE)
+    try:
+        yield
+    finally:
+        leave.set()
+        soon(holding)
+
+
+def test_a_server_in_a_process_finishes_open_requests_before_it_closes(client, server, service, until):
+    with held(service):
+        opened = submit(client.post, "/generate", json=ASK)
+        until(lambda: getattr(server.app.state, "hub", None) and server.app.state.hub.open)
+        closing = submit(server.close)
+        until(lambda: client.get("/ready").status_code == 503)
+        assert_draining(client.post("/generate", json=ASK))
+    answer = soon(opened)
+    assert answer.status_code == 200 and answer.json()["meta_info"]["finish_reason"]["type"] == "length"
+    soon(closing)
+
+
+def test_a_server_in_a_process_does_not_wait_for_a_paused_engine(client, server, service, until):
+    service.engine.pause_generation("in_place")
+    opened = submit(client.post, "/generate", json=ASK)
+    until(lambda: service.engine.state()["num_waiting"] == 1)
+    server.close()
+    assert soon(opened).json()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_a_server_in_a_process_closes_after_an_update(client, server, service, tmp_path, until):
+    update = {"model_path": str(tmp_path / "model"), "weight_version": "newer"}
+    with held(service):
+        updating = submit(client.post, "/update_weights_from_disk", json=update)
+        until(lambda: server.app.state.updates.age_s is not None)
+        closing = submit(server.close)
+        until(lambda: client.get("/ready").status_code == 503)
+    assert soon(updating).status_code == 200 and service.engine.weight_version == "newer"
+    soon(closing)
+
+
 # -- processes ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
+    from lockstep.tests.support.bpe_tokenizer import train_tokenizer
     from lockstep.tests.support.random_models import random_model
 
     path = tmp_path_factory.mktemp("model")
-    random_model("qwen2").save_pretrained(path)
+    random_model("qwen2", vocab_size=1024).save_pretrained(path)
+    train_tokenizer().save_pretrained(path)
     return path
 
 
@@ -154,6 +211,54 @@ def test_a_signal_during_an_update_that_never_ends_is_obeyed_in_time(folder):
         server.send_signal(signal.SIGTERM)
         assert server.wait(PATIENCE) in (0, 1)
         assert soon(joining).status_code == 503
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", BOTH_SIGNALS)
+def test_a_signal_lets_an_update_in_parts_come_to_its_end(folder, number):
+    with serving(folder, drain_timeout_s=60) as (server, url), httpx.Client(base_url=url, timeout=PATIENCE) as client:
+        client.post("/begin_weight_update", json={}).raise_for_status()
+        client.post("/update_weights_from_disk", json={"model_path": str(folder)}).raise_for_status()
+        server.send_signal(number)
+        wait_until(lambda: client.get("/ready").text.find("draining") > 0)
+        ended = client.post("/end_weight_update", json={"weight_version": "newer"})
+        assert ended.status_code == 200, ended.text
+        assert server.wait(PATIENCE) == 0
+
+
+@pytest.mark.slow
+def test_a_signal_does_not_wait_for_an_update_whose_sender_has_gone(folder):
+    with serving(folder, drain_timeout_s=0.5) as (server, url):
+        httpx.post(f"{url}/begin_weight_update", json={}, timeout=PATIENCE).raise_for_status()
+        opened = submit(httpx.post, f"{url}/generate", json=ASK, timeout=PATIENCE)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(PATIENCE) == 0
+        assert soon(opened).status_code in (200, 503)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", BOTH_SIGNALS)
+def test_a_signal_while_a_grammar_compiles_is_obeyed_in_time(folder, number):
+    rules = [f's{i} ::= "a" s{i} | "a" s{i} "a" | "a"' for i in range(1500)]  # many seconds of processor time
+    long = "\n".join(["root ::= " + " | ".join(f"s{i}" for i in range(1500)), *rules])
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 3, "ebnf": long}}
+    with serving(folder, drain_timeout_s=0.5, shutdown_timeout_s=0.5) as (server, url):
+        opened = submit(httpx.post, f"{url}/generate", json=body, timeout=PATIENCE)
+        wait_until(lambda: (helpers := descendants(server.pid)) and any(map(_is_compiling, helpers)))
+        watched = [os.pidfd_open(helper) for helper in descendants(server.pid)]
+        server.send_signal(number)
+        assert server.wait(PATIENCE) == 0
+        answer = soon(opened)
+        assert answer.status_code == 503, answer.text
+        for process in watched:
+            assert select.select([process], [], [], PATIENCE)[0], "the process that compiles ends as well"
+            os.close(process)
+
+
+def _is_compiling(pid: int) -> bool:
+    """Whether this process has read all of its imports and computes: more than a second of processor time."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return int(fields[11]) > 1.0 * os.sysconf("SC_CLK_TCK")
 
 
 @pytest.mark.slow

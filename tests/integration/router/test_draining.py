@@ -30,6 +30,7 @@ from lockstep.tests.support.forked_ranks import free_port
 
 pytestmark = pytest.mark.slow  # many small calls over real sockets
 
+FULL = {"success": False, "code": 503, "error": {"message": "9 wait (max_waiting_requests)", "code": "overloaded"}}
 REFUSAL = {"success": False, "code": 503, "error": {"message": "the server is draining", "code": "draining"}}
 
 
@@ -99,6 +100,50 @@ def test_a_request_that_a_draining_worker_refused_moves_and_that_is_no_attempt(m
     assert [fleet.report(worker)["status"] for worker in draining] == ["draining"] * 3
     now = counted(fleet)
     assert sum(now["requests_total", "draining", worker.url] for worker in draining) == 3
+
+
+# -- workers that are full --------------------------------------------------------------------------------------------
+
+
+def full_for(worker: FakeWorker, num_times: int) -> None:
+    """Let a worker refuse so many requests before it answers."""
+    usual, left = worker.generate, iter(range(num_times))
+
+    def generate(handler: Handler, body: dict) -> None:
+        usual(handler, body) if next(left, None) is None else handler.reply(503, FULL)
+
+    worker.generate = generate
+
+
+def test_a_request_that_a_full_worker_refused_moves_and_that_is_no_attempt(make_fleet):
+    fleet = make_fleet(3, max_attempts=1)
+    *full, other = fleet.workers
+    for worker in full:
+        full_for(worker, 100)
+    assert [fleet.post("/generate", {"text": f"{i}"}).json()["text"] for i in range(6)] == [other.url] * 6
+    assert {fleet.report(worker)["status"] for worker in full} == {"alive"}
+    assert sum(counted(fleet)["requests_total", "full", worker.url] for worker in full) > 0
+
+
+def test_a_request_is_held_while_all_workers_are_full(make_fleet):
+    fleet = make_fleet(2, max_attempts=1)
+    for worker in fleet.workers:
+        full_for(worker, 1)
+    assert fleet.post("/v1/completions", {"prompt": "a"}).status_code == 200
+    assert sorted(len(worker.asked("/v1/completions")) for worker in fleet.workers) == [1, 2]
+
+
+def test_the_refusal_of_full_workers_is_passed_on_where_they_stay_full(make_fleet):
+    fleet = make_fleet(2, queue_timeout_s=0.5)
+    for worker in fleet.workers:
+        full_for(worker, 100)
+    answer = fleet.post("/generate", {"text": "a"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json()["error"]["code"] == "overloaded" and "(max_waiting_requests)" in answer.json()["message"]
+    assert [len(worker.asked("/generate")) for worker in fleet.workers] == [1, 1]
+
+
+# -- restarts ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_worker_that_is_restarted_alone_answers_the_requests_that_came_meanwhile(make_fleet):

@@ -15,7 +15,7 @@ from lockstep.integration.router.fleet.balance import num_sequences, prompt_keys
 from lockstep.integration.router.fleet.held import HeldRequests
 from lockstep.integration.router.fleet.peek import LONG_BYTES, peek
 from lockstep.integration.router.fleet.workers import Health, Hold, Worker, WorkerRegistry
-from lockstep.integration.router.relay import Drains, refusal
+from lockstep.integration.router.relay import Drains, Full, refusal
 
 WAIT_S = 20.0
 
@@ -147,6 +147,29 @@ def test_a_journal_or_a_group_needs_an_operator_and_a_version_or_an_update_does_
     asyncio.run(run())
 
 
+def test_a_request_that_all_workers_refuse_keeps_no_other_one_waiting():
+    async def run() -> None:
+        queue = Queue(max_held=2)
+        await queue.held.pause(time.monotonic(), "full")  # until now
+        apart = asyncio.create_task(queue.held.pause(soon(), "full"))
+        await turns()
+        assert len(queue.held) == 1
+        queue.is_open = True
+        assert await queue.request(0) is queue.worker
+        queue.is_open = False
+        waiting = queue.request(1)
+        await turns()
+        with pytest.raises(HttpError, match="2 requests wait"):
+            await queue.held.pause(soon(), "full")
+        queue.held.close()
+        for one in (apart, waiting):
+            with pytest.raises(HttpError, match="router is draining"):
+                await one
+        assert not len(queue.held)
+
+    asyncio.run(run())
+
+
 # -- states of a worker ----------------------------------------------------------------------------------------------
 
 
@@ -193,6 +216,14 @@ def test_a_refusal_is_known_by_its_code_in_both_shapes_of_an_error():
         b'{"error": {"code": "overloaded"}}',
     ):
         assert not isinstance(refusal(body), Drains)
+
+
+def test_a_full_worker_says_when_to_ask_again_within_bounds():
+    for said, seconds in (("", 1), ("0", 1), ("7", 7), ("9" * 400, 3600), ("Wed, 21 Oct 2026 07:28:00 GMT", 1)):
+        error = refusal(b'{"error": {"code": "overloaded"}}', said)
+        assert isinstance(error, Full) and error.retry_after_s == seconds
+    for body in (b"", b'{"error": {"code": "EngineStopped"}}'):
+        assert not isinstance(refusal(body), Full)
 
 
 # -- bodies ----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -110,6 +111,61 @@ def test_a_grammar_that_meets_a_limit_is_refused_and_the_next_one_is_compiled(gr
         grammars.compiled([SamplingParams(**params)])
     assert grammars.cache.num_compiled == num_compiled
     assert grammars.compiled([SamplingParams(regex="after" + why.replace("|", ""))])[0] is not None
+
+
+@pytest.fixture(scope="module")
+def long_tokens():
+    """Make a compiler whose vocabulary has all bytes, and long tokens."""
+    pieces = [b"", *(bytes([byte]) for byte in range(256)), b"a" * 64, b"ab" * 8, b"([{", "日本".encode()]
+    return GrammarCompiler(load_library(), SimpleNamespace(pieces=pieces), [0])
+
+
+def test_a_token_that_an_ambiguous_grammar_takes_too_long_for_is_not_waited_for(long_tokens):
+    """The rehearsal does not get behind the first part, and the whole token would take seconds."""
+    rules = "\n".join(f's{i} ::= s{i} s{i} | "a"' for i in range(40))
+    text = f'root ::= [b-h]{{300}} "x" ({" | ".join(f"s{i}" for i in range(40))})\n{rules}'
+    matcher = long_tokens.compile(Constraint("ebnf", text)).matcher()
+    for byte in b"bcd" * 100 + b"x":
+        assert matcher.accept(byte + 1)
+    matcher.limit_s = 0.01
+    began = time.thread_time()
+    assert matcher.accept(257) and matcher.is_lost
+    assert time.thread_time() - began < 0.5  # the processor's time, a fifth of the whole token's
+    assert matcher.mask().any() and matcher.forced() == b"" and not matcher.is_complete and not matcher.has_stopped
+    assert matcher.accept(1 + ord("z"))
+    matcher.roll_back(3)
+
+
+def test_forced_text_that_takes_too_long_is_not_waited_for(long_tokens):
+    matcher = long_tokens.compile(Constraint("ebnf", f'root ::= "(" root ")" | "{"x" * 100}"')).matcher()
+    assert matcher.accept(1 + ord("x")) and matcher.forced() == b"x" * 99
+    matcher.limit_s = 0.0
+    assert matcher.forced() == b"" and matcher.is_lost
+
+
+@pytest.mark.parametrize(
+    "text", ['root ::= "(" root ")" | "[{" root "}]" | [a-b]+ root "." | "日" [本]', "root ::= [a-z]*"]
+)
+def test_tokens_are_accepted_and_taken_back_byte_by_byte_as_in_one(long_tokens, text):
+    grammar = long_tokens.compile(Constraint("ebnf", text))
+    assert grammar.nests == ("(" in text)
+    by_bytes, whole, choice = grammar.matcher(), grammar.matcher(), random.Random(4)
+    whole._nests = False
+    tokens = [258, 1 + ord("("), 259, 1 + ord("["), 1 + ord("{"), 260, 257, 1 + ord(")"), 1 + ord(".")]
+    num_taken = most = 0
+    for _ in range(300):
+        token = choice.choice(tokens)
+        taken = by_bytes.accept(token)
+        assert taken == whole.accept(token)
+        num_taken += taken
+        most = max(most, num_taken)
+        if num_taken and choice.random() < 0.2:
+            count = choice.randint(1, min(num_taken, 4))
+            by_bytes.roll_back(count)
+            whole.roll_back(count)
+            num_taken -= count
+        assert (by_bytes.mask() == whole.mask()).all() and by_bytes.forced() == whole.forced()
+    assert most > 3
 
 
 def test_schemas_with_many_constants_and_open_classes_are_checked_in_linear_time(grammars):
