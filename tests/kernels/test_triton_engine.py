@@ -24,9 +24,9 @@ from lockstep.kernels.linear import triton_kernels as linear
 from lockstep.kernels.sampling import triton_draws, triton_logprobs
 from lockstep.tests.rollout import test_invariance_table as table
 from lockstep.tests.support.random_models import random_model
-from lockstep.tests.support.triton_interpreter import remember_builtins
+from lockstep.tests.support.triton_interpreter import make_interpreter_fast
 
-remember_builtins()
+make_interpreter_fast()
 calls = collections.Counter()
 
 def count(module, name):

@@ -204,16 +204,19 @@ def pause_and_continue(mode: str, reports: list[PauseReport]) -> Callable[[ByHan
 
 
 # Any two values of two settings meet in one of these, each pausing in one mode before a step and in the next one before
-# the next; the rest of the product, and a few rows of stages, are slow and pause in all modes before each step.
+# the next. One row of each way is slow and pauses in all modes before each step; the rest of the product is exhaustive.
 QUICK = [
     (16, 7, "plain", 0.0), (16, 16, "plain", 1.0), (16, 128, "overlap", 0.0),
     (64, 7, "overlap", 1.0), (64, 16, "overlap", 0.0), (64, 128, "plain", 1.0), (16, 7, "ahead", 1.0),
 ]  # fmt: skip
+SLOW = [(16, 7, "plain", 1.0), (64, 16, "overlap", 1.0)]
 TABLE = [
     pytest.param(
         *row,
         id="block{}-chunk{}-{}-t{:.0f}".format(*row),
-        marks=[] if row in QUICK else [pytest.mark.slow],
+        marks=[]
+        if row in QUICK
+        else [pytest.mark.slow if row in SLOW or row[2] not in ("plain", "overlap") else pytest.mark.exhaustive],
     )
     for row in (
         *itertools.product((16, 64), (7, 16, 128), ("plain", "overlap"), (0.0, 1.0)),
@@ -286,10 +289,12 @@ def test_pausing_around_a_stop_token_changes_no_bit(make_engine, way):
 
 
 BETWEEN = ("nothing", "continue", "continue and step", "twice continue")
-# Each of them once, on one way or the other; the rest are slow.
+# Each of them once, on one way or the other; on stages they are slow, the rest are exhaustive.
 QUICK_BETWEEN = set(zip(BETWEEN, ("overlap", "plain", "overlap", "plain"), strict=True))
 BETWEEN_AND_WAY = [
-    pytest.param(*row, marks=[] if row in QUICK_BETWEEN else [pytest.mark.slow])
+    pytest.param(
+        *row, marks=[] if row in QUICK_BETWEEN else [pytest.mark.slow if "stages" in row[1] else pytest.mark.exhaustive]
+    )
     for row in itertools.product(BETWEEN, ("plain", "overlap", "2 stages"))
 ]
 

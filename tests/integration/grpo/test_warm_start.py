@@ -3,8 +3,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.integration.grpo.arithmetic import (
@@ -21,7 +19,6 @@ from lockstep.integration.grpo.warm_start import (
     warm_start,
     warm_start_key,
 )
-from lockstep.tests.support.forked_ranks import free_port
 
 TINY = WarmStartSpec(
     model=ModelSpec(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1),
@@ -136,21 +133,14 @@ def test_the_loss_is_the_token_mean_over_completions_and_end_tokens():
     assert losses == [pytest.approx(total / num_tokens, rel=1e-5)]
 
 
-def _rank(rank, port, cache, queue):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    losses = []
-    folder = warm_start(TINY, cache, on_progress=lambda progress: losses.append(progress.loss))
-    queue.put((str(folder), losses))
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow
-def test_two_ranks_train_what_one_process_trains(tmp_path):
-    port = free_port()
-    queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_rank, args=(port, tmp_path / "two", queue), nprocs=2)
-    results = [queue.get() for _ in range(2)]
+def test_two_ranks_train_what_one_process_trains(tmp_path, run_world):
+    def rank(rank):
+        losses = []
+        folder = warm_start(TINY, tmp_path / "two", on_progress=lambda progress: losses.append(progress.loss))
+        return str(folder), losses
+
+    results = run_world(2, rank)
     assert results[0] == results[1]
     losses = []
     alone = warm_start(TINY, tmp_path / "one", on_progress=lambda progress: losses.append(progress.loss))

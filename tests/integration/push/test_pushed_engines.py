@@ -126,7 +126,9 @@ os._exit(0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "trainer", ["ddp", "fsdp2", pytest.param("zero1", marks=pytest.mark.exhaustive), "zero2", "zero3"]
+)
 def test_engines_in_and_beside_the_ranks_follow_every_optimizer_step(tmp_path: Path, trainer: str) -> None:
     if trainer.startswith("zero"):
         pytest.importorskip("deepspeed")

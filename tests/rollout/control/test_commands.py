@@ -390,24 +390,24 @@ def test_caller_that_drives_a_paused_engine_uses_no_processor(make_engine):
 
 
 @pytest.mark.parametrize(
-    ("overlap", "seconds"),
+    ("overlap", "num_commands"),
     [
-        pytest.param(False, 1, id="plain"),
-        pytest.param(True, 1, id="overlap"),
-        pytest.param(True, 30, id="overlap-long", marks=pytest.mark.slow),
-        pytest.param(False, 30, id="plain-long", marks=pytest.mark.exhaustive),
+        pytest.param(False, 60, id="plain"),
+        pytest.param(True, 60, id="overlap"),
+        pytest.param(True, 800, id="overlap-long", marks=pytest.mark.slow),
+        pytest.param(False, 3000, id="plain-long", marks=pytest.mark.exhaustive),
     ],
 )
-def test_commands_of_two_threads_lose_no_reply_and_hang_nobody(make_engine, seconds, overlap):
+def test_commands_of_two_threads_lose_no_reply_and_hang_nobody(make_engine, num_commands, overlap):
     engine = make_engine(kv_cache="24 blocks", overlap=overlap)  # 4 places, each for 5 blocks: some pressure, too
     alone = [engine.generate([i, i + 1], params(60, i))[0] for i in range(8)]
     engine.start()
-    end = time.monotonic() + seconds
+    is_over = threading.Event()
 
     def load(index: int) -> int:
         """Return the number of answers; each equals the undisturbed answer or a beginning of it."""
         num_answers = 0
-        while time.monotonic() < end:
+        while not is_over.is_set():
             [answer] = engine.generate([index, index + 1], params(60, index))
             num = answer.num_completion_tokens
             assert (answer.token_ids, answer.logprobs) == (alone[index].token_ids[:num], alone[index].logprobs[:num])
@@ -418,7 +418,7 @@ def test_commands_of_two_threads_lose_no_reply_and_hang_nobody(make_engine, seco
     def command(seed: int) -> Counter:
         """Return the number of replies per command."""
         dice, replies = random.Random(seed), Counter()
-        while time.monotonic() < end:
+        for _ in range(num_commands):
             verb = dice.choice(["pause", "continue", "continue", "abort", "flush", "state", "commit"])
             if verb == "pause":
                 mode = dice.choice(MODES)
@@ -443,12 +443,13 @@ def test_commands_of_two_threads_lose_no_reply_and_hang_nobody(make_engine, seco
     loads = [submit(load, index) for index in range(8)]
     commands = [submit(command, seed) for seed in (1, 2)]
     try:
-        replies = [call.result(timeout=seconds + PATIENCE) for call in commands]
+        replies = [call.result(timeout=num_commands + PATIENCE) for call in commands]
     finally:
+        is_over.set()
         engine.continue_generation(timeout_s=PATIENCE)
-    assert sum(call.result(timeout=PATIENCE) for call in loads) >= 8 * seconds
+    assert all(call.result(timeout=PATIENCE) >= 1 for call in loads)
     engine.stop()
     assert_empty(engine)
     for counts in replies:
         assert set(counts) == {"pause", "continue", "abort", "flush", "state", "commit"}
-        assert counts.total() > 20 * seconds
+        assert counts.total() == num_commands

@@ -23,12 +23,21 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 
 SHAPES = pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)], ids=["tp2", "pp2", "tp2-pp2"])
-# For the longest test; the others have the third shape too.
-TWO_SHAPES = pytest.mark.parametrize(
-    ("tp", "pp"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.exhaustive)], ids=["tp2", "pp2", "tp2-pp2"]
-)
 MODES = ("abort", "retract", "in_place")
-NUM_EVENTS = 3000
+# Of the longest test: each shape has every mode at every step, in one of two settings.
+SETTINGS = (
+    {"block_size": 16, "chunk": 7, "temperature": 1.0, "between": "nothing"},
+    {"block_size": 64, "chunk": 16, "temperature": 0.0, "between": "continue and step"},
+)
+SHAPES_AND_SETTINGS = pytest.mark.parametrize(
+    ("tp", "pp", "number"),
+    [
+        pytest.param(tp, pp, number, id=id, marks=[] if id in ("tp2-0", "pp2-1") else [pytest.mark.exhaustive])
+        for number in range(len(SETTINGS))
+        for tp, pp, id in ((2, 1, f"tp2-{number}"), (1, 2, f"pp2-{number}"), (2, 2, f"tp2-pp2-{number}"))
+    ],
+)
+NUM_EVENTS = 1500
 K_BLOCKS = 2  # of every engine here, so that one rank gives the bits of two
 
 
@@ -96,20 +105,19 @@ def run_on_ranks(
 
 
 @pytest.mark.slow
-@TWO_SHAPES
-def test_any_pause_at_any_step_of_a_replica_changes_no_bit(make_model, run_world, tp, pp):
+@SHAPES_AND_SETTINGS
+def test_any_pause_at_any_step_of_a_replica_changes_no_bit(make_model, run_world, tp, pp, number):
+    settings = dict(SETTINGS[number])
+    between = settings.pop("between")
     tests, model = load("test_interruption"), make_model("qwen3")
     alone = Engine(model, EngineConfig(kv_cache="32 blocks", max_num_seqs=3, max_num_batched_tokens=256, k_blocks=2))
     expected = [tests.outcome(answer) for answer in tests.play(alone, 1.0)[0]]
 
     def cases(replica: Replica) -> list[object]:
-        pausing = tests.test_pausing_before_any_step_in_any_mode_changes_no_bit
-        pausing(replica.make, block_size=16, chunk=7, way="plain", temperature=1.0)
-        pausing(replica.make, block_size=64, chunk=16, way="plain", temperature=0.0)
+        tests.test_pausing_before_any_step_in_any_mode_changes_no_bit(replica.make, way="plain", **settings)
         tests.test_blocks_chunks_and_overlap_change_no_bit_without_a_pause(replica.make, "plain")
         tests.test_pausing_around_a_stop_token_changes_no_bit(replica.make, "plain")
-        for between in ("nothing", "continue and step"):
-            tests.test_any_mode_may_follow_any_other(replica.make, "plain", between)
+        tests.test_any_mode_may_follow_any_other(replica.make, "plain", between)
         return [tests.outcome(answer) for answer in tests.play(replica.make(chunked_prefill_size=7), 1.0)[0]]
 
     assert run_on_ranks(run_world, model, (tp, pp), cases) == expected

@@ -31,7 +31,6 @@ def test_a_hundred_random_schedules_end_and_tear_nothing(record_property: Callab
     result = run_chaos(100, seed=100)
     record_property("figures", result)
     check(result, 100)
-    assert result["seconds"] < 120  # type: ignore[operator]
 
 
 def test_a_schedule_follows_from_its_seed_and_every_fault_comes_up() -> None:
