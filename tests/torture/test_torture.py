@@ -195,6 +195,7 @@ def test_our_own_server_holds_for_a_minute(tmp_path):
     # a shorter time here, because the requests of the last moments are waited for. The limit of latency is a second
     # wider than alone, because the time that other processes took is known by its bounds only.
     command = [sys.executable, "-m", "lockstep.tests.torture.run", "--minutes", "1", "--seed", "15",
-               "--latency-s", "3", "--engine", "grammar_timeout_s=3", "--record", str(tmp_path / "last.jsonl")]  # fmt: skip
+               "--latency-s", "3", "--engine", "grammar_timeout_s=3",
+               "--record", str(tmp_path / "last.jsonl")]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-4000:]
