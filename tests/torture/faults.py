@@ -61,7 +61,8 @@ class Faults(Attacker):
 
     def _full_disk(self, draw: random.Random, own: Process) -> None:
         """Let every write into a file fail, while a profile begins and ends and requests are traced."""
-        with self.scene.admin_turn, self._excused():
+        # torch's profiler begins, and ends, while it holds the interpreter: an administrator's doing.
+        with self.scene.admin_turn, self._excused(is_late=True):
             try:
                 if begins_before := draw.random() < 0.5:
                     self._profile("start")
