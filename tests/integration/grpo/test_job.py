@@ -140,11 +140,13 @@ def test_the_trained_model_loads_in_transformers_and_is_what_was_committed_last(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kill_after_step", [1, 3])
-def test_a_killed_and_resumed_run_ends_as_an_uninterrupted_one(straight_run, tmp_path, kill_after_step):
+def test_a_killed_and_resumed_run_ends_as_an_uninterrupted_one(straight_run, tmp_path):
+    """It is killed before the first checkpoint, then between two."""
     os.symlink(straight_run / ".cache", tmp_path / ".cache")  # the warm start is shared, so it is skipped
-    assert finish(torchrun(tmp_path, str(CONFIG), *SHRUNK, KILL_AFTER_STEP=kill_after_step)) == -signal.SIGKILL
-    assert len(lines_of(tmp_path)) == kill_after_step, (tmp_path / "log").read_text()
+    for kill_after_step, resume in ((1, []), (3, ["--resume"])):
+        process = torchrun(tmp_path, str(CONFIG), *SHRUNK, *resume, KILL_AFTER_STEP=kill_after_step)
+        assert finish(process) == -signal.SIGKILL
+        assert len(lines_of(tmp_path)) == kill_after_step, (tmp_path / "log").read_text()
     assert finish(torchrun(tmp_path, str(CONFIG), *SHRUNK, "--resume")) == 0, (tmp_path / "log").read_text()
     assert lines_of(tmp_path) == lines_of(straight_run)
     assert "warm start" not in (tmp_path / "log").read_text()

@@ -402,7 +402,12 @@ def test_malformed_requests_harm_nobody(served, until, restore_threads):
 
 
 @pytest.mark.slow
-def test_two_thousand_malformed_requests_while_sixteen_clients_generate(served, until, restore_threads, tmp_path):
+@pytest.mark.parametrize(
+    "num_cases", [pytest.param(2000, id="a-sample"), pytest.param(None, id="all", marks=pytest.mark.exhaustive)]
+)
+def test_two_thousand_malformed_requests_while_sixteen_clients_generate(
+    served, until, restore_threads, tmp_path, num_cases
+):
     service, server = served
     generator, description = random.Random(6), server.app.openapi()
     keys = {Level.OPEN: (None, 8), Level.NORMAL: (None, 30), Level.ADMIN: (None, 2)}
@@ -411,6 +416,7 @@ def test_two_thousand_malformed_requests_while_sixteen_clients_generate(served, 
     cases += generator.sample(of_no_object(description, KEY), 400) + of_queries(description, generator)
     cases += of_nesting(KEY) + of_headers(generator) + of_bytes(generator, 150)
     generator.shuffle(cases)
+    cases = cases[:num_cases]
     solo, malice, digest = solo_answers(server.url, NUM_CLIENTS), Malice(server), service.model_digest()
     with generating(server.url, solo) as counts:
         malice.send(cases)
