@@ -92,8 +92,9 @@ RolloutService.update_weights_from_named_tensors = update_or_strike
 NO_FAULT = ("none", "SIGTERM", -1)
 FAULTS = [(phase, kind, rank) for phase in ("generation", "update", "paused") for rank in (0, 1)
           for kind in ("SIGKILL", "SIGSTOP")]  # fmt: skip
-# Of each phase one of each kind, on one rank and the other; both layouts among them.
-EACH_ONCE = [fault for fault in FAULTS if ((fault[2] == 1) == (fault[1] == "SIGSTOP")) == (fault[0] != "update")]
+# Every phase, each kind on each rank, both layouts. That each kind is noticed in each phase is shown of engines in
+# test_rank_failures.py and integration/weights/test_sharded_failures.py.
+EACH_ONCE = [("generation", "SIGKILL", 0), ("update", "SIGKILL", 1), ("update", "SIGSTOP", 0), ("paused", "SIGSTOP", 1)]
 SAME = ("step", "reward_mean", "logprob_gap", "loss", "weight_version", "weight_digest", "heldout_accuracy")
 LAST_LINE = re.compile(
     r"lockstep: error: rank (?P<speaker>\d) stops in training step (?P<training_step>\d+): rank (?P<culprit>\d) "
