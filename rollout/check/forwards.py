@@ -23,8 +23,8 @@ from ..model.hosted_model import HostedModel
 from ..model.recurrent.states import StepStates
 from ..model.rollout_phase import evaluated
 
-PIECES = (13, 1, 3)  # tokens of the sequence in each step, and ...
-BESIDE = (2, 1, 2)  # ... of its neighbour in the same step
+PIECES = (13, 1, 4)  # tokens of the sequence in each step, and ...
+BESIDE = (3, 1, 4)  # ... of its neighbour in the same step
 NUM_TOKENS = sum(PIECES)
 _BLOCK_SIZE = 16
 _BLOCKS = ((3, 1), (2, 0))  # of the sequence and of its neighbour
