@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 # Where the environment forbids Python to keep what it has compiled, each of the many processes here compiles all anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup train test test-slow test-exhaustive torture lint types pictures clean
+.PHONY: setup train test test-slow test-exhaustive torture families lint types pictures clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,11 @@ test-exhaustive: setup
 # Attack a server of our own, or --url's, and check that it holds: tests/torture/run.py says how.
 torture: setup
 	$(BIN)/python -m lockstep.tests.torture.run $(ARGS)
+
+# Host a tiny model of every type that transformers knows, and write docs/reference/families.md: when transformers
+# moves, or a family is added. A quarter of an hour; ARGS="--types qwen3 gpt2" measures some, ARGS=--check compares.
+families: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m lockstep.tests.families.sweep $(ARGS)
 
 lint: types
 	$(BIN)/ruff check .

@@ -23,7 +23,7 @@ from ..model.hosted_model import HostedModel
 from ..model.recurrent.states import StepStates
 from ..model.rollout_phase import evaluated
 
-PIECES = (13, 1, 10)  # tokens of the sequence in each step, and ...
+PIECES = (13, 1, 4)  # tokens of the sequence in each step, and ...
 BESIDE = (3, 1, 4)  # ... of its neighbour in the same step
 NUM_TOKENS = sum(PIECES)
 _BLOCK_SIZE = 16

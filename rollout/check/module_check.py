@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..model.hosted_model import HostedModel
+from ..model.supported import refused_if_it_fails
 from . import forwards
 from .forwards import BESIDE, NUM_TOKENS, PIECES, Choices
 
@@ -65,7 +66,8 @@ def check_hosted(hosted: HostedModel) -> Verdict | None:
         return _check_part(hosted)
     key = _key(hosted)
     if key not in _known:
-        _known[key] = _check_whole(hosted)
+        with refused_if_it_fails(hosted.module):
+            _known[key] = _check_whole(hosted)
         logger.info("check of %s: %s", type(hosted.module).__name__, _known[key].describe())
     return _known[key]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,10 @@ from .supported import (
     has_recurrent_layers,
     has_state,
     refuse_different_choices,
+    refuse_other_kinds,
     refuse_randomness,
     refuse_unsupported,
+    refused_if_it_fails,
 )
 from .tensors import HostedTensors
 
@@ -56,6 +58,7 @@ class HostedModel:
         self.division = part.division
         self._stage_input = part.stage_input
         self.config = self.module.config.get_text_config(decoder=True)
+        refuse_other_kinds(self.module)
         refuse_unsupported(self.module, self.config, invariant, self.division.layers)
         hosted = ForwardNumerics(self.module, invariant, self.division)
         self.numerics = hosted.numerics
@@ -347,7 +350,9 @@ class HostedModel:
             common["inputs_embeds"] = self._stage_input.received = hidden.unsqueeze(0)
         try:
             if self.mesh.is_last_stage:
-                return self.module(**common, logits_to_keep=logit_rows).logits[0]
+                logits = self.module(**common, logits_to_keep=logit_rows).logits[0]
+                # Some vision-language classes compute all rows whatever they are asked for.
+                return logits if len(logits) == len(logit_rows) else logits[logit_rows]
             return self.module.base_model(**common).last_hidden_state[0]
         finally:
             if self._stage_input is not None:
@@ -365,7 +370,9 @@ class HostedModel:
             hidden = torch.zeros(4, self.hidden_size, dtype=self.dtype, device=self.device)
         token = PROBING.set(probe)
         try:
-            with self.rollout_phase(), torch.inference_mode():
+            # The forward of a rank's part fails where another rank ends: that is no fault of the module.
+            own_errors = refused_if_it_fails(self.module) if self.mesh.num_ranks == 1 else nullcontext()
+            with self.rollout_phase(), torch.inference_mode(), own_errors:
                 out = self.call(positions % self.vocab_size, positions, probe, positions[-1:], hidden, mask=None)
         finally:
             PROBING.reset(token)
@@ -382,5 +389,6 @@ def _refuse_to_divide(config: PretrainedConfig) -> None:
 
 
 def _whole(module: PreTrainedModel, k_blocks: int) -> Part:
+    refuse_other_kinds(module)
     num_layers = module.config.get_text_config(decoder=True).num_hidden_layers
     return Part(module, divide(module, Mesh.single(), k_blocks, range(num_layers)), None)

@@ -53,7 +53,7 @@ class LayerProbe:
         function: None if it cannot be tried on many indices at once.
         """
         window = None if window is None or window >= self.longest else window
-        self._masks.append(_Mask(window, function is None or _is_plain(function, window)))
+        self._masks.append(_Mask(window, function is None or _is_plain(function, window, self.longest)))
         return torch.full((1, 1, 1, 1), float(len(self._masks) - 1))
 
     def attention_called(self, module: nn.Module, shape: KVShape, window: int | None, mask: Tensor | None) -> None:
@@ -104,16 +104,24 @@ def _listed(layers: Iterable[int]) -> list[int]:
     return sorted(layers)
 
 
-def _is_plain(function: MaskFunction, window: int | None) -> bool:
-    """Return whether the mask is causal with this window: at the first rows, and around the window's end."""
+def _is_plain(function: MaskFunction, window: int | None, longest: int) -> bool:
+    """Return whether the mask is causal with this window: at the first rows, around the window's end, and far behind.
+
+    longest: tokens of the longest context. A mask in chunks shows at its last row, or at powers of two.
+    """
     width = window or 600
-    rows = torch.tensor([0, 1, 2, 3, width - 1, width, width + 1, 2 * width + 20])[:, None]
+    powers = [1 << power for power in range(9, (longest - 1).bit_length())]
+    edges = [0, 1, 2, 3, width - 1, width, width + 1, 2 * width + 20, *powers, *(power - 1 for power in powers)]
+    rows = torch.tensor([*edges, longest - 1])[:, None]
     keys = torch.cat(
         [torch.arange(3).expand(len(rows), -1), rows + torch.arange(-3, 3), rows - width + torch.arange(-2, 3)], 1
     )
     keys = keys.clamp(min=0)
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
-    seen = function(zero, zero, rows[None, None], keys[None, None])
+    try:
+        seen = function(zero, zero, rows[None, None], keys[None, None])
+    except IndexError:
+        return False  # it looks up tokens of this forward, and these indices are beyond them
     expected = keys <= rows
     if window is not None:
         expected = expected & (keys > rows - window)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...kernels.self_test import Guarantee
+from ..errors import LockstepError
 from ..ranks.mesh import Mesh
 from .recurrent.layers import recurrent_forward
 
@@ -17,6 +22,7 @@ _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _RECURRENT_TYPES = {"conv", "linear_attention", "hybrid"}  # "hybrid": beside attention
 _STATELESS_TYPES = {"mlp", "moe"}
+_NEEDED = ("hidden_size", "vocab_size", "max_position_embeddings")
 
 
 def has_recurrent_layers(config: PretrainedConfig) -> bool:
@@ -48,7 +54,7 @@ def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invari
             wrong.append(f"rope_type {parameters['rope_type']!r} (its tables depend on the batch)")
     if not module._can_set_attn_implementation():
         wrong.append("attention that does not go through transformers' attention interface")
-    if getattr(config, "num_attention_heads", None) is None:
+    if not _has_attention_heads(config):
         wrong.append("layers without attention heads")
     # A module implements other kinds in its mask or its own code, which the hosted attention does not see.
     recurrent = {part.layer_idx for part in module.modules() if recurrent_forward(part) is not None}
@@ -58,10 +64,41 @@ def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invari
         for kind in sorted(set(types.values()) - _LAYER_TYPES - _STATELESS_TYPES)
         if kind not in _RECURRENT_TYPES or any(types[i] == kind and i not in recurrent for i in layers)
     ]
+    if missing := [name for name in _NEEDED if not hasattr(config, name)]:
+        wrong.append(f"a configuration without {', '.join(missing)}")
+    if wrong:
+        raise ValueError(f"{type(module).__name__} cannot be hosted: {', '.join(wrong)}")
+
+
+def _has_attention_heads(config: PretrainedConfig) -> bool:
+    name = "num_attention_heads"
+    stored = vars(config).get(config.attribute_map.get(name, name))  # where layers differ in it, reading it is refused
+    return stored is not None or getattr(config, name, None) is not None
+
+
+def refuse_other_kinds(module: PreTrainedModel) -> None:
+    """Raise ValueError for a module whose configuration is not that of one decoder with a number of layers."""
+    config = module.config.get_text_config(decoder=True)
+    wrong = [] if hasattr(config, "num_hidden_layers") else ["a configuration without num_hidden_layers"]
     if getattr(config, "is_encoder_decoder", False):
         wrong.append("an encoder")
     if wrong:
         raise ValueError(f"{type(module).__name__} cannot be hosted: {', '.join(wrong)}")
+
+
+@contextmanager
+def refused_if_it_fails(module: nn.Module) -> Iterator[None]:
+    """Turn an error of a module's own code into a ValueError that names it. Errors of ours and of memory stay."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, LockstepError):
+        raise
+    except (TypeError, AttributeError, LookupError, RuntimeError) as error:
+        text = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{type(module).__name__} cannot be hosted: its forward fails on text with the engine's attention: "
+            f"{type(error).__name__}: {text}"
+        ) from error
 
 
 def refuse_randomness(module: PreTrainedModel) -> None:

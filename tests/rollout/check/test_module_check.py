@@ -150,7 +150,7 @@ def test_the_check_leaves_mode_gradients_attention_and_random_numbers_as_they_we
     )
     verdict = check_hosted(HostedModel.adopt(model, dtype=None, device=None, invariant=True))
     assert verdict.bits_gap == 0.0 and verdict.difference < 1e-4
-    assert verdict.num_tokens == (40 if family == "gemma3" else 24)  # twenty more than its window
+    assert verdict.num_tokens == (40 if family == "gemma3" else 18)  # twenty more than its window
     assert [part.training for part in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
     assert (model.config._attn_implementation, model.config._experts_implementation) == implementations

@@ -8,12 +8,14 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3Model
 
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.model.attention import hosted_attention
 from lockstep.rollout.model.hosted_model import HostedModel
+from lockstep.rollout.model.layer_probe import LayerProbe
+from lockstep.rollout.sampling_params import SamplingParams
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +50,65 @@ def test_model_that_asks_its_attention_for_something_unknown_is_refused_by_name(
     with pytest.raises(ValueError, match="BiasedAttention asks its attention for position_bias"):
         adopt(model)
     assert model.config._attn_implementation == "sdpa"
+
+
+class FailingModel(Qwen3Model):
+    """A module whose forward does not run on text alone."""
+
+    def forward(self, *args: object, **kwargs: object):
+        return len(kwargs["pixel_values"])
+
+
+def test_module_whose_own_code_fails_is_refused_with_its_error(make_model):
+    model = make_model("qwen3")
+    model.model.__class__ = FailingModel
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM cannot be hosted: its forward fails .*: KeyError: 'pixel"):
+        adopt(model)
+
+
+def test_configuration_that_is_not_of_a_decoder_is_refused_by_the_names_that_it_lacks(make_model):
+    small = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "vocab_size": 32, "pad_token_id": 0}
+    whisper = transformers.WhisperForCausalLM(transformers.WhisperConfig(**small, encoder_layers=1))
+    with pytest.raises(ValueError, match=r"WhisperForCausalLM cannot be hosted: .*without max_position_embeddings"):
+        adopt(whisper)
+    model = make_model("qwen3")
+    model.config.is_encoder_decoder = True
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM cannot be hosted: an encoder"):
+        adopt(model)
+
+
+@pytest.mark.parametrize(
+    ("mask", "window"),
+    [
+        (lambda b, h, row, key: (key <= row) & (key // 2048 == row // 2048), None),
+        (lambda b, h, row, key: (key <= row) & (key // 3000 == row // 3000), None),
+        (lambda b, h, row, key: (key <= row) & (key > row - 4095), 4096),
+        (lambda b, h, row, key: (key <= row) | (torch.zeros(4)[key] > 0), None),
+    ],
+)
+def test_mask_that_differs_only_far_behind_or_by_tokens_is_not_a_plain_one(mask, window):
+    plain, other = LayerProbe(8192), LayerProbe(8192)
+    plain.mask_made(lambda b, h, row, key: (key <= row) & (key > row - (window or 1 << 30)), window)
+    other.mask_made(mask, window)
+    assert plain._masks[0].is_plain and not other._masks[0].is_plain
+
+
+class AllRows(Qwen3ForCausalLM):
+    """A class that computes all rows, whichever of them it is asked for."""
+
+    def forward(self, *args: object, logits_to_keep: object = 0, **kwargs: object):
+        return super().forward(*args, **kwargs)
+
+
+def test_class_that_does_not_know_logits_to_keep_is_hosted_all_the_same(make_model):
+    model = make_model("qwen3")
+    model.__class__ = AllRows
+    prompts, params = [[3, 17, 90, 4, 55], [9, 8, 7]], SamplingParams(max_new_tokens=4, temperature=0)
+    for prompt, found in zip(
+        prompts, Engine(model, EngineConfig(kv_cache="16 blocks")).generate(prompts, params), strict=True
+    ):
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False, pad_token_id=0)
+        assert list(found.token_ids) == expected[0, len(prompt) :].tolist()
 
 
 def test_every_unknown_keyword_is_named_and_none_values_are_harmless():
