@@ -62,7 +62,7 @@ _INDEXER = {
     "indexer_compress_ratio": 4,
 }
 EXCEPTIONS: dict[str, dict[str, Any]] = {
-    "bamba": _MAMBA,
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "chameleon": {"vocabulary_map": {"<image>": 250}},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
@@ -90,7 +90,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "glm_ocr_text": _MROPE,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granite4_vision": {"deepstack_layer_map": [[-1, 1]], "downsample_rate": "1/2"},
-    "granitemoehybrid": _MAMBA,
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "hunyuan_vl_text": {
@@ -102,6 +102,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 16},
     "molmo2_adapter": {"vision_feature_layer": [3, 1]},
     "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2},
     "paddleocr_vl_text": _MROPE,
     "qwen2_5_omni_text": _MROPE,
     "qwen2_5_omni_thinker": {"vision_start_token_id": 250},
