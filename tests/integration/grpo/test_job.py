@@ -42,10 +42,11 @@ REWARD = """
 import os, signal
 from pathlib import Path
 
+launcher = os.getppid()  # another process's child once the launcher is killed
+
 def by_text(prompt, completion, answer):
     after, log = int(os.environ.get("KILL_AFTER_STEP", "0")), Path("runs/arithmetic/metrics.jsonl")
     if after and log.exists() and log.read_text().count("\\n") >= after:
-        launcher = os.getppid()
         ranks = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
         for pid in [launcher, *(int(rank) for rank in ranks if int(rank) != os.getpid()), os.getpid()]:
             os.kill(pid, signal.SIGKILL)
