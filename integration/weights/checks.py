@@ -41,10 +41,15 @@ class WeightChecks:
         """
         if action not in ACTIONS:
             raise ValueError(f"Unsupported action={action!r}")
-        if action == "reset_tensors":  # without the engine's lock, because this waits for the session's lock
+
+        def run() -> dict[str, object]:
+            return self._engine.between_steps(f"weights_checker {action}", lambda: self._run(action, skip, seed))
+
+        if action == "reset_tensors":  # first the sessions' lock, then the engine's
             self._sessions.finish_digest()
-            self._sessions.let_write(f"weights_checker {action}")
-        report = self._engine.between_steps(f"weights_checker {action}", lambda: self._run(action, skip, seed))
+            report = self._sessions.without_session(f"weights_checker {action}", run)
+        else:
+            report = run()
         return report if self._replica.is_alone else self._of_all_ranks(report)
 
     def _run(self, action: str, skip: Sequence[str], seed: int | None) -> dict[str, object]:

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from typing import TypeVar
 
 from ...rollout.engine import Engine
 from ...rollout.loop.commands import HoldReport
-from ...weight_sync.errors import SessionError
 from ...weight_sync.layout.sink import Sink
 from ...weight_sync.manifest import TensorSpec
 from ...weight_sync.transaction.receiving import Receive
@@ -31,6 +31,8 @@ from .known_roots import KnownRoots
 from .metrics import WeightMetrics, path_of
 from .options import DigestTime, UpdateOptions
 from .rank_weights import ReplicaWeights
+
+T = TypeVar("T")
 
 
 class WeightSessions:
@@ -167,10 +169,16 @@ class WeightSessions:
     def let_write(self, who: str) -> None:
         """Prepare for writes of the weights outside of sessions, before or after they happen. Known digests and kept
         undo data become invalid. Raises SessionError while a session is open."""
-        if self.state()["state"] == "open":
-            raise SessionError(f"{who}: a weight-update session is open: end it or give it up first")
-        self.release_undo()
-        self._host.forget_bytes()
+        self.without_session(who, lambda: None)
+
+    def without_session(self, who: str, action: Callable[[], T]) -> T:
+        """Prepare as `let_write` does and run the action; until its end no session can be opened."""
+
+        def forget_and_act() -> T:
+            self._host.forget_bytes()
+            return action()
+
+        return self._manager.without_session(who, forget_and_act)
 
     def forget_frozen(self) -> None:
         """Forget the digests of frozen parameters too: a trainer has loaded all weights anew."""
@@ -209,8 +217,8 @@ class WeightSessions:
         if not (self._engine.model.owned and self._engine.model.holds_weights):
             return 0
         self.finish_digest()
-        self.let_write("release_memory_occupation")  # the undo data of a revert would keep the memory
-        return self._engine.weights.release_weights()
+        # Not in a session, whose undo data would keep the memory, and which would write where nothing is any more.
+        return self.without_session("release_memory_occupation", self._engine.weights.release_weights)
 
     def resume_weights(self) -> int:
         """Allocate the weights' memory again, and return the number of bytes. Their values are undefined, so all have

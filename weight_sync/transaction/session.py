@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 from ..errors import DigestMismatch, Poisoned, SessionError
 from .history import NONE_OPEN, SessionHistory
@@ -26,6 +27,7 @@ from .records import SessionRecord, UpdateRecord, WeightSession
 from .transaction import Coverage, Undo, WeightTransaction
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 ALREADY_OPEN = "a weight-update session is already open; call end_weight_update() first"
 _COLLECTIVE = ("begin", "update", "verify", "commit", "rollback", "revert")  # methods in which all ranks vote
@@ -35,9 +37,9 @@ class SessionManager:
     """The manager of at most one open session. Thread-safe: methods exclude each other, `state` never waits.
 
     peers: the other ranks of a model that is spread over several ranks. Every method but `state`, `name_version`,
-    `close` and `release_undo` is then a collective and raises PeerFailed for a failure elsewhere. A call waits at most
-    its `timeout_s`, else `lock_timeout_s`, for another call that is running; then it raises SessionError and changes
-    nothing.
+    `close`, `without_session` and `release_undo` is then a collective and raises PeerFailed for a failure elsewhere. A
+    call waits at most its `timeout_s`, else `lock_timeout_s`, for another call that is running; then it raises
+    SessionError and changes nothing.
     """
 
     def __init__(self, host: SessionHost, *, peers: Peers | None = None, lock_timeout_s: float = 60.0) -> None:
@@ -230,6 +232,15 @@ class SessionManager:
         """Free the undo data of the last commit, which then cannot be reverted. Does nothing where none is kept."""
         with self._locked("release_undo", timeout_s):
             self._history.release_undo()
+
+    def without_session(self, who: str, action: Callable[[], T], timeout_s: float | None = None) -> T:
+        """Run an action that writes or frees the weights, while no session can be opened. Undo data of the last commit
+        is freed first. Raises SessionError where a session is open."""
+        with self._locked(who, timeout_s):
+            if self._session is not None:
+                raise SessionError(f"{who}: a weight-update session is open: end it or give it up first")
+            self._history.release_undo()
+            return action()
 
     @property
     def is_explicit(self) -> bool:

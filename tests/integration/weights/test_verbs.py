@@ -24,7 +24,7 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import MemoryReleased, NotIdle, SamplingRefused
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.tests.support.callers import wait_until
+from lockstep.tests.support.callers import soon, submit, wait_until
 from lockstep.tests.support.forked_ranks import HOST, free_port
 from lockstep.tests.support.framework_sender import serialize_for_engine
 from lockstep.weight_sync.delta.encode import encode_delta
@@ -401,6 +401,40 @@ def test_values_are_shown_by_name_and_cut(service, model):
 
 
 # -- memory by tag -----------------------------------------------------------------------------------------------------
+
+
+class CountedLock:
+    """A lock that counts those who have asked for it."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock, self.num_asked, self.release = lock, 0, lock.release
+
+    def acquire(self, timeout: float) -> bool:
+        self.num_asked += 1
+        return self._lock.acquire(timeout=timeout)
+
+
+@pytest.mark.parametrize("how", ["release", "reset"])
+def test_weights_stay_under_a_session_that_is_being_opened(owned, newer, how):
+    engaged, let_go = threading.Event(), threading.Event()
+    holder = submit(owned.engine.between_steps, "hold", lambda: (engaged.set(), let_go.wait(PATIENCE)))
+    assert engaged.wait(PATIENCE)
+    lock = owned.sessions._manager._lock = CountedLock(owned.sessions._manager._lock)
+    opened = submit(owned.begin_weight_update)
+    wait_until(lambda: lock.num_asked == 1)
+    other = (
+        submit(owned.release_memory_occupation, ["weights"])
+        if how == "release"
+        else submit(owned.weights_checker, "reset_tensors")
+    )
+    wait_until(lambda: lock.num_asked == 2)
+    let_go.set()
+    soon(holder), soon(opened)
+    with pytest.raises(SessionError, match="a weight-update session is open"):
+        soon(other)
+    owned.update_weights_from_named_tensors(named(newer))
+    owned.end_weight_update(weight_version="2")
+    assert standing(owned)[:2] == ("2", digest_of(newer))
 
 
 def test_the_engines_own_weights_are_released_come_back_empty_and_have_to_be_written(owned, model, newer):
