@@ -12,7 +12,7 @@ def test_doctor_prints_the_verdict_on_a_model_or_the_reason_of_its_refusal(make_
     make_model("qwen3").save_pretrained(tmp_path / "good")
     assert doctor.run(["--model", str(tmp_path / "good")]) == 0
     verdict = capsys.readouterr().out.splitlines()[-1]
-    assert "Qwen3ForCausalLM: equal bits whole and in pieces, " in verdict and "24 tokens" in verdict
+    assert "Qwen3ForCausalLM: equal bits whole and in pieces, " in verdict and "18 tokens" in verdict
     config = transformers.DiffLlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64,
