@@ -22,16 +22,19 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 train: setup
 	$(BIN)/torchrun --nproc-per-node 2 -m lockstep.integration.grpo configs/arithmetic_cpu.toml $(ARGS)
 
+# A process that crashes ends the run and its test is named: with a new process in its place xdist may wait for ever.
+SHARED := --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+
 # Two processes share the test modules, since many tests wait more than they compute; with one thread each, for threads
 # that wait for each other are slow on cores that others use too. Tests of threads set their number themselves. The
 # longest modules begin (tests/conftest.py), so that both processes end together.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not exhaustive" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not exhaustive" -n 2 $(SHARED) $(ARGS)
 
 # Three processes, since these mostly wait for others that they started.
 # pytest exits with 5 where it finds nothing to run, which is no failure here.
 test-slow: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow and not exhaustive" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS) || [ $$? -eq 5 ]
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow and not exhaustive" -n 3 $(SHARED) $(ARGS) || [ $$? -eq 5 ]
 
 # Every case of what test-slow has only one of each kind of. Not for every change: it takes half an hour and more.
 test-exhaustive: setup
