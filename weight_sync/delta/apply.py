@@ -24,7 +24,6 @@ to be verified.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -37,8 +36,8 @@ from ..errors import DigestMismatch, TransferFailed
 from ..layout.shard_bytes import ShardBytes
 from ..layout.sink import Sink
 from ..manifest import TensorSpec
+from ..workers import Workers, in_order
 from .chunk import ChunkHeader, DeltaChunk, decode_elements, expand, sha256, word_dtype
-from .in_order import in_order
 
 Check = Literal["touched", "pre", "pre+post"]
 
@@ -78,8 +77,8 @@ def apply_delta(
                 end = 0
             yield chunk
 
-    with ThreadPoolExecutor(num_threads, "delta") as pool:
-        for prepared in in_order(pool, lambda chunk: prepare(chunk, sink, check), in_sequence(), num_threads):
+    with Workers(num_threads, "delta") as workers:
+        for prepared in in_order(workers, lambda chunk: prepare(chunk, sink, check), in_sequence(), num_threads):
             if deadline.has_passed:
                 raise TransferFailed(f"delta: the deadline passed before {prepared.header.describe()} was applied")
             num_applied += write(prepared, sink, check)

@@ -7,7 +7,6 @@ of its bytes before and after; `apply.py` describes their use.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from ..layout.bucket import ALIGNMENT, byte_view
 from ..manifest import NamedTensors, TensorSpec, dtype_name
+from ..workers import Workers, in_order
 from .chunk import ChunkHeader, DeltaChunk, Kind, make_payload, sha256, squeeze, word_dtype
-from .in_order import in_order
 
 CHUNK_BYTES = 4 << 20
 DENSITY_LIMIT = 0.15
@@ -47,7 +46,7 @@ def encode_delta(
     bases = base if isinstance(base, Mapping) else dict(base)
     wrong: list[str] = []
     seen: set[str] = set()
-    with ThreadPoolExecutor(num_threads, "delta") as pool:
+    with Workers(num_threads, "delta") as workers:
         for name, tensor in new:
             wrong += _mismatch(bases.get(name), TensorSpec.of(name, tensor), seen)
             seen.add(name)
@@ -60,7 +59,7 @@ def encode_delta(
                 before, after = (flat[offset : offset + chunk_bytes].cpu().numpy() for flat in (old, now))
                 return _encode_chunk(spec, offset, before, after, density_limit, chunk_digests)
 
-            yield from in_order(pool, encode, range(0, max(1, spec.num_bytes), chunk_bytes), num_threads)
+            yield from in_order(workers, encode, range(0, max(1, spec.num_bytes), chunk_bytes), num_threads)
     wrong += [f"{name}: only the base has it" for name in bases if name not in seen]
     if wrong:
         raise ValueError("the two states are not of one model: " + "; ".join(wrong))

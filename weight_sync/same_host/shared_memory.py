@@ -21,7 +21,7 @@ import mmap
 import os
 import stat
 from collections.abc import Generator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from ..layout.bucket import ALIGNMENT, DEFAULT_BUCKET_BYTES, Piece, byte_view, p
 from ..layout.json_values import is_count
 from ..layout.sink import Sink
 from ..manifest import Manifest, NamedTensors, TensorSpec
+from ..workers import Workers
 from .cuda_ipc import KIND as CUDA_IPC
 from .cuda_ipc import receive_cuda
 from .handover import copy_bytes, described, in_manifest_order, listed, raise_if_any, read_described, shown
@@ -80,7 +81,7 @@ class SharedMemorySender:
         packing: Future[Packed] | None = None
         try:
             segment = self._reserve(half * min(2, len(plans)))
-            with ThreadPoolExecutor(1, thread_name_prefix="pack") as pool:
+            with Workers(1, "pack") as worker:
                 for plan in (*plans, None):
                     packed = packing.result() if packing else None
                     if plan is not None:
@@ -90,7 +91,7 @@ class SharedMemorySender:
                                 source = _written_bytes(next(drawn)[1])
                             sources.append(source[piece.tensor_offset : piece.tensor_offset + piece.num_bytes])
                         self._sequence += 2
-                        packing = pool.submit(segment.pack, plan, sources, half, self._sequence)
+                        packing = worker.submit(segment.pack, plan, sources, half, self._sequence)
                         del sources
                     if packed is not None:
                         yield self._describe(segment, packed, [specs[name] for name in packed.names], manifest)
