@@ -154,10 +154,10 @@ def process(*arguments: str) -> Iterator[tuple[subprocess.Popen, str]]:
         started.wait()
 
 
-def serving(folder: Path, **http: object):
+def serving(folder: Path, engine: str = "", **http: object):
     config = folder / f"serve-{len(os.listdir(folder))}.toml"
     settings = "".join(f"{name} = {value}\n" for name, value in {"port": 0, **http}.items())
-    config.write_text(f'[engine]\nkv_cache = "64 blocks"\n[http]\n{settings}')
+    config.write_text(f'[engine]\nkv_cache = "64 blocks"\n{engine}\n[http]\n{settings}')
     return process("-m", "lockstep.integration.cli", "serve", "--model", str(folder), "--config", str(config))
 
 
@@ -242,7 +242,8 @@ def test_a_signal_while_a_grammar_compiles_is_obeyed_in_time(folder, number):
     rules = [f's{i} ::= "a" s{i} | "a" s{i} "a" | "a"' for i in range(1500)]  # many seconds of processor time
     long = "\n".join(["root ::= " + " | ".join(f"s{i}" for i in range(1500)), *rules])
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 3, "ebnf": long}}
-    with serving(folder, drain_timeout_s=0.5, shutdown_timeout_s=0.5) as (server, url):
+    room = "grammar_memory_mb = 65536\ngrammar_timeout_s = 600"  # it is refused otherwise, a second or two later
+    with serving(folder, room, drain_timeout_s=0.5, shutdown_timeout_s=0.5) as (server, url):
         opened = submit(httpx.post, f"{url}/generate", json=body, timeout=PATIENCE)
         wait_until(lambda: (helpers := descendants(server.pid)) and any(map(_is_compiling, helpers)))
         watched = [os.pidfd_open(helper) for helper in descendants(server.pid)]
