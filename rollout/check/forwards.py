@@ -6,7 +6,7 @@ None of them changes the module: its mode, its gradients, its attention and torc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -58,6 +58,35 @@ def own(module: PreTrainedModel, ids: Tensor, rows: Tensor) -> Tensor:
     with restored_implementations(module), evaluated(module), torch.no_grad():
         module.set_attn_implementation("eager")
         return module(ids[None], use_cache=False, logits_to_keep=rows).logits[0]
+
+
+class _Reached(Exception):
+    """A forward came to the module whose result was wanted."""
+
+
+def attention_results(hosted: HostedModel, attention: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Run the module's layers up to an attention. Returns its results [N, D], with the engine's operations and its own.
+
+    Its own attention is PyTorch's fused one where the family has it, which takes no memory for all pairs of tokens.
+    """
+    found: list[Tensor] = []
+
+    def reached(part: nn.Module, inputs: object, out: Any) -> None:
+        found.append((out[0] if isinstance(out, tuple) else out)[0])
+        raise _Reached
+
+    module = hosted.module
+    hook = attention.register_forward_hook(reached)
+    try:
+        with hosted.training_numerics(), torch.no_grad(), suppress(_Reached), evaluated(module):
+            module(ids[None], use_cache=False, logits_to_keep=1)
+        with restored_implementations(module), evaluated(module), torch.no_grad(), suppress(_Reached):
+            module.set_attn_implementation("sdpa" if getattr(module, "_supports_sdpa", False) else "eager")
+            module(ids[None], use_cache=False, logits_to_keep=1)
+    finally:
+        hook.remove()
+    ours, own = found
+    return ours, own
 
 
 def whole_part(hosted: HostedModel, ids: Tensor | None, hidden: Tensor | None, positions: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 # Largest root mean square of a row's difference, by the row's spread. Rounding gives about 1e-6 and 2e-2.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-LONGEST_WINDOW = 512  # a window of more tokens is compared with the layer's mask only, by the start-up probe
+ATTENTION_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # the same for one attention of the first layers
+LONGEST_WINDOW = 512  # of more tokens the first layer alone is run, and the start-up probe tries the mask
 PAST_WINDOW = 20  # tokens more than a window has
 _known: dict[tuple[Any, ...], Verdict] = {}
 
@@ -117,7 +118,28 @@ def _check_whole(hosted: HostedModel) -> Verdict:
             f"to {_gap(whole, own):.2g} from its own ({num_tokens} tokens; a relative difference of {difference:.2g}, "
             f"of which rounding explains {tolerance:g})"
         )
-    return Verdict(num_tokens, bits_gap, difference, time.perf_counter() - started)
+    return Verdict(num_tokens, bits_gap, max(difference, _check_long_windows(hosted)), time.perf_counter() - started)
+
+
+def _check_long_windows(hosted: HostedModel) -> float:
+    """Compare the first attention with each window of more than LONGEST_WINDOW tokens with its own; returns the largest
+    difference."""
+    module, worst = hosted.module, 0.0
+    for window, attention in hosted.windows.items():
+        num_tokens = min(window + PAST_WINDOW, hosted.max_model_len)
+        if not LONGEST_WINDOW < window < num_tokens:
+            continue
+        ids = forwards.random_tokens(module.config, num_tokens, 1).to(hosted.device)
+        ours, own = forwards.attention_results(hosted, attention, ids)
+        difference = _difference(ours[window:], own[window:])
+        worst = max(worst, difference)
+        if not difference <= ATTENTION_TOLERANCE[hosted.dtype]:
+            raise ValueError(
+                f"{type(module).__name__} cannot be hosted: behind its window of {window} tokens, layer "
+                f"{attention.layer_idx}'s {type(attention).__name__} differs from its own attention (a relative "
+                f"difference of {difference:.2g}, of which rounding explains {ATTENTION_TOLERANCE[hosted.dtype]:g})"
+            )
+    return worst
 
 
 def _check_part(hosted: HostedModel) -> Verdict:

@@ -73,7 +73,7 @@ class HostedModel:
         probe = self._probe()
         none = KVShape(0, 0, 0, self.dtype)
         self.kv_shapes = [probe.layers.get(index, none) for index in self.division.layers]  # of this rank's layers
-        self.windows = frozenset(probe.windows)  # tokens that rows of some layers see, beside layers without a window
+        self.windows = probe.windows  # tokens that rows of some layers see, with the attention of the first of them
         self.state_shapes: StateShapes = probe.states  # of this rank's recurrent layers; empty: it has none
         logger.info("hosting %s: %s", type(self.module).__name__, self.numerics.describe())
 

@@ -43,7 +43,7 @@ class LayerProbe:
     layers: dict[int, KVShape] = field(default_factory=dict)
     states: dict[int, dict[str, StateShape]] = field(default_factory=dict)  # of recurrent layers, by name
     num_calls: Counter[int] = field(default_factory=Counter)
-    windows: set[int] = field(default_factory=set)
+    windows: dict[int, nn.Module] = field(default_factory=dict)  # of some layers, with the first such attention
     faults: dict[str, set[int]] = field(default_factory=dict)  # what is wrong -> layers
     _masks: list[_Mask] = field(default_factory=list)
 
@@ -65,7 +65,8 @@ class LayerProbe:
         self.num_calls[layer] += 1
         found = self._masks[int(mask)] if mask is not None and mask.numel() == 1 and self._masks else None
         window = None if window is None or window >= self.longest else window
-        self.windows.update(() if window is None else [window])
+        if window is not None:
+            self.windows.setdefault(window, module)
         if found is not None and not found.is_plain:
             self._blame(layer, f"the mask of {name} is not that of causal attention with a window")
         elif found is not None and found.window != window:

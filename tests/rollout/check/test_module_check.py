@@ -111,6 +111,31 @@ def test_a_window_that_only_the_mask_tells_is_refused_by_name(make_model):
         host(model)
 
 
+class ShortSightedAttention(Qwen3Attention):
+    """An attention with a window of 600 tokens of which it hides the first 40, through a mask of its own making."""
+
+    def forward(self, hidden_states: torch.Tensor, position_embeddings: object, attention_mask=None, **kwargs: object):
+        if attention_mask is not None and attention_mask.dtype == torch.bool:
+            place = torch.arange(hidden_states.shape[1])
+            attention_mask = attention_mask & (place >= place[:, None] - 560)
+        return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_layer_of_a_long_window_is_compared_with_its_own_attention(make_model, dtype):
+    windows = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
+    model = make_model("qwen3", dtype, max_position_embeddings=1024, sliding_window=600, **windows)
+    state = torch.get_rng_state()
+    verdict = check_hosted(HostedModel.adopt(model, dtype=None, device=None, invariant=True))
+    assert verdict is not None and verdict.num_tokens == 18
+    assert torch.equal(torch.get_rng_state(), state)
+    plant(model, ShortSightedAttention)
+    with pytest.raises(
+        ValueError, match="behind its window of 600 tokens, layer 1's ShortSightedAttention differs from its own"
+    ):
+        host(model)
+
+
 def test_dropout_is_refused_by_name_in_train_mode_and_harmless_in_eval_mode(model):
     model.model.layers[0].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.25))
     model.model.layers[1].self_attn.attention_dropout = 0.1
