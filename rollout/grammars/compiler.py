@@ -6,6 +6,7 @@ own (`worker`), with limits, and takes the result from there (`restore`).
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from .token_text import WRONG_SECOND_BYTES, can_be_text
 Kind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 ANY_JSON = "$$ANY$$"  # SGLang's value for a json_schema that allows every JSON value
 _RAW_BYTES = 0  # the library's number of a vocabulary that is given as bytes
+_MAX_TRIALS = 1_000_000  # about 0.3 s for one mask; JSON of any depth with a vocabulary of 65,000 has 83,000
+_TRIAL_RULES = 50  # a trial costs as much as following so many rules that recur
 _CODE_PLACE = re.compile(r"^\[[^\]]*\] \S+?:\d+: (Check failed: \(.*?\) is false: )?", re.DOTALL)
 
 
@@ -82,6 +85,8 @@ class GrammarCompiler:
         rules = Rules(str(compiled.grammar().serialize_json()))
         if rules.shortest_length < ENDLESS and (endless := rules.endless):
             raise ValueError(f"{kind}: no text can end that enters the rule {', '.join(endless[:5])}")
+        if rules.nests:
+            self._refuse_slow_masks(kind, compiled, rules.num_recursive)
         grammar = CompiledGrammar(self.vocabulary, compiled, rules.bound(), rules.nests, is_json=kind == "json_schema")
         start = grammar.matcher()
         if not start.is_complete and not start.mask().any():
@@ -89,6 +94,20 @@ class GrammarCompiler:
         if rules.shortest_length >= ENDLESS:
             raise ValueError(f"{kind}: no text can match it, as each would have to go on without end")
         return grammar
+
+    def _refuse_slow_masks(self, kind: Kind, compiled: Any, num_recursive: int) -> None:
+        """Raise ValueError for a grammar with a place where the library would try too many tokens for one mask.
+
+        It decides most tokens when it compiles, and tries the others, where a rule can end inside the token, each time.
+        Trying is not interrupted. It takes about 6 to 15 us a token, and longer where many rules recur.
+        """
+        masks = json.loads(compiled.serialize_json())["adaptive_token_mask_cache"]
+        most = max((len(mask["uncertain_indices"]) for _, mask in masks), default=0)
+        if most * (_TRIAL_RULES + num_recursive) > _MAX_TRIALS:
+            raise ValueError(
+                f"{kind}: too ambiguous: at one place {most} tokens of {len(self.vocabulary.text.pieces)} can only be "
+                "tried one by one; where a rule names itself to repeat, write * or +"
+            )
 
     def restore(self, serialized: str, bound: ForcedBound, nests: bool, kind: Kind) -> CompiledGrammar:
         """Return the grammar whose serialised form and properties a compiler of the same vocabulary has made."""

@@ -74,6 +74,11 @@ class Rules:
                     return True
         return False
 
+    @property
+    def num_recursive(self) -> int:
+        """The number of rules that need themselves, at once or through others."""
+        return sum(map(bool, self._recursive_groups()))
+
     def bound(self) -> ForcedBound:
         """Return the bound of the text that this grammar forces."""
         groups = self._recursive_groups()

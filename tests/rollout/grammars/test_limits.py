@@ -120,6 +120,38 @@ def long_tokens():
     return GrammarCompiler(load_library(), SimpleNamespace(pieces=pieces), [0])
 
 
+@pytest.fixture(scope="module")
+def large_vocabulary():
+    """Make a compiler with tens of thousands of tokens that any text of eight letters may go on with."""
+    choice = random.Random(0)
+    words = {bytes(choice.choices(b"abcdefgh", k=choice.randint(2, 9))) for _ in range(50_000)}
+    pieces = [b"", *(bytes([byte]) for byte in range(256)), *sorted(words)]
+    return GrammarCompiler(load_library(), SimpleNamespace(pieces=pieces), [0])
+
+
+@pytest.mark.parametrize(
+    "rules",
+    ["s ::= s s | [a-h] | [a-h] [a-h]", "s ::= [a-h] s [a-h] | [a-h] | s s", "s ::= u s | s u | u\nu ::= [a-h] [a-h]?"],
+)
+def test_a_grammar_that_leaves_most_tokens_to_be_tried_for_each_mask_is_refused(large_vocabulary, rules):
+    """One mask would take up to a second and a half, behind a beginning that no rehearsal gets over."""
+    with pytest.raises(
+        ValueError, match=r"too ambiguous: at one place 34[0-9]{3} tokens of 34[0-9]{3} can only be tried"
+    ):
+        large_vocabulary.compile(Constraint("ebnf", 'root ::= [b-h]{300} "x" s\n' + rules))
+
+
+@pytest.mark.parametrize(
+    "rules",
+    ['s ::= s "+" s | "(" s ")" | [a-h]+', "s ::= u s | u\nu ::= [a-h] [a-h]?", 's ::= [^()]* | [^()]* "(" s ")" s'],
+)
+def test_ambiguous_grammars_whose_masks_are_quick_are_compiled(large_vocabulary, rules):
+    matcher = large_vocabulary.compile(Constraint("ebnf", 'root ::= "(" s ")"\n' + rules)).matcher()
+    for byte in b"(ab":
+        assert matcher.mask().any() and matcher.accept(byte + 1)
+    assert large_vocabulary.compile(Constraint("json_schema", "$$ANY$$")).nests
+
+
 def test_a_token_that_an_ambiguous_grammar_takes_too_long_for_is_not_waited_for(long_tokens):
     """The rehearsal does not get behind the first part, and the whole token would take seconds."""
     rules = "\n".join(f's{i} ::= s{i} s{i} | "a"' for i in range(40))
