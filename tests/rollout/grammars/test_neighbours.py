@@ -144,6 +144,21 @@ def test_a_jump_larger_than_a_step_runs_in_several_with_the_bits_of_one(bpe_toke
     assert found[0] == found[1]
 
 
+@covering(1, rest="slow", mode=["text", "exact"], way=["plain", "overlap", "2 stages"])
+def test_a_jump_without_a_block_for_its_first_row_waits_and_begins_again(bpe_tokenizer, in_stages, mode, way):
+    """Blocks that a rollback gives up may be kept by pins and other sequences; here the pool says so at random."""
+    expected, draw = alone(bpe_tokenizer, mode, "qwen3"), random.Random(3)
+    engine = make_engine(bpe_tokenizer, in_stages(2 if way == "2 stages" else 1), overlap=way == "overlap",
+                         max_num_seqs=5, max_num_batched_tokens=24, kv_cache="20 blocks")  # fmt: skip
+    grow = engine.parts.scheduler.grow_up_to
+    engine.parts.scheduler.grow_up_to = lambda request, num: grow(request, num) if draw.random() < 0.6 else 0
+    answers = in_a_crowd(engine, mode, seed=1)
+    assert {kind: record(answer) for kind, answer in answers.items()} == expected
+    assert sum(answer.num_retractions for answer in answers.values()) > 3
+    engine.close()
+
+
+@pytest.mark.slow
 def test_what_has_no_room_ends_as_alone(bpe_tokenizer):
     """The pool is too small for one of the sequences: it ends with "length" after the same tokens, whoever runs."""
     for mode in ("text", "exact"):
