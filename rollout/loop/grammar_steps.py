@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..completion import FinishReason
-from ..grammars.jump import Jump
+from ..grammars.jump import NO_JUMP, Jump
 from ..grammars.state import GrammarState
 from ..sequences.request import Request
 from ..sequences.sequence import HOLDS_BLOCKS
@@ -122,6 +122,8 @@ class GrammarSteps:
 
         It follows from the sequence, its settings and the engine's, never from other sequences or the moment.
         """
+        if state.mode == "off":
+            return NO_JUMP
         sequence, ledger = request.sequence, self._ledger
         num_blocks = ledger.num_blocks_for(sequence.num_tokens) + self._max_jump_blocks
         most = min(min(num_blocks, ledger.num_blocks) * ledger.block_size, self._limits.max_model_len)
