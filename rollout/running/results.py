@@ -81,7 +81,7 @@ def _score(known: Iterable[KnownRows], logits: Tensor) -> dict[str, Scores]:
 def _result(
     item: ScheduledSequence, sampled: Sampled | None, prompt: Scores | None, jump: Scores | None
 ) -> SequenceResult:
-    scores = prompt or Scores()
+    scores, jumped = prompt or Scores(), jump or Scores()
     result = SequenceResult(
         item.id,
         item.incarnation,
@@ -89,10 +89,13 @@ def _result(
         prompt_logprobs=scores.logprobs,
         prompt_top_logprobs=scores.top_logprobs,
         prompt_listed_logprobs=scores.listed_logprobs,
+        jump_logprobs=jumped.logprobs,
+        jump_top_logprobs=jumped.top_logprobs,
+        jump_listed_logprobs=jumped.listed_logprobs,
     )
     if sampled is None:
         return result
-    result = result._replace(
+    return result._replace(
         token_id=sampled.token_id,
         logprob=sampled.logprob,
         top_logprobs=sampled.top_logprobs,
@@ -100,9 +103,3 @@ def _result(
         masked_prob=sampled.masked_prob,
         was_only_choice=sampled.was_only_choice,
     )
-    if jump is None:
-        return result
-    return result._replace(
-        jump=item.jump, jump_logprobs=jump.logprobs, jump_top_logprobs=jump.top_logprobs,
-        jump_listed_logprobs=jump.listed_logprobs,
-    )  # fmt: skip
