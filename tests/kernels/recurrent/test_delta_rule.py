@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from lockstep.kernels.recurrent.delta_rule import (
     reference_gated_delta_rule,
 )
 from lockstep.kernels.recurrent.slots import Slots
+from lockstep.tests.support.operations import operations_of
 
 LENGTHS = [1, 70, 5, 130]
 KINDS = ("by head", "by channel")
@@ -152,6 +154,26 @@ def test_sequences_that_fill_equal_numbers_of_rows_go_together() -> None:
     assert similar_lengths([20, 1, 70, 17, 0, 130, 32, 69]) == [[5], [2, 7], [6, 0, 3], [1, 4]]
     assert [len(group) for group in similar_lengths([1500, 1510, *[30] * 100])] == [1, 1, 64, 36]
     assert similar_lengths([]) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backward_pass_runs_as_many_operations_for_many_sequences_as_for_few(kind: str) -> None:
+    counts = []
+    for num_sequences in (2, 50):
+        leaves = [t.requires_grad_() for t in operands(30 * num_sequences, kind)]
+        out, _ = gated_delta_rule(*leaves, starts([30] * num_sequences))
+        counts.append(operations_of(partial(torch.autograd.grad, out.sum(), leaves)))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_chunks_are_not_as_large_as_all_chunks(kind: str) -> None:
+    counts = []
+    for num_rows in (130, 520):
+        leaves = [t.requires_grad_() for t in operands(num_rows, kind)]
+        out, _ = gated_delta_rule(*leaves, starts([num_rows]))
+        counts.append(operations_of(partial(torch.autograd.grad, out.sum(), leaves))["aten::select_backward"])
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
