@@ -185,8 +185,9 @@ class _GatedDeltaRule(torch.autograd.Function):
             leaves: list[Any] = [t.detach().to(wide).requires_grad_() for t in (*map(beside.stand, rows), *states)]
             with torch.enable_grad():
                 start = leaves[5] if states else None
-                options = (ctx.rule.scale, ctx.rule.norm_eps, ctx.rule.corrects, grad_final is not None)
-                out, final = chunked_gated_delta_rule(*leaves[:5], start, *options)
+                q, k, v, g, beta = leaves[:5]
+                options = (ctx.rule.scale, ctx.rule.norm_eps, ctx.rule.corrects)
+                out, final = chunked_gated_delta_rule(q, k, v, g, beta, start, *options, grad_final is not None)
             known = [] if grad_out is None else [(out, beside.stand(grad_out))]
             if final is not None and grad_final is not None:
                 known.append((final, grad_final[group].flatten(0, 1)))
