@@ -28,6 +28,7 @@ from ..sharding.tp_plan import SUMS
 from .experts import REDUCTION
 from .functions import ReplacedFunctions, invariant_functions, outside_modes
 from .fused_layers import fused_forward
+from .recurrent.heads import HeadDivision
 from .recurrent.layers import recurrent_forward
 from .shared_input import SharedInput, siblings_of
 
@@ -58,7 +59,7 @@ class Numerics:
             shapes = division.linear_shapes
             self.guarantee = self_test(shapes, parameter.dtype, parameter.device, cuts=division.cuts)
             _refuse_other_products(module, parameter, self.guarantee)
-        self._plan_recurrent(module)
+        self._plan_recurrent(module, division)
         self._plan_shared(module, division)
         if self.guarantee is not None:
             self._plan_invariant(module, self.guarantee)
@@ -109,10 +110,12 @@ class Numerics:
             module.forward = torch.compiler.disable(forward) if is_whole else forward
         return own
 
-    def _plan_recurrent(self, root: nn.Module) -> None:
+    def _plan_recurrent(self, root: nn.Module, division: Division) -> None:
         """Plan the forwards of recurrent layers, which keep their states in a rollout step."""
+        mesh = division.mesh
+        heads = HeadDivision(mesh.tp, mesh.tp_rank, mesh.tp_group)
         for module in root.modules():
-            if (forward := recurrent_forward(module)) is not None:
+            if (forward := recurrent_forward(module, heads)) is not None:
                 self._patches.append((module, "forward", forward))
 
     def _plan_shared(self, root: nn.Module, division: Division) -> None:
