@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class WeightSessions:
-    """Connects an engine and a `SessionManager`."""
+    """Connect an engine and a `SessionManager`."""
 
     def __init__(
         self,
