@@ -35,6 +35,7 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import SamplingRefused
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support.join_group import join_group
 from lockstep.weight_sync.deadline import Deadline
 from lockstep.weight_sync.delta.encode import encode_delta
 from lockstep.weight_sync.delta.stream import DATA_FILE, DEFAULT_BUFFER_BYTES, pack_chunks
@@ -42,7 +43,6 @@ from lockstep.weight_sync.digests.model_digest import model_digest, tensor_roots
 from lockstep.weight_sync.disk.folder import save_folder
 from lockstep.weight_sync.errors import Poisoned, SessionError, TransferFailed
 from lockstep.weight_sync.group.plan import plan_broadcasts
-from lockstep.weight_sync.group.registry import join_group
 from lockstep.weight_sync.group.weight_group import WeightGroup
 from lockstep.weight_sync.layout.bucket import byte_view, plan_buckets
 from lockstep.weight_sync.manifest import TensorSpec, dtype_name, specs_of
