@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.tests.support.forked_ranks import HOST, free_port, run_ranks
-from lockstep.tests.support.join_group import join_group
+from lockstep.tests.support.forked_ranks import HOST, free_port, join_group, run_ranks
 from lockstep.weight_sync.deadline import Deadline
 from lockstep.weight_sync.errors import TransferFailed
 from lockstep.weight_sync.group.registry import GroupRegistry

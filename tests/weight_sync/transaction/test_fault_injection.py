@@ -35,7 +35,7 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import SamplingRefused
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.tests.support.join_group import join_group
+from lockstep.tests.support.forked_ranks import join_group
 from lockstep.weight_sync.deadline import Deadline
 from lockstep.weight_sync.delta.encode import encode_delta
 from lockstep.weight_sync.delta.stream import DATA_FILE, DEFAULT_BUFFER_BYTES, pack_chunks

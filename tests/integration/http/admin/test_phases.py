@@ -18,9 +18,8 @@ from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.tests.support.forked_ranks import free_port
+from lockstep.tests.support.forked_ranks import free_port, join_group
 from lockstep.tests.support.framework_sender import serialize_for_engine
-from lockstep.tests.support.join_group import join_group
 from lockstep.weight_sync.deadline import Deadline
 from lockstep.weight_sync.delta.encode import encode_delta
 from lockstep.weight_sync.delta.stream import save_delta
