@@ -2,8 +2,8 @@
 
     python examples/json_schema.py [--model FOLDER]
 
-Needs `pip install lockstep[grammar]`. Log-probabilities are the model's own. `forced` marks the tokens for which the
-schema left no choice, so that a trainer can leave them out.
+Needs the extra `grammar`: pip install -e '.[grammar]'. Log-probabilities are the model's own. `forced` marks the
+tokens for which the schema left no choice, so that a trainer can leave them out.
 """
 
 from __future__ import annotations

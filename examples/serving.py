@@ -2,8 +2,8 @@
 
     python examples/serving.py [--model FOLDER]
 
-Needs `pip install lockstep[serve]` and httpx. `/generate` takes SGLang's requests, `/v1/...` OpenAI's: its client works
-with `OpenAI(base_url=f"{server.url}/v1", api_key="-")`. `lockstep serve FOLDER` serves from a process of its own.
+Needs the extra `serve`: pip install -e '.[serve]'. `/generate` takes SGLang's requests, `/v1/...` OpenAI's: its client
+works with `OpenAI(base_url=f"{server.url}/v1", api_key="-")`. `lockstep serve FOLDER` serves from a process of its own.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class MemoryReport:
 
 
 class RolloutService(WeightVerbs, LoraVerbs):
-    """Connects an engine and the weight verbs. Methods with an HTTP verb have its name.
+    """Connect an engine and the weight verbs. Methods with an HTTP verb have its name.
 
     Example, in a training rank whose `model` the engine was made from:
 

@@ -27,6 +27,13 @@ class ServiceConfig:
         if wrong:
             raise ValueError("; ".join(wrong))
 
+    def wait_s(self, timeout_s: float | None) -> float:
+        """Return the deadline of an update's waits: the given one, else the service's. Raises ValueError unless it is
+        positive."""
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, not {timeout_s}")
+        return self.weight_timeout_s if timeout_s is None else timeout_s
+
 
 def known_tags(tags: Iterable[str] | None) -> list[str]:
     """Return the known tags in the order of MEMORY_TAGS, each once; all of them for None or none. Raises ValueError

@@ -51,8 +51,8 @@ class Engine:
 
     Commands run between two steps, with no step in flight, and their effect holds when they return. A command repeated
     under its `op_id` runs once (OpIdTaken for an id that names another call); `timeout_s` limits its wait to begin
-    (DeadlineExceeded). A service around the engine also uses `requests`, `driver` and `weights`; `parts`, `gate` and
-    `mailboxes` are internal.
+    (DeadlineExceeded). A service around the engine also uses `requests`, `driver` and `weights`; metrics and benchmarks
+    read `parts`. `gate` and `mailboxes` are internal.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A moment that a call must not outlast."""
+"""Moments that a call must not outlast."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Deadline:
 
     @classmethod
     def after(cls, timeout_s: float) -> Deadline:
-        """Raises ValueError unless timeout_s is positive."""
+        """Make a deadline after `timeout_s`. Raises ValueError unless it is positive."""
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, not {timeout_s}")
         return cls(time.monotonic() + timeout_s, timeout_s)
 
     @classmethod
     def within(cls, timeout_s: float | None) -> Deadline:
-        """One that may never come (None) or has passed already (0 and less), as what is left of another deadline."""
+        """Make a deadline that may never come (None) or has passed already (0 or less), as the rest of another one."""
         timeout_s = math.inf if timeout_s is None else timeout_s
         return cls(time.monotonic() + timeout_s, timeout_s)
 
@@ -38,9 +38,9 @@ class Deadline:
 
     @property
     def left(self) -> timedelta:
-        """As torch takes it: never zero, which it reads as no limit."""
+        """Return the time left as torch takes it: never zero, which torch reads as no limit."""
         return timedelta(milliseconds=max(1, int(self.left_s * 1000)))
 
     def at_most(self, timeout_s: float) -> Deadline:
-        """The earlier of this deadline and one so far from now."""
+        """Return the earlier of this deadline and `timeout_s` from now."""
         return Deadline(min(self.at, time.monotonic() + timeout_s), timeout_s)

@@ -13,12 +13,13 @@ import blocks
 import decode_steps
 import peers
 import rooms
+import shared_weights
 import states
 import step
 import training_curve
 import update
 
-PICTURES = (blocks, decode_steps, peers, rooms, states, step, training_curve, update)
+PICTURES = (blocks, decode_steps, peers, rooms, shared_weights, states, step, training_curve, update)
 IMAGES = Path(__file__).parents[1] / "images"
 
 

@@ -160,7 +160,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise ValueError("--plot needs matplotlib: pip install 'lockstep[train]'") from error
+        raise ValueError("--plot needs matplotlib, the extra `train`: pip install -e '.[train]'") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

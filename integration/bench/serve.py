@@ -163,7 +163,7 @@ def served(engine: Engine) -> Iterator[tuple[int, subprocess.Popen[str]]]:
 
 
 def run_http(clients: subprocess.Popen[str], port: int, load: ServeLoad, prompts: list[list[int]]) -> ServeRun:
-    """ServeRun the load by streams. Raises RuntimeError where a request failed."""
+    """Run the load by streams. Raises RuntimeError where a request failed."""
     bodies = [
         {"input_ids": prompt, "sampling_params": load.params(index), "stream": True, "return_logprob": True}
         for index, prompt in enumerate(prompts)

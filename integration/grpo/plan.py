@@ -46,9 +46,12 @@ def check_job(config: JobConfig, num_ranks: int) -> None:
         wrong.append(f"parallel: {error}")
     needed = ["matplotlib"] + ["tensorboard"] * config.run.tensorboard
     if absent := [name for name in needed if importlib.util.find_spec(name) is None]:
-        wrong.append(f"{' and '.join(absent)} must be installed for plots and logs: pip install lockstep[train]")
+        names = " and ".join(absent)
+        wrong.append(f"{names} must be installed for plots and logs, the extra `train`: pip install -e '.[train]'")
     if config.trainer == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        wrong.append('deepspeed must be installed for trainer="deepspeed": pip install lockstep[deepspeed]')
+        wrong.append(
+            "deepspeed must be installed for this trainer, the extra `deepspeed`: pip install -e '.[deepspeed]'"
+        )
     if config.train.lora.rank:
         wrong += missing_package()
     if config.weights.num_bucket_bytes < ALIGNMENT:

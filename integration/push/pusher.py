@@ -46,7 +46,7 @@ class Pushed:
 
 @dataclass
 class _Digests:
-    """Computes tensor roots of tensors as they are sent."""
+    """Compute tensor roots of tensors as they are sent."""
 
     roots: dict[str, bytes] = field(default_factory=dict)
 
@@ -57,7 +57,7 @@ class _Digests:
 
 
 class WeightPusher:
-    """Pushes a trainer's weights: pause, flush, begin, buckets, verify, commit, continue.
+    """Push a trainer's weights: pause, flush, begin, buckets, verify, commit, continue.
 
     All ranks of the trainer call `push` together, since gathering sharded weights is a collective; the rank that sends
     has the targets, the others have none. `share(error)` sends the sender's error (or None) to all ranks, so that all

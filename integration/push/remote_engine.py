@@ -128,7 +128,7 @@ def _environment() -> dict[str, str]:
 
 
 class VerbServer:
-    """Answers verbs on a Unix socket, each connection in a thread of its own."""
+    """Answer verbs on a Unix socket, each connection in a thread of its own."""
 
     def __init__(self, path: Path, run: Callable[[str, float, dict[str, object]], dict[str, object]]) -> None:
         """Open the socket. run(verb, timeout_s, arguments) returns the report; its exceptions are answered as

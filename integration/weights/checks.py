@@ -20,7 +20,7 @@ ACTIONS = ("checksum", "snapshot", "compare", "reset_tensors")
 
 
 class WeightChecks:
-    """Runs the checker's actions between two steps of an engine."""
+    """Run the checker's actions between two steps of an engine."""
 
     def __init__(self, engine: Engine, sessions: WeightSessions, replica: Replica) -> None:
         self._engine = engine

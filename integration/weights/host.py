@@ -54,7 +54,7 @@ class _Prepared:
 
 
 class EngineHost(SessionHost):
-    """Stops an engine's sampling while its weights are written, and publishes the written weights."""
+    """Stop an engine's sampling while its weights are written, and publish the written weights."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from .rank_weights import ReplicaWeights
 
 
 class KnownRoots:
-    """Keeps roots and computes those that are missing. Where several ranks hold the model, every method that computes
+    """Keep roots and compute those that are missing. Where several ranks hold the model, every method that computes
     is called on all of them."""
 
     def __init__(self, engine: Engine, weights: ReplicaWeights) -> None:

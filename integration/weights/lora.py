@@ -67,7 +67,7 @@ class LoraVerbs:
         """
         if not lora_name:
             raise ValueError("lora_name must not be empty")
-        options = UpdateOptions(weight_version, self._wait_s(timeout_s), None, abort_all_requests, keep_running)
+        options = UpdateOptions(weight_version, self.config.wait_s(timeout_s), None, abort_all_requests, keep_running)
         with self._changing(options.timeout_s):
             former = self._adapter
             if former is not None and not (load_inplace and former[0] == lora_name):
@@ -86,7 +86,7 @@ class LoraVerbs:
     ) -> AdapterReport:
         """Unload the adapter of that name: the engine has its base alone again. Raises ValueError for an adapter that
         is not loaded, and as `load_lora_adapter` does."""
-        options = UpdateOptions(weight_version, self._wait_s(timeout_s), None, abort_all_requests, keep_running)
+        options = UpdateOptions(weight_version, self.config.wait_s(timeout_s), None, abort_all_requests, keep_running)
         with self._changing(options.timeout_s):
             if lora_name not in self.loaded_adapters:
                 loaded = ", ".join(map(repr, self.loaded_adapters)) or "none"
@@ -132,8 +132,3 @@ class LoraVerbs:
         self.engine.model.adapter_name = None if adapter is None else adapter[0]
         self.replica.stands()
         return AdapterReport(self.loaded_adapters, commit)
-
-    def _wait_s(self, timeout_s: float | None) -> float:
-        if timeout_s is not None and not timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, not {timeout_s}")
-        return self.config.weight_timeout_s if timeout_s is None else timeout_s

@@ -51,7 +51,7 @@ class WeightMetrics:
             with self._lock:
                 self.last_seconds[path] = time.monotonic() - started
 
-    def landed(self, path: str, num_bytes: int, seconds: float, num_verified: int) -> None:
+    def written(self, path: str, num_bytes: int, seconds: float, num_verified: int) -> None:
         """Count an update that was written whole. num_verified: its tensors that were compared with the sender's
         digests."""
         with self._lock:

@@ -18,7 +18,7 @@ from .all_ranks import Replica
 
 
 class ReplicaWeights:
-    """Reads the weights and changes nothing. Where several ranks hold the model every method but `resident_name` and
+    """Read the weights and change nothing. Where several ranks hold the model every method but `resident_name` and
     `transaction` is called on all of them."""
 
     def __init__(self, engine: Engine, replica: Replica) -> None:

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class WeightSessions:
-    """Connects an engine and a `SessionManager`."""
+    """Connect an engine and a `SessionManager`."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class WeightSessions:
                 source, receive_noted, options.weight_version, verify, options.timeout_s,
                 lambda: self._host.hold_for_update(options),
             )  # fmt: skip
-        self.metrics.landed(path, record.num_bytes, record.seconds, len(set(received) & set(verify or {})))
+        self.metrics.written(path, record.num_bytes, record.seconds, len(set(received) & set(verify or {})))
         return record
 
     def commit_implicit(self) -> None:

@@ -72,7 +72,10 @@ class WeightVerbs:
         """
         self._check_resident()
         options = UpdateOptions(
-            weight_version, self._timeout_s(timeout_s), abort_all_requests=abort_all_requests, keep_running=keep_running
+            weight_version,
+            self.config.wait_s(timeout_s),
+            abort_all_requests=abort_all_requests,
+            keep_running=keep_running,
         )
         return self.sessions.begin(coverage, undo, digest, lease_s, options)
 
@@ -145,7 +148,7 @@ class WeightVerbs:
         timeout_s: float | None = None,
     ) -> None:
         """Join a group as rank `rank_offset`; rank 0 is the sender. Blocks until all have joined, while the engine
-        keeps running. group_secret: known to all ranks (`join_group`); None where the sender has none, as other
+        keeps running. group_secret: known to all ranks (`Rendezvous`); None where the sender has none, as other
         frameworks' do. Raises ValueError for a group that exists, TransferFailed when not all ranks came in time.
 
         Where several ranks hold the model each joins, as `rank_offset` plus its local rank, and the engine runs no step
@@ -155,7 +158,7 @@ class WeightVerbs:
         # Other frameworks send the port also as text.
         rendezvous = Rendezvous(
             master_address, int(master_port), rank_offset + self.replica.local_rank, world_size, group_name,
-            backend, self._timeout_s(timeout_s), device, secret=group_secret,  # type: ignore[arg-type]
+            backend, self.config.wait_s(timeout_s), device, secret=group_secret,  # type: ignore[arg-type]
         )  # fmt: skip
         self.replica.peers.together(
             "init_weights_update_group",
@@ -191,7 +194,7 @@ class WeightVerbs:
         bytes; "lockstep": our own sender's protocol (`group.protocol.send_update`), and with `manifest` (JSON) its
         plan; "delta": the same with changes against the present weights.
         """
-        group, timeout_s = self.groups.get(group_name), self._timeout_s(timeout_s)
+        group, timeout_s = self.groups.get(group_name), self.config.wait_s(timeout_s)
         specs = (names or (), dtypes or (), shapes or ())
         receive = from_group(group, load_format, specs, manifest, delta_check, timeout_s)
         options = UpdateOptions(weight_version, timeout_s, verify, abort_all_requests, keep_running)
@@ -221,7 +224,7 @@ class WeightVerbs:
         """
         if (serialized_named_tensors is None) == (descriptions is None):
             raise ValueError("pass either serialized_named_tensors or descriptions")
-        timeout_s = self._timeout_s(timeout_s)
+        timeout_s = self.config.wait_s(timeout_s)
         if descriptions is not None:
             description = self._own(descriptions, "descriptions")
             receive = self._shared_memory.source(description, load_format, delta_check, timeout_s)
@@ -250,7 +253,7 @@ class WeightVerbs:
         if self.replica.asks_followers:
             raise ValueError("the other ranks follow this one: call update_weights_from_named_tensors on all of them")
         receive = from_named_tensors(named_tensors, to_the_end=not self.replica.is_alone)
-        options = UpdateOptions(weight_version, self._timeout_s(timeout_s), verify, abort_all_requests, keep_running)
+        options = UpdateOptions(weight_version, self.config.wait_s(timeout_s), verify, abort_all_requests, keep_running)
         try:
             return self._update("this process", receive, options)
         finally:
@@ -276,7 +279,7 @@ class WeightVerbs:
         Everything is checked before anything is written. verify True: compare with the folder's own digests, if it has
         any. keep_pause: generation stays paused afterwards, also if it was not paused before.
         """
-        path, timeout_s = Path(model_path), self._timeout_s(timeout_s)
+        path, timeout_s = Path(model_path), self.config.wait_s(timeout_s)
         digests: dict[str, str] = {}  # filled while reading; compared after the tensors have arrived
         receive = from_folder(path, digests if verify is True else None, delta_check, timeout_s)
         given = digests if isinstance(verify, bool) else verify
@@ -296,7 +299,7 @@ class WeightVerbs:
     ) -> PullRecord:
         """Assemble the full checkpoint of a version in a local folder from versioned folders, deltas among them."""
         return pull_weights(
-            Path(local_checkpoint_dir), Path(source_dir), target_version, timeout_s=self._timeout_s(timeout_s)
+            Path(local_checkpoint_dir), Path(source_dir), target_version, timeout_s=self.config.wait_s(timeout_s)
         )
 
     # -- versions and values ----------------------------------------------------------------------------------------
@@ -334,12 +337,6 @@ class WeightVerbs:
         if len(items) not in (1, num_ranks):
             raise ValueError(f"{what} has {len(items)} entries, one for each rank: this engine has {num_ranks}")
         return items[self.replica.local_rank if len(items) == num_ranks else 0]
-
-    def _timeout_s(self, timeout_s: float | None) -> float:
-        """Return the given time, else the service's. Raises ValueError unless it is positive."""
-        if timeout_s is not None and not timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, not {timeout_s}")
-        return self.config.weight_timeout_s if timeout_s is None else timeout_s
 
     def _check_resident(self) -> None:
         if not self.engine.model.holds_weights:

@@ -1,1 +1,1 @@
-"""The check of a hosted module when an engine is made: it computes what it computes without the engine."""
+"""Compare a hosted module with its own forward when an engine is made."""

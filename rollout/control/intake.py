@@ -33,7 +33,7 @@ class Intake:
         grammars: Grammars,
         media_tokens: Mapping[int, str] | None = None,
     ) -> None:
-        """media_tokens: the kind of media, which are not supported, that a token stands for."""
+        """Create an intake. media_tokens: the kind of media, which are not supported, that a token stands for."""
         self._media_tokens = dict(media_tokens or {})
         self._tokenizer = tokenizer
         self._grammars = grammars

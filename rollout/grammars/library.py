@@ -18,7 +18,7 @@ def load_library() -> Any:
         return importlib.import_module("xgrammar").base._core
     except ImportError as error:
         raise ValueError(
-            "json_schema, regex, ebnf and structural_tag need the grammar extra: pip install 'lockstep[grammar]'"
+            "json_schema, regex, ebnf and structural_tag need the extra `grammar`: pip install -e '.[grammar]'"
         ) from error
 
 

@@ -75,14 +75,14 @@ class Loop:
         self._answers, self._interrupts = answers, interrupts
         self._overlap = overlap  # plan ahead while the only stage runs, on a thread of its own
         self._flights: deque[Flight] = deque()  # launched steps, in the order of their launches
-        self._landed: Flight | None = None  # the step that is committed and not delivered
+        self._committed: Flight | None = None  # the step that is committed and not delivered
         self._too_large: ScheduleOutput | None = None  # the step whose memory was not found
-        self._last_landing = 0.0  # of time.perf_counter()
+        self._last_commit = 0.0  # of time.perf_counter()
         self.last_throughput = 0.0  # tokens per second of the newest step
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._flights) or self._landed is not None
+        return self._scheduler.has_work or bool(self._flights) or self._committed is not None
 
     def queue(self, request: Request) -> None:
         """Queue a request. Its id must not be live."""
@@ -102,7 +102,7 @@ class Loop:
             else:
                 while len(self._flights) < self._runner.num_stages and self._launch(self._schedule()):
                     pass
-                self._land()
+                self._commit()
                 self._deliver()
         if not self.has_work:
             self._ledger.check_idle()
@@ -119,12 +119,12 @@ class Loop:
         if not self._is_interrupted:
             with self._starting_over_on_failure(ahead):
                 self._runner.anticipate(ahead, self._managers.engine.requests_of(ahead.scheduled))
-        self._land()
+        self._commit()
         if ahead.exhausted:
             self._deliver()  # they end with the token of this step
         wanted = self._still_wanted(ahead)
         if self._is_interrupted:
-            self._shelve(wanted)  # a waiting command would have to wait for this step too
+            self._cancel(wanted)  # a waiting command would have to wait for this step too
             self._runner.settle()
         elif not self._launch(wanted):
             self._runner.settle()
@@ -134,7 +134,7 @@ class Loop:
         with self._going_on_without_memory():
             self._deliver()
             while self._flights:
-                self._land()
+                self._commit()
                 self._deliver()
 
     def retract(self, request: Request) -> None:
@@ -191,12 +191,12 @@ class Loop:
         for id, _ in (*output.ignored, *output.exhausted):
             self._answer(self._managers.engine.request(id))
 
-    def _shelve(self, output: ScheduleOutput) -> None:
+    def _cancel(self, output: ScheduleOutput) -> None:
         """Cancel a scheduled step before launch. Its sequences keep their KV blocks."""
         self._decide(output)
         self._managers.on_step_cancelled(output.scheduled)
 
-    def _land(self) -> None:
+    def _commit(self) -> None:
         """Wait for the oldest launched step and commit it: tokens, states, KV, and ends by token or length."""
         if not self._flights:
             return
@@ -207,14 +207,14 @@ class Loop:
         for item in flight.output.scheduled:
             request = flight.requests[item.id]
             if item.incarnation == request.num_retractions:
-                request.in_flight.landed()
+                request.in_flight.committed()
         with self._trace.span("commit", step=flight.output.step):
             takes = self._managers.engine.takes
             flight.results = [r for r in results if takes(r, flight.requests[r.id])]
             self._managers.on_step_completed(flight.results)
             self._scheduler.on_step_completed(flight.output, flight.requests)
             self._grammars.end(flight.results)
-        self._landed = flight
+        self._committed = flight
         if len(flight.results) < len(results):
             for result in results:  # the sampler kept state of sequences that ended during the step
                 if result.id not in self._managers.engine:
@@ -223,7 +223,7 @@ class Loop:
 
     def _deliver(self) -> None:
         """Deliver the text, the chunks and the answers of the step that was committed last."""
-        flight, self._landed = self._landed, None
+        flight, self._committed = self._committed, None
         if flight is None:
             return
         with self._trace.span("deliver", step=flight.output.step):
@@ -327,8 +327,8 @@ class Loop:
     def _measure(self, flight: Flight) -> None:
         now = time.perf_counter()
         # With several steps in flight only the time that this one added counts: the stages' times overlap.
-        seconds = now - max(flight.started, self._last_landing)
-        self._last_landing = now
+        seconds = now - max(flight.started, self._last_commit)
+        self._last_commit = now
         self._metrics.num_steps += 1
         self._metrics.num_rows += flight.output.num_tokens
         self._metrics.num_sequence_forwards += len(flight.output.scheduled)

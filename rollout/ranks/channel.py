@@ -34,7 +34,7 @@ class RankChannel(ABC):
     """
 
     def __init__(self, mesh: Mesh, timeout_s: float) -> None:
-        """Connect: a collective of the replica. Messages arrive from here on: make the mailbox before."""
+        """Connect the ranks, a collective of the replica. Messages arrive from here on: make the mailbox before."""
         self.mesh, self.timeout_s = mesh, timeout_s
         self.handlers: dict[str, Callable[..., Any]] = {}  # by verb: the functions that `run_everywhere` calls here
         self.on_loss: list[Callable[[], None]] = []  # called when the replica is lost, by any thread

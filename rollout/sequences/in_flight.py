@@ -23,8 +23,8 @@ class InFlight:
         """Subtract rows that have left the first stage of a pipeline: the managers count them now."""
         self.num_rows -= num_rows
 
-    def landed(self) -> None:
-        """Subtract a finished step. Only the newest launched one adds a token."""
+    def committed(self) -> None:
+        """Subtract a committed step. Only the newest launched one adds a token."""
         self.num_steps -= 1
         if self.num_steps == 0:
             self.num_rows = self.num_tokens = 0

@@ -106,7 +106,7 @@ class SlotLedger:
     def keep(self, request: Request, place: Place, num_tokens: int, *, is_rolling: bool) -> None:
         """Keep the request's states after `num_tokens` tokens as the snapshot at `place`, if a slot holds them.
 
-        The step that wrote them must have landed. is_rolling: the request's next rolling snapshot replaces this one.
+        The step that wrote them must be committed. is_rolling: the request's next rolling snapshot replaces this one.
         Does nothing where pins protect all snapshots.
         """
         account = self._accounts[request]

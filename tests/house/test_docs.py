@@ -105,6 +105,37 @@ def test_every_file_that_a_page_names_is_there():
     assert missing == []
 
 
+def test_readme_and_the_page_of_limits_name_the_same_tested_families():
+    lists = [
+        re.search(r"Tested families: (.+?), in float32", " ".join(TEXTS[page].split()))
+        for page in ("README.md", "docs/limits.md")
+    ]
+    readme, limits = (re.split(r",(?: and with recurrent layers)? | and ", match[1]) for match in lists if match)
+    assert len(readme) > 15
+    assert readme == limits
+
+
+EXTRA = re.compile(r"(?:extra `(\w+)`: )?(?:pip install [^\n\"]*?-e ['\"]?\.|lockstep)\[([\w,]+)\]")
+
+
+def test_install_lines_of_pages_and_messages_have_one_form_and_name_extras_that_exist():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    sources = [*modules().values(), *(ROOT / "examples").glob("*.py")]
+    texts = {**TEXTS, **{path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sources}}
+    found = [(name, match) for name, text in texts.items() for match in EXTRA.finditer(text)]
+    wrong = [
+        (name, match[0])
+        for name, match in found
+        if match[0].endswith(f"lockstep[{match[2]}]")  # it is on no index
+        or "-e '.[" not in match[0]  # zsh reads brackets without quotes as a pattern
+        or not set(match[2].split(",")) <= set(config["options.extras_require"])
+        or (match[1] or match[2]) != match[2]
+    ]
+    assert wrong == []
+    assert len({name for name, _ in found}) > 8
+
+
 def exists(page: str, path: str) -> bool:
     """Return whether a path exists, relative to the root or to the page."""
     return (ROOT / path).exists() or (ROOT / page).parent.joinpath(path).exists()

@@ -22,7 +22,7 @@ ROOMS = {  # room: the rooms that it may import
     "integration": {"integration", "rollout", "weight_sync", "kernels"},
 }
 # Inside a room: a place (a sub-room, or a module that stands in the folder of a room with sub-rooms) and the places of
-# the same room that it may import. docs/architecture.md shows the same arrows.
+# the same room that it may import. docs/images/rooms.svg shows the same arrows.
 PLACES = {
     "rollout.engine": "completion config control kv loop ranks replica reports sequences",
     "rollout.control": "completion errors grammars loop model replica sampling_params sequences",
@@ -303,9 +303,15 @@ def test_arrows_between_places_run_downward():
     assert cycle(graph) == []
 
 
+@cache
+def folders_of_tests() -> list[Path]:
+    """Return the folders below tests/ that hold Python files."""
+    return sorted({path.parent for path in (ROOT / "tests").rglob("*.py")})
+
+
 def test_no_folder_holds_more_modules_than_one_can_survey():
     crowded = {}
-    for folder in package_folders():
+    for folder in [*package_folders(), *folders_of_tests()]:
         count = len([path for path in folder.glob("*.py") if path.name != "__init__.py"])
         if count > 18:
             crowded[folder.relative_to(ROOT).as_posix()] = count

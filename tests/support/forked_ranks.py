@@ -12,9 +12,13 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from lockstep.weight_sync.group.rendezvous import Rendezvous
+from lockstep.weight_sync.group.weight_group import WeightGroup
 
 HOST = "127.0.0.1"
 _FORK = multiprocessing.get_context("fork")
@@ -24,6 +28,11 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
+
+
+def join_group(*arguments: Any, **settings: Any) -> WeightGroup:
+    """Join the group of `Rendezvous(...)` and return it when all ranks are there. Blocks; raises as both methods do."""
+    return Rendezvous(*arguments, **settings).join()
 
 
 def run_ranks(*ranks: Callable[[], object], num_endless: int = 0, timeout_s: float = 20.0) -> list[object]:

@@ -33,7 +33,7 @@ class StagedRunner:
     def __init__(self, parts: RunnerParts, num_stages: int) -> None:
         self.num_stages = num_stages
         self.num_forwards = 0
-        self.most_in_the_air = self._num_in_the_air = 0
+        self.most_in_flight = self._num_in_flight = 0
         self.before_stage: Callable[[int, ScheduleOutput], None] = lambda stage, output: None
         self._model, self._kv_cache, self._block_size = parts.model, parts.kv_cache, parts.config.block_size
         self._state_pool = parts.state_pool
@@ -52,8 +52,8 @@ class StagedRunner:
 
     def launch(self, output: ScheduleOutput, requests: dict[str, Request]) -> StagedStep:
         self.num_forwards += 1
-        self._num_in_the_air += 1
-        self.most_in_the_air = max(self.most_in_the_air, self._num_in_the_air)
+        self._num_in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self._num_in_flight)
         step, news, self._news = StagedStep(self), self._news, []
         self._hidden[0].put(None)
         for stage, messages in enumerate(self._messages):
@@ -67,8 +67,8 @@ class StagedRunner:
         for messages in self._messages:
             messages.put(None)
 
-    def landed(self) -> None:
-        self._num_in_the_air -= 1
+    def finished(self) -> None:
+        self._num_in_flight -= 1
 
     def _run_stage(self, stage: int) -> None:
         manager, is_last = self.managers[stage], stage == self.num_stages - 1
@@ -135,8 +135,8 @@ class StagedStep:
 
     def results(self) -> list[SequenceResult]:
         results = self._results.result(timeout=60)
-        self._runner.landed()
+        self._runner.finished()
         return results
 
     def abandon(self) -> None:
-        self._runner.landed()
+        self._runner.finished()

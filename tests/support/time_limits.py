@@ -2,7 +2,7 @@
 
 pytest-timeout fails the test from a signal: it prints the stack of each thread, and the fixtures still clean up. A
 signal does not reach a thread that hangs in C, so a quarter of the limit later faulthandler prints the stacks and ends
-the process. xdist replaces a process that ends, and names its test.
+the process. Then xdist ends the run and names the test (`--max-worker-restart=0` in the Makefile).
 """
 
 from __future__ import annotations

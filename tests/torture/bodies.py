@@ -121,7 +121,7 @@ class Malformed(Attacker):
 
     def __init__(self, scene: Scene, lane: int = 0) -> None:
         super().__init__(scene, lane)
-        from lockstep.tests.integration.http import test_malformed as malformed  # takes seconds
+        from lockstep.tests.integration.http.edge import test_malformed as malformed  # takes seconds
 
         draw, described = random.Random(f"{scene.seed}/{self.name}"), scene.description
         self._cases = malformed.of_generation(described, draw) + malformed.of_wrong_types(

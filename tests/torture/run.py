@@ -102,7 +102,7 @@ def _serve(options: argparse.Namespace, folder: Path) -> int:
 def load_attackers(names: set[str]) -> None:
     """Import the parts of attackers that take seconds to import: a server of our own starts meanwhile."""
     if "malformed" in names:
-        importlib.import_module("lockstep.tests.integration.http.test_malformed")
+        importlib.import_module("lockstep.tests.integration.http.edge.test_malformed")
     if names & {"schemas", "admin_schemas"}:
         importlib.import_module("schemathesis")
 

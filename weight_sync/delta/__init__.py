@@ -1,1 +1,1 @@
-"""Deltas: only the changed weights are sent."""
+"""Deltas, which send the changed weights only."""

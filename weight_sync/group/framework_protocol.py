@@ -51,7 +51,7 @@ def receive_tensors(group: WeightGroup, specs: Sequence[TensorSpec], sink: Sink,
     sink.expect(specs)
     with open_pipeline(group, deadline, len(specs)) as pipeline:
         for spec in specs:
-            target, then = _landing(pipeline, spec.name, spec.num_bytes, partial(sink.write, spec.name, 0))
+            target, then = _destination(pipeline, spec.name, spec.num_bytes, partial(sink.write, spec.name, 0))
             pipeline.start(target.view(_REAL_OF.get(spec.dtype, spec.dtype)), [spec.name], then)
 
 
@@ -75,11 +75,11 @@ def receive_flattened_bucket(
             end += spec.num_bytes
 
     with open_pipeline(group, deadline, 1) as pipeline:
-        target, then = _landing(pipeline, names[0], sum(spec.num_bytes for spec in specs), spread)
+        target, then = _destination(pipeline, names[0], sum(spec.num_bytes for spec in specs), spread)
         pipeline.start(target, names, then)
 
 
-def _landing(
+def _destination(
     pipeline: Pipeline, name: str, num_bytes: int, write: Callable[[Tensor], None]
 ) -> tuple[Tensor, Callable[[], None]]:
     """Return the uint8 tensor that receives a foreign broadcast, and the function to run when it has arrived."""

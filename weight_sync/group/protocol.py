@@ -300,7 +300,7 @@ def _receive(pipeline: Pipeline, plan: TransferPlan, sink: Sink) -> None:
     for bucket in plan.broadcasts:
         if len(bucket.pieces) == 1 and bucket.num_bytes:
             piece = bucket.pieces[0]
-            target, then = _landing(pipeline, sink, piece.name, piece.tensor_offset, piece.num_bytes)
+            target, then = _destination(pipeline, sink, piece.name, piece.tensor_offset, piece.num_bytes)
             pipeline.start(target, bucket.names, then)
             continue
         staged = pipeline.buffer("packed", bucket.num_bytes)
@@ -312,7 +312,7 @@ def _receive(pipeline: Pipeline, plan: TransferPlan, sink: Sink) -> None:
             write()
 
 
-def _landing(
+def _destination(
     pipeline: Pipeline, sink: Sink, name: str, offset: int, num_bytes: int
 ) -> tuple[Tensor, Callable[[], object] | None]:
     """Return the memory that receives bytes of one tensor, and the work that remains when they have arrived."""

@@ -81,7 +81,17 @@ class _RendezvousStore(dist.Store):
 
 
 class Rendezvous:
-    """One rank's way into a group. `join` blocks and should run in a thread of the caller; `cancel` ends it."""
+    """One rank's way into a process group of its own. `join` blocks: call it in a thread without other work; `cancel`
+    ends it. `GroupRegistry` keeps groups by name.
+
+    Rank 0 is the sender and hosts the store at master_address:master_port, an address of its machine and no other one;
+    the others wait for it. secret: text that all ranks know and no other process, or None, as for foreign trainers;
+    with it no other process reads the store's values or writes valid ones (over NCCL: but for NCCL's own). layout: how
+    the keys of the two ends are nested (`LAYOUTS`); the default fits trainers that build theirs by SGLang's recipe.
+    backend "nccl" needs `device`, and one GPU per rank: NCCL refuses two ranks on one GPU, so that a machine with a
+    single GPU can only have a group of one rank. Under TORCH_DISTRIBUTED_DEBUG=DETAIL such trainers wrap their group in
+    one that checks every operation; our group cannot communicate with it.
+    """
 
     def __init__(
         self,
@@ -96,9 +106,9 @@ class Rendezvous:
         layout: str = "torch",
         secret: str | None = None,
     ) -> None:
-        """Check the arguments, see `join_group`, and open rank 0's port, which port 0 leaves to the system.
+        """Check the arguments and open rank 0's port, which port 0 leaves to the system.
 
-        Raises ValueError for wrong arguments, TransferFailed where rank 0 cannot listen at its address.
+        Raises ValueError listing every bad argument, TransferFailed where rank 0 cannot listen at its address.
         """
         wrong = [
             text
@@ -149,8 +159,8 @@ class Rendezvous:
         self._wake.set()
 
     def join(self) -> WeightGroup:
-        """Find the other ranks and return the group. Raises TransferFailed naming rank, group and the ranks that had
-        not arrived."""
+        """Return the group when all ranks are there. Raises TransferFailed naming rank, group, phase and the ranks that
+        had not arrived: at the deadline, when our ends disagree about the world size, or when one rank joins twice."""
         threading.Thread(target=self._run, name=f"rendezvous-{self.group_name}", daemon=True).start()
         self._wake.wait(self._deadline.left_s)
         if self._result is None:

@@ -32,7 +32,7 @@ class Lane(Protocol):
 
 
 class WeightGroup:
-    """One process group for weights. Made by `join_group`.
+    """One process group for weights. Made by `Rendezvous.join`.
 
     name, rank, world_size, backend and device describe the joined group. `broken` is None, or the reason why the group
     can no longer be used: when one operation fails or times out, gloo closes every connection of the group and NCCL its

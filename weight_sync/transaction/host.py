@@ -10,7 +10,7 @@ from .transaction import Coverage, Undo, WeightTransaction
 
 
 class SessionHost(Protocol):
-    """Opens transactions over an engine's weights, digests them and publishes them.
+    """Open transactions over an engine's weights, digest them and publish them.
 
     A `SessionManager` calls every method but `on_lease_over` while it holds its lock: of the manager's own methods a
     host may call `state` only.

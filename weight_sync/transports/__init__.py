@@ -1,1 +1,1 @@
-"""Transports: the sending side of every path of an update."""
+"""The sending side of every path of an update."""

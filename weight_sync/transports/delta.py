@@ -21,10 +21,10 @@ from .transport import Sent
 
 
 class DeltaTransport:
-    """Sends only the elements that changed since the last committed push, over another transport. The first push is
+    """Send only the elements that changed since the last committed push, over another transport. The first push is
     sent in full.
 
-    Keeps a copy of the targets' weights in host memory.
+    It keeps a copy of the targets' weights in host memory.
     """
 
     def __init__(self, inner: DistributedTransport | TensorTransport | DiskTransport, *, check: Check = "pre") -> None:

@@ -15,7 +15,7 @@ from .transport import Sent, on_all, raise_failures
 
 
 class DiskTransport:
-    """Sends weights as a folder of safetensors that every target reads. The folder is removed afterwards, or by the
+    """Send weights as a folder of safetensors that every target reads. The folder is removed afterwards, or by the
     next sender there if this process is killed."""
 
     def __init__(self, folder: Path | str) -> None:

@@ -21,7 +21,7 @@ from .transport import Sent, on_all, raise_failures
 
 
 class DistributedTransport:
-    """Sends one broadcast to all targets, over a process group of its own with this process as rank 0."""
+    """Send one broadcast to all targets, over a process group of its own with this process as rank 0."""
 
     def __init__(
         self, *, backend: Backend = "gloo", bucket_bytes: int = DEFAULT_BUCKET_BYTES, host: str = "127.0.0.1",

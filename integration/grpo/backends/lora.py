@@ -19,7 +19,7 @@ def missing_package() -> list[str]:
     """Return a fault if PEFT is not installed."""
     if importlib.util.find_spec("peft") is not None:
         return []
-    return ["peft must be installed for train.lora: pip install lockstep[lora]"]
+    return ["peft must be installed for train.lora, the extra `lora`: pip install -e '.[lora]'"]
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int, base: Path | None = None) -> Any:

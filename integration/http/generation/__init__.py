@@ -1,1 +1,1 @@
-"""`/generate`: SGLang's format of requests and answers."""
+"""The path `/generate`, in SGLang's format of requests and answers."""

@@ -1,4 +1,4 @@
-"""meta_info: facts about an answer, with SGLang's keys."""
+"""Facts about an answer (meta_info), with SGLang's keys."""
 
 from __future__ import annotations
 

@@ -115,5 +115,5 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ValueError(f"adapters need PEFT: pip install lockstep[lora] ({error})") from error
+        raise ValueError(f"adapters need PEFT, the extra `lora`: pip install -e '.[lora]' ({error})") from error
     return peft

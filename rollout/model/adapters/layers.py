@@ -59,7 +59,7 @@ class HostedAdapters:
         return bool(self._layers)
 
     def state(self) -> State:
-        """Return, of each adapter layer, what decides which of its weights are used and how."""
+        """Return the settings of each adapter layer that select and scale its weights."""
         return tuple(
             (
                 layer.disable_adapters,

@@ -28,11 +28,10 @@ from lockstep.integration.weights.verbs import GROUP_NAME
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.tests.support import prepared_python
-from lockstep.tests.support.forked_ranks import free_port
+from lockstep.tests.support.forked_ranks import free_port, join_group
 from lockstep.tests.support.framework_sender import serialize_for_engine
 from lockstep.weight_sync.digests.model_digest import model_digest
 from lockstep.weight_sync.group.protocol import send_update
-from lockstep.weight_sync.group.registry import join_group
 from lockstep.weight_sync.manifest import Manifest, specs_of
 
 MakeModel = Callable[..., PreTrainedModel]

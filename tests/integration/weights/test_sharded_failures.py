@@ -68,7 +68,7 @@ def test_survivors_of_an_update_have_the_old_weights_and_name_the_rank(
         began = time.monotonic()
         try:
             service.update_weights_from_named_tensors(tensors())
-            said, ranks = "it landed", ()
+            said, ranks = "it was committed", ()
         except RankFailure as failure:
             said, ranks = str(failure), failure.ranks
         seconds = time.monotonic() - began
@@ -107,7 +107,7 @@ def test_a_follower_killed_in_a_push_is_named_and_the_controller_has_the_old_wei
         transport = TensorTransport(bucket_bytes=1 << 14)
         try:
             WeightPusher([LocalTarget(service)], transport, timeout_s=TIMEOUT_S).push(new, "7")
-            said = "it landed"
+            said = "it was committed"
         except PushFailed as failed:
             said = str(failed)
         finally:

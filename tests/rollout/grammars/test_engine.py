@@ -184,7 +184,7 @@ def test_a_pause_after_any_step_changes_nothing(make_engine, mode, pause, overla
 
 
 @covering(1, rest="slow", num_stages=[2, 3], mode=["text", "exact"])
-def test_stages_give_the_tokens_of_one_and_preempt_what_is_in_the_air(make_engine, in_stages, mode, num_stages):
+def test_stages_give_the_tokens_of_one_and_preempt_what_is_in_flight(make_engine, in_stages, mode, num_stages):
     settings = {"json_schema": PERSON, "jump_forward": mode, "max_new_tokens": 60}
     params = [SamplingParams(**settings, sampling_seed=seed) for seed in range(6)]
     prompts = [f"person {index} of six, with a name: " for index in range(6)]

@@ -71,7 +71,7 @@ def test_stages_answer_a_mixed_batch_as_one_stage_does(make_engine, num_stages, 
     expected, expected_scores = generate(make_engine(**settings)), generate(make_engine(**settings), scored)
     engine = make_engine(num_stages, sequence_pipelining=sequence_pipelining, **settings)
     assert generate(engine) == expected
-    assert engine.parts.runner.most_in_the_air == num_stages
+    assert engine.parts.runner.most_in_flight == num_stages
     engine.flush_cache()
     assert generate(engine, scored) == expected_scores
 
@@ -83,11 +83,11 @@ def test_stages_that_run_out_of_blocks_answer_as_one_stage_with_plenty_does(make
     air = Air(engine)
     assert generate(engine) == expected
     assert engine.state()["metrics"]["num_retractions"] > 0
-    assert air.num_preempted > 0, "nobody was preempted in the air"
+    assert air.num_preempted > 0, "no sequence was preempted in flight"
 
 
 @STAGES
-def test_a_block_that_changed_hands_in_the_air_is_not_written_by_its_former_owner(make_engine, num_stages):
+def test_a_block_that_changed_hands_in_flight_is_not_written_by_its_former_owner(make_engine, num_stages):
     """Hold the last stage back until later steps, in which other sequences own the victims' blocks, wait for it."""
     expected = generate(make_engine())
     engine = make_engine(num_stages, kv_cache="11 blocks", chunked_prefill_size=16, admission_ratio=0.0)
@@ -251,9 +251,7 @@ def test_thousand_tokens_pass_two_real_stages_as_in_the_published_example(make_e
 
 @STAGES
 @pytest.mark.parametrize("stage", [0, -1])
-def test_a_step_that_fails_in_a_stage_drops_all_in_the_air_and_the_answers_stay_the_same(
-    make_engine, num_stages, stage
-):
+def test_a_step_that_fails_in_a_stage_drops_all_in_flight_and_the_answers_stay_the_same(make_engine, num_stages, stage):
     expected = generate(make_engine())
     engine = make_engine(num_stages, chunked_prefill_size=16)
     runner, countdown = engine.parts.runner, [12]
@@ -275,7 +273,7 @@ def test_a_step_that_fails_in_a_stage_drops_all_in_the_air_and_the_answers_stay_
             num_failures += 1
             state = engine.state()
             assert (state["num_running"], state["num_held_blocks"]) == (0, 0)
-            assert not engine.gate.loop._flights and runner._num_in_the_air == 0
+            assert not engine.gate.loop._flights and runner._num_in_flight == 0
             engine.check_integrity()
     assert num_failures == 1
     assert [outcome(answers[id]) for id in ids] == expected

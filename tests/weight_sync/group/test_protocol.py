@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.tests.support.forked_ranks import HOST, free_port, run_ranks
+from lockstep.tests.support.forked_ranks import HOST, free_port, join_group, run_ranks
 from lockstep.weight_sync.deadline import Deadline
 from lockstep.weight_sync.errors import PlanMismatch, TransferFailed
 from lockstep.weight_sync.group import plan
 from lockstep.weight_sync.group.framework_protocol import GLOO_DTYPES, receive_flattened_bucket, receive_tensors
 from lockstep.weight_sync.group.plan import plan_broadcasts
 from lockstep.weight_sync.group.protocol import receive_update, send_update
-from lockstep.weight_sync.group.registry import join_group
 from lockstep.weight_sync.group.weight_group import WeightGroup
 from lockstep.weight_sync.manifest import Manifest, TensorSpec, specs_of
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.tests.support.forked_ranks import HOST, free_port, run_ranks
+from lockstep.tests.support.forked_ranks import HOST, free_port, join_group, run_ranks
 from lockstep.weight_sync.deadline import Deadline
 from lockstep.weight_sync.errors import TransferFailed
-from lockstep.weight_sync.group.registry import GroupRegistry, join_group
+from lockstep.weight_sync.group.registry import GroupRegistry
 from lockstep.weight_sync.group.rendezvous import Rendezvous
 from lockstep.weight_sync.group.shared_keys import SharedKeys
 from lockstep.weight_sync.group.weight_group import WeightGroup

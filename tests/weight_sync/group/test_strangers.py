@@ -14,11 +14,11 @@ import torch.distributed as dist
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
-from lockstep.tests.support.forked_ranks import HOST, free_port, run_ranks
+from lockstep.tests.support.forked_ranks import HOST, free_port, join_group, run_ranks
 from lockstep.tests.support.random_models import random_model
 from lockstep.weight_sync.deadline import Deadline
 from lockstep.weight_sync.errors import TransferFailed
-from lockstep.weight_sync.group.registry import GroupRegistry, join_group
+from lockstep.weight_sync.group.registry import GroupRegistry
 from lockstep.weight_sync.group.rendezvous import Rendezvous
 from lockstep.weight_sync.group.sealed_store import NotSealed, SealedStore
 from lockstep.weight_sync.group.weight_group import WeightGroup

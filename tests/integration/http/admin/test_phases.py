@@ -18,14 +18,13 @@ from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.tests.support.forked_ranks import free_port
+from lockstep.tests.support.forked_ranks import free_port, join_group
 from lockstep.tests.support.framework_sender import serialize_for_engine
 from lockstep.weight_sync.deadline import Deadline
 from lockstep.weight_sync.delta.encode import encode_delta
 from lockstep.weight_sync.delta.stream import save_delta
 from lockstep.weight_sync.digests.model_digest import model_digest
 from lockstep.weight_sync.disk.folder import save_folder
-from lockstep.weight_sync.group.registry import join_group
 from lockstep.weight_sync.transports.delta import DeltaTransport
 from lockstep.weight_sync.transports.disk import DiskTransport
 from lockstep.weight_sync.transports.group import DistributedTransport

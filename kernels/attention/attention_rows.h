@@ -1,0 +1,260 @@
+// Attention of one item of work: rows of one sequence, or of sequences that share their first blocks, over its tiles of
+// keys, with an online softmax (paged_attention.cpp has the rules). Everything is in an unnamed namespace: the one source
+// that includes this file gets it.
+#pragma once
+
+#include "attention/attention_amx.h"
+#include "attention/attention_tiles.h"
+
+namespace attention {
+namespace {
+
+// One thread's workspace.
+template <typename Tile>
+struct Scratch {
+  typename Tile::Element* query;
+  float *out, *probs, *total, *top;
+  Tile tile;
+  Positions at, next;  // this tile, and the one to prefetch meanwhile
+  std::vector<char> memory;
+  void reserve(int64_t rows, int64_t sharing, int64_t key_width, int64_t value_width) {
+    const int64_t sizes[] = {rows * Tile::padded(key_width) * (int64_t)sizeof(*query),
+                             rows * Tile::padded(value_width) * (int64_t)sizeof(float),
+                             sharing * TILE * (int64_t)sizeof(float), rows * W * (int64_t)sizeof(float),
+                             rows * (int64_t)sizeof(float)};
+    int64_t needed = 64;
+    for (int64_t n : sizes) needed += round_up(n, 64);
+    if ((int64_t)memory.size() < needed) memory.resize(needed);
+    char* start = (char*)(((uintptr_t)memory.data() + 63) / 64 * 64);
+    char* parts[5];
+    for (int i = 0; i < 5; i++) parts[i] = start, start += round_up(sizes[i], 64);
+    query = (typename Tile::Element*)parts[0], out = (float*)parts[1], probs = (float*)parts[2];
+    total = (float*)parts[3], top = (float*)parts[4];
+  }
+};
+
+Ints lane_numbers() {
+  Ints v;
+  for (int i = 0; i < W; i++) v[i] = i;
+  return v;
+}
+
+// The positions [begin, end) of the tile at `first` that a row at `position` sees; empty when begin >= end.
+struct Seen {
+  int64_t begin, end;
+  Seen(const Problem& p, int64_t position, int64_t first) {
+    begin = p.window ? std::max<int64_t>(0, position - p.window + 1 - first) : 0;
+    end = std::min<int64_t>(TILE, position + 1 - first);
+  }
+  bool any() const { return begin < end; }
+};
+
+// Computes scores of one row in the tile, then updates its softmax state (top, total, out) and probs[TILE].
+template <typename Tile>
+void update_row(const Problem& p, const Tile& tile, const Seen& seen, const typename Tile::Element* query, int64_t row,
+                int64_t value_width, float* probs, float* out, float* total, float* top) {
+  if (!seen.any()) {
+    memset(probs, 0, TILE * sizeof(float));
+    return;
+  }
+  const Floats minus_infinity = splat(-INFINITY);
+  Floats peak = minus_infinity;
+  for (int64_t j = 0; j < TILE; j += W) {
+    Floats score = minus_infinity;
+    if (j < seen.end && j + W > seen.begin) {
+      score = tile.scores(query, row, j) * splat(p.scale);
+      if (p.softcap != 0.0f) score = simd::tanh(score / splat(p.softcap)) * splat(p.softcap);
+      Ints lane = lane_numbers() + (int32_t)j;
+      if (j < seen.begin || j + W > seen.end)
+        score = select((lane >= (int32_t)seen.begin) & (lane < (int32_t)seen.end), score, minus_infinity);
+      peak = larger(score, peak);
+    }
+    store(probs + j, score);
+  }
+  float before = *top, now = std::max(before, largest(peak));
+  *top = now;
+  if (now == -INFINITY)
+    now = 0.0f;  // every score is -inf; exp(-inf - 0) is 0, exp(-inf + inf) is NaN
+  Floats sum_of_lanes = load(total);
+  if (before != now) {
+    Floats shrink = exp_nonpositive(splat(before - now));
+    sum_of_lanes = sum_of_lanes * shrink;
+    for (int64_t d = 0; d < value_width; d += W) store(out + d, load(out + d) * shrink);
+  }
+  for (int64_t j = 0; j < TILE; j += W) {
+    Floats prob = splat(0.0f);
+    if (j < seen.end) {
+      prob = exp_nonpositive(load(probs + j) - splat(now));
+      sum_of_lanes = sum_of_lanes + prob;
+    }
+    store(probs + j, prob);
+  }
+  store(total, sum_of_lanes);
+}
+
+template <typename Tile, typename T>
+void write_row(const float* row, float total, int64_t width, T* to) {
+  const Floats divisor = splat(total), zero = splat(0.0f);
+  int64_t d = 0;
+  // Adding zero turns -0 into +0: the sign of a zero is the only thing that adding an exact zero could have changed.
+  for (; d + W <= width; d += W) store(to + d, Tile::output(row, d) / divisor + zero);
+  if (d < width) {
+    T lanes[W];
+    store(lanes, Tile::output(row, d) / divisor + zero);
+    memcpy(to + d, lanes, (width - d) * sizeof(T));
+  }
+}
+
+// `count` rows from row `row`, at the positions from `position` on; the keys of a sequence from `begin`, where a tile
+// begins, to `end`; the query heads that read KV heads [kv_begin, kv_end).
+struct Item {
+  int64_t sequence, row, position, count, begin, end;
+  bool resumes, is_shared;  // starts from a saved state; saves one
+  int64_t kv_begin = 0, kv_end = 0;
+  void open(const Problem& p, int64_t tile, Positions& at) const {
+    at.open(p, sequence, tile, std::min<int64_t>(TILE, end - tile));
+  }
+};
+
+template <typename T, typename Tile>
+class Attending {
+ public:
+  Attending(const Problem& p, const Item& item, const Item* following, Scratch<Tile>& scratch, float* saved)
+      : p_(p), item_(item), following_(following), scratch_(scratch), saved_(saved),
+        group_(p.num_heads / p.num_kv_heads), sharing_(item.count * group_),
+        query_width_(Tile::padded(p.key_width)), out_width_(Tile::padded(p.value_width)) {
+    scratch.reserve(sharing_ * (item.kv_end - item.kv_begin), sharing_, p.key_width, p.value_width);
+  }
+
+  void run() {
+    if constexpr (Tile::MULTIPLIES_ALL_ROWS) scratch_.tile.open(p_, sharing_, item_.kv_end - item_.kv_begin);
+    for (int64_t head = item_.kv_begin; head < item_.kv_end; head++) begin(head);
+    item_.open(p_, item_.begin, scratch_.next);
+    for (int64_t t = item_.begin; t < item_.end; t += TILE) {
+      std::swap(scratch_.at, scratch_.next);
+      scratch_.next.count = 0;
+      if (t + TILE < item_.end)
+        item_.open(p_, t + TILE, scratch_.next);
+      else if (following_)
+        following_->open(p_, following_->begin, scratch_.next);
+      if constexpr (Tile::MULTIPLIES_ALL_ROWS)
+        walk_together(t);
+      else
+        for (int64_t head = item_.kv_begin; head < item_.kv_end; head++) walk(head, t);
+    }
+    for (int64_t head = item_.kv_begin; head < item_.kv_end; head++) finish(head);
+    if constexpr (Tile::MULTIPLIES_ALL_ROWS) scratch_.tile.close();
+  }
+
+ private:
+  int64_t state(int64_t kv_head, int64_t r) const { return (kv_head - item_.kv_begin) * sharing_ + r; }
+  int64_t query_head(int64_t kv_head, int64_t r) const { return kv_head * group_ + r % group_; }
+  Seen seen(int64_t r, int64_t t) const { return Seen(p_, item_.position + r / group_, t); }
+
+  // The state of a row that a shared item saves: top, total, out.
+  float* saved(int64_t kv_head, int64_t r) const {
+    return saved_ + ((item_.row + r / group_) * p_.num_heads + query_head(kv_head, r)) * (2 * W + out_width_);
+  }
+
+  void begin(int64_t kv_head) {
+    for (int64_t r = 0; r < sharing_; r++) {
+      const int64_t head = query_head(kv_head, r), i = state(kv_head, r);
+      Tile::put_query((const T*)p_.query + (item_.row + r / group_) * p_.query_row + head * p_.query_head, p_.key_width,
+                      scratch_.query + i * query_width_);
+      if (item_.resumes) {
+        const float* from = saved(kv_head, r);
+        scratch_.top[i] = from[0];
+        store(scratch_.total + i * W, load(from + W));
+        memcpy(scratch_.out + i * out_width_, from + 2 * W, out_width_ * sizeof(float));
+        continue;
+      }
+      scratch_.top[i] = p_.sinks ? p_.sinks[head] : -INFINITY;
+      store(scratch_.total + i * W, splat(0.0f));
+      if (p_.sinks) scratch_.total[i * W] = 1.0f;
+      memset(scratch_.out + i * out_width_, 0, out_width_ * sizeof(float));
+    }
+    if constexpr (Tile::MULTIPLIES_ALL_ROWS)
+      scratch_.tile.put_queries(scratch_.query + state(kv_head, 0) * query_width_, kv_head - item_.kv_begin);
+  }
+
+  void walk(int64_t kv_head, int64_t t) {
+    scratch_.next.template prefetch<T>(p_, kv_head);
+    scratch_.tile.open_keys(p_, scratch_.at, kv_head);
+    update_rows(kv_head, t);
+    scratch_.tile.open_values(p_, scratch_.at, kv_head);
+    add_values(kv_head, t);
+  }
+
+  // Runs each stage for all heads before the next stage: the waits of one head overlap the work of others.
+  void walk_together(int64_t t) {
+    Tile& tile = scratch_.tile;
+    const int64_t first = item_.kv_begin, heads = item_.kv_end - first, begin = seen(0, t).begin;
+    for (int64_t h = 0; h < heads; h++) {
+      scratch_.next.template prefetch<T>(p_, first + h);
+      tile.open_keys(p_, scratch_.at, first + h);
+      tile.multiply_queries(p_, scratch_.at, h, begin);
+    }
+    for (int64_t h = 0; h < heads; h++) {
+      tile.spread(h);
+      update_rows(first + h, t);
+      tile.put_probs(scratch_.probs, h);
+    }
+    for (int64_t h = 0; h < heads; h++) {
+      tile.open_values(p_, scratch_.at, first + h, begin);
+      tile.multiply_values(h);
+    }
+    for (int64_t h = 0; h < heads; h++) tile.add_sums(h, scratch_.out + state(first + h, 0) * out_width_);
+  }
+
+  void update_rows(int64_t kv_head, int64_t t) {
+    for (int64_t r = 0; r < sharing_; r++) {
+      const int64_t i = state(kv_head, r);
+      update_row(p_, scratch_.tile, seen(r, t), scratch_.query + i * query_width_, r,
+                 out_width_, scratch_.probs + r * TILE, scratch_.out + i * out_width_, scratch_.total + i * W,
+                 scratch_.top + i);
+    }
+  }
+
+  void add_values(int64_t kv_head, int64_t t) {
+    for (int64_t r = 0, step; r < sharing_; r += step) {
+      step = std::min<int64_t>(4, sharing_ - r);
+      const Seen earliest = seen(r, t), latest = seen(r + step - 1, t);
+      if (earliest.begin >= latest.end) continue;
+      const float* probs = scratch_.probs + r * TILE;
+      float* out = scratch_.out + state(kv_head, r) * out_width_;
+      if (step == 4)
+        scratch_.tile.template add<4>(probs, out, earliest.begin, latest.end);
+      else if (step == 3)
+        scratch_.tile.template add<3>(probs, out, earliest.begin, latest.end);
+      else if (step == 2)
+        scratch_.tile.template add<2>(probs, out, earliest.begin, latest.end);
+      else
+        scratch_.tile.template add<1>(probs, out, earliest.begin, latest.end);
+    }
+  }
+
+  void finish(int64_t kv_head) {
+    for (int64_t r = 0; r < sharing_; r++) {
+      const int64_t i = state(kv_head, r);
+      if (item_.is_shared) {
+        float* to = saved(kv_head, r);
+        to[0] = scratch_.top[i];
+        store(to + W, load(scratch_.total + i * W));
+        memcpy(to + 2 * W, scratch_.out + i * out_width_, out_width_ * sizeof(float));
+        continue;
+      }
+      write_row<Tile>(scratch_.out + i * out_width_, sum(load(scratch_.total + i * W)), p_.value_width,
+                      (T*)p_.out + (item_.row + r / group_) * p_.out_row + query_head(kv_head, r) * p_.out_head);
+    }
+  }
+
+  const Problem& p_;
+  const Item& item_;
+  const Item* following_;  // the item that this thread probably takes next, or null
+  Scratch<Tile>& scratch_;
+  float* saved_;
+  const int64_t group_, sharing_, query_width_, out_width_;
+};
+
+}  // namespace
+}  // namespace attention

@@ -1,0 +1,147 @@
+"""Updates outside a session: they are committed together before anything is sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import pytest
+import torch
+
+from lockstep.integration.service import RolloutService
+from lockstep.integration.weights.options import UpdateOptions
+from lockstep.tests.integration.weights.sessions.callers import (
+    EMBED,
+    NORM,
+    PARAMS,
+    PATIENCE,
+    PROMPT,
+    answer,
+    digest_of,
+    greedy,
+    last_commit,
+    named,
+    only,
+    roots,
+    standing,
+)
+from lockstep.tests.support.callers import soon, submit
+from lockstep.weight_sync.errors import DigestMismatch, TransferFailed
+from lockstep.weight_sync.manifest import TensorSpec
+
+
+def by_continue(service: RolloutService) -> None:
+    service.continue_generation()
+
+
+def by_resume_of_kv(service: RolloutService) -> None:
+    service.release_memory_occupation(["kv_cache"])
+    service.resume_memory_occupation(["kv_cache"])
+
+
+def by_generate(service: RolloutService) -> None:
+    service.engine.generate([PROMPT], PARAMS)
+
+
+def by_stream(service: RolloutService) -> None:
+    list(service.engine.stream(PROMPT, PARAMS))
+
+
+def by_agenerate(service: RolloutService) -> None:
+    asyncio.run(service.engine.agenerate([PROMPT], PARAMS))
+
+
+def by_step(service: RolloutService) -> None:
+    service.engine.add(PROMPT, PARAMS)
+    service.engine.step()
+
+
+def by_started_engine(service: RolloutService) -> None:
+    service.engine.start()
+    soon(submit(service.engine.generate, [PROMPT], PARAMS))
+
+
+COMMITS = [by_continue, by_resume_of_kv, by_generate, by_stream, by_agenerate, by_step, by_started_engine]
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_an_update_outside_a_session_is_committed_before_anything_is_sampled(service, newer, commit):
+    service.update_weights_from_named_tensors(named(newer), weight_version="5", verify=roots(newer))
+    assert service.get_weight_version() == "default" and service.engine.epoch == 0
+    assert service.state()["weight_update"]["state"] == "open"
+    commit(service)
+    assert standing(service) == ("5", digest_of(newer), 1, digest_of(newer))
+    session = last_commit(service)["session"]
+    assert (session["coverage"], session["verified"]) == ("full", True)
+    [completion] = service.engine.generate([PROMPT], PARAMS)
+    assert (tuple(completion.token_ids), completion.weight_version) == (greedy(newer), "5")
+    assert service.engine.epoch == 1
+
+
+def test_several_updates_outside_a_session_are_one_commit_and_may_be_partial(service, model, newer):
+    service.update_weights_from_named_tensors(only(newer, NORM), weight_version="5")
+    service.update_weights_from_named_tensors(only(newer, EMBED), weight_version="5")
+    service.continue_generation()
+    assert service.engine.epoch == 1
+    with torch.no_grad():
+        model.model.norm.weight.copy_(newer.model.norm.weight)
+        model.lm_head.weight.copy_(newer.lm_head.weight)
+    session = last_commit(service)["session"]
+    assert (session["coverage"], session["verified"], session["num_tensors"]) == ("partial", False, 2)
+    assert standing(service) == ("5", digest_of(model), 1, digest_of(model))
+    assert answer(service) == greedy(model)
+
+
+def test_an_update_that_is_refused_before_its_first_byte_changes_nothing_at_all(service, model):
+    before = standing(service)
+    with pytest.raises(ValueError, match="no_such"):
+        service.update_weights_from_named_tensors([("no_such", torch.zeros(3))], weight_version="5")
+    assert service.state()["weight_update"]["state"] == "idle"
+    assert answer(service) == greedy(model)
+    assert standing(service) == before
+
+
+def test_an_update_without_a_byte_to_write_does_not_stop_the_engine(service, model):
+    with pytest.raises(TransferFailed, match="did not arrive"):
+        service.sessions.update(
+            "nowhere", lambda sink: (TensorSpec.of(NORM, sink.resident(NORM)),), UpdateOptions(None, PATIENCE)
+        )
+    assert answer(service) == greedy(model)
+
+
+def test_a_failure_outside_a_session_takes_all_updates_since_the_commit_back(service, model, newer):
+    before = standing(service)
+    service.update_weights_from_named_tensors(only(newer, NORM), weight_version="5")
+    wrong = roots(newer) | {EMBED: "00" * 32}
+    with pytest.raises(DigestMismatch, match="rolled back") as mismatch:
+        service.update_weights_from_named_tensors(only(newer, EMBED), weight_version="5", verify=wrong)
+    assert mismatch.value.names == (EMBED,)
+    assert standing(service) == before
+    assert answer(service) == greedy(model)
+    assert standing(service) == before
+
+
+def test_inside_a_session_only_the_tensors_that_differ_are_sent_again(service, newer):
+    service.begin_weight_update(weight_version="5")
+    damaged = copy.deepcopy(newer)
+    with torch.no_grad():
+        damaged.model.norm.weight[3] += 1
+        damaged.model.layers[0].self_attn.q_proj.weight[0, 0] += 1
+    names = {NORM, "model.layers.0.self_attn.q_proj.weight"}
+    with pytest.raises(DigestMismatch, match="repairs") as mismatch:
+        service.update_weights_from_named_tensors(named(damaged), verify=roots(newer))
+    assert set(mismatch.value.names) == names
+    with pytest.raises(ValueError, match="2 tensors"):
+        service.end_weight_update()
+    service.update_weights_from_named_tensors(only(newer, *names), verify=roots(newer))
+    commit = service.end_weight_update()
+    assert commit.session.verified and commit.digest == digest_of(newer) == service.model_digest()
+
+
+def test_a_tensor_that_was_put_back_does_not_count_in_the_digest(service, model, newer):
+    service.commit_in_place("1", source=service.engine.weights.resident_tensors())  # its roots are known now
+    service.begin_weight_update(weight_version="5", coverage="partial")
+    with pytest.raises(DigestMismatch):
+        service.update_weights_from_named_tensors(only(newer, NORM), verify={NORM: "00" * 32})
+    commit = service.end_weight_update()
+    assert commit.digest == digest_of(model) == service.model_digest()

@@ -1,0 +1,74 @@
+"""Bad prompts, settings and ids: each is named, and nothing is queued."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.rollout.sequences.request import RequestOptions
+from lockstep.tests.rollout.engine.callers import assert_idle, sampled
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([1, 256], r"from 0 to 255, not \[256\]"),
+        ([-1], r"not \[-1\]"),
+        ([1, 2.5], r"not \[2.5\]"),
+        ([1, True], r"not \[True\]"),
+        ([[]], "empty"),
+        ("text", "needs a tokenizer"),
+        ([None], "NoneType"),
+        ([[1], None], "NoneType"),
+        ([[1], 5], "int"),
+    ],
+    ids=str,
+)
+def test_bad_prompt_is_named_and_nothing_is_queued(make_engine, prompt, message):
+    engine = make_engine()
+    with pytest.raises(ValueError, match=message):
+        engine.generate(prompt, sampled())
+    assert_idle(engine)
+    assert len(engine.mailboxes) == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "options", "message"),
+    [
+        ({"unknown": 1}, None, "unknown"),
+        ({"temperature": -1}, None, "temperature"),
+        ({"stop": "x"}, None, "tokenizer"),
+        ({"logit_bias": {"3": 1, "256": 1}}, None, r"logit_bias names tokens \[256\]"),
+        ([{}, {}], None, "1 prompts, but 2 sampling_params"),
+        ({}, RequestOptions(logprob_start_len=4), "logprob_start_len 4 is beyond the 3 prompt tokens"),
+    ],
+)
+def test_bad_setting_is_named_and_nothing_is_queued(make_engine, params, options, message):
+    engine = make_engine()
+    with pytest.raises(ValueError, match=message):
+        engine.generate([1, 2, 3], params, options=options)
+    assert_idle(engine)
+
+
+def test_one_bad_prompt_among_many_queues_none(make_engine):
+    engine = make_engine()
+    with pytest.raises(ValueError, match="999"):
+        engine.generate([[1, 2], [3], [999]], sampled())
+    assert_idle(engine)
+
+
+def test_options_name_every_offender():
+    with pytest.raises(ValueError, match=r"logprob_start_len.*top_logprobs_num"):
+        RequestOptions(logprob_start_len=-2, top_logprobs_num=-1)
+
+
+def test_duplicate_live_id_is_refused_and_free_again_afterwards(make_engine):
+    engine = make_engine()
+    engine.add([1], sampled(), rid="same")
+    with pytest.raises(ValueError, match="duplicate request ID detected: same"):
+        engine.add([2], sampled(), rid="same")
+    engine.abort_request("same")
+    assert engine.add([2], sampled(), rid="same") == ["same"]
+
+
+def test_context_longer_than_the_models_is_cut_to_it(make_engine):
+    assert make_engine(max_model_len=10_000).max_model_len == 512

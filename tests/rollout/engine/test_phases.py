@@ -1,0 +1,99 @@
+"""Phases of a shared module: the trainer's again after each call, whatever happens in it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.errors import PhaseError
+from lockstep.tests.rollout.engine.callers import PROMPTS, assert_idle, sampled
+
+
+def marks(module: torch.nn.Module) -> list[tuple]:
+    """Return every property of a module that a rollout might change."""
+    return (
+        [
+            (
+                name,
+                m.training,
+                "forward" in vars(m),
+                *map(len, (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks)),
+            )
+            for name, m in module.named_modules()
+        ]
+        + [(name, p.requires_grad, p.data_ptr(), p.grad is None) for name, p in module.named_parameters()]
+        + [(module.config._attn_implementation, module.config._experts_implementation, torch.is_grad_enabled())]
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_generating_leaves_the_module_as_it_was(make_model, family):
+    model = make_model(family, attn_implementation="eager").train()
+    model.model.layers[0].mlp.eval()  # a mixed state, as with a frozen part
+    model.model.embed_tokens.weight.requires_grad_(False)
+    calls = []
+    model.model.layers[1].register_forward_hook(lambda *_: calls.append(1))
+    before = marks(model)
+    engine = Engine(model, EngineConfig(kv_cache="16 blocks"))
+    assert marks(model) == before
+    calls.clear()
+    engine.generate([1, 2, 3], sampled(max_new_tokens=3))
+    assert marks(model) == before and len(calls) == 3
+    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    assert model.lm_head.weight.grad is not None
+
+
+class Broken(Exception):
+    pass
+
+
+def test_module_is_restored_after_a_failing_forward_and_the_others_go_on(make_engine):
+    engine = make_engine()
+    expected = [c.token_ids for c in engine.generate(PROMPTS, sampled())]
+    module, before = engine.model.module, marks(engine.model.module)
+    ids = [engine.add(prompt, sampled())[0] for prompt in PROMPTS]
+    for _ in range(3):
+        engine.step()
+
+    def fail(*_: object) -> None:
+        raise Broken
+
+    hook = module.model.layers[1].register_forward_hook(fail)
+    with pytest.raises(Broken):
+        engine.step()
+    with pytest.raises(Broken):
+        engine.generate([9, 9], sampled())
+    hook.remove()
+    assert marks(module) == before and not engine.model.in_rollout_phase
+    engine.check_integrity()
+    answers = {}
+    while engine.has_work:
+        answers |= {c.id: c.token_ids for c in engine.step()}
+    assert [answers[id] for id in ids] == expected
+    assert_idle(engine)
+
+
+def test_phases_nest_and_the_outermost_restores(make_engine):
+    model = make_engine().model
+    before = marks(model.module)
+
+    def fail_inside() -> None:
+        with model.rollout_phase(), model.rollout_phase():
+            assert model.in_rollout_phase and not model.module.training
+            with model.training_numerics():
+                pass
+            assert model.module.config._attn_implementation.startswith("lockstep")
+            raise Broken
+
+    with pytest.raises(Broken):
+        fail_inside()
+    assert marks(model.module) == before
+
+
+def test_module_outside_its_phase_refuses_to_run_for_the_engine(make_engine):
+    model = make_engine().model
+    rows = torch.tensor([0])
+    with pytest.raises(PhaseError, match="trainer's"):
+        model.forward(rows, rows, rows, None)
