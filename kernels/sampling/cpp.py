@@ -74,7 +74,7 @@ def draw(
     reshaped: tuple[Tensor, Tensor] | None,
     allowed: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw tokens: int64 [R], their log-probabilities and chances float32 [R]; see `sampling.draw_tokens`.
+    """Draw tokens: int64 [R], their log-probabilities and chances float32 [R]; see `draws.draw_tokens`.
 
     noise_keys: seeds and positions, int64 [R]; filters: top_k int64, top_p float64, min_p float32 [R].
     """
@@ -98,6 +98,26 @@ def draw(
     )
     native.run(_function("lockstep_draw", 1), _rows(logits, temperatures), ctypes.addressof(draws), kept=draws)
     return token_ids, logprobs, chances
+
+
+def gumbel_noise(seed: int, position: int, token_ids: Tensor) -> Tensor:
+    """Compute the noise float64 [V] of tokens int64 [V] in one row, for a comparison with `noise.gumbel_noise`."""
+    out, token_ids = torch.empty(len(token_ids), dtype=torch.float64), token_ids.contiguous()
+    numbers, pointer = [ctypes.c_int64] * 2, ctypes.c_void_p
+    noise = native.function(SOURCE, "lockstep_gumbel", [*numbers, pointer, ctypes.c_int64, pointer])
+    assert noise is not None, native.why_unavailable(SOURCE)
+    noise(seed, position, token_ids.data_ptr(), len(token_ids), out.data_ptr())
+    return out
+
+
+def weights(z: Tensor) -> Tensor:
+    """Compute the filters' weights of float32 z [N], for a comparison with `reference.weights`."""
+    out, z = torch.empty_like(z), z.contiguous()
+    pointer = ctypes.c_void_p
+    function = native.function(SOURCE, "lockstep_weights", [pointer, ctypes.c_int64, pointer])
+    assert function is not None, native.why_unavailable(SOURCE)
+    function(z.data_ptr(), len(z), out.data_ptr())
+    return out
 
 
 def _places(subset: tuple[Tensor, Tensor] | None, nowhere: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...kernels.layers.activation import gelu, gelu_tanh, silu
 from ...kernels.linear.linear import Product, invariant_linear, product_of
+from ...kernels.sampling.definition import DRAW_DEFINITION
 from ...kernels.self_test import Guarantee, self_test
 from ..sharding.collectives import RowReduction, VocabularyLookup, gather_columns
 from ..sharding.division import Division
@@ -64,8 +65,9 @@ class Numerics:
             self._plan_invariant(module, self.guarantee)
 
     def describe(self) -> str:
-        """Return one line for people: the guarantee and its operations."""
-        return self.guarantee.reason if self.guarantee else "invariant mode is off: numbers may depend on the batch"
+        """Return one line for people: the guarantee, its operations, and the number of the definition of draws."""
+        reason = self.guarantee.reason if self.guarantee else "invariant mode is off: numbers may depend on the batch"
+        return f"{reason}; draws by definition {DRAW_DEFINITION}"
 
     @contextmanager
     def installed(self) -> Iterator[None]:
