@@ -11,6 +11,7 @@ from torch import Tensor
 from ..machine import native
 
 SOURCE = "sampling/sampling.cpp"
+BLOCK = 256  # tokens whose exponentials are added in float32, from a row's first token on
 
 
 class _Rows(ctypes.Structure):
@@ -30,6 +31,16 @@ class _Draws(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("reshaped", "reshaped_row", "allowed", "allowed_row")),
         ("allowed_width", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("token_ids", "logprobs", "chances")),
+    ]
+
+
+class _Parts(ctypes.Structure):
+    """The C++ struct `Parts` of sampling.cpp, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("largest", "seeds", "positions", "is_greedy")),
+        ("first_id", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
     ]
 
 
@@ -98,6 +109,37 @@ def draw(
     )
     native.run(_function("lockstep_draw", 1), _rows(logits, temperatures), ctypes.addressof(draws), kept=draws)
     return token_ids, logprobs, chances
+
+
+def draw_parts(
+    logits: Tensor,
+    temperatures: Tensor,
+    noise_keys: tuple[Tensor, Tensor],
+    is_greedy: Tensor,
+    largest: Tensor,
+    first_id: int,
+) -> Tensor:
+    """Draw from a part of each row -> float64 [R, 4 + blocks]: see `parts.draw_part`."""
+    logits = _dense(logits)
+    out = torch.empty(len(logits), 4 + -(-logits.shape[1] // BLOCK), dtype=torch.float64)
+    columns = [column.contiguous() for column in (largest, *noise_keys, is_greedy.long())]
+    parts = _Parts(*(column.data_ptr() for column in columns), first_id, out.data_ptr())
+    native.run(
+        _function("lockstep_draw_parts", 1), _rows(logits, temperatures), ctypes.addressof(parts), kept=(parts, columns)
+    )
+    return out
+
+
+def logprobs_of_parts(blocks: Tensor, largest: Tensor, logits: Tensor, temperatures: Tensor) -> Tensor:
+    """Compute log-probabilities float32 [R] of tokens with these logits float32 [R].
+
+    blocks: sums float64 [R, B] of whole rows; largest: their largest logits float32 [R].
+    """
+    blocks, largest, logits = (each.contiguous() for each in (blocks, largest, logits))
+    out = torch.empty(len(blocks))
+    pointers = (blocks.data_ptr(), largest.data_ptr(), logits.data_ptr(), out.data_ptr())
+    native.run(_function("lockstep_logprobs_of_parts", 4), _rows(blocks, temperatures.contiguous()), *pointers)
+    return out
 
 
 def gumbel_noise(seed: int, position: int, token_ids: Tensor) -> Tensor:

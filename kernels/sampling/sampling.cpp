@@ -97,6 +97,39 @@ void draw_all(const Rows& rows, const Draws& d) {
   });
 }
 
+// -- rows that are cut over ranks, each part at a multiple of BLOCK -----------------------------------------------------
+
+struct Parts {
+  const float* largest;                        // [R]: of the whole row
+  const int64_t *seeds, *positions, *is_greedy;  // [R] each
+  int64_t first_id;                            // of this part
+  double* out;                                 // [R, 4 + blocks]: score high, low, token id, its logit, sums of blocks
+};
+
+template <typename T>
+void draw_parts(const Rows& rows, const Parts& p) {
+  int64_t width = 4 + (rows.V + BLOCK - 1) / BLOCK;
+  for_each(rows, [&](int64_t r) {
+    Row<T> row = rows.row<T>(r);
+    row.largest = p.largest[r];
+    Contest<T> contest(row, RowKey(p.seeds[r], p.positions[r]), p.first_id);
+    double* out = p.out + r * width;
+    double* block = out + 4;
+    auto add = [&](float sum) { *block++ = sum; };
+    if (p.is_greedy[r]) {  // every token with the largest logit has one score
+      row.add([](int64_t, const Lanes&) {}, add);
+      for (int64_t i = 0; i < row.V && contest.best.high != 0; i++)
+        if (row.logit_at(i) == row.largest) contest.token = i, contest.best = Score(0, 0);
+    } else {
+      row.add([&](int64_t i, const Lanes& e) { contest.show(i, e); }, add);
+    }
+    out[0] = contest.best.high;
+    out[1] = contest.best.low;
+    out[2] = (double)(p.first_id + contest.token);
+    out[3] = row.logit_at(contest.token);
+  });
+}
+
 template <typename T>
 void logprobs_of_all(const Rows& rows, float* out) {
   for_each(rows, [&](int64_t r) {
@@ -146,6 +179,25 @@ extern "C" {
 
 void lockstep_draw(const Rows* rows, const Draws* draws) {
   rows->is_bf16 ? draw_all<bf16>(*rows, *draws) : draw_all<float>(*rows, *draws);
+}
+
+void lockstep_draw_parts(const Rows* rows, const Parts* parts) {
+  rows->is_bf16 ? draw_parts<bf16>(*rows, *parts) : draw_parts<float>(*rows, *parts);
+}
+
+// Computes log-probabilities [R] of tokens with these logits from the sums of all blocks [R, num_blocks], in the order of
+// `Row::sum`. Rows' logits are not read; their V is the number of blocks.
+void lockstep_logprobs_of_parts(const Rows* rows, const double* blocks, const float* largest, const float* logits,
+                                float* out) {
+  for (int64_t r = 0; r < rows->R; r++) {
+    Row<float> row(nullptr, 0, rows->temperatures[r * rows->temperature_stride]);
+    row.largest = largest[r];
+    double total = 0;
+    for (int64_t i = 0; i < rows->V; i++) total += blocks[r * rows->V + i];
+    row.log_sum = (float)std::log(total);
+    row.x = logits + r;
+    out[r] = row.logprob(0);
+  }
 }
 
 // The definition's two functions of numbers, for tests: noise of token_ids in the row of a key, and weights of z.
