@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from ...kernels.machine.huge_pages import use_huge_pages
 from ..errors import MemoryReleased, PhaseError
 from ..ranks.mesh import Mesh
-from ..sharding.collectives import gather
 from ..sharding.division import FullSpec, divide
 from ..sharding.part import Part, copy_part, load_part
 from ..sharding.shards import Shard
@@ -189,18 +188,6 @@ class HostedModel:
         return self.config.max_position_embeddings
 
     @property
-    def logits_part(self) -> range | None:
-        """Token ids of the logits that this rank computes; None if it computes all, or none."""
-        if self.numerics.divided_logits is None:
-            return None
-        first = self.numerics.first_logit
-        return range(first, first + self.module.get_output_embeddings().weight.shape[0])
-
-    def gather(self, part: Tensor) -> Tensor:
-        """Gather the tensors of the ranks that share this stage's layers, equal in shape: [tp, *part.shape]."""
-        return gather(part, self.mesh.tp, self.mesh.tp_group)
-
-    @property
     def in_rollout_phase(self) -> bool:
         return self.owned or self._phase.is_open
 
@@ -334,7 +321,7 @@ class HostedModel:
 
         token_ids, positions: int64 [N]; a later stage gets no ids, but the hidden states [N, D] of the stage before.
         Returns hidden states [N, D], on the last stage logits [len(logit_rows), vocab]. Raises PhaseError outside the
-        rollout phase. whole_logits: False for the part of the vocabulary that this rank has (`logits_part`).
+        rollout phase. whole_logits: False for the part of the vocabulary that this rank has, if any.
         """
         if not self._phase.is_set_up:
             raise PhaseError("the module is the trainer's now: generate inside the rollout phase")

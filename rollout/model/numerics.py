@@ -53,7 +53,6 @@ class Numerics:
         self._own_forwards: list[tuple[nn.Module, Any]] = []
         self._functions: ReplacedFunctions | None = None
         self.divided_logits: GatheredColumns | None = None  # the last layer, if ranks share its columns
-        self.first_logit = 0  # token id of this rank's first column
         # The whole module, and the parts of it that may run on their own: a backward pass runs checkpointed layers.
         self._entrances = [m for m in module.modules() if isinstance(m, PreTrainedModel | GradientCheckpointingLayer)]
         self._depth = 0
@@ -138,10 +137,11 @@ class Numerics:
                     forward = _row_forward(module, product, reduction, mesh.tp_rank if role == "row_split" else None)
                 self._patches.append((module, "forward", forward))
             elif role == "column_gather" and division.holds_part(f"{name}.weight"):
-                columns = GatheredColumns(_linear_forward(module, linear), mesh.tp, mesh.tp_group)
+                part = range(*division.shards[f"{name}.weight"].ranges[0])
+                columns = GatheredColumns(_linear_forward(module, linear), part, mesh.tp, mesh.tp_group)
                 self._patches.append((module, "forward", columns))
                 if module is root.get_output_embeddings():  # type: ignore[operator]  # a PreTrainedModel
-                    self.divided_logits, self.first_logit = columns, division.shards[f"{name}.weight"].ranges[0][0]
+                    self.divided_logits = columns
             elif role == "embedding" and division.holds_part(f"{name}.weight"):
                 assert mesh.tp_group is not None
                 first = division.shards[f"{name}.weight"].ranges[0][0]

@@ -59,11 +59,11 @@ class Stage:
 
     def _agree_on_parts(self) -> bool:
         """Return whether every rank of the stage can draw from its part of the vocabulary. A collective of these."""
-        if not self.mesh.is_last_stage or self.mesh.tp == 1:
+        model, columns = self._model, self._model.numerics.divided_logits
+        if columns is None or not self.mesh.is_last_stage:  # alike on all of them
             return False
-        part, model = self._model.logits_part, self._model
-        can = part is not None and serves_parts(len(part), model.dtype, model.device)
-        return bool(model.gather(torch.tensor([int(can)], device=model.device)).all())
+        can = serves_parts(len(columns.part), model.dtype, model.device)
+        return bool(columns.gather(torch.tensor([int(can)], device=model.device)).all())
 
     def run(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> list[SequenceResult]:
         """Run a step's rows through this stage. Returns the results on the sampling rank and [] elsewhere.
@@ -113,10 +113,10 @@ class Stage:
         self.num_forwards += 1
         if settings is None:
             return out
-        part = self._model.logits_part
-        assert part is not None and out.shape[-1] == len(part), (out.shape, part)
+        columns = self._model.numerics.divided_logits
+        assert columns is not None and out.shape[-1] == len(columns.part), out.shape
         self.num_divided_draws += 1
-        return draw_parts(out, settings, batch.positions[batch.logit_rows] + 1, part.start, self._model.gather)
+        return draw_parts(out, settings, batch.positions[batch.logit_rows] + 1, columns.part.start, columns.gather)
 
     def _settings_of_parts(self, batch: Batch) -> RowSettings | None:
         """Return the settings of a batch that the ranks can draw from without the whole logits, else None.

@@ -71,14 +71,21 @@ def gather_columns(part: Tensor, tp: int, group: dist.ProcessGroup | None) -> Te
 class GatheredColumns:
     """The forward of a layer of which each rank has some columns: it gathers them, except inside `left_out()`."""
 
-    def __init__(self, forward: Callable[[Tensor], Tensor], tp: int, group: dist.ProcessGroup | None) -> None:
-        self._forward, self._tp, self._group = forward, tp, group
+    def __init__(
+        self, forward: Callable[[Tensor], Tensor], part: range, tp: int, group: dist.ProcessGroup | None
+    ) -> None:
+        """Take the forward of this rank's columns, which are those of `part`."""
+        self._forward, self.part, self._tp, self._group = forward, part, tp, group
         self._is_left_out = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute [..., N], or this rank's [..., N / tp] where the gather is left out."""
         out = self._forward(x)
         return out if self._is_left_out else gather_columns(out, self._tp, self._group)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Gather the tensors of all ranks, equal in shape: [tp, *part.shape]."""
+        return gather(part, self._tp, self._group)
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
