@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kernels.sampling.parts import DrawnRows
 from ..completion import ListedLogprobs, TopLogprobs
 from ..sequences.request import Request
 from ..sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
@@ -24,11 +25,19 @@ class Scores:
     listed_logprobs: tuple[ListedLogprobs, ...] = ()
 
 
-def results_of(output: ScheduleOutput, batch: Batch, logits: Tensor, sampler: Sampler) -> list[SequenceResult]:
-    """Return one result per scheduled sequence, in order, from logits [rows, V] of `batch.logit_rows`.
+def results_of(
+    output: ScheduleOutput, batch: Batch, logits: Tensor | DrawnRows, sampler: Sampler
+) -> list[SequenceResult]:
+    """Return one result per scheduled sequence, in order, from logits [rows, V] of `batch.logit_rows`, or from the
+    tokens drawn from these rows.
 
     Raises BrokenLogits.
     """
+    if isinstance(logits, DrawnRows):
+        refuse_broken(batch.sampled, logits.logprobs)
+        rows = zip(batch.sampled, logits.token_ids, logits.logprobs, strict=True)
+        drawn = {request.id: Sampled(token_id, logprob, ()) for request, token_id, logprob in rows}
+        return [_result(item, drawn.get(item.id), None, None) for item in output.scheduled]
     if batch.is_decode:
         choices = sampler.sample(logits, batch.sampled, batch.allowed)
         return [

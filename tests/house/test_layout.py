@@ -30,7 +30,7 @@ PLACES = {
         "check completion config errors grammars kv model ranks replica reports running scheduling sequences states"
     ),
     "rollout.replica": "completion errors grammars kv model ranks reports running sampling_params sequences states",
-    "rollout.running": "completion errors kv model reports sampling_params sequences states",
+    "rollout.running": "completion errors kv model reports sequences states",
     "rollout.scheduling": "config kv sequences",
     "rollout.kv": "config errors model sequences states",
     "rollout.states": "errors model sequences",
