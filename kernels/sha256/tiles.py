@@ -27,18 +27,14 @@ DIGEST_BYTES = 32
 SOURCE = "sha256/sha256_tiles.cpp"
 
 
-def tile_hashes(block: Tensor, strip_rows: int, piece_cols: int) -> bytes:
-    """Compute the digests of all tiles of a block, 32 bytes each, in the order band, cell, strip, piece.
+def tile_hashes_of_all(blocks: Sequence[tuple[Tensor, int, int]]) -> list[bytes]:
+    """Compute the digests of all tiles of each (block, strip_rows, piece_cols): 32 bytes a tile, in the order band,
+    cell, strip, piece. Many tiles at a time are fastest, everywhere.
 
     block: [k, r, m, c] of any dtype, device and strides. It is not changed; it is copied once where its columns are not
     contiguous, or where it is neither on the CPU nor on a GPU that Triton serves. Either strip_rows is 1 or piece_cols
     is c. Releases the GIL while it hashes.
     """
-    return tile_hashes_of_all([(block, strip_rows, piece_cols)])[0]
-
-
-def tile_hashes_of_all(blocks: Sequence[tuple[Tensor, int, int]]) -> list[bytes]:
-    """Compute `tile_hashes` of each (block, strip_rows, piece_cols): many tiles at a time are fastest, everywhere."""
     hashes = [b""] * len(blocks)
     for device in {block.device for block, _, _ in blocks}:
         indices = [i for i, (block, _, _) in enumerate(blocks) if block.device == device]
@@ -81,7 +77,7 @@ def _triton_hashes(blocks: Sequence[tuple[Tensor, int, int]]) -> list[bytes]:
 
 
 def tile_hashes_reference(block: Tensor, strip_rows: int, piece_cols: int) -> bytes:
-    """Compute `tile_hashes` with hashlib: one copy of the block, cell after cell, and one call per tile."""
+    """Compute `tile_hashes_of_all` of one block with hashlib: one copy of it, cell after cell, and one call per tile."""
     _, rows, _, cols = block.shape
     cells = block.detach().permute(0, 2, 1, 3).contiguous().cpu().resolve_conj().resolve_neg()
     raw = memoryview(cells.reshape(-1).view(torch.uint8).numpy())

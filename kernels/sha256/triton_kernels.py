@@ -37,7 +37,7 @@ _ROUND_CONSTANTS = (
 
 
 def triton_tile_hashes(blocks: Sequence[tuple[Tensor, int, int]]) -> list[bytes]:
-    """Compute `tiles.tile_hashes` of each (block, strip_rows, piece_cols), all on one GPU; waits for it at the end.
+    """Compute `tiles.tile_hashes_of_all` of blocks that are all on one GPU; waits for it at the end.
 
     Blocks are not changed, and copied on their GPU only where their columns are not contiguous. Raises ValueError for a
     device that is not served.

@@ -82,8 +82,8 @@ class RadixCache:
 
     @property
     def num_eviction_candidates(self) -> int:
-        """Entries of the eviction order, stale ones included. Stays in proportion to the tree, however long it is
-        used."""
+        """Entries of the eviction order, stale ones included. They stay in proportion to the tree, however long it is
+        used; nothing else shows that, so a test reads it here."""
         return len(self._leaves)
 
     def __iter__(self) -> Iterator[Node]:

@@ -57,9 +57,6 @@ class MeshPlan:
         dp, local = divmod(rank, self.num_ranks)
         return Coords(dp, *divmod(local, self.tp))
 
-    def rank_of(self, coords: Coords) -> int:
-        return coords.dp * self.num_ranks + coords.pp * self.tp + coords.tp
-
     def replica(self, rank: int) -> tuple[int, ...]:
         """Return the world ranks of the replica of `rank`, by local rank."""
         first = rank // self.num_ranks * self.num_ranks

@@ -339,6 +339,17 @@ def test_modules_and_functions_have_a_size_that_one_can_read():
     assert long_functions(ast.parse("def f():\n" + "    x = 1\n" * 60), 60) == ["f"]
 
 
+def test_sources_in_other_languages_and_tests_have_such_a_size_too():
+    # A module of tests is a list of cases that are read one by one, so it may be longer; its functions may not.
+    limits = {path: 400 for suffix in ("cpp", "h") for path in (ROOT / "kernels").rglob(f"*.{suffix}")}
+    limits |= dict.fromkeys((ROOT / "tests").rglob("*.py"), 750)
+    texts = {path: path.read_text(encoding="utf-8") for path in limits}
+    long = {path: text.count("\n") for path, text in texts.items() if text.count("\n") > limits[path]}
+    assert {path.relative_to(ROOT).as_posix(): num_lines for path, num_lines in long.items()} == {}
+    tests = {path: long_functions(ast.parse(text), 60) for path, text in texts.items() if path.suffix == ".py"}
+    assert {path.relative_to(ROOT).as_posix(): names for path, names in tests.items() if names} == {}
+
+
 def test_no_two_files_import_each_other_in_a_circle():
     assert cycle(import_graph()) == []
 

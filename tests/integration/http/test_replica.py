@@ -244,6 +244,24 @@ def send_over_a_group(client: httpx.Client, model: PreTrainedModel) -> list[dict
     return [joined, updated, left]
 
 
+def assert_reports_agree(
+    client: httpx.Client, url: str, shape: str, checked: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Compare the ranks' states with one update's digest, and the texts of `lockstep ctl` with the checker's reply."""
+    states = client.get("/state").json()["ranks"]
+    tp = shape == "tp=2"
+    assert [(s["rank"], s["tp_rank"], s["pp_rank"]) for s in states] == [(0, 0, 0), (1, int(tp), int(not tp))]
+    stand = {(s["weight_version"], s["weight_digest"], s["epoch"]) for s in states}
+    assert stand == {("group", checked["model_digest"], 3)}
+    assert all(s["kv_bytes"] > 0 and s["kv_used_bytes"] >= 0 for s in states)
+    assert cli.main(["ctl", "--url", url, "state"]) == 0
+    told = capsys.readouterr().out
+    assert told.count(f"weight_digest   {checked['model_digest']}") == 2 and "tp_rank" in told
+    assert cli.main(["ctl", "--url", url, "checksum"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"rank {r['rank']} digest  {r['rank_digest']}" in told for r in checked["rank_results"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["tp=2", "pp=2"])
 def test_control_weights_and_memory_reach_every_rank_over_a_socket(
@@ -279,19 +297,7 @@ def test_control_weights_and_memory_reach_every_rank_over_a_socket(
         assert len({one["rank_digest"] for one in checked["rank_results"]}) == 2  # each of its own part
         assert all(one["differing"] == [] for one in checked["rank_results"])
 
-        states = client.get("/state").json()["ranks"]
-        tp = shape == "tp=2"
-        assert [(s["rank"], s["tp_rank"], s["pp_rank"]) for s in states] == [(0, 0, 0), (1, int(tp), int(not tp))]
-        stand = {(s["weight_version"], s["weight_digest"], s["epoch"]) for s in states}
-        assert stand == {("group", digests["group"], 3)}
-        assert all(s["kv_bytes"] > 0 and s["kv_used_bytes"] >= 0 for s in states)
-        assert cli.main(["ctl", "--url", replica.url, "state"]) == 0
-        told = capsys.readouterr().out
-        assert told.count(f"weight_digest   {digests['group']}") == 2 and "tp_rank" in told
-        assert cli.main(["ctl", "--url", replica.url, "checksum"]) == 0
-        told = capsys.readouterr().out
-        assert all(f"rank {r['rank']} digest  {r['rank_digest']}" in told for r in checked["rank_results"])
-
+        assert_reports_agree(client, replica.url, shape, checked, capsys)
         post(client, "pause_generation")
         assert client.post("/release_memory_occupation", json={}).json() is None
         released = client.get("/state").json()["ranks"]

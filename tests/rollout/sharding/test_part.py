@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lockstep.kernels.attention.paged import PagedStep
 from lockstep.rollout.model.attention import StepContext
 from lockstep.rollout.model.hosted_model import HostedModel
-from lockstep.rollout.ranks.mesh import Coords, Mesh
+from lockstep.rollout.ranks.mesh import Mesh
 
 BLOCK_SIZE, BLOCKS_EACH = 16, 4
 SEQUENCES = {0: 40, 1: 23}  # tokens by sequence
@@ -57,7 +57,7 @@ class Rank:
 
 def _neighbour(mesh: Mesh, num_stages: int) -> int:
     """Return the world rank of the same place `num_stages` stages later."""
-    return mesh.plan.rank_of(Coords(mesh.dp_rank, mesh.pp_rank + num_stages, mesh.tp_rank))
+    return mesh.plan.replica(mesh.rank)[mesh.local_rank + num_stages * mesh.tp]
 
 
 def _tokens(sequence: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.kernels.sha256.tiles import is_native, tile_hashes, tile_hashes_of_all, tile_hashes_reference
+from lockstep.kernels.sha256.tiles import is_native, tile_hashes_of_all, tile_hashes_reference
 from lockstep.weight_sync.digests.model_digest import (
     MAX_TILE_ELEMENTS,
     merge_leaves,
@@ -267,7 +267,7 @@ def test_native_tile_hashes_equal_hashlib(shape, strip_rows, piece, dtype, is_st
     block = random_bytes((*shape[:3], shape[3] + 3), dtype)[..., : shape[3]]
     block = block.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3) if is_strided else block
     cut = (1, min(piece, shape[3])) if piece % 2 else (strip_rows, shape[3])
-    assert tile_hashes(block, *cut) == tile_hashes_reference(block, *cut)
+    assert tile_hashes_of_all([(block, *cut)]) == [tile_hashes_reference(block, *cut)]
 
 
 @pytest.mark.skipif(not is_native(), reason="needs a C++ compiler")
@@ -281,7 +281,8 @@ def test_tiles_of_many_sizes_hashed_together_keep_their_digests_and_their_order(
 def test_every_message_length_is_padded_as_sha256_demands():
     raw = random_bytes((200,), torch.uint8)
     for size in range(1, 200):
-        assert tile_hashes(raw[:size].view(1, 1, 1, size), 1, size) == hashlib.sha256(raw[:size].numpy()).digest()
+        found = tile_hashes_of_all([(raw[:size].view(1, 1, 1, size), 1, size)])
+        assert found == [hashlib.sha256(raw[:size].numpy()).digest()]
 
 
 def test_duplicate_names_and_wrong_leaf_counts_are_refused():
