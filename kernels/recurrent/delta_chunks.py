@@ -95,7 +95,10 @@ class SequencesSideBySide:
     """Some sequences of packed rows with their heads side by side: [T, B * H, ...], as the chunk form takes them."""
 
     def __init__(self, starts: Sequence[int], group: Sequence[int], device: torch.device) -> None:
-        """starts: the rows at which sequences start, and their number. group: indices of B sequences."""
+        """Gather the rows.
+
+        starts: the rows at which sequences start, and their number. group: indices of B sequences.
+        """
         first, end = (torch.tensor([starts[index + i] for index in group], device=device) for i in (0, 1))
         rows = first + torch.arange(int((end - first).max()), device=device)[:, None]  # [T, B]
         self._is_row, self._num_sequences = rows < end, len(group)

@@ -50,10 +50,15 @@ def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
 def noise_word(token_ids: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Hash token ids with two words of a key, int32, to a word of 32 bits. Products wrap around as unsigned ones do."""
     h = token_ids.to(torch.int32) + a
-    h = (h ^ ((h >> 17) & 0x7FFF)) * (0xED5AD4BB - 2**32)
-    h = ((h ^ ((h >> 11) & 0x1FFFFF)) + b) * (0xAC4C1B51 - 2**32)
-    h = (h ^ ((h >> 15) & 0x1FFFF)) * 0x31848BAB
-    return h ^ ((h >> 14) & 0x3FFFF)
+    h = _folded(h, 17).mul_(0xED5AD4BB - 2**32)
+    h = _folded(h, 11).add_(b).mul_(0xAC4C1B51 - 2**32)
+    h = _folded(h, 15).mul_(0x31848BAB)
+    return _folded(h, 14)
+
+
+def _folded(h: Tensor, bits: int) -> Tensor:
+    """Compute h ^ (h >> bits) of int32, zeros shifted in."""
+    return (h >> bits).bitwise_and_((1 << (32 - bits)) - 1).bitwise_xor_(h)
 
 
 def natural_log(x: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def choose(
     return chosen
 
 
-def _winner(logits: Tensor, kept: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
+def _winner(logits: Tensor, kept: Tensor | None, temperatures: Tensor, keys: Tensor) -> Tensor:
     """Find the kept token with the largest score, the first of equal ones; 0 in a broken row. keys: [4, R].
 
     Only tokens that may win get a logarithm. The noise of a token with the number v is at most -log(v), so it loses if
@@ -59,13 +59,17 @@ def _winner(logits: Tensor, kept: Tensor, temperatures: Tensor, keys: Tensor) ->
     """
     a, b, _, _ = keys.unsqueeze(-1)
     every = torch.arange(logits.shape[1], device=logits.device)
-    v = ((noise_word(every, a, b) >> 8) & 0xFFFFFF).float() * 2.0**-24
+    v = noise_word(every, a, b).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).float().mul_(2.0**-24)
     largest = logits.amax(-1, keepdim=True)
-    e = ((logits - largest) / temperatures.unsqueeze(-1)).exp_().masked_fill_(~kept, 0.0)
-    first = (v / e).masked_fill_(e <= 0, torch.inf).argmin(-1, keepdim=True)
+    e = (logits - largest).div_(temperatures.unsqueeze(-1)).exp_()
+    if kept is not None:
+        e.masked_fill_(~kept, 0.0)
+    first = (v / e).nan_to_num_(torch.inf, torch.inf).argmin(-1, keepdim=True)
     y, g = _scaled(logits.gather(-1, first), temperatures.unsqueeze(-1)), gumbel_noise(keys.unsqueeze(-1), first)
     reached = ((y - _scaled(largest, temperatures.unsqueeze(-1))) + g).exp().float()
-    rows, ids = ((v * reached <= e * _MARGIN) & (e > 0)).nonzero(as_tuple=True)
+    rows, ids = (v.mul_(reached) <= e.mul_(_MARGIN)).nonzero(as_tuple=True)
+    is_able = e[rows, ids] > 0
+    rows, ids = rows[is_able], ids[is_able]
     y, g = _scaled(logits[rows, ids], temperatures[rows]), gumbel_noise(keys[:, rows], ids)
     high = y + g
     back = high - y
@@ -82,13 +86,13 @@ def _scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
     return logits.double() / temperatures.double()
 
 
-def kept_tokens(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Find the tokens that the filters keep: bool [R, V]."""
-    kept = torch.ones_like(logits, dtype=torch.bool)
+def kept_tokens(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor | None:
+    """Find the tokens that the filters keep: bool [R, V], or None if no row's filters exclude any."""
     k, p, m = (limit.unsqueeze(-1) for limit in (top_k, top_p, min_p))
     rows = ((k < logits.shape[1]) | (p < 1.0) | (m > 0.0)).squeeze(-1).nonzero().squeeze(-1)
     if not len(rows):
-        return kept
+        return None
+    kept = torch.ones_like(logits, dtype=torch.bool)
     x, k, p, m = (each[rows] for each in (logits, k, p, m))
     inverse = torch.ones_like(temperatures[rows]) / temperatures[rows]
     weight = weights((x - x.amax(-1, keepdim=True)) * inverse.unsqueeze(-1))

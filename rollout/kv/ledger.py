@@ -94,7 +94,7 @@ class KVLedger:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of the pool, whoever owns them."""
+        """Number of blocks of the pool, free and taken."""
         return self._pool.num_blocks
 
     @property

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from lockstep.tests.support.statements import statements
+from lockstep.tests.house.statements import statements
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_PACKAGES = {"tests", "configs", "docs", "examples", "build", "dist", "runs"}  # data, and output of tools

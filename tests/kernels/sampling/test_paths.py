@@ -171,4 +171,4 @@ def test_a_filters_masses_are_integers_and_its_cut_is_exact():
                 before += masses[token]
             limits = torch.tensor([50]), torch.tensor([top_p], dtype=torch.float64), torch.zeros(1)
             found = kept_tokens(x[None], torch.tensor([heat]), *limits)
-            assert found[0].nonzero().flatten().tolist() == sorted(kept)
+            assert found is not None and found[0].nonzero().flatten().tolist() == sorted(kept)
