@@ -67,10 +67,13 @@ class StepGate:
     ) -> HoldReport:
         """Stop the steps while weights are written: with this refusal (key, reason), or until `before_sampling` ran.
 
-        Raises NotIdle, and changes nothing, if live requests would be hit by the change of weights.
+        Raises NotIdle, and changes nothing, if live requests would be hit by the change of weights. Requests that wait
+        would not, where no step can run before the change: while paused, and where the weights hold nothing.
         """
         num_running, num_waiting = self._scheduler.num_running, self._scheduler.num_waiting
-        num_hit = num_running + num_waiting if self.pause_mode is None else 0 if keep_running else num_running
+        num_hit = 0 if keep_running and self.pause_mode is not None else num_running
+        if self.pause_mode is None and not self._refusals and self._model.holds_weights:
+            num_hit += num_waiting
         if num_hit:
             raise NotIdle(
                 f"{num_running} requests are running and {num_waiting} waiting: abort them (abort_all_requests=True) "

@@ -468,6 +468,24 @@ def test_the_engines_own_weights_are_released_come_back_empty_and_have_to_be_wri
     assert standing(owned)[1::2] == (digest_of(newer), digest_of(newer))
 
 
+@pytest.mark.parametrize("how", ["released", "reset", "still released"])
+def test_weights_that_hold_nothing_are_written_while_requests_wait(owned, newer, how):
+    """Nobody else could help them: without the weights no step runs, and they would wait for ever."""
+    if how == "reset":
+        owned.weights_checker("reset_tensors")
+    else:
+        owned.release_memory_occupation(["weights"])
+    if how == "released":
+        owned.resume_memory_occupation(["weights"])
+    owned.engine.add(PROMPT, PARAMS)
+    if how == "still released":
+        owned.resume_memory_occupation(["weights"])
+    owned.update_weights_from_named_tensors(named(newer), weight_version="5")
+    owned.continue_generation()
+    assert answer(owned) == greedy(newer)
+    assert owned.state()["metrics"]["num_finished"] == 2
+
+
 def test_released_weights_are_really_gone_also_where_a_commit_could_be_reverted(owned, newer):
     owned.update_weights_from_named_tensors(named(newer), weight_version="5")
     owned.continue_generation()
