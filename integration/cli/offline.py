@@ -2,9 +2,10 @@
 
 An answer is one line. Answers are in the order in which they finish; sorted by `index`, the number of the input line
 from 0, they are in the order of the input. A line has four hashes of its sources: the prompt, the sampling settings,
-the engine settings that change results, and the weights. A run whose output file exists computes the missing answers,
-and refuses if one of the four hashes differs. The noise of an answer depends only on the seed, its index and its sample
-number: a run that was interrupted and continued gives the answers of an uninterrupted one.
+the engine settings that change results, and the weights; and the number of the definition of draws. A run whose output
+file exists computes the missing answers, and refuses if one of the five differs. The noise of an answer depends only on
+the seed, its index and its sample number: a run that was interrupted and continued gives the answers of an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
+from ...kernels.sampling.definition import DRAW_DEFINITION
 from ...rollout.completion import Completion, FinishReason
 from ...rollout.config import EngineConfig
 from ...rollout.sampling_params import SamplingParams
@@ -32,12 +34,14 @@ _FIRST_BYTES = b'{"index": '  # every answer starts with them
 _MAX_FAULTS = 10  # input lines named in one message
 # Other engine settings change speed and memory, never a result.
 _RESULT_SETTINGS = ("dtype", "invariant", "max_model_len", "seed")
-_MADE_FROM = {  # key of an answer's hashes: words for the error when the hash differs
+_MADE_FROM = {  # key of an answer's sources: words for the error when its hash or number differs
     "prompt": "another prompt",
     "sampling": "other --sampling settings",
     "engine": f"other --engine settings (of {', '.join(_RESULT_SETTINGS)})",
     "weights": "other weights",
+    "draws": f"draws by another definition (now {DRAW_DEFINITION})",
 }
+_UNNUMBERED_DRAWS = "1"  # of answers that were written before definitions had numbers
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,10 @@ class OfflineJob:
 
     @property
     def hashes(self) -> dict[str, str]:
-        """Hashes of the sampling and engine settings, by the keys of an answer's hashes."""
+        """Hashes of the sampling and engine settings and the number of draws, by the keys of an answer's sources."""
         engine = {name: getattr(self.engine, name) for name in _RESULT_SETTINGS}
-        return {"sampling": _hash(asdict(replace(self.sampling, n=1))), "engine": _hash(engine)}
+        sampling = _hash(asdict(replace(self.sampling, n=1)))
+        return {"sampling": sampling, "engine": _hash(engine), "draws": str(DRAW_DEFINITION)}
 
 
 Work = tuple[Prompt, int]  # a prompt, and the number of its sample, from 0
@@ -151,7 +156,8 @@ class AnswerFile:
             try:
                 answer = json.loads(line)
                 key = (answer["index"], answer["sample"])
-                made_from = {name: str(answer["made_from"][name]) for name in _MADE_FROM}
+                sources = {"draws": _UNNUMBERED_DRAWS, **answer["made_from"]}
+                made_from = {name: str(sources[name]) for name in _MADE_FROM}
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"--output {self.name}, line {number}: not an answer of lockstep generate") from error
             self.answers[key], self._line_numbers[key] = made_from, number

@@ -1,11 +1,11 @@
 """Checkpoints of the main job. A resumed run continues with the same results as a run without a stop.
 
 A checkpoint is a folder `step-000020` with the trained parameters (of adapters: only these), the optimizer's tensors,
-the step, and the digest of all weights, by which a resumed run finds out that its frozen base is another one. Its
-tensors are whole, also when the trainer is sharded. It is written under another name, flushed to the disk and renamed,
-so it is complete or absent. An older one is removed after its successor stands, and loses its name first. No pickle:
-tensors are safetensors, the rest is JSON. Every random choice of the job is a pure function of (seed, step), so no
-generator state is kept.
+the step, the digest of all weights, by which a resumed run finds out that its frozen base is another one, and the
+number of the definition of draws, under which its seeds mean the same tokens. Its tensors are whole, also when the
+trainer is sharded. It is written under another name, flushed to the disk and renamed, so it is complete or absent. An
+older one is removed after its successor stands, and loses its name first. No pickle: tensors are safetensors, the rest
+is JSON. Every random choice of the job is a pure function of (seed, step), so no generator state is kept.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from ...kernels.sampling.definition import DRAW_DEFINITION
 from ...weight_sync.disk.atomic_folder import atomic_folder
 from ..failures import files_of
 from .backends.backend import TrainerState
 
 _PREFIX = "step-"
 _NUM_KEPT = 2
+_UNNUMBERED_DRAWS = 1  # of checkpoints that were written before definitions had numbers
 
 
 def save_checkpoint(folder: Path, step: int, state: TrainerState, digest: str | None = None) -> Path:
@@ -34,7 +36,9 @@ def save_checkpoint(folder: Path, step: int, state: TrainerState, digest: str | 
         for name in ("model", "optimizer"):
             tensors = {key: tensor.detach().contiguous() for key, tensor in getattr(state, name).items()}
             save_file(tensors, partial / f"{name}.safetensors")
-        (partial / "state.json").write_text(json.dumps({"step": step, "weight_digest": digest}) + "\n")
+        (partial / "state.json").write_text(
+            json.dumps({"step": step, "weight_digest": digest, "draw_definition": DRAW_DEFINITION}) + "\n"
+        )
     for old in _checkpoints(folder)[:-_NUM_KEPT]:
         with files_of(old, "removed"):
             shutil.rmtree(old.rename(old.with_name(f".{old.name}.removed")))
@@ -58,6 +62,18 @@ def saved_digest(path: Path) -> str | None:
     """Read the digest of all weights at a checkpoint. None: it has none. Raises FileFailed."""
     with files_of(path, "read"):
         return json.loads((path / "state.json").read_text()).get("weight_digest")
+
+
+def refuse_other_draws(path: Path) -> None:
+    """Raise ValueError if the run of a checkpoint drew its tokens by another definition. Raises FileFailed."""
+    with files_of(path, "read"):
+        saved = json.loads((path / "state.json").read_text()).get("draw_definition", _UNNUMBERED_DRAWS)
+    if saved != DRAW_DEFINITION:
+        raise ValueError(
+            f"{path} is of a run whose tokens were drawn by definition {saved}; here they are drawn by definition "
+            f"{DRAW_DEFINITION}, so its seeds mean other tokens: begin a run of another name, or resume it with the "
+            "version of Lockstep that began it"
+        )
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -25,7 +25,7 @@ from ..failures import FileFailed, files_of
 from ..ranks import Ranks
 from .arithmetic import ArithmeticSpec
 from .backends.lora import add_adapters
-from .checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint, saved_digest
+from .checkpoint import load_checkpoint, newest_checkpoint, refuse_other_draws, save_checkpoint, saved_digest
 from .config import JobConfig
 from .engines.factory import make_engine
 from .loss import group_advantages
@@ -82,6 +82,7 @@ class GrpoJob:
             )  # fmt: skip
             checkpoint = newest_checkpoint(config.folder / "checkpoints") if resume else None
             if checkpoint is not None:
+                refuse_other_draws(checkpoint)
                 self.first_step, state = load_checkpoint(checkpoint)
                 self.backend.load_state(state)
             self.step = self.first_step

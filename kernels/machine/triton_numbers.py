@@ -27,3 +27,12 @@ def dot_added(total, a, b):
         return tl.dot(a.to(total.dtype), b.to(total.dtype), total, input_precision="ieee", out_dtype=total.dtype)
     else:
         return tl.dot(a, b, total, input_precision="ieee", out_dtype=total.dtype)
+
+
+@triton.jit
+def widened(x):
+    """Convert x to float32. The interpreter's own cast of subnormal bfloat16 gives zeros."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)

@@ -7,7 +7,6 @@ C channels, w width, S sequences.
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -67,21 +66,23 @@ def reference_causal_conv(
 ) -> tuple[Tensor, Tensor]:
     """Compute `causal_conv` with PyTorch's operations."""
     wide, channels, before = torch.promote_types(x.dtype, torch.float32), x.shape[1], weight.shape[1] - 1
-    spans = list(itertools.pairwise(cu_seqlens.tolist()))
+    starts, num_sequences = cu_seqlens.to(x.device, torch.int64), len(cu_seqlens) - 1
     if initial is None:
-        initial = x.new_zeros(len(spans), before, channels)
-    parts = [part for s, (a, b) in enumerate(spans) for part in (initial[s], x[a:b])]
-    inputs = torch.cat([*parts, x.new_zeros(0, channels)])
+        initial = x.new_zeros(num_sequences, before, channels)
+    # Each sequence's rows behind its initial ones. One copy of all rows: the gradient of each slice would be as large.
+    every = torch.arange(num_sequences, device=x.device)
+    owner = every.repeat_interleave(starts.diff(), output_size=len(x))
+    rows = torch.arange(len(x), device=x.device) + owner * before  # of each row's window
+    heads, ends = ((edge + every * before)[:, None] + torch.arange(before, device=x.device) for edge in
+                   (starts[:-1], starts[1:]))  # fmt: skip
+    inputs = x.new_empty(len(x) + num_sequences * before, channels)
+    inputs = inputs.index_copy(0, rows + before, x).index_copy(0, heads.flatten(), initial.flatten(0, 1))
     total = x.new_zeros(channels, dtype=wide) if bias is None else bias.to(wide)
     num_windows = max(len(inputs) - before, 0)
     for tap in range(before + 1):
         total = total + weight[:, tap].to(wide) * inputs[tap : tap + num_windows].to(wide)
-    # Windows over the border of two sequences are left out.
-    rows = [torch.arange(a, b, device=x.device) + s * before for s, (a, b) in enumerate(spans)]
-    out = total[torch.cat([*rows, rows[0][:0]])].to(x.dtype)
-    ends = [b + s * before for s, (_, b) in enumerate(spans)]
-    final = torch.stack([inputs[end : end + before] for end in ends])
-    return silu(out) if activation else out, final
+    out = total[rows].to(x.dtype)  # windows over the border of two sequences are left out
+    return silu(out) if activation else out, inputs[ends]
 
 
 def _forward(

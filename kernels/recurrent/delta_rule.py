@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ..machine import native
 from ..machine.gpu import triton_serves
-from .delta_chunks import chunked_gated_delta_rule, normalized
+from .delta_chunks import SequencesSideBySide, chunked_gated_delta_rule, normalized, similar_lengths
 from .slots import Slots, state_pointers
 
 SOURCE = "recurrent/gated_delta_rule.cpp"
@@ -173,26 +173,31 @@ class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Differentiate the chunk form of one sequence after another."""
+        """Differentiate the chunk form, sequences of similar length together."""
         *rows, initial, cu_seqlens = ctx.saved_tensors
-        wide, options = rows[3].dtype, (ctx.rule.scale, ctx.rule.norm_eps, ctx.rule.corrects)
+        wide = rows[3].dtype
         grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in rows]
         grad_initial = None if initial is None else torch.zeros_like(initial)
-        no_state = rows[3].new_zeros(rows[2].shape[1], rows[1].shape[2], rows[2].shape[2])
-        for sequence, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
-            operands = [*(t[a:b] for t in rows), no_state if initial is None else initial[sequence]]
-            leaves: list[Any] = [t.detach().to(wide).requires_grad_() for t in operands]
+        starts = cu_seqlens.tolist()
+        for group in similar_lengths([b - a for a, b in itertools.pairwise(starts)]):
+            beside = SequencesSideBySide(starts, group, rows[2].device)
+            states = () if initial is None else (initial[group].flatten(0, 1),)
+            leaves: list[Any] = [t.detach().to(wide).requires_grad_() for t in (*map(beside.stand, rows), *states)]
             with torch.enable_grad():
-                outputs = chunked_gated_delta_rule(*[*leaves, *options])
-            given = (None if grad_out is None else grad_out[a:b], None if grad_final is None else grad_final[sequence])
-            known = [(o, grad.to(wide)) for o, grad in zip(outputs, given, strict=True) if grad is not None]
+                start = leaves[5] if states else None
+                q, k, v, g, beta = leaves[:5]
+                options = (ctx.rule.scale, ctx.rule.norm_eps, ctx.rule.corrects)
+                out, final = chunked_gated_delta_rule(q, k, v, g, beta, start, *options, grad_final is not None)
+            known = [] if grad_out is None else [(out, beside.stand(grad_out))]
+            if final is not None and grad_final is not None:
+                known.append((final, grad_final[group].flatten(0, 1)))
             found = torch.autograd.grad(
-                [o for o, _ in known], leaves, [grad for _, grad in known], materialize_grads=True
+                [o for o, _ in known], leaves, [grad.to(wide) for _, grad in known], materialize_grads=True
             )
             for grad, part in zip(grads, found, strict=False):
-                grad[a:b] = part
+                beside.put_back(part, grad)
             if grad_initial is not None:
-                grad_initial[sequence] = found[-1]
+                grad_initial[group] = found[5].unflatten(0, (len(group), -1)).to(grad_initial.dtype)
         return *grads, grad_initial, None, None
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..machine import native
 
 SOURCE = "sampling/sampling.cpp"
+BLOCK = 256  # tokens whose exponentials are added in float32, from a row's first token on
 
 
 class _Rows(ctypes.Structure):
@@ -30,6 +31,16 @@ class _Draws(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("reshaped", "reshaped_row", "allowed", "allowed_row")),
         ("allowed_width", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("token_ids", "logprobs", "chances")),
+    ]
+
+
+class _Parts(ctypes.Structure):
+    """The C++ struct `Parts` of sampling.cpp, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("largest", "seeds", "positions", "is_greedy")),
+        ("first_id", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
     ]
 
 
@@ -74,7 +85,7 @@ def draw(
     reshaped: tuple[Tensor, Tensor] | None,
     allowed: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw tokens: int64 [R], their log-probabilities and chances float32 [R]; see `sampling.draw_tokens`.
+    """Draw tokens: int64 [R], their log-probabilities and chances float32 [R]; see `draws.draw_tokens`.
 
     noise_keys: seeds and positions, int64 [R]; filters: top_k int64, top_p float64, min_p float32 [R].
     """
@@ -98,6 +109,57 @@ def draw(
     )
     native.run(_function("lockstep_draw", 1), _rows(logits, temperatures), ctypes.addressof(draws), kept=draws)
     return token_ids, logprobs, chances
+
+
+def draw_parts(
+    logits: Tensor,
+    temperatures: Tensor,
+    noise_keys: tuple[Tensor, Tensor],
+    is_greedy: Tensor,
+    largest: Tensor,
+    first_id: int,
+) -> Tensor:
+    """Draw from a part of each row -> float64 [R, 4 + blocks]: see `parts.draw_part`."""
+    logits = _dense(logits)
+    out = torch.empty(len(logits), 4 + -(-logits.shape[1] // BLOCK), dtype=torch.float64)
+    columns = [column.contiguous() for column in (largest, *noise_keys, is_greedy.long())]
+    parts = _Parts(*(column.data_ptr() for column in columns), first_id, out.data_ptr())
+    native.run(
+        _function("lockstep_draw_parts", 1), _rows(logits, temperatures), ctypes.addressof(parts), kept=(parts, columns)
+    )
+    return out
+
+
+def logprobs_of_parts(blocks: Tensor, largest: Tensor, logits: Tensor, temperatures: Tensor) -> Tensor:
+    """Compute log-probabilities float32 [R] of tokens with these logits float32 [R].
+
+    blocks: sums float64 [R, B] of whole rows; largest: their largest logits float32 [R].
+    """
+    blocks, largest, logits = (each.contiguous() for each in (blocks, largest, logits))
+    out = torch.empty(len(blocks))
+    pointers = (blocks.data_ptr(), largest.data_ptr(), logits.data_ptr(), out.data_ptr())
+    native.run(_function("lockstep_logprobs_of_parts", 4), _rows(blocks, temperatures.contiguous()), *pointers)
+    return out
+
+
+def gumbel_noise(seed: int, position: int, token_ids: Tensor) -> Tensor:
+    """Compute the noise float64 [V] of tokens int64 [V] in one row, for a comparison with `noise.gumbel_noise`."""
+    out, token_ids = torch.empty(len(token_ids), dtype=torch.float64), token_ids.contiguous()
+    numbers, pointer = [ctypes.c_int64] * 2, ctypes.c_void_p
+    noise = native.function(SOURCE, "lockstep_gumbel", [*numbers, pointer, ctypes.c_int64, pointer])
+    assert noise is not None, native.why_unavailable(SOURCE)
+    noise(seed, position, token_ids.data_ptr(), len(token_ids), out.data_ptr())
+    return out
+
+
+def weights(z: Tensor) -> Tensor:
+    """Compute the filters' weights of float32 z [N], for a comparison with `reference.weights`."""
+    out, z = torch.empty_like(z), z.contiguous()
+    pointer = ctypes.c_void_p
+    function = native.function(SOURCE, "lockstep_weights", [pointer, ctypes.c_int64, pointer])
+    assert function is not None, native.why_unavailable(SOURCE)
+    function(z.data_ptr(), len(z), out.data_ptr())
+    return out
 
 
 def _places(subset: tuple[Tensor, Tensor] | None, nowhere: Tensor) -> tuple[Tensor, Tensor | None]:

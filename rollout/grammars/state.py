@@ -7,20 +7,29 @@ undone here when a step fails, a sequence is preempted, or its end is cut off.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from .jump import NO_JUMP, Jump
-from .jump_forward import MAX_ROLLBACK_TOKENS, JumpMode, plan_text_jump
+from .jump_forward import MAX_ROLLBACK_TOKENS, JumpMode, cut_jump, plan_text_jump
 from .matcher import CompiledGrammar, pack_ids
 from .token_text import TokenText
+
+
+class _Stretch(NamedTuple):
+    """Canonical tokens of a forced text, which an output takes one after another."""
+
+    start: int  # index of the output token that it begins with
+    token_ids: tuple[int, ...]
 
 
 class GrammarState:
     """The grammar state of one sequence. Not thread-safe.
 
     Under `exact` and `off` an output that reaches forced text continues with a planned stretch of canonical tokens, one
-    by one or all at once; the next stretch is planned at the end of this one. So both modes use the same plans.
+    by one or all at once; the next stretch is planned at the end of this one. So both modes use the same plans. Planned
+    stretches are kept: an output that is taken back into one of them goes on with it.
     """
 
     def __init__(
@@ -39,7 +48,6 @@ class GrammarState:
         `exact` and `off` for this vocabulary.
         """
         self.mode = mode
-        self.wants_retokenisation = False  # under `text`: the newest token came after a jump
         self._matcher = grammar.matcher()
         self.text = text
         self._plan_stretch = plan_stretch
@@ -47,8 +55,7 @@ class GrammarState:
         self._banned = None if may_stop else pack_ids(grammar.stop_token_ids, len(text.pieces))
         self._followed: list[int] = []  # tokens that the matcher has accepted
         self._mask: np.ndarray | None = None  # mask of the token after them, computed at its first use
-        self._stretch: tuple[int, ...] = ()
-        self._stretch_start = 0  # index of the output token that it begins with
+        self._stretches: list[_Stretch] = []  # in their order, up to the position that was followed furthest
 
     def follow(self, output_ids: Sequence[int]) -> None:
         """Move to the position after these tokens, all of which the grammar allowed."""
@@ -94,7 +101,29 @@ class GrammarState:
             return self._next_mask()
         return pack_ids(stretch[:1], len(self.text.pieces))
 
-    def plan_exact(self, max_tokens: int) -> Jump:
+    def plan(self, max_output: int, *, follows_jump: bool) -> Jump:
+        """Plan the jump here, after which there are at most `max_output` output tokens. Moves the state behind it.
+
+        It is a function of the followed tokens and these arguments. follows_jump: the last token was sampled after a
+        jump, so that under `text` it may join the tokens before it. At least one token is left to be sampled.
+        """
+        if self.mode == "off":
+            return NO_JUMP
+        before = list(self._followed)
+        jump = self._plan_text(follows_jump) if self.mode == "text" else self._plan_exact(max_output - len(before))
+        jump = self._cut(jump, before, max_output)
+        if jump and self.is_over:
+            jump = self._cut(jump, before, len(self._followed) - 1)
+        return jump
+
+    def _cut(self, jump: Jump, before: list[int], max_output: int) -> Jump:
+        """Cut a jump after the tokens `before` to at most `max_output` output tokens. Moves the state behind it."""
+        num_kept = len(before) - jump.num_rolled_back
+        jump = cut_jump(jump, before, max_output - num_kept, self.text)
+        self.follow([*before[: len(before) - jump.num_rolled_back], *jump.token_ids])
+        return jump
+
+    def _plan_exact(self, max_tokens: int) -> Jump:
         """Return the stretches that follow here, up to `max_tokens` tokens. Moves the state behind them."""
         tokens: list[int] = []
         while len(tokens) < max_tokens and (stretch := self._rest_of_stretch()):
@@ -103,10 +132,10 @@ class GrammarState:
             tokens += taken
         return Jump(0, tuple(tokens)) if tokens else NO_JUMP
 
-    def plan_text(self) -> Jump:
-        """Plan a jump by rule `text` from the forced text and the last tokens. Changes nothing."""
+    def _plan_text(self, follows_jump: bool) -> Jump:
+        """Plan a jump by rule `text` from the forced text and the last tokens."""
         forced = self._matcher.forced()
-        if not forced and not self.wants_retokenisation:
+        if not forced and not follows_jump:
             return NO_JUMP
         return plan_text_jump(self._followed, forced, self.text, self._max_rollback)
 
@@ -122,9 +151,14 @@ class GrammarState:
 
     def _rest_of_stretch(self) -> tuple[int, ...]:
         """Return the rest of the stretch here; plan a new one if it has ended or the output has left it."""
-        num_done = len(self._followed) - self._stretch_start
-        is_inside = 0 <= num_done < len(self._stretch)
-        if not is_inside or tuple(self._followed[self._stretch_start :]) != self._stretch[:num_done]:
-            self._stretch, self._stretch_start = self._plan_stretch(self._matcher.forced()), len(self._followed)
-            num_done = 0
-        return self._stretch[num_done:]
+        position, stretches = len(self._followed), self._stretches
+        while stretches and stretches[-1].start > position:
+            stretches.pop()
+        if stretches:
+            start, tokens = stretches[-1]
+            num_done = position - start
+            if num_done < len(tokens) and tuple(self._followed[start:]) == tokens[:num_done]:
+                return tokens[num_done:]
+        if tokens := self._plan_stretch(self._matcher.forced()):
+            stretches.append(_Stretch(position, tokens))
+        return tokens

@@ -93,6 +93,11 @@ class KVLedger:
         return self._pool.num_free + self.cache.num_cached
 
     @property
+    def num_blocks(self) -> int:
+        """Number of blocks of the pool, free and taken."""
+        return self._pool.num_blocks
+
+    @property
     def usage(self) -> KVUsage:
         """Numbers of blocks by owner. `num_held` is the rest of the pool."""
         total, free, cached = self._pool.num_blocks, self._pool.num_free, self.cache.num_cached
@@ -214,6 +219,13 @@ class KVLedger:
         blocks = self._pool.take(num_missing)
         account.blocks += blocks
         return blocks
+
+    def grow_up_to(self, request: Request, num_tokens: int) -> int:
+        """Extend the table to hold `num_tokens`, or as many of them as blocks are available for. Returns the number."""
+        if self.grow(request, num_tokens) is None:
+            num_tokens = (len(self._accounts[request].blocks) + self.num_available) * self.block_size
+            self.grow(request, num_tokens)
+        return num_tokens
 
     def _merge_copies(self) -> None:
         """Merge the two copies of a block where a request holds a node besides its own copy, as the only holder.

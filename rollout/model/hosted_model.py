@@ -314,17 +314,21 @@ class HostedModel:
         logit_rows: Tensor,
         step: StepContext,
         hidden: Tensor | None = None,
+        *,
+        whole_logits: bool = True,
     ) -> Tensor:
         """Run this rank's stage and write the rows' KV. Ranks of one stage run it together and return the same.
 
         token_ids, positions: int64 [N]; a later stage gets no ids, but the hidden states [N, D] of the stage before.
         Returns hidden states [N, D], on the last stage logits [len(logit_rows), vocab]. Raises PhaseError outside the
-        rollout phase.
+        rollout phase. whole_logits: False for the part of the vocabulary that this rank has, if any.
         """
         if not self._phase.is_set_up:
             raise PhaseError("the module is the trainer's now: generate inside the rollout phase")
         step.first_layer = self.division.layers.start
-        return self.call(token_ids, positions, step, logit_rows, hidden)
+        divided = self.numerics.divided_logits
+        with nullcontext() if whole_logits or divided is None else divided.left_out():
+            return self.call(token_ids, positions, step, logit_rows, hidden)
 
     def call(
         self,

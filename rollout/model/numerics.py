@@ -21,13 +21,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...kernels.layers.activation import gelu, gelu_tanh, silu
 from ...kernels.linear.linear import Product, invariant_linear, product_of
+from ...kernels.sampling.definition import DRAW_DEFINITION
 from ...kernels.self_test import Guarantee, self_test
-from ..sharding.collectives import RowReduction, VocabularyLookup, gather_columns
+from ..sharding.collectives import GatheredColumns, RowReduction, VocabularyLookup
 from ..sharding.division import Division
 from ..sharding.tp_plan import SUMS
 from .experts import REDUCTION
 from .functions import ReplacedFunctions, invariant_functions, outside_modes
 from .fused_layers import fused_forward
+from .recurrent.heads import HeadDivision
 from .recurrent.layers import recurrent_forward
 from .shared_input import SharedInput, siblings_of
 
@@ -51,6 +53,7 @@ class Numerics:
         self._patches: list[tuple[nn.Module, str, object]] = []  # instance attributes, forward mostly, while installed
         self._own_forwards: list[tuple[nn.Module, Any]] = []
         self._functions: ReplacedFunctions | None = None
+        self.divided_logits: GatheredColumns | None = None  # the last layer, if ranks share its columns
         # The whole module, and the parts of it that may run on their own: a backward pass runs checkpointed layers.
         self._entrances = [m for m in module.modules() if isinstance(m, PreTrainedModel | GradientCheckpointingLayer)]
         self._depth = 0
@@ -58,14 +61,15 @@ class Numerics:
             shapes = division.linear_shapes
             self.guarantee = self_test(shapes, parameter.dtype, parameter.device, cuts=division.cuts)
             _refuse_other_products(module, parameter, self.guarantee)
-        self._plan_recurrent(module)
+        self._plan_recurrent(module, division)
         self._plan_shared(module, division)
         if self.guarantee is not None:
             self._plan_invariant(module, self.guarantee)
 
     def describe(self) -> str:
-        """Return one line for people: the guarantee and its operations."""
-        return self.guarantee.reason if self.guarantee else "invariant mode is off: numbers may depend on the batch"
+        """Return one line for people: the guarantee, its operations, and the number of the definition of draws."""
+        reason = self.guarantee.reason if self.guarantee else "invariant mode is off: numbers may depend on the batch"
+        return f"{reason}; draws by definition {DRAW_DEFINITION}"
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -109,10 +113,12 @@ class Numerics:
             module.forward = torch.compiler.disable(forward) if is_whole else forward
         return own
 
-    def _plan_recurrent(self, root: nn.Module) -> None:
+    def _plan_recurrent(self, root: nn.Module, division: Division) -> None:
         """Plan the forwards of recurrent layers, which keep their states in a rollout step."""
+        mesh = division.mesh
+        heads = HeadDivision(mesh.tp, mesh.tp_rank, mesh.tp_group)
         for module in root.modules():
-            if (forward := recurrent_forward(module)) is not None:
+            if (forward := recurrent_forward(module, heads)) is not None:
                 self._patches.append((module, "forward", forward))
 
     def _plan_shared(self, root: nn.Module, division: Division) -> None:
@@ -134,8 +140,11 @@ class Numerics:
                     forward = _row_forward(module, product, reduction, mesh.tp_rank if role == "row_split" else None)
                 self._patches.append((module, "forward", forward))
             elif role == "column_gather" and division.holds_part(f"{name}.weight"):
-                forward = _gathering_forward(_linear_forward(module, linear), division)
-                self._patches.append((module, "forward", forward))
+                part = range(*division.shards[f"{name}.weight"].ranges[0])
+                columns = GatheredColumns(_linear_forward(module, linear), part, mesh.tp, mesh.tp_group)
+                self._patches.append((module, "forward", columns))
+                if module is root.get_output_embeddings():  # type: ignore[operator]  # a PreTrainedModel
+                    self.divided_logits = columns
             elif role == "embedding" and division.holds_part(f"{name}.weight"):
                 assert mesh.tp_group is not None
                 first = division.shards[f"{name}.weight"].ranges[0][0]
@@ -212,8 +221,3 @@ def _row_forward(
         return out.view(*x.shape[:-1], -1)
 
     return outside_modes(forward)
-
-
-def _gathering_forward(forward: Callable[[Tensor], Tensor], division: Division) -> Callable[[Tensor], Tensor]:
-    mesh = division.mesh
-    return lambda x: gather_columns(forward(x), mesh.tp, mesh.tp_group)

@@ -8,7 +8,7 @@ word:
     other rows                     handle, start, rows, n, n blocks
     first entry                    handle, start, rows, n, n blocks, incarnation, t, t tokens, c, c bytes of JSON
     with a grammar                 ~n in the place of n; after the blocks: blocks kept or -1, tokens rolled back,
-                                   j, j tokens of the jump, m, m words of mask
+                                   j, j tokens of the jump, m, m words of mask (0: none)
     with recurrent layers          after any of these: the slots of states that are read and written
     result: one row, one token     handle, token
     other results                  ~handle, rows, token or -1, prompt log-probabilities recorded
@@ -83,7 +83,7 @@ class EventWriter:
         words.append(len(output.scheduled))
         for item in output.scheduled:
             handle = self._handles.get(item.id)
-            is_constrained = item.allowed is not None
+            is_constrained = item.allowed is not None or bool(item.jump)
             if (
                 handle is not None
                 and item.num_tokens == 1
@@ -118,11 +118,11 @@ class EventWriter:
         self._words.frombytes(text + bytes(-len(text) % 4))
 
     def _constrain(self, item: ScheduledSequence) -> None:
-        assert item.allowed is not None
         num_kept = -1 if item.num_blocks_kept is None else item.num_blocks_kept
         self._words.extend((num_kept, item.jump.num_rolled_back, len(item.jump.token_ids), *item.jump.token_ids))
-        self._words.append(len(item.allowed) // 4)
-        self._words.frombytes(item.allowed)
+        allowed = item.allowed or b""
+        self._words.append(len(allowed) // 4)
+        self._words.frombytes(allowed)
 
     def results(self, results: Iterable[SequenceResult]) -> None:
         """Write the committed results of a step."""
@@ -265,7 +265,7 @@ def _constraint(words: array, at: int) -> tuple[dict[str, Any], int]:
     at += 3 + num_jumped
     jump = Jump(num_rolled_back, tuple(words[at - num_jumped : at]))
     end = at + 1 + words[at]
-    allowed = words[at + 1 : end].tobytes()
+    allowed = words[at + 1 : end].tobytes() or None
     return {"jump": jump, "num_blocks_kept": None if num_kept < 0 else num_kept, "allowed": allowed}, end
 
 

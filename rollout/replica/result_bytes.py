@@ -38,8 +38,6 @@ def results_from(data: bytes, items: Sequence[ScheduledSequence]) -> list[Sequen
     for index, (item, token, logprob) in enumerate(zip(items, tokens, logprobs, strict=True)):
         sampled: dict[str, Any] = {} if token < 0 else {"token_id": token, "logprob": logprob}
         more = {name: as_tuples(v) for name, v in zip(_EXTRAS, extras.get(str(index), ()), strict=False)}
-        if more.get("jump_logprobs"):
-            more["jump"] = item.jump
         results.append(SequenceResult(item.id, item.incarnation, item.num_tokens, **sampled, **more))
     return results
 

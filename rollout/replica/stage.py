@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...kernels.sampling.draws import RowSettings
+from ...kernels.sampling.parts import DrawnRows, draw_parts, keeps_all, serves_parts
 from ..kv.tensors import KVCache
 from ..model.attention import StepContext
 from ..model.hosted_model import HostedModel
@@ -51,7 +53,17 @@ class Stage:
         self._state_pool, self._block_size, self._trace = state_pool, block_size, trace
         self.workers = WorkerSequenceManager(self.mesh.pp)
         self.num_forwards = 0
+        self.num_divided_draws = 0  # steps whose tokens were drawn without the whole logits
+        self._draws_parts = self._agree_on_parts()
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # to the next stage: kept until received
+
+    def _agree_on_parts(self) -> bool:
+        """Return whether every rank of the stage can draw from its part of the vocabulary. A collective of these."""
+        model, columns = self._model, self._model.numerics.divided_logits
+        if columns is None or not self.mesh.is_last_stage:  # alike on all of them
+            return False
+        can = serves_parts(len(columns.part), model.dtype, model.device)
+        return bool(columns.gather(torch.tensor([int(can)], device=model.device)).all())
 
     def run(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> list[SequenceResult]:
         """Run a step's rows through this stage. Returns the results on the sampling rank and [] elsewhere.
@@ -70,10 +82,13 @@ class Stage:
             self._failed(error, output)
             raise
         if not self.mesh.is_last_stage:
+            assert isinstance(out, Tensor)
             self._send(out, is_broken=False)
             return []
         # From here on only the controller waits for this rank: an error here affects no other rank.
-        return results_of(output, batch, out, self._sampler) if self.mesh.is_sampling_rank else []
+        if not self.mesh.is_sampling_rank:
+            return []
+        return results_of(output, batch, out, self._sampler)
 
     @property
     def has_states(self) -> bool:
@@ -84,15 +99,36 @@ class Stage:
         self._sampler.forget(request)
 
     @torch.inference_mode()
-    def _forward(self, batch: Batch, hidden: Tensor | None) -> Tensor:
+    def _forward(self, batch: Batch, hidden: Tensor | None) -> Tensor | DrawnRows:
+        """Return hidden states, logits, or the tokens that the ranks of the last stage have drawn together."""
         states = self._state_pool.step(batch.states)
         context = StepContext(batch.slots, batch.paged, self._kv_cache.keys, self._kv_cache.values, states=states)
         # A step of mid-prompt chunks needs no logits, but the module computes at least one row of them.
         rows = batch.logit_rows if len(batch.logit_rows) else batch.slots.new_zeros(1)
         received = {} if hidden is None else {"hidden": hidden}
-        out = self._model.forward(batch.token_ids, batch.positions, rows, context, **received)
+        settings = self._settings_of_parts(batch)
+        out = self._model.forward(
+            batch.token_ids, batch.positions, rows, context, **received, whole_logits=settings is None
+        )
         self.num_forwards += 1
-        return out
+        if settings is None:
+            return out
+        columns = self._model.numerics.divided_logits
+        assert columns is not None and out.shape[-1] == len(columns.part), out.shape
+        self.num_divided_draws += 1
+        return draw_parts(out, settings, batch.positions[batch.logit_rows] + 1, columns.part.start, columns.gather)
+
+    def _settings_of_parts(self, batch: Batch) -> RowSettings | None:
+        """Return the settings of a batch that the ranks can draw from without the whole logits, else None.
+
+        Every rank of the stage decides alike: from the requests, never from what has come of them so far.
+        """
+        if not self._draws_parts or not batch.sampled or batch.prompts or batch.jumps or batch.allowed:
+            return None
+        if any(request.params.min_new_tokens for request in batch.sampled):
+            return None
+        settings = self._sampler.settings_of(batch.sampled)
+        return settings if settings is not None and keeps_all(settings) else None
 
     def _failed(self, error: Exception, output: ScheduleOutput) -> None:
         """Keep the other ranks from waiting for this one in vain. Raises RankFailure if the replica cannot go on."""

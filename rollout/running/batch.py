@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ class Batch:
     logit_rows: Tensor  # int64: rows whose logits are needed: the sampled ones, then the prompts', then the jumps'
     sampled: tuple[Request, ...]  # one per sampled row
     prompts: tuple[KnownRows, ...]
-    jumps: tuple[KnownRows, ...] = ()  # of tokens that were not sampled
+    jumps: tuple[KnownRows, ...] = ()  # of tokens of jumps that are not settled
     allowed: tuple[bytes | None, ...] = ()  # per sampled row: the tokens its grammar allows; empty: no grammars
     is_decode: bool = False  # one row a sequence, each only sampled from
     states: Tensor | None = None  # int64 [2, S]: slots that the sequences read and write; None: no recurrent layers
@@ -127,15 +127,21 @@ class _WantedRows:
             self._sampled_rows.append(end_row - 1)
             self.allowed.append(item.allowed)
         if request.wants_prompt_logprobs and item.start < request.sequence.num_prompt_tokens:
-            asked = _prompt_rows(request, item, first_row)
-            if len(asked):
-                first_token = item.start + asked[0] - first_row + 1
-                self.prompts.append(KnownRows(request, sequence.token_ids[first_token : first_token + len(asked)]))
-                self._prompt_rows += asked
-        if item.jump:
-            num_jumped = len(item.jump.token_ids)
-            self.jumps.append(KnownRows(request, sequence.token_ids[-num_jumped:]))
-            self._jump_rows += range(end_row - 1 - num_jumped, end_row - 1)
+            first = request.options.logprob_start_len + len(request.record.prompt_logprobs)
+            tokens = _tokens_after(item, first, request.sequence.num_prompt_tokens)
+            self._prompt_rows += self._score(self.prompts, request, sequence, tokens, first_row - item.start)
+        if sequence.jump_start is not None:
+            tokens = _tokens_after(item, sequence.jump_start, sequence.num_tokens)
+            self._jump_rows += self._score(self.jumps, request, sequence, tokens, first_row - item.start)
+
+    def _score(
+        self, known: list[KnownRows], request: Request, sequence: Sequence, tokens: range, offset: int
+    ) -> Iterable[int]:
+        """Note these tokens of a sequence, by index, as scored ones. Returns the rows before them; offset: the batch's
+        row of the sequence's first token."""
+        if len(tokens):
+            known.append(KnownRows(request, sequence.token_ids[tokens.start : tokens.stop]))
+        return range(tokens.start - 1 + offset, tokens.stop - 1 + offset)
 
 
 @dataclass(frozen=True)
@@ -155,9 +161,9 @@ def _decode_rows(
 ) -> DecodeRows | None:
     """Return the rows of a step that samples after one row of each sequence; None for any other step."""
     ids, token_ids, positions, batched, allowed = [], [], [], [], []
-    for id, _, start, _, _, _, jump, _, mask, _ in items:
+    for id, _, start, _, _, _, _, _, mask, _ in items:
         tokens, request = workers.sequence(id).token_ids, requests[id]
-        if start != len(tokens) - 1 or jump.token_ids or request.wants_prompt_logprobs:
+        if start != len(tokens) - 1 or request.wants_prompt_logprobs:
             return None
         ids.append(id)
         token_ids.append(tokens[start])
@@ -202,9 +208,7 @@ def state_slots(items: tuple[ScheduledSequence, ...]) -> np.ndarray | None:
     return np.array(slots, np.int64).T.copy() if slots else None
 
 
-def _prompt_rows(request: Request, item: ScheduledSequence, first_row: int) -> range:
-    """Return this item's rows whose logits score requested prompt tokens that have no score yet."""
-    first_token = max(request.options.logprob_start_len + len(request.record.prompt_logprobs), item.start + 1)
-    last_token = min(item.start + item.num_tokens, request.sequence.num_prompt_tokens - 1)
-    start = first_row + first_token - 1 - item.start
-    return range(start, start + max(last_token - first_token + 1, 0))
+def _tokens_after(item: ScheduledSequence, first: int, end: int) -> range:
+    """Return the tokens from number `first` to `end` - 1 that follow this item's rows, by index; empty without any."""
+    first = max(first, item.start + 1)
+    return range(first, max(min(item.start + item.num_tokens + 1, end), first))

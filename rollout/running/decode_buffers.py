@@ -53,7 +53,6 @@ class Buffers:
         settings = RowSettings(
             temperatures=torch.ones(size, device=device), seeds=zeros(), top_k=torch.ones_like(zeros()),
             top_p=torch.ones(size, dtype=torch.float64, device=device), min_p=zeros(torch.float32),
-            filtered=torch.zeros(0, dtype=torch.int64, device=device),
         )  # fmt: skip
         return cls(
             zeros(), zeros(), zeros(), zeros(), zeros(), zeros(torch.int32),
@@ -68,7 +67,7 @@ class Buffers:
         settings = self.settings
         return RowSettings(
             settings.temperatures[:num_rows], settings.seeds[:num_rows], settings.top_k[:num_rows],
-            settings.top_p[:num_rows], settings.min_p[:num_rows], settings.filtered,
+            settings.top_p[:num_rows], settings.min_p[:num_rows],
         )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ that step can enter the queue before the host has read them; the host waits for 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -114,8 +113,6 @@ class DecodeGraphs:
         if record is None:
             record = self._records[size] = self._record(size)
         buffers, logits = self._buffers, record()[0][:num_rows]
-        if inputs.settings is not None and len(inputs.settings.filtered):
-            self._draw(logits, num_rows, inputs.settings.filtered.to(logits.device, non_blocking=True))
         staging.drawn_ids[:num_rows].copy_(buffers.drawn_ids[:num_rows], non_blocking=True)
         staging.drawn_logprobs[:num_rows].copy_(buffers.drawn_logprobs[:num_rows], non_blocking=True)
         if staging.done is not None:
@@ -142,20 +139,12 @@ class DecodeGraphs:
             states = self._state_pool.step(b.states[:, :size] if self._state_pool.is_used else None)
             context = StepContext(b.slots[:size], paged, self._kv_cache.keys, self._kv_cache.values, states=states)
             logits = self._model.forward(token_ids, positions, rows, context)
-            self._draw(logits, size, None)
+            drawn = draw_tokens(logits, b.first_settings(size), b.noise_positions[:size])
+            b.drawn_ids[:size].copy_(drawn.token_ids)
+            b.drawn_logprobs[:size].copy_(drawn.logprobs)
             return logits, b.drawn_ids[:size], b.drawn_logprobs[:size]
 
         return self._recorder.record(run)
-
-    def _draw(self, logits: Tensor, num_rows: int, filtered: Tensor | None) -> None:
-        """Draw from logits [n, V] with the settings in the buffers, into the buffers."""
-        b = self._buffers
-        settings = b.first_settings(num_rows)
-        if filtered is not None:
-            settings = replace(settings, filtered=filtered)
-        drawn = draw_tokens(logits, settings, b.noise_positions[:num_rows])
-        b.drawn_ids[:num_rows].copy_(drawn.token_ids)
-        b.drawn_logprobs[:num_rows].copy_(drawn.logprobs)
 
     def _fill(self, inputs: DecodeInputs, size: int, staging: Staging) -> None:
         """Copy the inputs to the buffers, padded to `size`. Of the tables, only changed rows are copied."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kernels.sampling.parts import DrawnRows
 from ..completion import ListedLogprobs, TopLogprobs
 from ..sequences.request import Request
 from ..sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
@@ -24,11 +25,19 @@ class Scores:
     listed_logprobs: tuple[ListedLogprobs, ...] = ()
 
 
-def results_of(output: ScheduleOutput, batch: Batch, logits: Tensor, sampler: Sampler) -> list[SequenceResult]:
-    """Return one result per scheduled sequence, in order, from logits [rows, V] of `batch.logit_rows`.
+def results_of(
+    output: ScheduleOutput, batch: Batch, logits: Tensor | DrawnRows, sampler: Sampler
+) -> list[SequenceResult]:
+    """Return one result per scheduled sequence, in order, from logits [rows, V] of `batch.logit_rows`, or from the
+    tokens drawn from these rows.
 
     Raises BrokenLogits.
     """
+    if isinstance(logits, DrawnRows):
+        refuse_broken(batch.sampled, logits.logprobs)
+        rows = zip(batch.sampled, logits.token_ids, logits.logprobs, strict=True)
+        drawn = {request.id: Sampled(token_id, logprob, ()) for request, token_id, logprob in rows}
+        return [_result(item, drawn.get(item.id), None, None) for item in output.scheduled]
     if batch.is_decode:
         choices = sampler.sample(logits, batch.sampled, batch.allowed)
         return [
@@ -81,7 +90,7 @@ def _score(known: Iterable[KnownRows], logits: Tensor) -> dict[str, Scores]:
 def _result(
     item: ScheduledSequence, sampled: Sampled | None, prompt: Scores | None, jump: Scores | None
 ) -> SequenceResult:
-    scores = prompt or Scores()
+    scores, jumped = prompt or Scores(), jump or Scores()
     result = SequenceResult(
         item.id,
         item.incarnation,
@@ -89,10 +98,13 @@ def _result(
         prompt_logprobs=scores.logprobs,
         prompt_top_logprobs=scores.top_logprobs,
         prompt_listed_logprobs=scores.listed_logprobs,
+        jump_logprobs=jumped.logprobs,
+        jump_top_logprobs=jumped.top_logprobs,
+        jump_listed_logprobs=jumped.listed_logprobs,
     )
     if sampled is None:
         return result
-    result = result._replace(
+    return result._replace(
         token_id=sampled.token_id,
         logprob=sampled.logprob,
         top_logprobs=sampled.top_logprobs,
@@ -100,9 +112,3 @@ def _result(
         masked_prob=sampled.masked_prob,
         was_only_choice=sampled.was_only_choice,
     )
-    if jump is None:
-        return result
-    return result._replace(
-        jump=item.jump, jump_logprobs=jump.logprobs, jump_top_logprobs=jump.top_logprobs,
-        jump_listed_logprobs=jump.listed_logprobs,
-    )  # fmt: skip

@@ -20,7 +20,6 @@ from ...kernels.sampling.draws import KEEP_ALL, RowSettings, draw_tokens
 from ...kernels.sampling.logprobs import scaled_logprobs, selected_logprobs
 from ..completion import ListedLogprobs, TopLogprobs
 from ..errors import BrokenLogits
-from ..sampling_params import SamplingParams
 from ..sequences.request import Request
 
 # Larger than every logit, and still finite after division by the lowest temperature: a row always keeps a token.
@@ -53,7 +52,6 @@ class _Plan:
     def of(cls, requests: list[Request], device: torch.device) -> _Plan:
         params = [r.params for r in requests]
         top_k = [1 if p.is_greedy else p.top_k if p.top_k > 0 else KEEP_ALL for p in params]
-        filtered = [i for i, p in enumerate(params) if not p.is_greedy and _filters(p)]
         always = [i for i, p in enumerate(params) if p.needs_penalties or p.logit_bias]
         return cls(
             requests,
@@ -63,7 +61,6 @@ class _Plan:
                 top_k=torch.tensor([min(k, KEEP_ALL) for k in top_k], dtype=torch.int64, device=device),
                 top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
                 min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-                filtered=torch.tensor(filtered, dtype=torch.int64, device=device),
             ),
             reshaped=always,
             reshaped_at_first=[i for i, p in enumerate(params) if p.min_new_tokens > 0 and i not in set(always)],
@@ -208,10 +205,6 @@ def refuse_broken(requests: Sequence[Request], logprobs: Sequence[float]) -> Non
 def _temperature(request: Request) -> float:
     """Return the divisor of the logits. It is 1 for greedy rows: they report the plain log_softmax."""
     return 1.0 if request.params.is_greedy else float(request.params.temperature)
-
-
-def _filters(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
 def _on(device: torch.device, rows: Sequence[int]) -> Tensor:

@@ -15,17 +15,20 @@ class Pipelining:
     num_stages: int = 1
     sequence_pipelining: bool = True  # a prompt's next chunk need not wait until the last one is through all stages
 
-    def may_run(self, request: Request) -> bool:
-        """Return whether the running request's next rows are known and may be scheduled.
+    def may_run(self, request: Request, *, is_last_chunk: bool) -> bool:
+        """Return whether the running request's next rows are known and may be scheduled. is_last_chunk: they are all
+        that are known.
 
         A decode needs the token that is sampled at the end of the step before. A prompt's next chunk needs the KV of
         the last chunk, which each stage has by the time the next one comes: it may follow as soon as the first stage is
-        free.
+        free. The last chunk waits where a jump may take tokens back, whose rows may be in an earlier chunk.
         """
         if self.num_stages == 1:
             return True
         in_flight = request.in_flight
         if in_flight.num_tokens or in_flight.num_rows:
+            return False
+        if is_last_chunk and in_flight.num_steps and request.may_take_back:
             return False
         return self.sequence_pipelining or in_flight.num_steps == 0
 

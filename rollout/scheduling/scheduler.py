@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -113,10 +113,12 @@ class Scheduler:
         block_size, running = self._ledger.block_size, self._running
         for item in output.scheduled:
             start, end = item.start, item.start + item.num_tokens
-            if start // block_size == end // block_size:
+            if start // block_size == end // block_size and item.allowed is None:
                 continue  # no further block is full
             request = requests.get(item.id)
             if request in running and item.incarnation == request.num_retractions:
+                if request.sequence.jump_start is not None:
+                    continue  # its tokens may change: this step's blocks are published with those of the jump's last
                 # A step may bring more tokens than needed: tokens behind the end have KV, but no hash.
                 self._ledger.publish(request, min(end, request.sequence.num_tokens))
                 self._look_again(self._under_way.end(request, end))
@@ -204,13 +206,12 @@ class Scheduler:
         num_ahead = len(sequence.token_ids) + in_flight.num_tokens
         if in_flight.num_tokens and (request.is_ending or num_ahead >= self._limits.max_model_len):
             return 0
-        if not self._pipelining.may_run(request):
-            return 0
         num_left = num_ahead - sequence.num_tokens_stage_processed - in_flight.num_rows
-        if num_left == 1:
-            return 1
-        num_rows = min(num_left, self._limits.chunked_prefill_size, budget)
-        return self._ledger.num_rows_to_snapshot(request, request.num_processed_ahead, num_rows)
+        num_rows = 1
+        if num_left != 1:
+            num_rows = min(num_left, self._limits.chunked_prefill_size, budget)
+            num_rows = self._ledger.num_rows_to_snapshot(request, request.num_processed_ahead, num_rows)
+        return num_rows if self._pipelining.may_run(request, is_last_chunk=num_rows == num_left) else 0
 
     def _make_room(
         self, request: Request, num_tokens: int, in_step: set[Request], draft: ScheduleDraft
@@ -246,23 +247,15 @@ class Scheduler:
             f"alone at {request.num_tokens_ahead} tokens"
         )
 
-    def make_room_for_jump(self, request: Request, num_blocks: int, in_step: Collection[Request]) -> list[Request]:
-        """Preempt running requests that follow this one in the policy's order until `num_blocks` blocks are available.
+    def grow_up_to(self, request: Request, num_tokens: int) -> int:
+        """Grow the table of a request in the newest step, as far as blocks are available: no other is preempted for it.
 
-        Cached blocks count as available. Requests of `in_step` are never preempted; stops when no candidate is left.
-        Returns the preempted requests: they are queued again, and the caller informs the managers.
+        Lifts pins where the request is the only one with blocks. Returns the number of tokens, at most `num_tokens`,
+        that the table holds.
         """
-        victims = []
-        while self._ledger.num_available < num_blocks:
-            rank = self._rank(request)
-            candidates = [r for r in self._running if r not in in_step and self._rank(r) > rank]
-            if not candidates:
-                break
-            victim = pick_victim(candidates, self._rank)
-            self._give_back(victim)
-            self.add(victim)
-            victims.append(victim)
-        return victims
+        if len(self._running) == 1:
+            self._unpin(request, lambda: self._ledger.num_missing(request, num_tokens))
+        return self._ledger.grow_up_to(request, num_tokens)
 
     # -- waiting sequences --------------------------------------------------------------------------------------
 

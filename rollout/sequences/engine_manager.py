@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
 from ..completion import FinishReason, NextToken
+from ..grammars.jump import Jump
 from .detokenizer import StopRegexTimeout
 from .manager import TAKES_NO_RESULT, SequenceManager
+from .output_record import ScoredToken
 from .request import Request
 from .sequence import Sequence, State
 from .step import ScheduledSequence, SequenceResult
@@ -55,14 +58,18 @@ class EngineSequenceManager(SequenceManager):
         return list(self._requests.values())
 
     def finish(self, id: str, reason: FinishReason) -> None:
-        """End a live sequence for `reason`, from any live state."""
-        self.sequence(id).move(State.FINISHED)
+        """End a live sequence for `reason`, from any live state. An unsettled jump is undone."""
+        sequence = self.sequence(id)
+        sequence.move(State.FINISHED)
+        sequence.undo_jump()
         self._requests[id].finish_reason = reason
 
     def preempt(self, id: str) -> None:
         super().preempt(id)
-        self._requests[id].num_retractions += 1
-        self._requests[id].in_flight.forget()
+        request = self._requests[id]
+        request.num_retractions += 1
+        request.in_flight.forget()
+        request.record.forget_scored()
 
     def free(self, id: str) -> None:
         super().free(id)
@@ -73,14 +80,16 @@ class EngineSequenceManager(SequenceManager):
         self._requests[id].finish_reason = FinishReason("ignored", message=why)
 
     def _exhaust(self, id: str, why: str) -> None:
-        length = self.sequence(id).num_output_tokens
+        length = len(self._requests[id].record.logprobs)
         self.finish(id, FinishReason("length", length=length, message=why))
 
-    def _on_result(self, sequence: Sequence, result: SequenceResult) -> bool:
+    def _on_result(self, sequence: Sequence, result: SequenceResult, jump: Jump) -> bool:
         request = self._requests[sequence.id]
         if result.prompt_logprobs:
             request.record.add_prompt(result)
         if result.token_id is None:
+            if sequence.jump_start is not None:
+                self._score(request, result, sequence.token_ids[sequence.jump_start :])
             return False
         if request.params.max_new_tokens == 0:  # rescoring: the prompt is done, the sampled token is dropped
             sequence.token_ids.pop()
@@ -89,23 +98,33 @@ class EngineSequenceManager(SequenceManager):
             self.finish(sequence.id, FinishReason("length", length=0))
             return True
         record = request.record
-        if not result.jump.token_ids:
+        if not jump.token_ids:
             record.add_sampled(result)
             record.tag_token(self.weight_version, self.weight_digest)
             reason = self._why_finished(request, result.token_id)
             if reason is not None:
                 self.finish(sequence.id, reason)
             return reason is not None
-        record.begin_tokens(result.jump)
-        for token in result.tokens():
+        self._score(request, result, jump.token_ids)
+        record.scored.append(ScoredToken(result.sampled(), self.weight_version, self.weight_digest))
+        for token, version, digest in record.begin_tokens(jump):
             record.add(token)
-            record.tag_token(self.weight_version, self.weight_digest)
+            record.tag_token(version, digest)
             reason = self._why_finished(request, token.token_id)
             if reason is not None:
                 request.cut_output(len(record.logprobs))  # the step's further tokens are dropped
                 self.finish(sequence.id, reason)
                 return True
         return False
+
+    def _score(self, request: Request, result: SequenceResult, jump_ids: SequenceOf[int]) -> None:
+        """Note the scores of a jump's next tokens. jump_ids: all of its tokens."""
+        record = request.record
+        record.num_jump_steps += 1
+        record.scored += [
+            ScoredToken(token, self.weight_version, self.weight_digest)
+            for token in result.jumped(jump_ids[len(record.scored) :])
+        ]
 
     def _why_finished(self, request: Request, token_id: int) -> FinishReason | None:
         """Check the stop conditions that need no text at the newest recorded token; returns the reason or None.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
+from ..grammars.jump import NO_JUMP, Jump
 from .sequence import TERMINAL, Sequence, State
 from .step import ScheduledSequence, ScheduleOutput, SequenceResult
 
@@ -83,10 +84,11 @@ class SequenceManager:
             was_last = has_one_stage or result.token_id is not None
             if was_last and sequence.state is State.RUNNING:
                 sequence.move(State.PAUSED)
+            jump = NO_JUMP
             if result.token_id is not None:
-                sequence.settle_jump()
+                jump = sequence.settle_jump()
                 sequence.token_ids.append(result.token_id)
-            if self._on_result(sequence, result):
+            if self._on_result(sequence, result, jump):
                 finished.append(sequence.id)
         return finished
 
@@ -100,7 +102,7 @@ class SequenceManager:
         sequence = self.sequence(id)
         sequence.move(State.WAITING_PREEMPT)
         sequence.forget_progress()
-        sequence.undo_jump()  # none of its tokens was delivered
+        sequence.undo_jump()  # none of its tokens was delivered; it begins again once the rows before it have run
         self._incarnations[id] += 1
 
     def free(self, id: str) -> None:
@@ -160,8 +162,9 @@ class SequenceManager:
         if has_jump:
             sequence.begin_jump(item.jump.num_rolled_back, item.jump.token_ids)
 
-    def _on_result(self, sequence: Sequence, result: SequenceResult) -> bool:
-        """Record a result beyond its counts. Returns whether the sequence is finished."""
+    def _on_result(self, sequence: Sequence, result: SequenceResult, jump: Jump) -> bool:
+        """Record a result beyond its counts. jump: the one that its sampled token has settled. Returns whether the
+        sequence is finished."""
         return False
 
     def _ignore(self, id: str, why: str) -> None:

@@ -18,6 +18,14 @@ class SpanStart(NamedTuple):
     start: int
 
 
+class ScoredToken(NamedTuple):
+    """A token of a jump whose rows have run in part, and the weights that scored it."""
+
+    token: NewToken
+    version: str
+    digest: str | None
+
+
 @dataclass(eq=False, slots=True)
 class OutputRecord:
     """Record data of each output token; the sequence has the token ids. A rollback cuts all lists together."""
@@ -34,7 +42,10 @@ class OutputRecord:
     prompt_top_logprobs: list[TopLogprobs | None] = field(default_factory=list)
     prompt_listed_logprobs: list[ListedLogprobs | None] = field(default_factory=list)
     num_jump_forward_tokens: int = 0  # output tokens without a step of their own
-    newest_jump: Jump = NO_JUMP  # of the newest step
+    newest_jump: Jump = NO_JUMP  # before the newest sampled token
+    scored: list[ScoredToken] = field(default_factory=list)  # of the unsettled jump: not part of the output yet
+    num_jump_steps: int = 0  # steps that have run rows of the unsettled jump
+    newest_jump_steps: int = 0  # steps that ran the rows of `newest_jump`
     num_undelivered: int = 0  # tokens of that step, its jump's included, that are not text yet
     num_kept: int | None = None  # tokens that no rollback has cut since this was last set to None; None: all
 
@@ -52,12 +63,22 @@ class OutputRecord:
         self.prompt_top_logprobs += result.prompt_top_logprobs
         self.prompt_listed_logprobs += result.prompt_listed_logprobs
 
-    def begin_tokens(self, jump: Jump) -> None:
-        """Prepare for the tokens of a step with this jump: cut the tokens that it rolls back."""
+    def begin_tokens(self, jump: Jump) -> list[ScoredToken]:
+        """Prepare for the tokens of a jump that is settled: cut the tokens that it rolls back. Returns the scored ones,
+        for `add`."""
         self.newest_jump, self.num_undelivered = jump, 0
+        self.newest_jump_steps, self.num_jump_steps = self.num_jump_steps, 0
         self.num_jump_forward_tokens -= min(jump.num_rolled_back, len(jump.token_ids))
         if jump.num_rolled_back:
             self.roll_back(jump.num_rolled_back)
+        scored, self.scored = self.scored, []
+        assert len(scored) == len(jump.token_ids) + 1, "the jump's tokens and the sampled one"
+        return scored
+
+    def forget_scored(self) -> None:
+        """Forget the scores of an unsettled jump, which is undone."""
+        self.num_jump_steps = 0
+        self.scored.clear()
 
     def add_sampled(self, result: SequenceResult) -> None:
         """Record a step's only token, which the sequence has already. Steps with jumps use `begin_tokens` and `add`."""

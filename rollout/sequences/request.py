@@ -98,6 +98,13 @@ class Request:
         return self.sequence.num_output_tokens + self.in_flight.num_tokens >= self.params.max_new_tokens
 
     @property
+    def may_take_back(self) -> bool:
+        """Whether the next jump may replace output tokens."""
+        if self.grammar is None or self.grammar.mode != "text":
+            return False
+        return self.sequence.num_output_tokens > 0 and self.sequence.jump_start is None
+
+    @property
     def max_reusable_tokens(self) -> int:
         """The number of known tokens whose KV may come from the cache.
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from enum import Enum
 
 from ..errors import IllegalTransition
+from ..grammars.jump import NO_JUMP, Jump
 
 
 class State(Enum):
@@ -88,11 +89,16 @@ class Sequence:
     def output_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
+    @property
+    def jump_start(self) -> int | None:
+        """The index of the unsettled jump's first token; None without such a jump."""
+        return None if self._replaced is None else len(self.token_ids) - self._num_jumped
+
     def settled_output(self, first: int = 0) -> list[int]:
         """Return the output from its token number `first` on, without an unsettled jump."""
         if self._replaced is None:
             return self.token_ids[self.num_prompt_tokens + first :]
-        settled = self.token_ids[self.num_prompt_tokens : self.num_tokens - self._num_jumped] + self._replaced
+        settled = self.token_ids[self.num_prompt_tokens : self.jump_start] + self._replaced
         return settled[first:]
 
     def begin_jump(self, num_rolled_back: int, token_ids: SequenceOf[int]) -> None:
@@ -106,15 +112,19 @@ class Sequence:
         self._replaced, self._num_jumped = self.token_ids[start:], len(token_ids)
         self.token_ids[start:] = token_ids
 
-    def settle_jump(self) -> None:
-        """Make the unsettled jump, if there is one, final."""
+    def settle_jump(self) -> Jump:
+        """Make the unsettled jump, if there is one, final. Returns it; NO_JUMP without one."""
+        if self._replaced is None:
+            return NO_JUMP
+        jump = Jump(len(self._replaced), tuple(self.token_ids[self.jump_start :]))
         self._replaced, self._num_jumped = None, 0
+        return jump
 
     def undo_jump(self) -> None:
         """Restore the tokens before the unsettled jump, if there is one. Call `forget_progress` with it."""
         if self._replaced is not None:
-            self.token_ids[self.num_tokens - self._num_jumped :] = self._replaced
-            self.settle_jump()
+            self.token_ids[self.jump_start :] = self._replaced
+            self._replaced, self._num_jumped = None, 0
 
     @property
     def is_prefilling(self) -> bool:

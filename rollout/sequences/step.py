@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class StateSlots(NamedTuple):
 
 
 class ScheduledSequence(NamedTuple):  # one a sequence and step: a tuple takes a fifth of a frozen dataclass's time
-    """One sequence's share of a step: rows for known tokens `start .. start + num_tokens - 1`, after its jump."""
+    """One sequence's share of a step: rows for known tokens `start .. start + num_tokens - 1`, its jump's included."""
 
     id: str
     incarnation: int  # number of its preemptions; results of another incarnation are dropped
@@ -27,7 +27,7 @@ class ScheduledSequence(NamedTuple):  # one a sequence and step: a tuple takes a
     num_tokens: int
     new_blocks: tuple[int, ...]  # appended to its block table
     token_ids: tuple[int, ...] | None  # all known tokens, if it holds no blocks yet; None if the ranks know them
-    jump: Jump = NO_JUMP  # applied before the rows run; they begin before its tokens and include the last
+    jump: Jump = NO_JUMP  # begins here: its tokens are known before the rows run, of which later steps may have some
     num_blocks_kept: int | None = None  # of its block table, before the new ones; None: all
     allowed: bytes | None = None  # the tokens that a grammar allows: one bit a token, lowest bit first; None: all
     states: StateSlots | None = None  # None: the module has no recurrent layers
@@ -96,17 +96,19 @@ class SequenceResult(NamedTuple):
     prompt_listed_logprobs: tuple[ListedLogprobs, ...] = ()
     masked_prob: float | None = None  # of the sampled token, among the tokens that a grammar allowed
     was_only_choice: bool = False  # the grammar allowed no other token
-    jump: Jump = NO_JUMP  # the jump before the sampled token
-    jump_logprobs: tuple[float, ...] = ()  # of its tokens
+    jump_logprobs: tuple[float, ...] = ()  # of the next tokens of the sequence's jump
     jump_top_logprobs: tuple[TopLogprobs, ...] = ()
     jump_listed_logprobs: tuple[ListedLogprobs, ...] = ()
 
-    def tokens(self) -> Iterator[NewToken]:
-        """Yield the tokens to append to the rolled-back sequence: the jump's tokens, then the sampled one."""
-        for index, token_id in enumerate(self.jump.token_ids):
+    def jumped(self, token_ids: Sequence[int]) -> Iterator[NewToken]:
+        """Yield the jump's tokens that the step scored. token_ids: the jump's, from the first one without a score."""
+        for index, logprob in enumerate(self.jump_logprobs):
             top = self.jump_top_logprobs[index] if self.jump_top_logprobs else ()
             listed = self.jump_listed_logprobs[index] if self.jump_listed_logprobs else ()
-            yield NewToken(token_id, self.jump_logprobs[index], top, listed, True, True, 1.0)
-        if self.token_id is not None and self.logprob is not None:
-            yield NewToken(self.token_id, self.logprob, self.top_logprobs, self.listed_logprobs, False,
-                           self.was_only_choice, self.masked_prob)  # fmt: skip
+            yield NewToken(token_ids[index], logprob, top, listed, True, True, 1.0)
+
+    def sampled(self) -> NewToken:
+        """Return the sampled token of a result that has one."""
+        assert self.token_id is not None and self.logprob is not None
+        return NewToken(self.token_id, self.logprob, self.top_logprobs, self.listed_logprobs, False,
+                        self.was_only_choice, self.masked_prob)  # fmt: skip

@@ -12,6 +12,8 @@ Letters: B K-blocks of the layer, M rows, N features.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +66,35 @@ def gather(part: Tensor, tp: int, group: dist.ProcessGroup | None) -> Tensor:
 def gather_columns(part: Tensor, tp: int, group: dist.ProcessGroup | None) -> Tensor:
     """Gather [..., N / tp] of every rank -> [..., N] in the order of ranks."""
     return gather(part, tp, group).movedim(0, -2).flatten(-2)
+
+
+class GatheredColumns:
+    """The forward of a layer of which each rank has some columns: it gathers them, except inside `left_out()`."""
+
+    def __init__(
+        self, forward: Callable[[Tensor], Tensor], part: range, tp: int, group: dist.ProcessGroup | None
+    ) -> None:
+        """Take the forward of this rank's columns, which are those of `part`."""
+        self._forward, self.part, self._tp, self._group = forward, part, tp, group
+        self._is_left_out = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute [..., N], or this rank's [..., N / tp] where the gather is left out."""
+        out = self._forward(x)
+        return out if self._is_left_out else gather_columns(out, self._tp, self._group)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Gather the tensors of all ranks, equal in shape: [tp, *part.shape]."""
+        return gather(part, self._tp, self._group)
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Leave the gather out. All ranks do so for the same forward."""
+        self._is_left_out = True
+        try:
+            yield
+        finally:
+            self._is_left_out = False
 
 
 @dataclass(frozen=True)

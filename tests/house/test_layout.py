@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from lockstep.tests.support.statements import statements
+from lockstep.tests.house.statements import statements
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_PACKAGES = {"tests", "configs", "docs", "examples", "build", "dist", "runs"}  # data, and output of tools
@@ -30,7 +30,7 @@ PLACES = {
         "check completion config errors grammars kv model ranks replica reports running scheduling sequences states"
     ),
     "rollout.replica": "completion errors grammars kv model ranks reports running sampling_params sequences states",
-    "rollout.running": "completion errors kv model reports sampling_params sequences states",
+    "rollout.running": "completion errors kv model reports sequences states",
     "rollout.scheduling": "config kv sequences",
     "rollout.kv": "config errors model sequences states",
     "rollout.states": "errors model sequences",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.tests.support.statements import statements
+from lockstep.tests.house.statements import statements
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("rollout", "weight_sync", "integration", "kernels", "examples")

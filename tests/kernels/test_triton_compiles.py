@@ -118,6 +118,14 @@ def test_tensor_cores_multiply_halves_and_both_tiles_of_the_product_add_alike(bi
         assert "f32.bf16.bf16" in binary.ptx and "mma" in binary.ptx, binary.launch
 
 
+def test_draws_fuse_no_product_and_sum(binaries: list[Binary]) -> None:
+    """Their definition rounds each operation: a fused one has other bits."""
+    defined = {"_draw_kernel", "_weights_kernel", "_noise_kernel"}
+    found = [b for b in binaries if b.kernel in defined]
+    assert {b.kernel for b in found} == defined
+    assert [b.launch for b in found if re.search(r"\bfma\.", b.ptx)] == []
+
+
 def test_hardly_a_register_is_spilled(binaries: list[Binary]) -> None:
     assert_few_spills(binaries)
 

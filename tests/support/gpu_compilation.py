@@ -27,7 +27,7 @@ from lockstep.kernels.layers import triton_rms_norm
 from lockstep.kernels.linear import triton_kernels as triton_linear
 from lockstep.kernels.recurrent import triton_kernels as triton_recurrent
 from lockstep.kernels.sampling import triton_draws as triton_sampling
-from lockstep.kernels.sampling import triton_logprobs
+from lockstep.kernels.sampling import triton_logprobs, triton_noise
 from lockstep.kernels.sha256 import triton_kernels as triton_sha256
 
 # modules with INTERPRETED
@@ -73,7 +73,8 @@ def draws(dtype: torch.dtype) -> None:
         numbers = [torch.zeros(count, dtype=torch.int64) for _ in range(3)]
         filters = (numbers[2], torch.ones(count, dtype=torch.float64), torch.zeros(count))
         triton_sampling.draw(logits, torch.ones(count), (numbers[0], numbers[1]), filters, None, None)
-    triton_sampling.uniform_noise(numbers[0], numbers[1])
+    triton_noise.noise(numbers[0], numbers[1], numbers[2])
+    triton_sampling.weights(torch.zeros(40))
 
 
 def norms(dtype: torch.dtype, width: int, weight_offset: float) -> None:

@@ -116,12 +116,16 @@ def random_model(family: str, dtype: torch.dtype = torch.float32, **overrides: o
     return copy.deepcopy(model)
 
 
-def _make(family: str, dtype: torch.dtype, overrides: dict[str, object]) -> PreTrainedModel:
+def initial_model(family: str, **overrides: object) -> PreTrainedModel:
+    """Make a model with the weights that transformers gives to a new one, the same every time; float32."""
     config_name, extra = FAMILIES[family]
     config = getattr(transformers, config_name)(**{**_COMMON, **extra, **overrides})
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
-    return spread_weights(model).eval()
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def _make(family: str, dtype: torch.dtype, overrides: dict[str, object]) -> PreTrainedModel:
+    return spread_weights(initial_model(family, **overrides).to(dtype)).eval()
 
 
 def spread_weights(model: PreTrainedModel) -> PreTrainedModel:

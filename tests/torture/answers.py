@@ -49,7 +49,7 @@ def questions(is_lockstep: bool) -> list[dict[str, Any]]:
     bodies[2]["sampling_params"]["n"] = 3
     bodies[5]["top_logprobs_num"] = 2
     for mode, grammar in itertools.product(
-        ("exact", "off"), ({"json_schema": json.dumps(SCHEMA)}, {"regex": "(the|and) [a-z]{2,9} = [0-9]{3}"})
+        ("text", "exact", "off"), ({"json_schema": json.dumps(SCHEMA)}, {"regex": "(the|and) [a-z]{2,9} = [0-9]{3}"})
     ):
         params = {"max_new_tokens": 40, "sampling_seed": 7, **grammar} | ({"jump_forward": mode} if is_lockstep else {})
         bodies.append({"text": "name: ", "sampling_params": params})

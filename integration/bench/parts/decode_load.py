@@ -102,8 +102,9 @@ def _no_forward(engine: Engine) -> Iterator[None]:
     model = engine.model
 
     def forward(
-        token_ids: Tensor | None, positions: Tensor, logit_rows: Tensor, step: object, hidden: Tensor | None = None
-    ) -> Tensor:  # as HostedModel.forward
+        token_ids: Tensor | None, positions: Tensor, logit_rows: Tensor, step: object, hidden: Tensor | None = None,
+        *, whole_logits: bool = True,
+    ) -> Tensor:  # fmt: skip  # as HostedModel.forward
         return torch.zeros(len(logit_rows), model.vocab_size, device=model.device)
 
     model.forward = forward  # type: ignore[method-assign]  # restored below

@@ -139,12 +139,10 @@ def _settings(batch: int, device: torch.device, *, top_k: int = KEEP_ALL, top_p:
     def rows(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((batch,), value, dtype=dtype, device=device)
 
-    is_filtered = top_k != KEEP_ALL or top_p < 1.0
     return RowSettings(
         temperatures=rows(1.0, torch.float32),
         seeds=torch.arange(batch, device=device),
         top_k=rows(top_k, torch.int64),
         top_p=rows(top_p, torch.float64),
         min_p=rows(0.0, torch.float32),
-        filtered=torch.arange(batch if is_filtered else 0, device=device),
     )

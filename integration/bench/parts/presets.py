@@ -7,12 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 _SEED = 0
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
-# Widths of Qwen3 models. The head is the embedding, so the parameters of the vocabulary count once.
+# Widths of Qwen3 models, and of a Qwen3.5. The head is the embedding, so the parameters of the vocabulary count once.
 PRESETS: dict[str, dict[str, int]] = {
     "tiny": {  # 7.3 M parameters
         "hidden_size": 256,
@@ -41,6 +48,20 @@ PRESETS: dict[str, dict[str, int]] = {
         "head_dim": 128,
         "vocab_size": 32768,
     },
+    "small-qwen3.5": {  # 136 M parameters: "small" with gated delta nets in three of four layers
+        "hidden_size": 768,
+        "intermediate_size": 2304,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 16384,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 12,
+        "linear_num_value_heads": 12,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
 }
 
 
@@ -51,7 +72,9 @@ def load_model(name: str, *, dtype: str = "bfloat16", device: str = "cpu") -> Pr
     """
     model: PreTrainedModel
     if name in PRESETS:
-        model = random_model(PRESETS[name], tie_word_embeddings=True)
+        is_recurrent = "full_attention_interval" in PRESETS[name]
+        make = random_recurrent_model if is_recurrent else random_model
+        model = make(PRESETS[name], tie_word_embeddings=True)
         model.to(DTYPES[dtype])  # type: ignore[arg-type]  # transformers' wrapper of `to` has no `self` in its types
     elif (Path(name) / "config.json").is_file():
         model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype])
@@ -94,4 +117,24 @@ def random_model(
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
             else:
                 parameter.fill_(1.0)  # norms
+    return model
+
+
+def random_recurrent_model(widths: Mapping[str, Any], *, tie_word_embeddings: bool) -> Qwen3_5ForCausalLM:
+    """Make a Qwen3.5 model of these widths, float32 on the CPU: matrices as in `random_model`, the rest as
+    transformers initialises it."""
+    config = Qwen3_5TextConfig(
+        **widths,
+        tie_word_embeddings=tie_word_embeddings,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(_SEED)
+        model = Qwen3_5ForCausalLM(config)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
     return model

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ....kernels.recurrent.delta_rule import gated_delta_rule, gated_delta_rule_in_slots
+from .heads import HeadDivision
 from .rows import rows_of
 
 Forward = Callable[..., Any]
@@ -19,7 +20,7 @@ Forward = Callable[..., Any]
 UNLIKE = (AttributeError, TypeError, ValueError, RuntimeError, IndexError)
 
 
-def delta_rule_of(module: nn.Module) -> Forward:
+def delta_rule_of(module: nn.Module, division: HeadDivision) -> Forward:
     """Return the rule for one layer, with the signature of transformers' function and the layer's states."""
 
     def chunk_gated_delta_rule(
@@ -43,11 +44,15 @@ def delta_rule_of(module: nn.Module) -> Forward:
         rows = rows_of(module, batch, num_rows, value.device, named)
         q, k, v, decay, rate = (t.flatten(0, 1) for t in (query, key, value, g, beta))
         norm_eps = 1e-6 if use_qk_l2norm_in_kernel else None
+        share = division.share(v.shape[1], k.shape[1])
         if (slots := rows.slots("recurrent")) is not None:
+            q, k = (t[:, share.key_heads] for t in (q, k))
+            v, decay, rate = (t[:, share.heads] for t in (v, decay, rate))
             out = gated_delta_rule_in_slots(q, k, v, decay, rate, rows.cu_seqlens, slots, norm_eps=norm_eps)
+            out = share.gathered(out)
         else:
             out, final = gated_delta_rule(q, k, v, decay, rate, rows.cu_seqlens, norm_eps=norm_eps)
-            rows.keep("recurrent", final)
+            rows.keep("recurrent", final[:, share.heads])
         return out.unflatten(0, (batch, num_rows)), None
 
     return chunk_gated_delta_rule

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ....kernels.recurrent.conv import causal_conv, causal_conv_in_slots
 from ..functions import outside_modes
 from .delta_rule import UNLIKE, delta_rule_of, is_channel_delta_rule, is_delta_rule
+from .heads import UNDIVIDED, HeadDivision
 from .rows import rows_of
 from .state_space import is_shortcut, is_state_space, state_space_of, without_shortcut
 
@@ -26,15 +27,18 @@ Forward = Callable[..., Any]
 _CACHES = ("cache_params", "past_key_values")  # keywords of layers
 
 
-def recurrent_forward(module: nn.Module) -> Forward | None:
-    """Return the forward of a recurrent layer with its states in a rollout step; None for any other module."""
+def recurrent_forward(module: nn.Module, division: HeadDivision = UNDIVIDED) -> Forward | None:
+    """Return the forward of a recurrent layer with its states in a rollout step; None for any other module.
+
+    division: of the heads, and of their states, in a rollout step.
+    """
     code = inspect.unwrap(type(module).forward)
     if not isinstance(code, types.FunctionType) or not hasattr(module, "layer_idx"):
         return None
     called = {name: code.__globals__.get(name) for name in code.__code__.co_names if name in _OPERATIONS}
     if not called or not all(_OPERATIONS[name][0](function) for name, function in called.items()):
         return None
-    ours = {name: outside_modes(_OPERATIONS[name][1](module)) for name in called}
+    ours = {name: outside_modes(_OPERATIONS[name][1](module, division)) for name in called}
     return _without_cache(types.MethodType(_with_globals(code, ours), module))
 
 
@@ -58,7 +62,9 @@ def _with_globals(code: types.FunctionType, names: Mapping[str, object]) -> type
 # -- the convolution --------------------------------------------------------------------------------------------------
 
 
-def _conv_of(module: nn.Module) -> Forward:
+def _conv_of(module: nn.Module, division: HeadDivision) -> Forward:
+    """Return the convolution for one layer. Its states are small, and whole on every rank."""
+
     def causal_conv1d_fn(
         hidden_states: Tensor,
         weight: Tensor,
@@ -96,7 +102,7 @@ def _is_causal_conv(function: Forward) -> bool:
 
 
 # name of a global function -> whether a function is the one that we know, and ours for a layer
-_OPERATIONS: dict[str, tuple[Callable[[Any], bool], Callable[[nn.Module], Forward]]] = {
+_OPERATIONS: dict[str, tuple[Callable[[Any], bool], Callable[[nn.Module, HeadDivision], Forward]]] = {
     "causal_conv1d_fn": (_is_causal_conv, _conv_of),
     "torch_chunk_gated_delta_rule": (is_delta_rule, delta_rule_of),
     "chunk_kimi_delta_attention": (is_channel_delta_rule, delta_rule_of),

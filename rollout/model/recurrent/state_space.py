@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ....kernels.layers.activation import softplus
 from ....kernels.recurrent.state_space import state_space, state_space_in_slots
 from .delta_rule import UNLIKE
+from .heads import HeadDivision
 from .rows import rows_of
 
 Forward = Callable[..., Any]
@@ -20,7 +21,7 @@ Forward = Callable[..., Any]
 _NO_LIMIT = (0.0, float("inf"))
 
 
-def state_space_of(module: nn.Module) -> Forward:
+def state_space_of(module: nn.Module, division: HeadDivision) -> Forward:
     """Return the scan for one layer, with the signature of transformers' function and the layer's states."""
 
     def mamba2_chunk_scan(
@@ -47,11 +48,14 @@ def state_space_of(module: nn.Module) -> Forward:
         rows = rows_of(module, batch, num_rows, hidden_states.device, named)
         steps = _steps(dt, dt_bias, dt_limit)
         x, steps, b, c = (t.flatten(0, 1) for t in (hidden_states, steps, B, C))
+        share = division.share(x.shape[1], b.shape[1])
         if (slots := rows.slots("recurrent")) is not None:
-            out = state_space_in_slots(x, steps, A, b, c, D, rows.cu_seqlens, slots)
+            x, steps, b, c = x[:, share.heads], steps[:, share.heads], b[:, share.key_heads], c[:, share.key_heads]
+            skip = None if D is None else D[share.heads]
+            out = share.gathered(state_space_in_slots(x, steps, A[share.heads], b, c, skip, rows.cu_seqlens, slots))
         else:
             out, final = state_space(x, steps, A, b, c, D, rows.cu_seqlens)
-            rows.keep("recurrent", final)
+            rows.keep("recurrent", final[:, share.heads])
         return out.unflatten(0, (batch, num_rows))
 
     return mamba2_chunk_scan
@@ -96,6 +100,6 @@ def is_shortcut(function: Forward) -> bool:
         return False
 
 
-def without_shortcut(module: nn.Module) -> Forward:
+def without_shortcut(module: nn.Module, division: HeadDivision) -> Forward:
     """Return a function that declines the shortcut, so the layer takes its own steps."""
     return lambda *_, **__: None

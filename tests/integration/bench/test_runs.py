@@ -37,6 +37,15 @@ def test_presets_have_the_sizes_they_claim():
         assert least <= sum(parameter.numel() for parameter in model.parameters()) <= most
 
 
+@pytest.mark.slow
+def test_the_preset_with_recurrent_layers_has_the_size_it_claims_and_sane_logits():
+    model = presets.load_model("small-qwen3.5", dtype="float32")
+    assert 135.5e6 <= sum(parameter.numel() for parameter in model.parameters()) <= 136.5e6
+    assert model.config.layer_types == [*["linear_attention"] * 3, "full_attention"] * 3
+    logits = model(torch.tensor(LOAD.prompts(16384, 0))).logits
+    assert 0.7 < logits.std() < 1.5 and torch.isfinite(logits).all()
+
+
 def test_a_preset_is_the_same_model_each_time_and_its_logits_are_sane(tiny):
     again = presets.load_model("tiny", dtype="float32")
     assert all(torch.equal(a, b) for a, b in zip(tiny.parameters(), again.parameters(), strict=True))

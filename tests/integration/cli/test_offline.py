@@ -139,6 +139,20 @@ def test_changed_settings_are_refused_by_name(make_job, changes, message):
         generate(make_job(SUMS[:2], **changes))
 
 
+@pytest.mark.parametrize("number", ["99", None])
+def test_answers_drawn_by_another_definition_are_refused(make_job, number):
+    job = make_job(SUMS[:2])
+    generate(job)
+    answers = [json.loads(line) for line in Path(job.output).read_text().splitlines()]
+    for answer in answers:
+        answer["made_from"] = {**answer["made_from"], "draws": number}
+        if number is None:  # as they were written before definitions had numbers
+            del answer["made_from"]["draws"]
+    Path(job.output).write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    with pytest.raises(ValueError, match="line 1: made from draws by another definition"):
+        generate(make_job(SUMS[:3]))
+
+
 def test_a_changed_or_shortened_input_is_refused_by_line(make_job):
     generate(make_job(SUMS[:2], engine=EngineConfig(kv_cache=256, max_num_seqs=1, max_num_batched_tokens=64)))
     with pytest.raises(ValueError, match=r"answers\.jsonl, line 2: input line 2: made from another prompt"):

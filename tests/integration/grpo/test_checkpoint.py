@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lockstep.integration.grpo.backends.ddp import DdpBackend
-from lockstep.integration.grpo.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from lockstep.integration.grpo.checkpoint import (
+    load_checkpoint,
+    newest_checkpoint,
+    refuse_other_draws,
+    save_checkpoint,
+)
 from lockstep.integration.grpo.run_log import drop_lines_after, read_metrics
 from lockstep.integration.grpo.sections import TrainSettings
 
@@ -69,3 +75,17 @@ def test_metrics_lose_their_half_written_line_and_what_comes_after_the_checkpoin
     assert [line["step"] for line in read_metrics(path)] == [1, 2, 3]
     assert [line["step"] for line in drop_lines_after(path, 2)] == [1, 2]
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+@pytest.mark.parametrize(("saved", "named"), [({"draw_definition": 99}, 99), ({}, 1)])
+def test_a_run_whose_seeds_meant_other_tokens_is_not_resumed(make_model, tmp_path, saved, named):
+    """A checkpoint without a number was written under the first definition."""
+    path = save_checkpoint(tmp_path, 3, OneProcess(make_model("qwen2")).state())
+    refuse_other_draws(path)
+    state = json.loads((path / "state.json").read_text())
+    del state["draw_definition"]
+    (path / "state.json").write_text(json.dumps({**state, **saved}))
+    with pytest.raises(
+        ValueError, match=f"step-000003 is of a run whose tokens were drawn by definition {named}; here"
+    ):
+        refuse_other_draws(path)

@@ -80,6 +80,18 @@ def test_every_way_to_train_and_to_sync_can_be_asked_for(tmp_path):
         assert load_config(path, [f"trainer={trainer}", "engines=local"]).sync == "in_place"
 
 
+def test_with_adapters_all_that_divides_or_moves_the_weights_is_refused_by_name(tmp_path):
+    path = write(tmp_path, '[run]\nname = "x"\n[train.lora]\nrank = 4\n')
+    assert load_config(path, ["run.num_ranks=4"]).train.lora.rank == 4
+    others = ["trainer=fsdp2", "sync=delta", "engines=separate", "parallel.tp=2", "parallel.pp=2", "engine.k_blocks=2"]
+    with pytest.raises(ValueError) as refusal:
+        load_config(path, others)
+    words = [f'{key} must be "{value}", not' for key, value in
+             (("trainer", "ddp"), ("sync", "in_place"), ("engines", "local"))]  # fmt: skip
+    words += [f"{key} must be 1, not 2" for key in ("parallel.tp", "parallel.pp", "engine.k_blocks")]
+    assert all(word in str(refusal.value) for word in words)
+
+
 def test_all_faults_are_named_at_once(tmp_path):
     path = write(tmp_path, "[run]\nnum_steps = 1.5\nspeed = 3\n[engine]\nkv_cach = 1\n")
     with pytest.raises(ValueError) as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -349,3 +350,21 @@ def test_a_model_with_recurrent_layers_trains_with_a_gap_of_zero(tmp_path):
     assert len({line["weight_digest"] for line in lines}) == 4, "every step changes the weights"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/arithmetic/model")
     assert type(model).__name__ == "Qwen3_5ForCausalLM"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(["model.family=qwen3_5"], id="recurrent layers"),
+        pytest.param(["train.lora.rank=16", "train.lora.alpha=32", "train.learning_rate=1e-3"], id="adapters"),
+    ],
+)
+def test_ten_steps_of_the_whole_job_raise_the_accuracy(tmp_path, settings):
+    """As `make train`, from 35 to 70 % and more in its first ten steps; BENCHMARKS.md has all forty."""
+    assert finish(torchrun(tmp_path, str(CONFIG), "run.num_steps=10", *settings), seconds=1500) == 0
+    lines = read_metrics(tmp_path / "runs/arithmetic/metrics.jsonl")
+    assert [line["logprob_gap"] for line in lines] == [0.0] * 10
+    before = re.search(r"held-out accuracy: ([0-9.]+)% before", (tmp_path / "log").read_text())
+    assert before is not None and 20 < float(before[1]) < 50
+    assert 100 * lines[-1]["heldout_accuracy"] > float(before[1]) + 20

@@ -1,6 +1,7 @@
 """Tests of the causal convolution: values and slopes are PyTorch's; a row's bits depend on its inputs alone."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from lockstep.kernels.recurrent.conv import causal_conv, causal_conv_in_slots
 from lockstep.kernels.recurrent.slots import Slots
+from lockstep.tests.support.operations import operations_of
 
 LENGTHS = [1, 30, 2, 67, 3]
 
@@ -87,3 +89,14 @@ def test_slots_are_read_and_written_in_place(dtype: torch.dtype) -> None:
     out, final = causal_conv(x, weight, None, ends, pool[reads], "silu")
     assert torch.equal(causal_conv_in_slots(x, weight, None, ends, Slots(pool, reads, writes), "silu"), out)
     assert torch.equal(pool[writes], final)
+
+
+def test_a_backward_pass_runs_as_many_operations_for_many_sequences_as_for_few():
+    """A slice for each sequence has a gradient as large as all rows: the cost grew with their product."""
+    counts = []
+    for num_sequences in (2, 50):
+        x, weight = torch.randn(10 * num_sequences, 8, requires_grad=True), torch.randn(8, 4, requires_grad=True)
+        ends = torch.arange(0, len(x) + 1, 10, dtype=torch.int32)
+        out, _ = causal_conv(x, weight, None, ends)
+        counts.append(operations_of(partial(torch.autograd.grad, out.sum(), [x, weight])))
+    assert counts[0] == counts[1]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
+from lockstep.kernels.recurrent.delta_chunks import similar_lengths
 from lockstep.kernels.recurrent.delta_rule import (
     DeltaRule,
     gated_delta_rule,
@@ -19,6 +21,7 @@ from lockstep.kernels.recurrent.delta_rule import (
     reference_gated_delta_rule,
 )
 from lockstep.kernels.recurrent.slots import Slots
+from lockstep.tests.support.operations import operations_of
 
 LENGTHS = [1, 70, 5, 130]
 KINDS = ("by head", "by channel")
@@ -129,6 +132,48 @@ def test_gradients_are_those_of_transformers_chunks(kind: str) -> None:
     expected = gradients(lambda *t: transformers_own(kind, *t), tensors, grad)
     for found, other in zip(own, expected, strict=True):
         assert distance(found, other) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_packed_sequences_are_those_of_each_alone(kind: str) -> None:
+    lengths = [20, 1, 70, 17, 0, 130, 20, 69]
+    tensors = [t.double() for t in operands(sum(lengths), kind)]
+    leaves = [t.requires_grad_() for t in (*tensors, torch.randn(len(lengths), 4, 40, 72, dtype=torch.float64))]
+    grads = torch.randn(sum(lengths), 4, 72, dtype=torch.float64), torch.randn_like(leaves[5])
+    found = torch.autograd.grad(gated_delta_rule(*leaves[:5], starts(lengths), leaves[5]), leaves, grads)
+    rows = zip(*(t.split(lengths) for t in (*leaves[:5], grads[0], *found[:5])), strict=True)
+    for index, (q, k, v, g, beta, grad, *mine) in enumerate(rows):
+        initial = leaves[5][index : index + 1]
+        values = gated_delta_rule(q, k, v, g, beta, starts([len(q)]), initial)
+        alone = torch.autograd.grad(values, [q, k, v, g, beta, initial], (grad, grads[1][index : index + 1]))
+        for part, other in zip([*mine, found[5][index : index + 1]], alone, strict=True):
+            torch.testing.assert_close(part, other)
+
+
+def test_sequences_that_fill_equal_numbers_of_rows_go_together() -> None:
+    assert similar_lengths([20, 1, 70, 17, 0, 130, 32, 69]) == [[5], [2, 7], [6, 0, 3], [1, 4]]
+    assert [len(group) for group in similar_lengths([1500, 1510, *[30] * 100])] == [1, 1, 64, 36]
+    assert similar_lengths([]) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backward_pass_runs_as_many_operations_for_many_sequences_as_for_few(kind: str) -> None:
+    counts = []
+    for num_sequences in (2, 50):
+        leaves = [t.requires_grad_() for t in operands(30 * num_sequences, kind)]
+        out, _ = gated_delta_rule(*leaves, starts([30] * num_sequences))
+        counts.append(operations_of(partial(torch.autograd.grad, out.sum(), leaves)))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_chunks_are_not_as_large_as_all_chunks(kind: str) -> None:
+    counts = []
+    for num_rows in (130, 520):
+        leaves = [t.requires_grad_() for t in operands(num_rows, kind)]
+        out, _ = gated_delta_rule(*leaves, starts([num_rows]))
+        counts.append(operations_of(partial(torch.autograd.grad, out.sum(), leaves))["aten::select_backward"])
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

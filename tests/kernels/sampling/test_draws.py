@@ -1,126 +1,17 @@
-"""Tests of log-probabilities, draws, and the counter-based noise (against SplitMix64 in plain integers)."""
+"""Tests of log-probabilities and draws: each path against plain arithmetic, and against itself."""
 
 from __future__ import annotations
 
-import itertools
+import math
 
 import pytest
 import torch
 from scipy import stats
 from torch import Tensor
 
-from lockstep.kernels.sampling.draws import (
-    KEEP_ALL,
-    RowSettings,
-    derive_seed,
-    draw_tokens,
-    sample_from,
-    uniform_noise,
-)
+from lockstep.kernels.sampling.draws import KEEP_ALL, RowSettings, draw_tokens
 from lockstep.kernels.sampling.logprobs import scaled_logprobs, selected_logprobs
-
-MASK = 2**64 - 1
-GAMMA = 0x9E3779B97F4A7C15
-
-
-def mix(z: int) -> int:
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-    return z ^ (z >> 31)
-
-
-def splitmix64(seed: int, count: int) -> list[int]:
-    return [mix((seed + (i + 1) * GAMMA) & MASK) for i in range(count)]
-
-
-def naive_noise(seed: int, position: int) -> float:
-    start = mix((seed + GAMMA) & MASK)
-    return (splitmix64(start, position + 1)[-1] >> 12) * 2.0**-52
-
-
-def test_the_plain_integer_splitmix64_gives_the_published_vectors():
-    """Compare with the reference C program's output for seed 1234567 (Vigna, prng.di.unimi.it; also Rosetta Code)."""
-    published = [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-        16408922859458223821,
-    ]
-    assert splitmix64(1234567, 5) == published
-
-
-@pytest.mark.parametrize("seed", [0, 1, -1, 1234567, 2**63 - 1, -(2**63)])
-def test_noise_is_splitmix64_read_at_the_position(seed):
-    positions = [0, 1, 2, 17, 999]
-    noise = uniform_noise(torch.full((5,), seed), torch.tensor(positions))
-    assert noise.dtype == torch.float64
-    assert noise.tolist() == [naive_noise(seed & MASK, p) for p in positions]
-
-
-def test_noise_of_a_row_does_not_depend_on_the_batch():
-    seeds, positions = torch.arange(100), torch.arange(100) * 7
-    whole = uniform_noise(seeds, positions)
-    assert all(uniform_noise(seeds[i : i + 1], positions[i : i + 1]).item() == whole[i] for i in range(100))
-
-
-@pytest.mark.parametrize("along", ["positions of one seed", "seeds at one position", "neighbouring differences"])
-def test_noise_is_uniform_and_below_one(along):
-    count = torch.arange(200_000)
-    zeros = torch.zeros_like(count)
-    if along == "positions of one seed":
-        noise = uniform_noise(zeros, count)
-    elif along == "seeds at one position":
-        noise = uniform_noise(count, zeros)
-    else:
-        noise = (uniform_noise(count, zeros) - uniform_noise(count + 1, zeros)) % 1.0
-    assert noise.min() >= 0.0 and noise.max() < 1.0
-    assert stats.kstest(noise.numpy(), "uniform").pvalue > 1e-3
-    pairs = torch.stack([noise[:-1:2], noise[1::2]])
-    cells = (pairs[0] * 10).long() * 10 + (pairs[1] * 10).long()
-    assert stats.chisquare(torch.bincount(cells, minlength=100).numpy()).pvalue > 1e-3
-
-
-def naive_derived(*parts: int) -> int:
-    state = 0
-    for part in parts:
-        state = mix((state + (part & MASK) + GAMMA) & MASK)
-    return state - 2**64 if state >= 2**63 else state
-
-
-@pytest.mark.parametrize(
-    "parts", [(0,), (0, 0), (1, 2), (2, 1), (-1, 5), (2**63 - 1, 3), (-(2**63), 0), (2**64 + 1, 2)]
-)
-def test_derived_seed_is_the_mixed_chain_of_its_parts(parts):
-    assert derive_seed(*parts) == naive_derived(*parts)
-
-
-def test_derived_seeds_of_different_parts_differ():
-    seeds = [derive_seed(a, b) for a, b in itertools.product(range(60), range(60))]
-    assert len(set(seeds)) == 3600
-
-
-def test_sampling_takes_the_token_where_the_running_sum_passes_the_noise():
-    probabilities = torch.tensor([[0.25, 0.0, 0.5, 0.25]])
-    for noise, expected in [(0.0, 0), (0.2499, 0), (0.25, 2), (0.5, 2), (0.7499, 2), (0.75, 3), (0.999, 3)]:
-        assert sample_from(probabilities, torch.tensor([noise], dtype=torch.float64)).item() == expected
-
-
-def test_tokens_without_probability_are_never_chosen_not_even_at_the_ends():
-    probabilities = torch.tensor([[0.0, 0.3, 0.1, 0.0, 0.0]]).repeat(3, 1)
-    largest = 1.0 - 2.0**-52
-    chosen = sample_from(probabilities, torch.tensor([0.0, 0.5, largest], dtype=torch.float64))
-    assert chosen.tolist() == [1, 1, 2]
-
-
-def test_largest_noise_stays_inside_the_vocabulary_for_any_total():
-    torch.manual_seed(0)
-    probabilities = torch.rand(2000, 50) * torch.logspace(-30, 30, 2000).unsqueeze(-1)
-    largest = torch.full((2000,), 1.0 - 2.0**-52, dtype=torch.float64)
-    assert sample_from(probabilities, largest).max() < 50
-
-
-# -- log-probabilities and draws: each of the two paths against plain arithmetic, and against itself ------------------
+from lockstep.kernels.sampling.noise import gumbel_noise, row_keys
 
 # The logits' dtype chooses the path: C++ for float32 and bfloat16, PyTorch for float64.
 PATHS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -144,14 +35,13 @@ def settings_of(num_rows: int, **settings: object) -> RowSettings:
         top_k=column("top_k", KEEP_ALL, torch.int64),
         top_p=column("top_p", 1.0, torch.float64),
         min_p=column("min_p", 0.0, torch.float32),
-        filtered=torch.arange(num_rows if set(settings) & {"top_k", "top_p", "min_p"} else 0),
     )
 
 
 def taken(settings: RowSettings, rows: slice) -> RowSettings:
     """Select the settings of these rows."""
     columns = [c[rows] for c in (settings.temperatures, settings.seeds, settings.top_k, settings.top_p, settings.min_p)]
-    return RowSettings(*columns, filtered=torch.arange(len(columns[0])))
+    return RowSettings(*columns)
 
 
 @PATHS
@@ -213,6 +103,9 @@ def test_a_rows_results_do_not_depend_on_batch_threads_or_place_in_memory(dtype)
             torch.set_num_threads(threads)
 
 
+ALL = {"temperature": 1.0, "top_k": KEEP_ALL, "top_p": 1.0, "min_p": 0.0}
+
+
 def brute_force(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, float]:
     """Filter one row's probabilities; also return how close top-p or min-p came to another decision."""
     p = torch.softmax(logits.double() / temperature, -1).tolist()
@@ -232,7 +125,7 @@ def brute_force(logits: Tensor, temperature: float, top_k: int, top_p: float, mi
 @PATHS
 @pytest.mark.parametrize("step", [None, 0.5, 4.0], ids=["distinct", "ties", "many ties"])
 @pytest.mark.parametrize("vocab_size", [1, 19, 700, 5003])
-def test_filters_keep_what_a_sort_would_and_draws_invert_the_running_sum(dtype, step, vocab_size):
+def test_filters_keep_what_a_sort_would_and_the_largest_score_wins(dtype, step, vocab_size):
     generator = torch.Generator().manual_seed(vocab_size)
     num_checked, num_noises = 0, 25
     for case in range(12):
@@ -252,23 +145,74 @@ def test_filters_keep_what_a_sort_would_and_draws_invert_the_running_sum(dtype, 
         settings = settings_of(num_noises, seed=torch.arange(num_noises), **rule)
         positions = torch.full((num_noises,), case)
         found = draw_tokens(logits.expand(num_noises, -1), settings, positions).token_ids
-        running = kept.cumsum(-1)
-        threshold = uniform_noise(settings.seeds, positions) * running[-1]
-        for token, value in zip(found.tolist(), threshold.tolist(), strict=True):
-            assert kept[token] > 0
-            before = running[token - 1].item() if token else 0.0
-            if rule["top_k"] > 1:
-                assert before - 1e-5 <= value <= running[token].item() + 1e-5
+        noise = gumbel_noise(row_keys(settings.seeds, positions).unsqueeze(-1), torch.arange(vocab_size))
+        scores = (kept.log() + noise).masked_fill(kept == 0, -torch.inf)
+        reached = scores.gather(-1, found.unsqueeze(-1)).squeeze(-1)
+        assert (kept[found] > 0).all()
+        if rule["top_k"] > 1:
+            assert (reached > scores.amax(-1) - 1e-6).all()
         num_checked += 1
     assert num_checked >= 3
 
 
 @PATHS
-def test_equal_logits_share_the_mass_and_the_noise_names_the_token(dtype):
-    noise = uniform_noise(torch.arange(64), torch.arange(64))
+def test_of_equal_logits_the_largest_noise_wins(dtype):
+    noise = gumbel_noise(row_keys(torch.arange(64), torch.arange(64)).unsqueeze(-1), torch.arange(1024))
     settings = settings_of(64, seed=torch.arange(64))
-    found = draw_tokens(torch.zeros(64, 1024, dtype=dtype), settings, torch.arange(64)).token_ids
-    assert found.tolist() == (noise * 1024).long().tolist()
+    for logit in (0.0, -7.5, 1e30):
+        found = draw_tokens(torch.full((64, 1024), logit, dtype=dtype), settings, torch.arange(64)).token_ids
+        assert found.tolist() == noise.argmax(-1).tolist()
+
+
+@PATHS
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.3}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.02}], ids=str
+)
+def test_what_removes_other_tokens_keeps_the_choice(dtype, settings):
+    """Remove half of the other tokens by a mask, one by one by -inf, and the less likely ones by a filter."""
+    num_rows, vocab_size = 200, 300
+    logits = some_logits(num_rows, vocab_size, dtype, seed=3)
+    rule = settings_of(num_rows, seed=torch.arange(num_rows), **settings)
+    free = draw_tokens(logits, settings_of(num_rows, seed=torch.arange(num_rows)), torch.arange(num_rows)).token_ids
+    chosen = draw_tokens(logits, rule, torch.arange(num_rows)).token_ids
+    if "temperature" not in settings and settings:
+        kept = torch.stack(
+            [brute_force(row, **{**ALL, **settings})[0][id] > 0 for row, id in zip(logits, free, strict=True)]
+        )
+        assert kept.any() and not kept.all()
+        assert torch.equal(chosen[kept], free[kept])
+        return
+    allowed = torch.rand(num_rows, vocab_size, generator=torch.Generator().manual_seed(4)) < 0.5
+    allowed.scatter_(1, chosen.unsqueeze(-1), True)
+    bits = torch.nn.functional.pad(allowed, (0, 4)).view(num_rows, -1, 8).long()
+    packed = (bits << torch.arange(8)).sum(-1).to(torch.uint8)
+    masked = draw_tokens(logits, rule, torch.arange(num_rows), allowed=(torch.arange(num_rows), packed))
+    banned = draw_tokens(logits.masked_fill(~allowed, -torch.inf), rule, torch.arange(num_rows))
+    assert torch.equal(masked.token_ids, chosen) and torch.equal(banned.token_ids, chosen)
+
+
+@PATHS
+def test_nearly_equal_policies_draw_the_same_token_as_often_as_they_can(dtype):
+    """Compare with the best that two distributions can do without communication: (1 - TV) / (1 + TV) (Daliri et al.,
+    arXiv 2408.07978). One number a row, turned into a token by a running sum, agrees far less often."""
+    count, vocab_size = 10_000, 1000
+    logits = some_logits(1, vocab_size, torch.float64)[0]
+    other = logits + 0.03 * torch.randn(vocab_size, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    p, q = logits.to(dtype).double().softmax(-1), other.to(dtype).double().softmax(-1)
+    distance = 0.5 * (p - q).abs().sum().item()
+    settings = settings_of(count, seed=torch.arange(count))
+    drawn = [
+        draw_tokens(x.to(dtype).expand(count, -1), settings, torch.zeros(count).long()).token_ids
+        for x in (logits, other)
+    ]
+    differ = (drawn[0] != drawn[1]).double().mean().item()
+    uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    by_running_sum = [torch.searchsorted(x.cumsum(-1), uniform) for x in (p, q)]
+    differ_by_running_sum = (by_running_sum[0] != by_running_sum[1]).double().mean().item()
+    at_most = 2 * distance / (1 + distance)
+    assert 0.003 < distance < 0.05
+    assert differ < at_most + 4 * math.sqrt(at_most / count)
+    assert differ_by_running_sum > 3 * differ
 
 
 @PATHS
@@ -292,7 +236,7 @@ WIDE = [
 def test_draws_from_a_wide_row_follow_its_distribution(dtype, settings):
     logits = some_logits(1, 1037, dtype)
     count = 20_000
-    rule = {"temperature": 0.8, "top_k": KEEP_ALL, "top_p": 1.0, "min_p": 0.0, **settings}
+    rule = {**ALL, "temperature": 0.8, **settings}
     kept, _ = brute_force(logits[0], **rule)
     drawn = draw_tokens(logits.expand(count, -1), settings_of(count, **rule), torch.arange(count))
     wanted = kept / kept.sum() * count

@@ -363,7 +363,7 @@ def test_very_long_forced_text_is_taken_in_pieces_with_the_same_tokens_in_every_
 
 def test_a_sequence_whose_grammar_takes_too_long_ends_alone(make_engine, monkeypatch):
     engine = make_engine()
-    monkeypatch.setattr("lockstep.rollout.loop.grammar_steps.MAX_TOKEN_S", 0.0)
+    monkeypatch.setattr("lockstep.rollout.loop.grammar_time.MAX_TOKEN_S", 0.0)
     params = [SamplingParams(regex="[a-z]{50}"), SamplingParams(max_new_tokens=5, ignore_eos=True)]
     slow, free = engine.generate(["x"] * 2, params)
     assert slow.finish_reason.type == "abort" and "ambiguous" in slow.finish_reason.message

@@ -8,10 +8,12 @@ import transformers
 
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.grammars.catalog import Grammars
+from lockstep.rollout.grammars.jump import NO_JUMP, Jump
+from lockstep.rollout.grammars.state import GrammarState
 from lockstep.rollout.grammars.token_text import TokenText
 from lockstep.rollout.kv.ledger import KVLedger
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.scheduling.policies import fcfs
 from lockstep.rollout.scheduling.scheduler import Scheduler, StepLimits
 from lockstep.rollout.sequences.detokenizer import IncrementalDetokenizer
 from lockstep.rollout.sequences.request import Request, RequestOptions
@@ -38,7 +40,8 @@ def test_a_jump_that_stands_is_the_output():
     sequence = Sequence("a", [1, 2])
     sequence.token_ids += [3, 4]
     sequence.begin_jump(1, [5])
-    sequence.settle_jump()
+    assert sequence.jump_start == 3 and sequence.settle_jump() == Jump(1, (5,))
+    assert sequence.jump_start is None and sequence.settle_jump() is NO_JUMP
     assert sequence.settled_output() == [3, 5]
     sequence.begin_jump(0, [6, 7])
     sequence.undo_jump()
@@ -69,20 +72,70 @@ def test_rolling_back_gives_up_published_blocks_and_computes_from_their_beginnin
     ledger.check_idle()
 
 
-def test_room_for_a_jump_is_made_of_cached_blocks_first_then_of_whoever_comes_later():
+def test_an_output_that_is_taken_back_into_planned_text_goes_on_with_it(bpe_tokenizer, text):
+    """The rule here gives other tokens where it begins elsewhere, as some tokenizers do."""
+
+    def rule(forced: bytes) -> tuple[int, ...]:
+        return text.encode(forced[:3]) if len(forced) % 2 else tuple(text.pieces.index(bytes([b])) for b in forced[:3])
+
+    grammars = Grammars(bpe_tokenizer, 1024, [0])
+    [grammar] = grammars.compiled([SamplingParams(regex="the name of the value")])
+    state = GrammarState(grammar, text, "exact", rule)
+    whole = GrammarState(grammar, text, "exact", rule).plan(100, follows_jump=False)
+    first = state.plan(2, follows_jump=False)
+    assert len(first.token_ids) == 2 and first.token_ids == whole.token_ids[:2]
+    rest = state.plan(100, follows_jump=False)
+    assert first.token_ids + rest.token_ids == whole.token_ids
+    state.follow(first.token_ids)  # the second jump is undone
+    assert state.plan(100, follows_jump=False) == rest
+    assert rule(b"e name of the value") != rest.token_ids[: len(rule(b"e name of the value"))]
+    grammars.close()
+
+
+@pytest.mark.parametrize("mode", ["text", "exact"])
+def test_a_plan_leaves_a_token_to_be_sampled_and_keeps_to_its_length(bpe_tokenizer, text, mode):
+    grammars = Grammars(bpe_tokenizer, 1024, [0])
+    params = SamplingParams(regex="the name of the value", jump_forward=mode, ignore_eos=True)
+    [grammar] = grammars.compiled([params])
+    whole = grammars.state(grammar, params).plan(100, follows_jump=False).token_ids
+    assert b"the name of the value".startswith(text.spell(whole)) and len(text.spell(whole)) < 21
+    for length in range(len(whole) + 2):
+        state = grammars.state(grammar, params)
+        assert state.plan(length, follows_jump=False).token_ids == whole[:length]
+        assert not state.is_over
+    grammars.close()
+
+
+def test_a_jump_takes_the_blocks_that_are_free_and_preempts_nobody():
     ledger = KVLedger(8, 16, True)
     scheduler = Scheduler(ledger, StepLimits(8, 256, 256, 512), admission_ratio=0.0)
     requests = [make_request(str(index), [index] * 30, index) for index in range(3)]
     for request in requests:
         scheduler.add(request)
-    output = scheduler.schedule()
-    assert len(output.scheduled) == 3 and ledger.num_available == 2
-    first, second, third = requests
-    assert scheduler.make_room_for_jump(first, 2, set()) == []
-    assert scheduler.make_room_for_jump(third, 4, set()) == []  # requests before it are not preempted
-    assert scheduler.make_room_for_jump(first, 4, {third}) == [second]
-    assert ledger.num_available >= 4 and scheduler.waiting() == [second]
-    assert fcfs(second) > fcfs(first)
+    assert len(scheduler.schedule().scheduled) == 3 and ledger.num_available == 2
+    first, second, _ = requests
+    assert scheduler.grow_up_to(first, 40) == 40 and ledger.num_available == 1
+    assert scheduler.grow_up_to(second, 100) == 48 and ledger.num_available == 0
+    assert scheduler.grow_up_to(first, 100) == 48
+    assert scheduler.running() == requests
+
+
+def test_a_jump_lifts_pins_only_where_its_sequence_is_alone():
+    ledger = KVLedger(8, 16, True, pin_budget=1.0)
+    scheduler = Scheduler(ledger, StepLimits(8, 256, 256, 512), admission_ratio=0.0)
+    pinned, first, second = (make_request(str(index), [index] * (48 - 16 * (index > 0)), index) for index in range(3))
+    scheduler.add(pinned)
+    scheduler.on_step_completed(scheduler.schedule(), {"0": pinned})
+    ledger.pins.pin([ledger.hash_of_block(pinned, 2)])
+    scheduler.remove(pinned)
+    for request in (first, second):
+        scheduler.add(request)
+    assert len(scheduler.schedule().scheduled) == 2 and ledger.usage.num_pinned == 3
+    assert scheduler.grow_up_to(first, 100) == 48 and len(ledger.pins) == 1
+    scheduler.remove(second)
+    assert scheduler.grow_up_to(first, 80) == 80 and len(ledger.pins) == 1  # enough without
+    assert scheduler.grow_up_to(first, 128) == 128 and not len(ledger.pins)
+    ledger.check()
 
 
 @pytest.fixture(scope="module")

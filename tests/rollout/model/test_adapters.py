@@ -55,6 +55,21 @@ def test_module_with_an_added_adapter_is_hosted(make_model):
     assert gap_of(Engine(model, CONFIG), model) == 0.0
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("kimi_linear", marks=pytest.mark.slow)])
+def test_adapters_on_every_linear_layer_of_recurrent_models_keep_the_trainers_bits(make_model, family):
+    settings = LoraConfig(**{**LORA, "target_modules": "all-linear"}, init_lora_weights=False)
+    model = get_peft_model(make_model(family), settings).train()
+    engine = Engine(model, CONFIG)
+    with engine.model.rollout_phase():
+        assert gap_of(engine, model) == 0.0
+
+
+def test_adapters_and_a_divided_model_are_refused_together(make_model):
+    config = EngineConfig(kv_cache="64 blocks", k_blocks=2)
+    with pytest.raises(ValueError, match=r"has adapters, which need one rank and k_blocks=1, not 1 and 2: merge them"):
+        Engine(adapted(make_model("qwen3")), config)
+
+
 def test_no_kv_of_an_adapter_is_used_after_a_switch(make_model):
     model = adapted(make_model("qwen3"))
     model.add_adapter("other", LoraConfig(**LORA, init_lora_weights=False))

@@ -258,3 +258,46 @@ def test_two_replicas_under_torchrun_meet_at_the_launchers_store(tmp_path: Path)
     assert sorted(line for line in done.stdout.splitlines() if "is done" in line) == [
         f"rank {rank} is done" for rank in range(4)
     ]
+
+
+PLAIN = [
+    SamplingParams(max_new_tokens=8, temperature=0.8, sampling_seed=4),
+    SamplingParams(max_new_tokens=8, temperature=0),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_ranks_draw_from_their_parts_of_the_vocabulary_and_gather_it_only_where_they_must(
+    make_model: MakeModel, run_world: RunWorld, family: str
+) -> None:
+    """The parts lie on the grid of blocks. Where a request wants more than its tokens, a step has the whole logits."""
+    model = make_model(family, vocab_size=1024)
+    batches = [
+        (PLAIN * 2, None, True),
+        (PLAIN * 2, OPTIONS, False),
+        (PARAMS, None, False),
+    ]  # fmt: skip
+
+    def results(engine: Engine) -> list[object]:
+        found = []
+        for params, options, _ in batches:
+            stage = getattr(engine.parts.runner, "stage", None)
+            before = stage.num_divided_draws if stage else 0
+            prompts = PROMPTS if engine.is_controller else None
+            answers = outcome(engine.generate(prompts, params, options=options or RequestOptions()))
+            found.append((answers, (stage.num_divided_draws if stage else 0) - before))
+        return found
+
+    alone = results(Engine(model, EngineConfig(**COMMON)))
+
+    def rank(rank: int) -> object:
+        engine = Engine(model, EngineConfig(tp=2, **COMMON))
+        found = results(engine)
+        engine.close()
+        return found
+
+    for found in run_world(2, rank):
+        assert [answers for answers, _ in found] == [answers for answers, _ in alone]
+        for (_, num_divided), (_, _, divided) in zip(found, batches, strict=True):
+            assert (num_divided >= 8) == divided

@@ -129,15 +129,35 @@ def test_masks_and_jumps_cross_with_their_step_and_are_undone_by_a_preemption() 
     assert follower.sequence("a").token_ids == [1, 2, 3, 9] == pair.controller.sequence("a").token_ids
     again = item("a", 0, 6, 3, life=1)._replace(jump=Jump(1, (5, 6, 7)), allowed=b"\1" * 8)
     pair.schedule(ScheduleOutput(3, (again,)))
-    scores = {"jump": again.jump, "jump_logprobs": (-1.0, -2.0, -3.0), "masked_prob": 0.25}
+    scores = {"jump_logprobs": (-1.0, -2.0, -3.0), "masked_prob": 0.25}
     [result] = results_of_bytes(results_bytes([SequenceResult("a", 1, 6, 8, -0.25, **scores)]), [again])
-    assert result.jump == again.jump and result.jump_logprobs == (-1.0, -2.0, -3.0) and result.masked_prob == 0.25
+    assert result.jump_logprobs == (-1.0, -2.0, -3.0) and result.masked_prob == 0.25
     pair.results([result])
     pair.send()
     assert follower.sequence("a").token_ids == [1, 2, 3, 5, 6, 7, 8]
-    assert [(t.token_id, t.is_forced, t.masked_prob) for t in result.tokens()] == [
+    assert [(t.token_id, t.is_forced, t.masked_prob) for t in (*result.jumped((5, 6, 7)), result.sampled())] == [
         (5, True, 1.0), (6, True, 1.0), (7, True, 1.0), (8, False, 0.25)
     ]  # fmt: skip
+
+
+def test_a_jump_crosses_with_its_first_rows_and_is_settled_by_the_token_after_its_last() -> None:
+    pair = Pair()
+    request = make_request("a", [1, 2, 3], SamplingParams(regex="x+", jump_forward="text"))
+    pair.schedule(ScheduleOutput(1, (item("a", 0, 3, 4, tokens=[1, 2, 3]),)), a=request)
+    pair.results([SequenceResult("a", 0, 3, 9, -0.5)])
+    pair.schedule(ScheduleOutput(2, (item("a", 2, 1)._replace(jump=Jump(1, (5, 6, 7)), num_blocks_kept=1),)))
+    pair.results([SequenceResult("a", 0, 1, jump_logprobs=(-1.0,))])
+    pair.schedule(ScheduleOutput(3, (item("a", 3, 1),)))
+    pair.results([SequenceResult("a", 0, 1, jump_logprobs=(-2.0,))])
+    pair.send()
+    for manager in (pair.follower, pair.controller):
+        assert manager.sequence("a").token_ids == [1, 2, 3, 5, 6, 7] and manager.sequence("a").jump_start == 3
+        assert manager.next_row("a") == 4
+    pair.schedule(ScheduleOutput(4, (item("a", 4, 2)._replace(allowed=b"\1" * 8),)))
+    pair.results([SequenceResult("a", 0, 2, 8, -0.25, jump_logprobs=(-3.0,))])
+    pair.send()
+    for manager in (pair.follower, pair.controller):
+        assert manager.sequence("a").token_ids == [1, 2, 3, 5, 6, 7, 8] and manager.sequence("a").jump_start is None
 
 
 def test_a_decode_step_takes_three_words_a_sequence_and_its_result_included() -> None:

@@ -300,10 +300,18 @@ def test_several_ranks_give_the_bits_of_one_rank(make_model, run_world, family, 
     else:
         model = make_model(family)
     common = {"kv_cache": 64, "max_num_seqs": 3, "chunked_prefill_size": 13, "state_check_steps": 1, "k_blocks": tp}
-    wanted = record(Engine(model, EngineConfig(**common)).generate(PROMPTS, params(n=2)))
+    one = Engine(model, EngineConfig(**common))
+    wanted, shapes = record(one.generate(PROMPTS, params(n=2))), one.model.state_shapes
 
     def rank(rank: int) -> object:
         engine = Engine(model, EngineConfig(tp=tp, pp=pp, **common))
+        for layer, states in engine.model.state_shapes.items():
+            for name, state in states.items():  # heads are divided, the last inputs of convolutions are not
+                whole = shapes[layer][name].shape
+                assert state.shape == ((whole[0] // tp, *whole[1:]) if name == "recurrent" else whole)
+        pool = engine.parts.state_plan
+        assert not engine.is_controller or pool.num_bytes == engine.state()["state_bytes"]
+        assert pool.bytes_per_slot < one.parts.state_plan.bytes_per_slot or family == "lfm2_moe"
         prompts = PROMPTS if engine.is_controller else None
         found = [record(engine.generate(prompts, params(n=2))) for _ in range(2)]
         engine.close()

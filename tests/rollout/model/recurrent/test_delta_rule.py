@@ -13,20 +13,19 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta
 from lockstep.rollout.model.hosted_model import HostedModel
 from lockstep.rollout.model.recurrent.delta_rule import is_channel_delta_rule, is_delta_rule
 from lockstep.rollout.model.recurrent.state_space import is_shortcut, is_state_space
+from lockstep.tests.support.exact_numbers import InFloat64, distance
+from lockstep.tests.support.random_models import initial_model
 
 IDS = torch.tensor([[(11 * i + 3) % 250 for i in range(90)]])
 
 
 def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
-    logits = model(IDS, use_cache=False).logits.float()
+    logits = model(IDS, use_cache=False).logits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     loss = torch.nn.functional.cross_entropy(logits[0, :-1], IDS[0, 1:])
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
     return dict(zip(named, found, strict=True))
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / (expected.double().norm() + 1e-12))
 
 
 def ours(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -35,19 +34,42 @@ def ours(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 MAMBA = ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"]
+DELTA = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear"]
+FAMILIES = [*DELTA, *MAMBA, "lfm2", "lfm2_moe"]
+BAR = 1e-5  # of one parameter's gradient, by its length, in float32
+EVERY_FAMILY = pytest.mark.parametrize(
+    "family", ["qwen3_5", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[1:])]
+)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid", "kimi_linear", *MAMBA])
-def test_gradients_of_a_layer_are_its_own(make_model, family):
-    model = make_model(family).train()
+def exact(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the gradients of the module's own code in float64, to which it is converted in place."""
+    model.double()
+    if hasattr(model.config, "num_experts_per_tok"):
+        model.set_experts_implementation("eager")  # grouped products have no float64
+    with InFloat64():
+        return gradients(model)
+
+
+def layer_gradients(model: PreTrainedModel, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     layer = next(part for part in model.modules() if hasattr(part, "conv1d"))
-    x, grad = torch.randn(2, 90, 64, requires_grad=True), torch.randn(2, 90, 64)
-    leaves = [x, *layer.parameters()]
-    expected = torch.autograd.grad(layer(x), leaves, grad)
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(layer(x), [x, *layer.parameters()], grad)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", "nemotron_h", *(pytest.param(f, marks=pytest.mark.slow) for f in [*DELTA[1:], *MAMBA[1:]])]
+)
+def test_gradients_of_a_layer_are_exact_or_as_near_as_its_own(make_model, family):
+    model = make_model(family).train()
+    x, grad = torch.randn(2, 90, 64), torch.randn(2, 90, 64)
+    own = layer_gradients(model, x, grad)
     with HostedModel.adopt(model, dtype=None, device=None, invariant=True).training_numerics():
-        found = torch.autograd.grad(layer(x), leaves, grad)
-    # Sums that cancel, of A_log and dt_bias: both are 5e-6 from the exact ones, computed in float64.
-    assert max(map(distance, found, expected)) < 3e-5
+        found = layer_gradients(model, x, grad)
+    with InFloat64():
+        true = layer_gradients(model.double(), x.double(), grad.double())
+    for mine, its, expected in zip(found, own, true, strict=True):
+        assert distance(mine, expected) < max(BAR, distance(its, expected))
 
 
 @pytest.mark.parametrize("family", MAMBA)
@@ -65,11 +87,25 @@ def test_bfloat16_gradients_of_a_layer_are_as_near_to_the_exact_ones_as_its_own(
         assert distance(mine, true) < 1.2 * distance(other, true)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", *(pytest.param(family, marks=pytest.mark.slow) for family in MAMBA)])
-def test_gradients_of_a_module_are_its_own(make_model, family):
+@EVERY_FAMILY
+def test_gradients_of_a_module_are_exact_where_its_own_may_not_be(family):
+    """On transformers' own initial weights. There its chunks lose digits of A_log's gradient: up to 2e-2 of it, in
+    Qwen3-Next, so a demand of equal gradients would be one of equal faults."""
+    model = initial_model(family).train()
+    own, found, true = gradients(model), ours(model), exact(model)
+    for name in true:
+        assert distance(found[name], true[name]) < BAR
+        if distance(own[name], true[name]) < BAR / 2:
+            assert distance(found[name], own[name]) < BAR
+
+
+@EVERY_FAMILY
+def test_gradients_on_spread_weights_are_exact_or_as_near_as_the_modules_own(make_model, family):
+    """Weights that spread the logits multiply each rounding; the farthest parameters of both are compared."""
     model = make_model(family).train()
-    expected = gradients(model)
-    assert max(distance(found, expected[name]) for name, found in ours(model).items()) < 1e-4
+    own, found, true = gradients(model), ours(model), exact(model)
+    mine, its = (max(distance(grads[name], true[name]) for name in true) for grads in (found, own))
+    assert mine < max(BAR, its)
 
 
 def test_bfloat16_gradients_are_as_near_to_the_exact_ones_as_the_modules_own(make_model):

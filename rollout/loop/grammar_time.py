@@ -1,0 +1,58 @@
+"""Limits on the processor time of grammars: for a token of one sequence, and for all sequences of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from ..grammars.matcher import MAX_TOKEN_S
+from ..sequences.request import Request
+
+MAX_STEP_S = 1.0  # of processor time for the grammars of one step
+HURRIED_S = 0.02  # for a token, once those of its step have taken so long
+
+
+class GrammarTime:
+    """Measure the time of each sequence's grammar in a step, and name the sequences that take too long."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}  # processor time of each sequence's grammar since the last step
+        self._spent_s = 0.0  # the sum of them
+        self._last: dict[str, float] = {}  # that before it, where it was long
+
+    @contextmanager
+    def charged(self, request: Request) -> Iterator[None]:
+        """Charge the thread's processor time to a constrained sequence. Its next tokens get less, the more the step's
+        grammars have taken so far."""
+        assert request.grammar is not None
+        was_slow = self._last.get(request.id, 0.0) > HURRIED_S
+        hurried_s = 0.0 if was_slow else HURRIED_S
+        request.grammar.limit(hurried_s if self._spent_s > MAX_STEP_S else MAX_TOKEN_S)
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            seconds = time.thread_time() - began
+            self._seconds[request.id] = self._seconds.get(request.id, 0.0) + seconds
+            self._spent_s += seconds
+
+    def end_step(self, ids: Iterable[str], max_others: int) -> list[tuple[str, float, bool]]:
+        """End the step of these sequences. Returns id, seconds, and whether this is too long, the slowest first.
+
+        Where all together took too long, so did the slowest. max_others: the most sequences that may be between two of
+        their steps. What a token of an ambiguous grammar costs grows with the text, so the step before a very long one
+        is long too.
+        """
+        slowest = sorted(((self._seconds.pop(id, 0.0), id) for id in ids), reverse=True)
+        total = sum(seconds for seconds, _ in slowest)
+        if len(self._seconds) > max_others:  # of sequences that have ended otherwise
+            self._seconds.clear()
+        self._last = {id: seconds for seconds, id in slowest if seconds > HURRIED_S}
+        self._spent_s = 0.0
+        found = []
+        for seconds, id in slowest:
+            is_too_long = total > MAX_STEP_S or seconds > MAX_TOKEN_S
+            found.append((id, seconds, is_too_long))
+            total -= seconds * is_too_long
+        return found
