@@ -77,7 +77,7 @@ def _triton_hashes(blocks: Sequence[tuple[Tensor, int, int]]) -> list[bytes]:
 
 
 def tile_hashes_reference(block: Tensor, strip_rows: int, piece_cols: int) -> bytes:
-    """Compute `tile_hashes_of_all` of one block with hashlib: a copy of it, cell after cell, and one call per tile."""
+    """Compute `tile_hashes_of_all` of one block with hashlib: one copy of it, cell after cell, one call per tile."""
     _, rows, _, cols = block.shape
     cells = block.detach().permute(0, 2, 1, 3).contiguous().cpu().resolve_conj().resolve_neg()
     raw = memoryview(cells.reshape(-1).view(torch.uint8).numpy())

@@ -70,7 +70,7 @@ def test_each_group_sums_over_its_own_ranks_only(run_world):
 def test_ranks_know_their_stage_and_their_neighbours(run_world):
     def place(rank: int) -> tuple[object, ...]:
         mesh = Mesh.build(1, 2)
-        following = (mesh.dp_rank, mesh.pp_rank + 1, mesh.tp_rank)
+        following = Coords(mesh.dp_rank, mesh.pp_rank + 1, mesh.tp_rank)
         next_stage = next((rank for rank in range(4) if mesh.plan.coords(rank) == following), None)
         return mesh.dp_rank, mesh.local_rank, mesh.is_controller, mesh.is_sampling_rank, next_stage
 
