@@ -48,7 +48,7 @@ class GrammarState:
         `exact` and `off` for this vocabulary.
         """
         self.mode = mode
-        self._matcher = grammar.matcher()
+        self._matcher, self._nests = grammar.matcher(), grammar.nests
         self.text = text
         self._plan_stretch = plan_stretch
         self._max_rollback = max_rollback
@@ -72,6 +72,11 @@ class GrammarState:
             assert accepted, f"the grammar refuses token {id} after {len(followed)} that it took"
             followed.append(id)
             self._mask = None
+
+    @property
+    def nests(self) -> bool:
+        """Whether a rule of the grammar recurs in the middle, so that a token may take any time."""
+        return self._nests
 
     @property
     def is_lost(self) -> bool:

@@ -41,7 +41,8 @@ class GrammarSteps:
         self._time = GrammarTime()
 
     def prepare(self, output: ScheduleOutput) -> ScheduleOutput:
-        """Return the scheduled step with its masks and jumps. Changes the ledger, and the queues where a jump waits.
+        """Return the scheduled step with its masks and jumps. Changes the ledger, and the queues where a request waits:
+        for room for its jump, or for a step whose grammars take less time.
 
         The managers learn of the changes from the returned schedule.
         """
@@ -54,8 +55,11 @@ class GrammarSteps:
             if request.grammar is None or not _is_sampled(item, request):
                 draft.items.append(item)
                 continue
-            with self._time.charged(request):
-                share = self._constrain(item, request, draft)
+            if self._time.is_spent and request.grammar.nests:  # a mask of it may take long: not in this step
+                share = None
+            else:
+                with self._time.charged(request):
+                    share = self._constrain(item, request, draft)
             if share is not None:
                 draft.items.append(share)
                 continue

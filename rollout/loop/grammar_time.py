@@ -21,6 +21,11 @@ class GrammarTime:
         self._spent_s = 0.0  # the sum of them
         self._last: dict[str, float] = {}  # that before it, where it was long
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether the grammars of this step have taken all of its time."""
+        return self._spent_s > MAX_STEP_S
+
     @contextmanager
     def charged(self, request: Request) -> Iterator[None]:
         """Charge the thread's processor time to a constrained sequence. Its next tokens get less, the more the step's
@@ -28,7 +33,7 @@ class GrammarTime:
         assert request.grammar is not None
         was_slow = self._last.get(request.id, 0.0) > HURRIED_S
         hurried_s = 0.0 if was_slow else HURRIED_S
-        request.grammar.limit(hurried_s if self._spent_s > MAX_STEP_S else MAX_TOKEN_S)
+        request.grammar.limit(hurried_s if self.is_spent else MAX_TOKEN_S)
         began = time.thread_time()
         try:
             yield

@@ -14,6 +14,7 @@ import transformers
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.loop.assemble import make_runner
+from lockstep.rollout.loop.grammar_time import GrammarTime
 from lockstep.rollout.loop.parts import MakeRunner
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.covering import covering
@@ -126,6 +127,31 @@ def test_neighbours_change_no_bit_where_states_are_taken_back(bpe_tokenizer, mod
     )  # fmt: skip
     answers = in_a_crowd(engine, mode, seed=rows)
     assert {kind: record(answer) for kind, answer in answers.items()} == expected
+    engine.close()
+
+
+NODE = {"type": "object", "properties": {"name": {"enum": ["a", "node"]}, "next": {"$ref": "#/$defs/node"}},
+        "required": ["name"], "additionalProperties": False}  # fmt: skip
+TREE = {"$ref": "#/$defs/node", "$defs": {"node": NODE}}
+
+
+@covering(1, mode=["text", "exact", "off"], way=["plain", "overlap", "2 stages"])
+def test_a_sequence_for_whose_grammar_a_step_has_no_time_waits(bpe_tokenizer, in_stages, monkeypatch, mode, way):
+    params = [
+        SamplingParams(json_schema=TREE, jump_forward=mode, max_new_tokens=24, sampling_seed=seed, temperature=1.2)
+        for seed in range(4)
+    ]
+    lone = make_engine(bpe_tokenizer)
+    expected = [record(lone.generate(prompt_of(1), one)[0]) for one in params]
+    lone.close()
+    engine = make_engine(bpe_tokenizer, in_stages(2 if way == "2 stages" else 1), overlap=way == "overlap")
+    monkeypatch.setattr(GrammarTime, "is_spent", property(lambda self: bool(self._seconds)))  # after one sequence
+    monkeypatch.setattr(GrammarTime, "end_step", lambda self, *_: self._seconds.clear() or [])
+    answers = engine.generate([prompt_of(1)] * 4, params)
+    assert [record(answer) for answer in answers] == expected
+    metrics = engine.state()["metrics"]
+    assert metrics["num_sequence_forwards"] == metrics["num_steps"]  # one at a time
+    engine.parts.ledger.check_idle()
     engine.close()
 
 
