@@ -101,10 +101,11 @@ def test_prompts_may_be_texts_or_token_ids_alone_or_many(client, service):
     [expected] = {choice.text for choice in a_completion(client).choices}
     assert a_completion(client, prompt=ids).choices[0].text == expected
     assert [choice.text for choice in a_completion(client, prompt=[ids, ids]).choices] == [expected] * 2
-    many = a_completion(client, prompt=[PROMPT, "b"], n=2, seed=4, temperature=1, max_tokens=4)
+    sampled = {"n": 2, "seed": 4, "temperature": 1, "max_tokens": 4, "extra_body": {"ignore_eos": True}}
+    many = a_completion(client, prompt=[PROMPT, "b"], **sampled)
     assert [choice.index for choice in many.choices] == [0, 1, 2, 3]
     assert many.usage.completion_tokens == 16, "two samples of each of two prompts"
-    alone = a_completion(client, prompt="b", n=2, seed=4, temperature=1, max_tokens=4)
+    alone = a_completion(client, prompt="b", **sampled)
     assert [choice.text for choice in many.choices[2:]] == [choice.text for choice in alone.choices]
     assert many.usage.prompt_tokens == len(ids) + alone.usage.prompt_tokens, "a prompt counts once"
 
