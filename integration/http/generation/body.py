@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from pydantic import Field
 
-from ....rollout.control.intake import prompt_ids
 from ....rollout.engine import Engine
 from ....rollout.sampling_params import SamplingParams
 from ....rollout.sequences.request import RequestOptions
@@ -75,7 +74,7 @@ class GenerateRequest:
 
     def asked(self, engine: Engine) -> Asked:
         """Tokenise the prompts and return the engine's part of the request. Slow for long texts. Raises BadField."""
-        token_ids = token_ids_of(engine, self.prompts, self.field, self.params)
+        token_ids = self.limits.tokenising.token_ids(self.prompts, self.field, self.params)
         self.limits.entries(token_ids, self.params, self.options, "top_logprobs_num", repeats=self.stream)
         return Asked(token_ids, self.params, self.options, self.rids)
 
@@ -170,25 +169,6 @@ def _all_params(given: list[Any], limits: RequestLimits) -> list[SamplingParams]
                 known[key] = sampling_params(one)
             last = one
         found.append(known[key])
-    return found
-
-
-def token_ids_of(
-    engine: Engine, prompts: Sequence[str | list[int]], field: str, params: Sequence[SamplingParams]
-) -> list[list[int]]:
-    """Tokenise prompts that are texts, and check that they fit into the model's context. Raises BadField."""
-    found = []
-    for prompt, its_params in zip(prompts, params, strict=True):
-        try:
-            ids = prompt_ids(prompt, engine.tokenizer, engine.model.vocab_size)
-        except ValueError as error:
-            raise BadField(field, str(error)) from None
-        room = engine.max_model_len - min(its_params.max_new_tokens, 1)
-        if len(ids) > room:
-            raise BadField(
-                field, f"Input length ({len(ids)} tokens) exceeds the maximum allowed length ({room} tokens)"
-            )
-        found.append(ids)
     return found
 
 
