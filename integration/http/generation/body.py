@@ -89,7 +89,9 @@ def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimi
     count = len(prompts)
     limits.prompts(count, field)
     limits.lengths(prompts, field)
-    params = _all_params(_spread("sampling_params", body.sampling_params, count, is_batch), limits)
+    given = _spread("sampling_params", body.sampling_params, count, is_batch)
+    limits.sequences(sum(map(_num_samples, given)))  # before settings are built that would be refused
+    params = _all_params(given, limits)
     limits.sequences(sum(p.n for p in params))
     per_prompt = zip(
         _spread("return_logprob", body.return_logprob, count, is_batch),
@@ -153,6 +155,12 @@ def sampling_params(given: object) -> SamplingParams:
         raise BadField("sampling_params", str(error).removeprefix("sampling parameters: ")) from None
     refuse_unsupported(params.custom_params or {}, ("return_top_p_token_ids",))
     return params
+
+
+def _num_samples(given: object) -> int:
+    """Return the number of samples that sampling parameters ask for, at least 1; not checked yet."""
+    n = given.get("n") if isinstance(given, dict) else None
+    return n if isinstance(n, int) and n > 0 else 1
 
 
 def _all_params(given: list[Any], limits: RequestLimits) -> list[SamplingParams]:

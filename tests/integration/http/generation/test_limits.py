@@ -176,6 +176,14 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(client, servic
         assert answer.status_code == 400 and "exceeds the maximum" in answer.json()["error"]["message"]
 
 
+def test_too_many_samples_are_refused_before_settings_are_built(served, monkeypatch):
+    limits = generate_body.RequestLimits(served.app.state.service.engine, LIMITS)
+    monkeypatch.setattr(generate_body, "sampling_params", lambda given: pytest.fail("settings were built"))
+    values = {"input_ids": [[1]] * 8, "sampling_params": [{"n": 3, "top_k": k} for k in range(1, 9)]}
+    with pytest.raises(BadField, match="24 sequences are more than the 16"):
+        generate_body.read_generate(values, served.app.state.service.engine, limits)
+
+
 def test_equal_settings_of_a_batch_are_built_once(client, served):
     made = []
 
