@@ -18,7 +18,7 @@ class Turns:
     """Let a bounded number of characters be tokenised at a time, by any threads, in the order in which they ask."""
 
     def __init__(self, limit: int) -> None:
-        """limit: characters; a longer text is tokenised alone."""
+        """Start without a text. limit: characters; a longer text is tokenised alone."""
         self._limit, self._num_chars = limit, 0
         self._changed = threading.Condition()
         self._first = threading.Lock()  # of the thread that waits; later threads wait for the lock
