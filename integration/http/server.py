@@ -260,6 +260,7 @@ def _uvicorn_config(app: FastAPI, config: HttpConfig) -> uvicorn.Config:
         app,
         http=app.state.connections.protocol(),
         ws="none",
+        loop="asyncio",  # whose transports can read in small parts
         timeout_keep_alive=max(1, round(config.idle_timeout_s)),
         log_config=None,  # the program configures logging
         log_level="warning",

@@ -26,7 +26,6 @@ from .router import Router, call_of, router_of
 from .worker_paths import add_workers
 
 _OPEN_PATHS = frozenset({"/liveness", "/readiness"})
-_SHORT_BYTES = 1 << 16  # of a body that is parsed on the event loop
 _NORMAL_PATHS = frozenset({"/get_loads"})
 
 

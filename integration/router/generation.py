@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from ..http.edge.bodies import late_body
+from ..http.edge.bodies import is_quick, late_body
 from ..http.edge.disconnect import first_of, until_disconnect
 from ..http.edge.errors import HttpError, error_body
 from .budget import Share
@@ -19,7 +19,6 @@ from .proxy import Generation
 from .router import Router, call_with
 
 ROUTING_KEY_HEADER = "x-smg-routing-key"  # slime's header: requests with equal values go to the same worker
-_SHORT_BYTES = 1 << 14  # a longer body is looked at in a thread
 
 
 class ProxyResponse(Response):
@@ -67,8 +66,8 @@ class ProxyResponse(Response):
         except TimeoutError:
             raise late_body(timeout_s) from None
         data, routing_key = bytes(body), request.headers.get(ROUTING_KEY_HEADER)
-        if len(data) > _SHORT_BYTES:
-            keys, num_sequences = await self._router.peek(data, routing_key)
-        else:
+        if is_quick(data):
             keys, num_sequences = peek(data, routing_key)
+        else:
+            keys, num_sequences = await self._router.peek(data, routing_key)
         return Generation(call_with(request, data), keys, num_sequences)

@@ -81,6 +81,7 @@ class RouterServer:
                 log_level="warning",
                 access_log=False,
                 lifespan="on",
+                loop="asyncio",
                 http=Connections(config.http).protocol(),  # type: ignore[arg-type]
                 timeout_keep_alive=max(1, round(config.http.idle_timeout_s)),
                 timeout_graceful_shutdown=max(1, round(config.http.shutdown_timeout_s)),

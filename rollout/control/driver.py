@@ -28,6 +28,7 @@ from .once_per_id import OncePerId
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+SLICE = 256  # requests that arrive, or that a caller leaves, between two steps: many more would delay the next step
 
 
 class Driver:
@@ -86,9 +87,9 @@ class Driver:
             self.take_inbox()
             return read()
 
-    def take_inbox(self) -> None:
-        """Queue the posted requests. The caller holds the lock."""
-        self.inbox.hand_over(self._loop.queue)
+    def take_inbox(self, limit: int | None = None) -> None:
+        """Queue the posted requests, at most `limit`. The caller holds the lock."""
+        self.inbox.hand_over(self._loop.queue, limit)
 
     # -- health, without waiting -------------------------------------------------------------------------------------
 
@@ -137,7 +138,7 @@ class Driver:
         """Run one step in this thread. Runs nothing while paused, or without requests."""
         self.check_process()
         with self._wake, self._model.rollout_phase(admits=False):
-            self.take_inbox()
+            self.take_inbox(SLICE)
             try:
                 self._step()
             finally:
@@ -182,7 +183,7 @@ class Driver:
                     logger.warning("requests wait: %s", refused)
                 with self._wake:
                     self._ranks.check()
-                    self.take_inbox()
+                    self.take_inbox(SLICE)
                     is_mine = self._thread is me and self._model.in_rollout_phase
                     if is_ready := is_mine and self._gate.can_step:
                         self._step()

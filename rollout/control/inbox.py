@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 
 from ..sequences.request import Request
 from .step_alarm import StepAlarm
@@ -21,6 +22,7 @@ class Inbox:
         self.lock = threading.Lock()
         self.alarm = StepAlarm()  # guarded by the engine's lock
         self._requests: dict[str, Request] = {}
+        self._claimed: set[str] = set()  # ids of requests that are being made
         self._num_commands = 0  # commands that wait for the engine's lock
 
     def __len__(self) -> int:
@@ -28,18 +30,31 @@ class Inbox:
         return len(self._requests)
 
     def __contains__(self, id: str) -> bool:
-        return id in self._requests
+        """Return whether a request that the loop has not taken, or that is being made, has this id."""
+        return id in self._requests or id in self._claimed
+
+    def claim(self, ids: Iterable[str]) -> None:
+        """Keep ids for requests that will be posted. The caller holds `lock` and has checked that they are free."""
+        self._claimed.update(ids)
+
+    def disclaim(self, ids: Iterable[str]) -> None:
+        """Give claimed ids up. The caller holds `lock`."""
+        self._claimed.difference_update(ids)
 
     def post(self, requests: Iterable[Request]) -> None:
         """Add requests. The caller holds `lock` and has checked that their ids are free."""
         self._requests.update((request.id, request) for request in requests)
 
-    def hand_over(self, queue: Callable[[Request], None]) -> None:
-        """Call `queue` with each request, in order of arrival, and remove them."""
+    def hand_over(self, queue: Callable[[Request], None], limit: int | None = None) -> None:
+        """Call `queue` with the requests, in order of arrival, and remove them. limit: at most so many; None: all. The
+        caller holds the engine's lock."""
         with self.lock:
-            for request in self._requests.values():
-                queue(request)
-            self._requests.clear()
+            taken = list(islice(self._requests.values(), limit))
+        for request in taken:
+            queue(request)  # without the lock: threads that post do not wait
+        with self.lock:
+            for request in taken:
+                del self._requests[request.id]
 
     @contextmanager
     def counted(self) -> Iterator[None]:

@@ -50,11 +50,8 @@ class Intake:
         checked = [as_params(one) for one in params]
         return list(zip(checked, self._grammars.compiled(checked), strict=True))
 
-    def requests(
-        self, prompt: Prompt, settings: Settings, options: RequestOptions | None, ids: Sequence[str]
-    ) -> list[Request]:
-        """Make one request per id, the samples of the prompt. Raises ValueError for a bad prompt or setting."""
-        (params, grammar), options = settings, options or RequestOptions()
+    def checked(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> list[int]:
+        """Return the token ids of a prompt that can run with these settings. Raises ValueError."""
         its_ids = prompt_ids(prompt, self._tokenizer, self._vocab_size)
         if found := {kind for id, kind in self._media_tokens.items() if id in its_ids}:
             raise ValueError(
@@ -70,26 +67,43 @@ class Intake:
             raise ValueError(f"logit_bias names tokens {bad[:5]}, but the vocabulary ends at {self._vocab_size - 1}")
         if bad := [id for id in options.token_ids_logprob if id >= self._vocab_size]:
             raise ValueError(f"token_ids_logprob names {bad[:5]}, but the vocabulary ends at {self._vocab_size - 1}")
+        return its_ids
+
+    def numbers(self, num: int) -> int:
+        """Reserve numbers for so many requests; returns the one before the first. The caller holds a lock."""
+        self._num_made += num
+        return self._num_made - num
+
+    def requests(
+        self, its_ids: list[int], settings: Settings, options: RequestOptions, ids: Sequence[str], number: int
+    ) -> list[Request]:
+        """Make one request per id, the samples of a checked prompt. Needs no lock.
+
+        number: the one before the first request's, see `numbers`.
+        """
+        params, grammar = settings
         now = time.monotonic()
-        requests = [self._request(id, its_ids, params, options, index, now) for index, id in enumerate(ids)]
+        requests = [
+            self._request(id, its_ids, params, options, index, now, number + 1 + index) for index, id in enumerate(ids)
+        ]
         if grammar is not None:
             for request in requests:
                 request.grammar = self._grammars.state(grammar, params)
         return requests
 
     def _request(
-        self, id: str, its_ids: list[int], params: SamplingParams, options: RequestOptions, index: int, now: float
-    ) -> Request:
-        self._num_made += 1
+        self, id: str, its_ids: list[int], params: SamplingParams, options: RequestOptions, index: int, now: float,
+        number: int,
+    ) -> Request:  # fmt: skip
         if params.sampling_seed is None:
-            seed = derive_seed(self._seed, self._num_made)
+            seed = derive_seed(self._seed, number)
         else:
             seed = derive_seed(params.sampling_seed, index)
         detokenizer = None
         if self._tokenizer is not None:
             detokenizer = IncrementalDetokenizer(self._tokenizer, its_ids, params, self._search_time)
         sequence = TokenSequence(id, its_ids)
-        return Request(sequence, params, options, index, seed, now, self._num_made, detokenizer)
+        return Request(sequence, params, options, index, seed, now, number, detokenizer)
 
 
 def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -18,9 +18,9 @@ from ..model.loading import media_tokens
 from ..replica.calls import RankCalls
 from ..sampling_params import SamplingParams
 from ..sequences.request import Request, RequestOptions
-from .driver import Driver
+from .driver import SLICE, Driver
 from .inbox import Inbox
-from .intake import Intake, Params, Prompt, Settings, as_prompts, prompt_ids
+from .intake import Intake, Params, Prompt, Settings, as_prompts
 from .mailboxes import Listener, Mailboxes
 
 Prompts = Prompt | Sequence[Prompt]
@@ -52,11 +52,8 @@ class RequestDesk:
         """Queue one prompt without waiting for its answers; returns the ids of its n sequences."""
         self._driver.check_process()
         [settings] = self._intake.settings([params])
-        with self._inbox.lock:
-            requests = self._make(prompt, settings, options, rid)
-            self._inbox.post(requests)
-        self._driver.kick()
-        return [request.id for request in requests]
+        [ids] = self._post([prompt], [settings], [options or RequestOptions()], [rid], lambda ids: None)
+        return ids
 
     def submit(
         self,
@@ -82,21 +79,14 @@ class RequestDesk:
             raise ValueError(f"{count} prompts, but {len(sampling_params)} sampling_params, {len(options)} options and "
                              f"{len(rids)} rids")  # fmt: skip
         # Long texts and grammars take long: they are not prepared under the lock that a step needs to begin.
-        settings, parts = self._intake.settings(sampling_params), self._parts
-        token_ids = [prompt_ids(prompt, parts.tokenizer, parts.model.vocab_size) for prompt in prompts]
-        with self._inbox.lock:
+        settings = self._intake.settings(sampling_params)
+
+        def connect(ids: list[str]) -> None:
             if self._driver.failure is not None:
                 raise EngineStopped("the engine's loop has ended") from self._driver.failure
-            asked = zip(token_ids, settings, options, rids, strict=True)
-            groups = [self._make(its_ids, setting, option, rid) for its_ids, setting, option, rid in asked]
-            requests = [request for group in groups for request in group]
-            ids = [request.id for request in requests]
-            if twice := sorted(id for id, num in Counter(ids).items() if num > 1):
-                raise ValueError(f"duplicate request ID detected: {', '.join(twice)}")
             self._mailboxes.connect(ids, listener, streamed=streamed)
-            self._inbox.post(requests)
-        self._driver.kick()
-        return [[request.id for request in group] for group in groups]
+
+        return self._post(prompts, settings, options, rids, connect)
 
     def ask_grammars(self, params: Iterable[SamplingParams]) -> list[Promise]:
         """Start to compile the grammars of these parameters; returns the unfinished ones at once.
@@ -114,11 +104,10 @@ class RequestDesk:
     def withdraw(self, listeners: Collection[Listener]) -> list[str]:
         """Abort the requests that these listeners wait for, and call them no more; returns the ids."""
         self._driver.check_process()
-        with self._driver.lock:
-            self._driver.take_inbox()
+        with self._driver.lock, self._inbox.lock:
             ids = self._mailboxes.ids_of(listeners)
-            if ids:
-                self._let_go(ids)
+        for at in range(0, len(ids), SLICE):  # steps run in between
+            self._let_go(ids[at : at + SLICE])
         return ids
 
     # -- until the answers are there --------------------------------------------------------------------------------
@@ -196,15 +185,12 @@ class RequestDesk:
         if len(params_list) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params_list)} sampling_params")
         settings = self._intake.settings(params_list)
-        with self._inbox.lock:
-            requests: list[Request] = []  # a bad prompt raises before any is queued
-            for prompt, setting in zip(prompts, settings, strict=True):
-                requests += self._make(prompt, setting, options, None)
-            ids = [request.id for request in requests]
-            self._mailboxes.open(ids, streamed=streamed)
-            self._inbox.post(requests)
-        self._driver.kick()
-        return ids
+        count = len(prompts)
+        groups = self._post(
+            prompts, settings, [options or RequestOptions()] * count, [None] * count,
+            lambda ids: self._mailboxes.open(ids, streamed=streamed),
+        )  # fmt: skip
+        return [id for group in groups for id in group]
 
     async def _add_all_async(
         self, prompts: Prompts, params: ManyParams, options: RequestOptions | None, *, streamed: bool = False
@@ -217,20 +203,50 @@ class RequestDesk:
                 await asyncio.to_thread(self._let_go, await adding)
             raise
 
-    def _make(
-        self, prompt: Prompt, settings: Settings, options: RequestOptions | None, rid: str | None
-    ) -> list[Request]:
-        """Make the requests of one prompt. The caller holds the inbox's lock and posts them under it."""
+    def _post(
+        self,
+        prompts: Sequence[Prompt],
+        settings: Sequence[Settings],
+        options: Sequence[RequestOptions],
+        rids: Sequence[str | None],
+        connect: Callable[[list[str]], None],
+    ) -> list[list[str]]:
+        """Make the requests of some prompts and post them, all or none; returns the ids of each prompt's sequences.
+
+        Thousands take long to make: the inbox's lock, which a step needs to begin, is held only before, to claim their
+        ids and numbers, and after. connect: called with all ids under the lock, before they are posted.
+        """
         self._parts.ranks.check_controller("requests")
-        params = settings[0]
-        rid = rid or uuid.uuid4().hex
-        ids = [rid] if params.n == 1 else [f"{rid}-{index}" for index in range(params.n)]
-        if taken := [id for id in ids if id in self._inbox or id in self._parts.sequences]:
-            raise ValueError(f"duplicate request ID detected: {', '.join(taken)}")
-        requests = self._intake.requests(prompt, settings, options, ids)
-        for request in requests:
-            request.base_id = rid
-        return requests
+        asked = list(zip(prompts, settings, options, rids, strict=True))
+        token_ids = [self._intake.checked(prompt, setting[0], option) for prompt, setting, option, _ in asked]
+        names = [rid or uuid.uuid4().hex for rid in rids]
+        groups = [
+            [name] if setting[0].n == 1 else [f"{name}-{index}" for index in range(setting[0].n)]
+            for name, setting in zip(names, settings, strict=True)
+        ]
+        ids = [id for group in groups for id in group]
+        with self._inbox.lock:
+            taken = {id for id in ids if id in self._inbox or id in self._parts.sequences}
+            taken |= {id for id, num in Counter(ids).items() if num > 1}
+            if taken:
+                raise ValueError(f"duplicate request ID detected: {', '.join(sorted(taken))}")
+            self._inbox.claim(ids)
+            number = self._intake.numbers(len(ids))
+        try:
+            requests: list[Request] = []
+            for its_ids, (_, setting, option, _), name, group in zip(token_ids, asked, names, groups, strict=True):
+                made = self._intake.requests(its_ids, setting, option, group, number + len(requests))
+                for request in made:
+                    request.base_id = name
+                requests += made
+            with self._inbox.lock:
+                connect(ids)
+                self._inbox.post(requests)
+        finally:
+            with self._inbox.lock:
+                self._inbox.disclaim(ids)
+        self._driver.kick()
+        return groups
 
     def _let_go(self, ids: Iterable[str]) -> None:
         """Abort the requests that still run, and remove all mailboxes: no call waits for them any more."""

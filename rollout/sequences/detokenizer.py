@@ -22,6 +22,7 @@ import regex
 from ..errors import LockstepError
 from ..sampling_params import SamplingParams
 from .search_time import SearchTime
+from .stop_prefixes import StopPrefixes
 
 NUM_CONTEXT_TOKENS = 5  # of the prompt, so that the first word keeps its leading space
 MAX_WINDOW_TOKENS = 16  # a longer window is cut
@@ -88,10 +89,9 @@ class IncrementalDetokenizer:
         self._pieces: list[str] = []  # the settled text
         self._num_chars = 0  # its length
         self._pending = ""  # replacement characters at the end that further tokens may turn into a character
-        self._tail = ""  # the end of the settled text, as long as a match may reach back
-        self._tail_chars = max((len(stop) - 1 for stop in params.stop), default=0)
-        if self._patterns:
-            self._tail_chars = max(self._tail_chars, REGEX_WINDOW)
+        self._tail = ""  # the end of the settled text, as long as a pattern may reach back
+        self._tail_chars = REGEX_WINDOW if self._patterns else 0
+        self._stops = StopPrefixes(params.stop)
         self._patterns_from = 0  # first character that patterns may match
         self._match: StopMatch | None = None
 
@@ -214,14 +214,11 @@ class IncrementalDetokenizer:
         text = self._tail + fresh
         num_seen, offset = len(self._tail), self._num_chars - len(text)
         self._tail = text[-self._tail_chars :] if self._tail_chars else ""
+        completed = self._stops.follow(fresh)
         if self._num_tokens < self._params.min_new_tokens:
             self._patterns_from = self._num_chars
             return None
-        found = []
-        for stop in self._params.stop:
-            start = text.find(stop, max(0, num_seen - len(stop) + 1))
-            if start >= 0:
-                found.append((start + len(stop), start, stop))
+        found = [(num_seen + num, num_seen + num - len(stop), stop) for num, stop in completed]
         for pattern, matches in self._matches(text, num_seen):
             found += [(end, start, pattern) for start, end in matches[:1]]
         if not found:
@@ -231,10 +228,7 @@ class IncrementalDetokenizer:
 
     def _num_held_back(self) -> int:
         """Return the number of characters at the end of the final text that may begin a stop."""
-        num_held = 0
-        for stop in self._params.stop:
-            lengths = range(min(len(stop) - 1, len(self._tail)), num_held, -1)
-            num_held = next((k for k in lengths if self._tail.endswith(stop[:k])), num_held)
+        num_held = self._stops.num_chars
         for _, begun in self._matches(self._tail, len(self._tail), partial=True):
             num_held = max(num_held, *(len(self._tail) - start for start, _ in begun), 0)
         return num_held

@@ -130,8 +130,9 @@ class SeededAnswers:
             self.scene.over.wait(0.3)
         if bits is None:
             if not self.scene.is_over() and not (self.scene.over.is_set() and answer.status == 503):
-                said = answer.body[-300:].decode(errors="replace")
-                self._wrong("lost", index, began, f"after {waited_s:.1f} s: {answer.status} {said}")
+                self._count("lost")
+                under_way = self.scene.record.between(began, time.monotonic())
+                self.wire.tell("lost", f"question {index} after {waited_s:.1f} s", answer, under_way)
         elif expected is None or bits == expected:
             self._count("equal" if expected is not None else "not compared")
         elif (

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from lockstep.tests.torture.attackers import Attacker, Scene
+from lockstep.tests.torture.wire import request_bytes
 
 LARGEST = 32 << 20  # bytes: the default limit of a body
 GENERATE = "/generate"
@@ -96,8 +99,55 @@ def other_routes(draw: random.Random, num_bytes: int) -> tuple[str, bytes]:
     return path, repeated(b'{"op_id":"x","a":[', b"[1]", b"]}", num_bytes)
 
 
+def conversation(draw: random.Random, num_bytes: int) -> tuple[str, bytes]:
+    """Send many messages, each of which would fit."""
+    length = draw.choice([1, 100, 2000])
+    message = json.dumps({"role": "user", "content": "the fox " * length}).encode()
+    return "/v1/chat/completions", repeated(b'{"model":"","max_tokens":1,"messages":[', message, b"]}", num_bytes)
+
+
+def echoes(draw: random.Random, num_bytes: int) -> tuple[str, bytes]:
+    """Ask for a long prompt back with each sample."""
+    body = {"model": "", "prompt": "the fox " * draw.choice([10, 100]), "echo": True, "n": draw.choice([1, 16, 256]),
+            "max_tokens": 1, "stream": draw.random() < 0.5}  # fmt: skip
+    return "/v1/completions", json.dumps(body).encode()
+
+
+def many_settings(draw: random.Random, num_bytes: int) -> tuple[str, bytes]:
+    """Send prompts whose sampling parameters all differ."""
+    num = min(draw.choice([200, 2600, 4097]), num_bytes // 16)
+    params = [{"top_k": index + 1, "max_new_tokens": 1} for index in range(num)]
+    return GENERATE, json.dumps({"input_ids": [[1]] * num, "sampling_params": params}).encode()
+
+
+def long_stops(draw: random.Random, num_bytes: int) -> tuple[str, bytes]:
+    """Stream text with stops that begin alike, or with what a small model repeats."""
+    piece = draw.choice(["a", " ", "the ", "é"])
+    stops = [f"{index:02}"[: draw.choice([0, 2])] + piece * (2000 // len(piece.encode())) for index in range(32)]
+    params = {"stop": stops, "max_new_tokens": 60, "ignore_eos": True}
+    return GENERATE, json.dumps({"text": piece * 20, "stream": True, "sampling_params": params}).encode()
+
+
+def whole_contexts(draw: random.Random, num_bytes: int) -> tuple[str, bytes]:
+    """Send a prompt near the end of usual contexts, for some samples."""
+    num = draw.choice([500, 1000, 1023, 1024, 4000, 4095, 4096])
+    params = {"n": draw.choice([1, 4, 64]), "max_new_tokens": draw.choice([1, 10**6])}
+    return GENERATE, json.dumps({"input_ids": [1] * num, "sampling_params": params}).encode()
+
+
+def streams(draw: random.Random, num_bytes: int) -> tuple[str, bytes]:
+    """Stream samples with alternatives."""
+    body = {"input_ids": [1, 2, 3], "return_logprob": True, "top_logprobs_num": draw.choice([5, 20]), "stream": True,
+            "sampling_params": {"n": draw.choice([1, 8]), "max_new_tokens": 60, "ignore_eos": True}}  # fmt: skip
+    return GENERATE, json.dumps(body).encode()
+
+
+COSTLY: tuple[Maker, ...] = (
+    conversation, echoes, many_settings, long_stops, whole_contexts, streams, many_samples, many_prompts,
+)  # fmt: skip
 MAKERS: tuple[Maker, ...] = (
     many_prompts, many_choices, many_samples, many_alternatives, biases, numbers, long_text, deep, other_routes,
+    conversation, echoes, many_settings, long_stops, whole_contexts, streams,
 )  # fmt: skip
 
 
@@ -112,6 +162,29 @@ class Bodies(Attacker):
         num_bytes = draw.choice([20_000, 1 << 20, 4 << 20, LARGEST - 100_000, LARGEST + 1])
         path, body = make(draw, num_bytes)
         self.wire.call("POST", path, body, name=f"{make.__name__} {len(body) >> 10} KiB to {path}")
+
+
+class Crowds(Attacker):
+    """Send many equal requests at once whose small bodies cost much, and leave before they are answered."""
+
+    name = "crowds"
+
+    def step(self, draw: random.Random) -> None:
+        make, num = draw.choice(COSTLY), draw.choice([64, 120, 250])
+        path, body = make(draw, 20_000)
+        data = request_bytes("POST", path, body, self.scene.address.api_key)
+        sent = self.wire.record.open(self.name, self.wire.step, f"{num} of {make.__name__} at once", data)
+        try:
+            with ExitStack() as stack:
+                for _ in range(num):
+                    connection = socket.create_connection(self.scene.address.place, timeout=5)
+                    stack.enter_context(connection).sendall(data)
+                self.scene.over.wait(draw.choice([0.1, 1.0, 5.0]))
+        except OSError as error:
+            self.wire.record.close(sent, type(error).__name__)
+            self.scene.over.wait(0.2)
+        else:
+            self.wire.record.close(sent, "left")
 
 
 class Malformed(Attacker):

@@ -6,7 +6,7 @@ import json
 import random
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from lockstep.tests.torture.attackers import Attacker
@@ -26,7 +26,7 @@ class Connections(Attacker):
     name = "connections"
 
     def step(self, draw: random.Random) -> None:
-        kind = draw.choice(["flood", "hold", "drip", "pipeline"])
+        kind = draw.choice(["flood", "hold", "drip", "pipeline", "chunks", "heads"])
         half = draw.choice(HALVES)
         sent = self.wire.record.open(self.name, self.wire.step, f"{kind} {half[:30]!r}", half)
         try:
@@ -74,6 +74,31 @@ class Connections(Attacker):
         with self._connect() as connection:
             connection.sendall(one * draw.choice([2, 30]) + half)
             self.scene.over.wait(draw.random())
+
+    def _chunks(self, draw: random.Random, half: bytes) -> None:
+        """Send bodies in chunks of a few bytes on several connections, as much as the server reads in a moment."""
+        piece = b"1\r\n \r\n" if draw.random() < 0.7 else b"11\r\n" + b" " * 17 + b"\r\n"
+        with ExitStack() as stack:
+            open_ones = [stack.enter_context(self._connect()) for _ in range(draw.choice([1, 10]))]
+            for connection in open_ones:
+                connection.sendall(self._head(b"Transfer-Encoding: chunked") + b"\r\n")
+                connection.settimeout(0.2)
+            for connection in open_ones * 4:
+                with suppress(TimeoutError, ConnectionError):  # it reads no more, or has refused them
+                    connection.sendall(piece * 10_000)
+
+    def _heads(self, draw: random.Random, half: bytes) -> None:
+        """Send heads with many headers, or one that is long, without a key."""
+        lines = draw.choice([b"a:\r\n" * 14_000, b"a:\r\n" * 3000, b"a: b\r\n" * 99, b"a: " + b"b" * 60_000 + b"\r\n"])
+        for _ in range(draw.choice([1, 60])):
+            with self._connect() as connection, suppress(ConnectionError):
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: h\r\n" + lines + b"\r\n")
+                connection.recv(100)
+
+    def _head(self, *headers: bytes) -> bytes:
+        """Build the head of a generation without its last line."""
+        key = b"Authorization: Bearer " + self.scene.address.api_key.encode()
+        return b"\r\n".join([b"POST /generate HTTP/1.1", b"Host: h", key, *headers]) + b"\r\n"
 
 
 class Leavers(Attacker):

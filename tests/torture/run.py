@@ -21,7 +21,7 @@ from typing import Any
 
 from lockstep.tests.torture.answers import SeededAnswers
 from lockstep.tests.torture.attackers import Attacker, Scene
-from lockstep.tests.torture.bodies import Bodies, Malformed
+from lockstep.tests.torture.bodies import Bodies, Crowds, Malformed
 from lockstep.tests.torture.connections import Connections, Leavers
 from lockstep.tests.torture.faults import Faults
 from lockstep.tests.torture.own_server import OwnServer, Process
@@ -34,7 +34,7 @@ from lockstep.tests.torture.verbs import Verbs
 from lockstep.tests.torture.wire import Address, exchange, request_bytes
 
 ATTACKERS: tuple[type[Attacker], ...] = (
-    Schemas, AdminSchemas, Patterns, Bodies, Malformed, Connections, Leavers, Verbs, Faults,
+    Schemas, AdminSchemas, Patterns, Bodies, Crowds, Malformed, Connections, Leavers, Verbs, Faults,
 )  # fmt: skip
 NAMES = tuple(one.name for one in ATTACKERS)
 

@@ -17,11 +17,11 @@ import pytest
 
 from lockstep.tests.torture import grammars, processor
 from lockstep.tests.torture.attackers import Scene
-from lockstep.tests.torture.bodies import Bodies
+from lockstep.tests.torture.bodies import COSTLY, MAKERS, Bodies
 from lockstep.tests.torture.patterns import KILLERS, random_schema, valid
 from lockstep.tests.torture.run import main
 from lockstep.tests.torture.storm import Rises
-from lockstep.tests.torture.wire import Address, Answer, Verdict
+from lockstep.tests.torture.wire import Address, Answer, Record, Verdict, Wire
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -199,3 +199,21 @@ def test_our_own_server_holds_for_a_minute(tmp_path):
                "--record", str(tmp_path / "last.jsonl")]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-4000:]
+
+
+def test_a_request_without_an_answer_is_told_with_the_state_of_the_server():
+    with serving(lambda path, count: (200, 0)) as url:
+        wire = Wire(Address(url), Record(), Verdict(), "patterns", lambda: False)
+        wire.tell("lost", "question 3 after 120.0 s", Answer(503, b"the queue is full"), ["patterns:1"])
+        gone = Wire(Address("http://127.0.0.1:1"), Record(), wire.verdict, "patterns", lambda: False)
+        assert gone.call("GET", "/health").status == 0
+    [lost, no_answer] = wire.verdict.listed
+    assert lost.kind == "lost" and lost.what.startswith("question 3 after 120.0 s: 503 the queue is full; /state: 200")
+    assert no_answer.kind == "no_answer" and "/state: ConnectionRefusedError" in no_answer.what
+
+
+@pytest.mark.parametrize("make", [*MAKERS, *COSTLY])
+def test_every_maker_of_bodies_makes_a_bounded_body(make):
+    for seed in range(5):
+        path, body = make(random.Random(seed), 20_000)
+        assert path.startswith("/") and len(body) < 200_000

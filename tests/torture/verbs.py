@@ -40,9 +40,7 @@ def is_usable(wire: Wire, scene: Scene) -> bool:
             return True
         scene.over.wait(0.2)  # 503: others wait before it
     if not scene.over.is_set():
-        said = answer.body[:300].decode(errors="replace")
-        wire.verdict.add("unusable", f"after the verbs of {wire.attacker}: {answer.status} {said}",
-                         [f"{wire.attacker}:{wire.step}"])  # fmt: skip
+        wire.tell("unusable", f"after the verbs of {wire.attacker}", answer, [f"{wire.attacker}:{wire.step}"])
     return scene.over.is_set()
 
 

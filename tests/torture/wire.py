@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 PATIENCE_S = 60.0  # longest wait of an attacker for an answer
+STATE_PATIENCE_S = 5.0
 _KEPT_REQUESTS = 2000
 _KEPT_BYTES = 4096  # of each kept request; a longer one is made again with --replay
 _KEPT_ANSWER = 8 << 20
@@ -220,7 +221,22 @@ class Wire:
         is_error = answer.status in (500, 502) or (answer.status == 0 and not ends)
         if not is_error or self.is_over() or self.verdict.is_excused(sent.began, sent.ended):
             return
-        kind = "server_error" if answer.status else "no_answer"
-        said = answer.body[:300].decode(errors="replace")
-        place = f"{self.attacker}:{self.step}"
-        self.verdict.add(kind, f"{sent.name} after {sent.ended - sent.began:.1f} s: {answer.status} {said}", [place])
+        what, place = f"{sent.name} after {sent.ended - sent.began:.1f} s", f"{self.attacker}:{self.step}"
+        if answer.status:
+            self.verdict.add("server_error", f"{what}: {shown(answer)}", [place])
+        else:
+            self.tell("no_answer", what, answer, [place])
+
+    def tell(self, kind: str, what: str, answer: Answer, under_way: Iterable[str]) -> None:
+        """Note a violation with the answer's text and the server's `/state`, which say why it came to this."""
+        data = request_bytes("GET", "/state", key=self.address.api_key)
+        try:
+            state = shown(exchange(self.address, data, STATE_PATIENCE_S))
+        except OSError as error:
+            state = repr(error)
+        self.verdict.add(kind, f"{what}: {shown(answer)}; /state: {state}", under_way)
+
+
+def shown(answer: Answer) -> str:
+    """Return an answer's status and the beginning of its text."""
+    return f"{answer.status} {answer.body[:800].decode(errors='replace')}"

@@ -4,8 +4,8 @@ Unknown top-level keys are ignored, null means the default, numbers may be sent 
 does not have (NaN, Infinity), values that cannot be represented (1e999, too deep nesting, lone surrogates), and bodies
 longer than the limit.
 
-Bodies that take long to parse are parsed and checked on a thread, in slices: the event loop and the other threads of
-the process run meanwhile.
+Bodies that may take long to parse or to check are parsed and checked on a thread, long ones in slices: the event loop
+and the other threads of the process run meanwhile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from .errors import BadField, HttpError
 from .json_slices import TooManyLists, parse_in_slices
 
 MAX_TIMEOUT_S = 7 * 86400.0
-QUICK_BYTES = 1 << 16  # a body up to this length is parsed at once
+QUICK_BYTES = 1 << 12  # a body up to this length, with few lists and objects, is parsed and checked on the event loop
+_QUICK_LISTS = 32
+_WHOLE_BYTES = 1 << 16  # a body up to this length is not parsed in slices
 _LONG_BYTES = 1 << 20  # longer bodies wait for each other, and shorter ones not for them
 _WINDOW = 1 << 20  # bytes that a pattern searches at a time
 # Escapes that may be a lone surrogate: a first half without a second one, the reverse, or any behind a backslash.
@@ -166,7 +168,7 @@ def parse_object(data: bytes, max_lists: int | None = None) -> dict[str, object]
         return {}
     try:
         text = data.decode("utf-8")
-        if len(data) <= QUICK_BYTES:
+        if len(data) <= _WHOLE_BYTES:
             value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
         else:
             num = max_lists or len(data)
@@ -185,6 +187,11 @@ def parse_object(data: bytes, max_lists: int | None = None) -> dict[str, object]
     return value
 
 
+def is_quick(data: bytes) -> bool:
+    """Return whether a body takes so little time to parse and to check that the event loop can do it."""
+    return len(data) <= QUICK_BYTES and data.count(b"[") + data.count(b"{") <= _QUICK_LISTS
+
+
 def _no(values: Mapping[str, object]) -> bool:
     return False
 
@@ -195,10 +202,10 @@ async def parsed(
     then: Callable[[dict[str, object]], T],
     is_slow: Callable[[Mapping[str, object]], bool] = _no,
 ) -> T:
-    """Return `then` of the object in a body, on a thread where the body is long or `is_slow` of it. Raises as
+    """Return `then` of the object in a body, on a thread unless the body is quick to check and not `is_slow`. Raises as
     `parse_object`."""
     loop = asyncio.get_running_loop()
-    if len(data) <= QUICK_BYTES:
+    if is_quick(data):
         values = parse_object(data)
         return await loop.run_in_executor(_PARSERS.medium, then, values) if is_slow(values) else then(values)
     thread = _PARSERS.medium if len(data) <= _LONG_BYTES else _PARSERS.long

@@ -11,12 +11,12 @@ API_KEY_VARIABLES = ("LOCKSTEP_API_KEY",)
 ADMIN_KEY_VARIABLES = ("LOCKSTEP_ADMIN_KEY", "SGLANG_OMNI_ADMIN_KEY")
 
 _POSITIVE = (
-    "max_body_bytes", "max_control_body_bytes", "max_open_body_bytes", "max_body_lists", "body_timeout_s",
-    "max_prompts", "max_sequences", "max_stop_bytes", "max_stop_token_ids", "max_logit_bias", "max_top_logprobs",
-    "max_listed_logprobs", "max_logprob_entries", "max_waiting_requests", "max_waiting_tokens", "max_admin_calls",
-    "max_connections", "head_timeout_s", "idle_timeout_s", "write_timeout_s", "stall_timeout_s", "drain_timeout_s",
-    "shutdown_timeout_s", "max_grammar_bytes", "max_grammar_nesting", "max_pattern_bytes",
-    "max_grammar_repeats", "max_grammar_alternatives",
+    "max_body_bytes", "max_control_body_bytes", "max_open_body_bytes", "max_body_lists", "max_head_bytes",
+    "max_headers", "body_timeout_s", "max_prompts", "max_sequences", "max_stop_bytes", "max_stop_token_ids",
+    "max_logit_bias", "max_top_logprobs", "max_listed_logprobs", "max_logprob_entries", "max_waiting_requests",
+    "max_waiting_tokens", "max_tokenising_chars", "max_admin_calls", "max_connections", "head_timeout_s",
+    "idle_timeout_s", "write_timeout_s", "stall_timeout_s", "drain_timeout_s", "shutdown_timeout_s",
+    "max_grammar_bytes", "max_grammar_nesting", "max_pattern_bytes", "max_grammar_repeats", "max_grammar_alternatives",
 )  # fmt: skip
 
 
@@ -48,6 +48,7 @@ class HttpConfig:
     max_logprob_entries: int = 4 << 20  # positions times such alternatives, all sequences of a request together
     max_waiting_requests: int = 1 << 15  # sequences that wait; beyond: 503
     max_waiting_tokens: int = 64 << 20  # prompt tokens of open requests, for each sample; beyond: 503
+    max_tokenising_chars: int = 4 << 20  # of texts that are tokenised at a time, at about 150 bytes of memory each
     max_grammar_bytes: int = 2**18  # of a json_schema, regex, ebnf or structural_tag
     max_grammar_nesting: int = 64  # levels of a schema; parentheses of a pattern or an ebnf within one another
     max_pattern_bytes: int = 2**14  # of a pattern inside a schema
@@ -55,6 +56,8 @@ class HttpConfig:
     max_grammar_alternatives: int = 10_000  # of all enums, unions and bars of a grammar together
     max_admin_calls: int = 64  # administrative calls that run at a time; further calls wait
     max_connections: int = 1 << 14  # open ones, at most 3/4 of the process's descriptors; beyond, idle ones are closed
+    max_head_bytes: int = 1 << 14  # of a request's line and headers; beyond: 431
+    max_headers: int = 100  # of a request; beyond: 431
     head_timeout_s: float = 30.0  # within which a request's head must arrive
     idle_timeout_s: float = 5.0  # a connection without a request is closed after it
     write_timeout_s: float = 600.0  # a client that reads nothing of its answer is cut off after it

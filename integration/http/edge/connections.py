@@ -1,7 +1,8 @@
 """Connections of a server, with deadlines and a limit of their number.
 
 A head has a deadline, and a client that reads nothing of its answer. A body has its own (`bodies.arrived`), and the
-wait for an answer has none: pauses and streams may take hours.
+wait for an answer has none: pauses and streams may take hours. What a connection sends is read in small parts, between
+which the event loop serves the others.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .config import HttpConfig
+from .reader import Reader
 
+_READ_BYTES = 1 << 14  # that are read and handled at a time
 _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Type: text/plain\r\n"
     b"Content-Length: 47\r\n\r\ntoo many connections are open (max_connections)"
@@ -27,6 +31,7 @@ class Connections:
 
     def __init__(self, config: HttpConfig) -> None:
         self.head_timeout_s, self.write_timeout_s = config.head_timeout_s, config.write_timeout_s
+        self.max_head_bytes, self.max_headers = config.max_head_bytes, config.max_headers
         num_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         is_limited = num_descriptors != resource.RLIM_INFINITY
         self.limit = min(config.max_connections, num_descriptors * 3 // 4) if is_limited else config.max_connections
@@ -44,11 +49,13 @@ class Connection(H11Protocol):
     def __init__(self, all: Connections, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._all = all
+        self.conn: Reader = Reader(all.max_head_bytes, all.max_headers)
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # of asyncio's transports of sockets
         everyone = self._all
         everyone.num_open += 1
         if everyone.num_open > everyone.limit:
@@ -64,6 +71,17 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._follow()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that is no HTTP or over a limit, unless an answer has begun, and close the connection."""
+        if self._has_request:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        self.transport.write(self.conn.refusal())
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

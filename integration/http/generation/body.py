@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from pydantic import Field
 
-from ....rollout.control.intake import prompt_ids
 from ....rollout.engine import Engine
 from ....rollout.sampling_params import SamplingParams
 from ....rollout.sequences.request import RequestOptions
@@ -75,7 +74,7 @@ class GenerateRequest:
 
     def asked(self, engine: Engine) -> Asked:
         """Tokenise the prompts and return the engine's part of the request. Slow for long texts. Raises BadField."""
-        token_ids = token_ids_of(engine, self.prompts, self.field, self.params)
+        token_ids = self.limits.tokenising.token_ids(self.prompts, self.field, self.params)
         self.limits.entries(token_ids, self.params, self.options, "top_logprobs_num", repeats=self.stream)
         return Asked(token_ids, self.params, self.options, self.rids)
 
@@ -90,7 +89,9 @@ def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimi
     count = len(prompts)
     limits.prompts(count, field)
     limits.lengths(prompts, field)
-    params = _all_params(_spread("sampling_params", body.sampling_params, count, is_batch), limits)
+    given = _spread("sampling_params", body.sampling_params, count, is_batch)
+    limits.sequences(sum(map(_num_samples, given)))  # before settings are built that would be refused
+    params = _all_params(given, limits)
     limits.sequences(sum(p.n for p in params))
     per_prompt = zip(
         _spread("return_logprob", body.return_logprob, count, is_batch),
@@ -156,6 +157,12 @@ def sampling_params(given: object) -> SamplingParams:
     return params
 
 
+def _num_samples(given: object) -> int:
+    """Return the number of samples that sampling parameters ask for, at least 1; not checked yet."""
+    n = given.get("n") if isinstance(given, dict) else None
+    return n if isinstance(n, int) and n > 0 else 1
+
+
 def _all_params(given: list[Any], limits: RequestLimits) -> list[SamplingParams]:
     """Build the sampling parameters of all prompts; equal ones are built and kept once. Raises BadField."""
     known: dict[bytes, SamplingParams] = {}
@@ -170,25 +177,6 @@ def _all_params(given: list[Any], limits: RequestLimits) -> list[SamplingParams]
                 known[key] = sampling_params(one)
             last = one
         found.append(known[key])
-    return found
-
-
-def token_ids_of(
-    engine: Engine, prompts: Sequence[str | list[int]], field: str, params: Sequence[SamplingParams]
-) -> list[list[int]]:
-    """Tokenise prompts that are texts, and check that they fit into the model's context. Raises BadField."""
-    found = []
-    for prompt, its_params in zip(prompts, params, strict=True):
-        try:
-            ids = prompt_ids(prompt, engine.tokenizer, engine.model.vocab_size)
-        except ValueError as error:
-            raise BadField(field, str(error)) from None
-        room = engine.max_model_len - min(its_params.max_new_tokens, 1)
-        if len(ids) > room:
-            raise BadField(
-                field, f"Input length ({len(ids)} tokens) exceeds the maximum allowed length ({room} tokens)"
-            )
-        found.append(ids)
     return found
 
 

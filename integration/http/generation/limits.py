@@ -10,6 +10,7 @@ from ....rollout.sampling_params import SamplingParams
 from ....rollout.sequences.request import RequestOptions
 from ..edge.config import HttpConfig
 from ..edge.errors import BadField
+from .tokenising import Tokenising
 
 _NAMES = ("rid", "extra_key", "cache_salt", "model")
 _MAX_NAME = 1024  # characters of each of these; every sequence, chunk or block has a copy
@@ -25,6 +26,7 @@ class RequestLimits:
 
     def __init__(self, engine: Engine, config: HttpConfig) -> None:
         self._engine, self._config = engine, config
+        self.tokenising = Tokenising(engine, config.max_tokenising_chars)
 
     @cached_property
     def max_chars(self) -> int | None:
@@ -80,18 +82,22 @@ class RequestLimits:
 
     def lengths(self, prompts: Iterable[str | Sequence[int]], field: str) -> None:
         """Check that prompts may fit into the context: token ids by their number, texts by their characters."""
-        room, max_chars = self._engine.max_model_len, self.max_chars
+        room = self._engine.max_model_len
         for prompt in prompts:
             if isinstance(prompt, str):
-                if max_chars is not None and len(prompt) > max_chars:
-                    raise BadField(
-                        field, f"Input length ({len(prompt)} characters) exceeds the maximum allowed length "
-                        f"({max_chars} characters are as many as {room} of the longest tokens have)"
-                    )  # fmt: skip
+                self.characters(len(prompt), field)
             elif len(prompt) > room:
                 raise BadField(
                     field, f"Input length ({len(prompt)} tokens) exceeds the maximum allowed length ({room} tokens)"
                 )
+
+    def characters(self, num_chars: int, field: str) -> None:
+        """Check that a text of this length may fit into the context."""
+        if self.max_chars is not None and num_chars > self.max_chars:
+            raise BadField(
+                field, f"Input length ({num_chars} characters) exceeds the maximum allowed length "
+                f"({self.max_chars} characters are as many as {self._engine.max_model_len} of the longest tokens have)"
+            )  # fmt: skip
 
     def top(self, num_top: int, field: str) -> None:
         """Check the number of likeliest tokens at each position."""

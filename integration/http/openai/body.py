@@ -18,7 +18,7 @@ from ....rollout.sequences.request import RequestOptions
 from ..edge.bodies import Body, fields_of
 from ..edge.errors import BadField
 from ..generation.body import REFUSED as REFUSED_BY_GENERATE
-from ..generation.body import namespace, refuse_other_adapters, refuse_unsupported, text_of_token, token_ids_of
+from ..generation.body import namespace, refuse_other_adapters, refuse_unsupported, text_of_token
 from ..generation.limits import RequestLimits
 from ..generation.meta import Wanted
 from ..generation.subscriptions import Asked, Size
@@ -149,7 +149,7 @@ def read_completion(values: dict[str, object], engine: Engine, model: str, limit
 
     def asked() -> Asked:
         count = len(prompts)
-        token_ids = token_ids_of(engine, prompts, "prompt", [params] * count)
+        token_ids = limits.tokenising.token_ids(prompts, "prompt", [params] * count)
         limits.entries(token_ids, [params] * count, [options] * count, "logprobs")
         return Asked(token_ids, [params] * count, [options] * count, rids)
 
@@ -180,17 +180,18 @@ def read_chat(values: dict[str, object], engine: Engine, model: str, limits: Req
     options = RequestOptions(-1, body.top_logprobs, (), namespace(body.extra_key, body.cache_salt))
     messages = None if body.messages is None else [_message(message) for message in body.messages]
     contents = [content for message in messages or [] if isinstance(content := message.get("content"), str)]
-    limits.lengths(contents, "messages")
+    limits.characters(sum(map(len, contents)), "messages")
     limits.lengths([body.input_ids or []], "input_ids")
     id = body.rid or f"chatcmpl-{uuid.uuid4().hex}"
 
     def asked() -> Asked:
         if body.input_ids is not None:
-            prompt, field = body.input_ids, "input_ids"
+            [token_ids] = limits.tokenising.token_ids([body.input_ids], "input_ids", [params])
         else:
             assert messages is not None  # one of the two is given: checked above
-            prompt, field = apply_template(engine, messages, body), "messages"
-        [token_ids] = token_ids_of(engine, [prompt], field, [params])
+            text = apply_template(engine, messages, body)
+            limits.characters(len(text), "messages")
+            token_ids = limits.tokenising.conversation(text, "messages", params)
         room = max(engine.max_model_len - len(token_ids), 1)
         its_params = params if max_tokens is not None else replace(params, max_new_tokens=room)
         limits.entries([token_ids], [its_params], [options], "top_logprobs")
@@ -203,8 +204,8 @@ def read_chat(values: dict[str, object], engine: Engine, model: str, limits: Req
     )  # fmt: skip
 
 
-def apply_template(engine: Engine, messages: list[dict[str, Any]], body: ChatBody) -> list[int]:
-    """Convert a conversation to token ids by the tokenizer's chat template. Raises BadField."""
+def apply_template(engine: Engine, messages: list[dict[str, Any]], body: ChatBody) -> str:
+    """Convert a conversation to text by the tokenizer's chat template. Raises BadField."""
     tokenizer = engine.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         raise BadField("messages", "this model has no chat template: send input_ids")
@@ -217,18 +218,17 @@ def apply_template(engine: Engine, messages: list[dict[str, Any]], body: ChatBod
     if asks_for_answer is None:
         asks_for_answer = not body.continue_final_message
     try:
-        encoded: Any = tokenizer.apply_chat_template(
+        text: Any = tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=asks_for_answer,
             continue_final_message=body.continue_final_message,
-            tokenize=True,
-            return_dict=True,
+            tokenize=False,
             **extra,
         )
     # A template may fail in any of these ways on a message that its author did not expect.
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise BadField("messages", f"the chat template refuses them: {error}") from None
-    return list(encoded["input_ids"])
+    return str(text)
 
 
 def format_settings(given: object) -> dict[str, object]:

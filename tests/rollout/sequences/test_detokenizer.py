@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.detokenizer import REGEX_WINDOW, IncrementalDetokenizer, StopRegexTimeout
+from lockstep.rollout.sequences.stop_prefixes import StopPrefixes
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. 12 + 34 = 46",
@@ -241,3 +242,37 @@ def test_a_token_costs_the_same_however_long_the_text_is(ids):
     first = seconds(300)
     detokenizer.append((ids * 6000)[:6000])
     assert seconds(300) < 4 * first
+
+
+def test_a_token_costs_the_same_however_long_the_stops_are():
+    def seconds(num_chars: int) -> float:
+        stops = [f"{index:02}" + "q" * (num_chars - 2) for index in range(32)]
+        detokenizer = IncrementalDetokenizer(BYTES, [], SamplingParams(stop=stops))
+        detokenizer.append(encode("q") * 2048)
+        best = float("inf")
+        for _ in range(3):
+            start = time.process_time()
+            for token_id in encode("q") * 100:
+                assert detokenizer.append([token_id]) is None and detokenizer.streamable_text
+            best = min(best, time.process_time() - start)
+        return best
+
+    assert seconds(2048) < 4 * seconds(16)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(st.text(alphabet="ab", max_size=5), max_size=12),
+    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=6), max_size=4),
+)
+def test_stops_and_their_beginnings_are_those_of_a_search(pieces, stops):
+    prefixes, text = StopPrefixes(stops), ""
+    for piece in pieces:
+        before, text = text, text + piece
+        expected = [
+            (num, stop) for stop in stops
+            if (num := next((n for n in range(1, len(piece) + 1) if (before + piece[:n]).endswith(stop)), 0))
+        ]  # fmt: skip
+        assert prefixes.follow(piece) == expected
+        held = [k for stop in stops for k in range(1, len(stop)) if text.endswith(stop[:k])]
+        assert prefixes.num_chars == max(held, default=0)

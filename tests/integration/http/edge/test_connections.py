@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.http.edge.connections import Connection
 from lockstep.integration.http.server import BackgroundServer, serve_in_background
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
@@ -96,6 +97,53 @@ def test_a_connection_that_is_idle_after_an_answer_is_closed(quick):
 def test_a_refused_body_that_goes_on_arriving_does_not_keep_the_connection(quick):
     with connect(quick, b"POST /nowhere HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\nx") as connection:
         assert read_to_end(connection).startswith(b"HTTP/1.1 404 ")
+
+
+CHUNKED = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("path", [b"/generate", b"/nowhere"])  # which waits for the body, and which does not
+def test_a_body_in_tiny_chunks_is_refused_and_the_connection_ends(quick, path, until):
+    connections = quick.app.state.connections
+    with connect(quick, CHUNKED.replace(b"/generate", path) + b"1\r\n \r\n" * 1001) as connection:
+        answer = read_to_end(connection)
+    if path == b"/generate":
+        assert answer.startswith(b"HTTP/1.1 400 ") and b"connection: close" in answer.lower()
+        assert b"1001 chunks of a body have fewer than 16 bytes on average" in answer
+    until(lambda: connections.num_open == 0)
+
+
+def test_a_body_in_many_chunks_that_are_not_tiny_is_read(quick):
+    chunk = b"11\r\n%s\r\n" % (b" " * 17)
+    with connect(quick, CHUNKED + b"2\r\n{}\r\n" + chunk * 5000 + b"0\r\n\r\n") as connection:
+        assert b"exactly one of text and input_ids is needed" in read_to_end(connection)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [b"a:\r\n" * 100, b"X: " + b"x" * (1 << 14) + b"\r\n", b"a:\n" * 100, b"a:\r\n" * 3000],
+    ids=["many", "long", "newlines", "very many"],
+)
+def test_a_head_that_is_too_long_or_has_too_many_headers_is_a_431(quick, headers):
+    with connect(quick, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n" + headers + b"\r\n") as connection:
+        answer = read_to_end(connection)
+    assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+    assert b"16384 bytes (max_head_bytes), or has more than 100 headers (max_headers)" in answer
+
+
+def test_a_head_within_its_limits_is_read_beside_a_body_of_many_lines(quick):
+    head = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\n" + b"a:\r\n" * 98
+    with connect(quick, head + b"Content-Length: 5002\r\n\r\n{}" + b"\n" * 5000) as connection:
+        assert b"exactly one of text and input_ids is needed" in read_to_end(connection)
+
+
+def test_a_connection_reads_a_little_at_a_time(quick, monkeypatch):
+    sizes, receive = [], Connection.data_received
+    monkeypatch.setattr(Connection, "data_received", lambda self, data: (sizes.append(len(data)), receive(self, data)))
+    body = b"{}" + b" " * (1 << 20)
+    with connect(quick, HEAD.replace(b"1000", b"%d" % len(body)) + body) as connection:
+        assert b"exactly one of text and input_ids is needed" in read_to_end(connection)
+    assert sum(sizes) > 1 << 20 and max(sizes) <= 1 << 14
 
 
 def test_a_client_that_reads_nothing_of_its_answers_is_cut_off(quick, until):

@@ -17,6 +17,7 @@ from lockstep.integration.http.edge.bodies import fields_of
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.edge.errors import BadField
 from lockstep.integration.http.generation import body as generate_body
+from lockstep.integration.http.generation import tokenising
 from lockstep.integration.http.generation.body import GenerateBody
 from lockstep.integration.http.openai.body import ChatBody
 from lockstep.integration.http.server import BackgroundServer, serve_in_background
@@ -133,6 +134,11 @@ def test_each_limit_of_generate_is_a_400_that_names_its_setting(client, fields, 
         ({"prompt": "1", "stop": "x" * 101}, "stop", "(max_stop_bytes)"),
         ({"messages": [], "top_logprobs": 6, "logprobs": True}, "top_logprobs", "(max_top_logprobs)"),
         ({"input_ids": [1], "top_logprobs": 5, "logprobs": True}, "top_logprobs", "(max_logprob_entries)"),
+        (
+            {"messages": [{"role": "user", "content": "1" * 1000}] * 40},
+            "messages",
+            "Input length (40000 characters) exceeds the maximum allowed length",
+        ),
     ],
 )
 def test_each_limit_of_openais_calls_is_a_400_that_names_its_setting(client, fields, param, says):
@@ -156,7 +162,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(client, servic
     def tokenise(*_: object) -> object:
         raise AssertionError("it was tokenised")
 
-    monkeypatch.setattr(generate_body, "prompt_ids", tokenise)
+    monkeypatch.setattr(tokenising, "prompt_ids", tokenise)
     text = "1" * (512 * longest + 1)
     answer = client.post("/generate", json={"text": text})
     assert (
@@ -168,6 +174,14 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(client, servic
     ):
         answer = client.post(f"/v1/{path}", json=body)
         assert answer.status_code == 400 and "exceeds the maximum" in answer.json()["error"]["message"]
+
+
+def test_too_many_samples_are_refused_before_settings_are_built(served, monkeypatch):
+    limits = generate_body.RequestLimits(served.app.state.service.engine, LIMITS)
+    monkeypatch.setattr(generate_body, "sampling_params", lambda given: pytest.fail("settings were built"))
+    values = {"input_ids": [[1]] * 8, "sampling_params": [{"n": 3, "top_k": k} for k in range(1, 9)]}
+    with pytest.raises(BadField, match="24 sequences are more than the 16"):
+        generate_body.read_generate(values, served.app.state.service.engine, limits)
 
 
 def test_equal_settings_of_a_batch_are_built_once(client, served):

@@ -1,0 +1,109 @@
+"""Tests of thousands of requests that arrive or leave at once: no thread and no step waits for all of them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from lockstep.rollout.completion import StreamChunk
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.control.driver import SLICE
+from lockstep.rollout.control.intake import Intake
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.errors import EngineStopped
+from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.rollout.sequences.request import Request
+from lockstep.tests.support.callers import PATIENCE, soon, submit
+
+MANY = 3 * SLICE + 5
+
+
+class Nobody:
+    """A listener that counts the answers."""
+
+    def __init__(self) -> None:
+        self.num_answers = 0
+
+    def on_chunk(self, chunk: StreamChunk) -> None:
+        self.num_answers += chunk.completion is not None
+
+    def on_failure(self, error: EngineStopped) -> None:
+        raise AssertionError(error)
+
+
+@pytest.fixture
+def engine(make_model):
+    torch.set_num_threads(1)
+    engine = Engine(make_model("qwen3"), EngineConfig(kv_cache="80 blocks", max_num_seqs=4))
+    with engine.model.rollout_phase():
+        yield engine
+        engine.stop()
+
+
+def ask(engine: Engine, listener: Nobody, num: int = MANY, rid: str = "many") -> list[str]:
+    [ids] = engine.requests.submit([[5, 6]], [SamplingParams(n=num, max_new_tokens=400)], listener, rids=[rid])
+    return ids
+
+
+def test_a_step_takes_up_a_bounded_number_of_requests_in_their_order(engine):
+    ids = ask(engine, Nobody())
+    for num_steps in (1, 2, 3):
+        engine.driver.run_step()
+        assert len(engine.parts.sequences.requests()) == num_steps * SLICE
+        assert len(engine.driver.inbox) == MANY - num_steps * SLICE
+    assert [request.id for request in engine.parts.sequences.requests()] == ids[: 3 * SLICE]
+    assert engine.state()["num_waiting"] + engine.state()["num_running"] == MANY  # a report counts all
+
+
+def test_a_step_begins_while_thousands_of_requests_are_made(engine, monkeypatch):
+    """The lock that a step needs to begin is free meanwhile, and their ids and numbers are theirs already."""
+    begun, may_go_on, make = threading.Event(), threading.Event(), Intake.requests
+
+    def slowly(intake: Intake, *arguments) -> list[Request]:
+        if len(arguments[3]) > 1:
+            begun.set()
+            assert may_go_on.wait(PATIENCE)
+        return make(intake, *arguments)
+
+    monkeypatch.setattr(Intake, "requests", slowly)
+    asking = submit(ask, engine, Nobody(), 100)
+    assert begun.wait(PATIENCE)
+    assert engine.driver.inbox.lock.acquire(timeout=PATIENCE)
+    engine.driver.inbox.lock.release()
+    with pytest.raises(ValueError, match="duplicate request ID detected: many-7"):
+        ask(engine, Nobody(), 1, "many-7")
+    [later] = ask(engine, Nobody(), 1, "later")
+    engine.driver.run_step()
+    assert engine.parts.sequences.request(later).arrival_index == 101
+    may_go_on.set()
+    soon(asking)
+    engine.driver.run_step()
+    assert engine.parts.sequences.request("many-0").arrival_index == 1
+
+
+def test_ids_of_requests_that_cannot_be_made_are_free_again(engine, monkeypatch):
+    def fail(*_: object) -> list[Request]:
+        raise ValueError("no such request")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Intake, "requests", fail)
+        with pytest.raises(ValueError, match="no such request"):
+            ask(engine, Nobody(), 3)
+    assert len(ask(engine, Nobody(), 3)) == 3
+
+
+def test_requests_of_a_caller_that_leaves_are_aborted_a_bounded_number_at_a_time(engine, monkeypatch):
+    listener, sizes = Nobody(), []
+    ids, abort = ask(engine, listener), engine.requests._between_steps.abort_listed
+    engine.driver.run_step()
+
+    def counted(these: list[str], reason: object) -> None:
+        sizes.append(len(these))
+        abort(these, reason)
+
+    monkeypatch.setattr(engine.requests._between_steps, "abort_listed", counted)
+    assert sorted(engine.requests.withdraw({listener})) == sorted(ids)
+    assert sizes == [SLICE, SLICE, SLICE, 5] and listener.num_answers == 0
+    assert not engine.parts.sequences.requests() and len(engine.mailboxes) == 0
