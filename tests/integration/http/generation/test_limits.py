@@ -17,6 +17,7 @@ from lockstep.integration.http.edge.bodies import fields_of
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.edge.errors import BadField
 from lockstep.integration.http.generation import body as generate_body
+from lockstep.integration.http.generation import encoding
 from lockstep.integration.http.generation.body import GenerateBody
 from lockstep.integration.http.openai.body import ChatBody
 from lockstep.integration.http.server import BackgroundServer, serve_in_background
@@ -294,12 +295,10 @@ def test_the_tokens_that_wait_are_limited(served, client, service, until):
 
 
 def test_a_large_answer_is_the_answer_that_a_small_one_would_be(client, served, service, monkeypatch):
-    from lockstep.integration.http.generation import subscriptions
-
     ask = {"text": ["1 + 2", "3"], "sampling_params": {**SHORT, "n": 2}, "return_logprob": True, "top_logprobs_num": 5,
            "return_text_in_logprobs": True}  # fmt: skip
     small = client.post("/generate", json=ask)
-    monkeypatch.setattr(subscriptions, "_QUICK_ENTRIES", 3)
+    monkeypatch.setattr(encoding, "QUICK_COST", 3)
     large = client.post("/generate", json=ask)
 
     def comparable(answer: httpx.Response) -> list[dict]:
