@@ -33,9 +33,10 @@ from ....rollout.sequences.request import RequestOptions
 from ..edge.config import HttpConfig
 from ..edge.disconnect import unless_gone
 from ..edge.errors import Draining, HttpError
+from .answers import Answer
 from .encoding import Encoder, completion_cost, encode
 from .grammar_limits import check_grammars
-from .limits import RequestLimits
+from .limits import OpenEntries, RequestLimits
 from .sse import EventStream
 
 logger = logging.getLogger(__name__)
@@ -158,6 +159,7 @@ class Hub:
         self.engine = engine
         self.config = config or HttpConfig()
         self.limits = RequestLimits(engine, self.config)
+        self.entries = OpenEntries(self.config.max_open_logprob_entries)
         self.loop = asyncio.get_running_loop()
         self.encoder = Encoder()
         self.is_draining = False  # new requests are refused: the server will end
@@ -181,12 +183,16 @@ class Hub:
         subscription = self._admit(reply.size)
         if reply.is_streamed:
             await self._subscribe(subscription, reply.asked, streamed=True)
-            return EventStream(reply.events(subscription), on_end=partial(self.leave, subscription))
+            return EventStream(reply.events(subscription), on_end=partial(self._end, subscription))
         try:
             content = await unless_gone(request, self._whole(subscription, reply))
         except ClientDisconnect:
+            self.entries.release(subscription)
             return CLIENT_GONE
-        return Response(content, media_type="application/json")
+        except BaseException:
+            self.entries.release(subscription)
+            raise
+        return Answer(content, on_end=partial(self.entries.release, subscription))
 
     async def _whole(self, subscription: Subscription, reply: Reply) -> bytes:
         """Wait for the answers and return their JSON."""
@@ -251,6 +257,7 @@ class Hub:
             await self._queue(subscription, prepare, streamed=streamed)
         except BaseException:
             self._forget(subscription)
+            self.entries.release(subscription)
             raise
 
     async def _queue(self, subscription: Subscription, prepare: Callable[[], Asked], *, streamed: bool) -> None:
@@ -267,6 +274,7 @@ class Hub:
         def begin() -> list[list[str]]:
             asked = subscription.asked = prepare()
             check_grammars(asked.params, self.config)
+            self.entries.take(subscription, self.limits.num_open_entries(asked.prompts, asked.params, asked.options))
             missing.extend(self.engine.requests.ask_grammars(asked.params))
             return [] if missing else submit()
 
@@ -299,11 +307,17 @@ class Hub:
 
             def withdraw(done: asyncio.Future[T]) -> None:
                 self.engine.requests.leave_grammars(missing)
+                self.entries.release(subscription)
                 if done.exception() is None:
                     self._withdraw_soon(subscription)
 
             running.add_done_callback(withdraw)
             raise
+
+    def _end(self, subscription: Subscription) -> None:
+        """Leave a stream that has ended."""
+        self.leave(subscription)
+        self.entries.release(subscription)
 
     def leave(self, subscription: Subscription) -> None:
         """Abort the subscription's open sequences, after the current step."""

@@ -51,7 +51,7 @@ async def _complete(request: Request, read: Read) -> Response:
     hub.refuse_if_draining()
     name = served_name(request.app.state.service, request.app.state.config)
     ask = await read_as(request, lambda values: read(values, hub.engine, name, hub.limits), is_slow=has_stop_regex)
-    return await hub.answer(request, OpenAIReply(ask, received))
+    return await hub.answer(request, OpenAIReply(ask, hub.limits, received))
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class OpenAIReply:
     """The answer to one request of OpenAI's API, see `Reply`."""
 
     request: OpenAIRequest
+    limits: RequestLimits
     received: float  # on the monotonic clock
     echoes: list[str] = field(default_factory=list)  # by prompt; `asked` fills it, empty without `echo`
 
@@ -80,6 +81,8 @@ class OpenAIReply:
     def asked(self) -> Asked:
         """See `Reply.asked`."""
         asked = self.request.asked()
+        has_logprobs = [self.request.wanted.logprobs or self.request.return_meta_info] * len(asked.prompts)
+        self.limits.entries(asked.prompts, asked.params, asked.options, "logprobs", has_logprobs=has_logprobs)
         if self.request.echo:
             self.echoes.extend(map(prompt_text, repeat(self.request), range(len(asked.prompts)), asked.prompts))
         return asked
