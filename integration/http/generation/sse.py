@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 
@@ -12,6 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from ..edge.disconnect import first_of, until_disconnect
 from ..edge.json_slices import encode_in_slices
+
+logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # made once, not for each token
@@ -100,6 +103,8 @@ class EventStream(Response):
             sending = asyncio.ensure_future(self._send_all(send))
             if await first_of(sending, until_disconnect(receive)):
                 sending.result()
+        except asyncio.CancelledError:  # only the server's end cancels: the connection is closed with it
+            logger.warning("a stream is cut off, because the server ends")
         finally:
             self._on_end()
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import AsyncIterator
 
 import pytest
 from starlette.types import Message
 
 from lockstep.integration.http.generation.answers import Answer
 from lockstep.integration.http.generation.limits import OpenEntries
+from lockstep.integration.http.generation.sse import EventStream
 from lockstep.rollout.errors import Overloaded
 
 PATIENCE = 30.0
@@ -61,6 +64,29 @@ def test_an_answer_that_is_not_read_stays_open_until_its_client_reads_or_goes():
         assert ends == [2, 1]
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE))
+
+
+def test_a_stream_that_is_not_read_when_the_server_ends_is_cut_off_without_an_error(caplog):
+    async def events() -> AsyncIterator[bytes]:
+        yield b"data: 1"
+
+    async def forever(_: object = None) -> Message:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    async def run() -> None:
+        ends = []
+        stream = EventStream(events(), on_end=lambda: ends.append(1))
+        sending = asyncio.ensure_future(stream(SCOPE, forever, forever))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        sending.cancel()
+        await sending
+        assert ends == [1]
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(asyncio.wait_for(run(), PATIENCE))
+    assert [record.getMessage() for record in caplog.records] == ["a stream is cut off, because the server ends"]
 
 
 def test_open_entries_are_counted_once_and_a_request_alone_is_let_in():
