@@ -63,7 +63,20 @@ class _Server(uvicorn.Server):
         if self._captured_signals or self.drains is not None:
             await self._drain(app)
         app.state.is_closing = True
+        limit_s = max(self.config.timeout_graceful_shutdown or 0, _LOOK_AGAIN_S)
+        cutting_off = asyncio.get_running_loop().call_later(limit_s, self._cut_off)  # just before tasks are cancelled
         await super().shutdown(sockets)
+        cutting_off.cancel()
+
+    def _cut_off(self) -> None:
+        """Close the connections whose clients do not read their answers: those could only be cancelled."""
+        unread = [connection for connection in self.server_state.connections if connection.flow.write_paused]
+        if unread:
+            logger.warning(
+                "%d clients do not read their answers: they are cut off, because the server ends", len(unread)
+            )
+        for connection in unread:
+            connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end. A second signal ends the wait for open requests, a third one all waiting."""

@@ -13,7 +13,8 @@ ADMIN_KEY_VARIABLES = ("LOCKSTEP_ADMIN_KEY", "SGLANG_OMNI_ADMIN_KEY")
 _POSITIVE = (
     "max_body_bytes", "max_control_body_bytes", "max_open_body_bytes", "max_body_lists", "max_head_bytes",
     "max_headers", "body_timeout_s", "max_prompts", "max_sequences", "max_stop_bytes", "max_stop_token_ids",
-    "max_logit_bias", "max_top_logprobs", "max_listed_logprobs", "max_logprob_entries", "max_waiting_requests",
+    "max_logit_bias", "max_top_logprobs", "max_listed_logprobs", "max_logprob_entries",
+    "max_open_logprob_entries", "max_waiting_requests",
     "max_waiting_tokens", "max_tokenising_chars", "max_admin_calls", "max_connections", "head_timeout_s",
     "idle_timeout_s", "write_timeout_s", "stall_timeout_s", "drain_timeout_s", "shutdown_timeout_s",
     "max_grammar_bytes", "max_grammar_nesting", "max_pattern_bytes", "max_grammar_repeats", "max_grammar_alternatives",
@@ -45,7 +46,8 @@ class HttpConfig:
     max_logit_bias: int = 1 << 14  # entries of a prompt's logit_bias; never more than the vocabulary has
     max_top_logprobs: int = 128  # likeliest tokens at each position
     max_listed_logprobs: int = 1024  # tokens of token_ids_logprob, at each position
-    max_logprob_entries: int = 4 << 20  # positions times such alternatives, all sequences of a request together
+    max_logprob_entries: int = 4 << 20  # log-probabilities: of positions and alternatives, all sequences of a request
+    max_open_logprob_entries: int = 16 << 20  # of all requests until their answers are sent; beyond: 503
     max_waiting_requests: int = 1 << 15  # sequences that wait; beyond: 503
     max_waiting_tokens: int = 64 << 20  # prompt tokens of open requests, for each sample; beyond: 503
     max_tokenising_chars: int = 4 << 20  # of texts that are tokenised at a time, at about 150 bytes of memory each

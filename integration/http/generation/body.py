@@ -75,7 +75,10 @@ class GenerateRequest:
     def asked(self, engine: Engine) -> Asked:
         """Tokenise the prompts and return the engine's part of the request. Slow for long texts. Raises BadField."""
         token_ids = self.limits.tokenising.token_ids(self.prompts, self.field, self.params)
-        self.limits.entries(token_ids, self.params, self.options, "top_logprobs_num", repeats=self.stream)
+        self.limits.entries(
+            token_ids, self.params, self.options, "top_logprobs_num", repeats=self.stream,
+            has_logprobs=[wanted.logprobs for wanted in self.wanted],
+        )  # fmt: skip
         return Asked(token_ids, self.params, self.options, self.rids)
 
 

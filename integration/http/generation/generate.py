@@ -16,8 +16,9 @@ from ....rollout.errors import EngineStopped
 from ..edge.bodies import describe, read_as
 from ..edge.errors import HttpError, as_http_error
 from .body import GenerateBody, GenerateRequest, has_stop_regex, read_generate
+from .encoding import chunk_cost, completion_cost, copy_cost
 from .meta import Wanted, meta_info, stream_meta
-from .sse import DONE, GrowingList, GrowingText, dumps, event
+from .sse import DONE, GrowingList, GrowingText, Piece, dumps, event, event_of
 from .subscriptions import Asked, Size, Subscription, hub_of
 
 router = APIRouter()
@@ -49,6 +50,11 @@ class GenerateReply:
         return self.request.stream
 
     @property
+    def has_texts(self) -> bool:
+        """See `Reply.has_texts`."""
+        return any(wanted.text_of is not None for wanted in self.request.wanted)
+
+    @property
     def size(self) -> Size:
         """See `Reply.size`."""
         return Size.of(self.request.prompts, (params.n for params in self.request.params))
@@ -69,15 +75,21 @@ class GenerateReply:
         answers = [StreamedAnswer(one, index if is_list else None) for index, one in enumerate(wanted)]
         try:
             while subscription.num_open:
-                for index, chunk in latest(subscription, await subscription.take(), answers).items():
-                    if chunk.completion is None:
-                        yield answers[index].event(chunk, self.received)
+                for index, chunks in by_sequence(subscription, await subscription.take()).items():
+                    if (completion := chunks[-1].completion) is None:
+                        make = partial(answers[index].event, chunks, self.received)
+                        yield await subscription.encode(make, answers[index].cost(chunks))
                     else:
-                        answer = self._answer(chunk.completion, wanted[index])
-                        yield event(dumps({**answer, "index": index} if is_list else answer))
+                        make = partial(self._last_event, completion, wanted[index], index if is_list else None)
+                        cost = completion_cost(completion, has_texts=wanted[index].text_of is not None)
+                        yield await subscription.encode(make, cost)
         except (HttpError, EngineStopped) as error:
             yield error_event(error)
         yield DONE
+
+    def _last_event(self, completion: Completion, wanted: Wanted, index: int | None) -> bytes:
+        answer = self._answer(completion, wanted)
+        return event_of(answer if index is None else {**answer, "index": index})
 
     def _answer(self, completion: Completion, wanted: Wanted) -> dict[str, object]:
         refuse_ignored(completion)
@@ -127,15 +139,24 @@ class StreamedAnswer:
         if wanted.listed:
             lists["output_token_ids_logprobs"].extend(wanted.ranked(chunk.listed_logprobs))
 
-    def event(self, chunk: StreamChunk, received: float) -> bytes:
-        """Make an event of the whole output so far; `chunk` is the newest part of it."""
-        meta = dumps(stream_meta(chunk, self._num_tokens, received))
-        lists = "".join(f',"{name}":{entries}' for name, entries in self._lists.items())
+    def cost(self, chunks: list[StreamChunk]) -> int:
+        """Return what `event` will cost."""
+        has_texts = self._wanted.text_of is not None
+        num_bytes = len(self._text) + len(self._token_ids) + sum(map(len, self._lists.values()))
+        return sum(chunk_cost(chunk, has_texts=has_texts) for chunk in chunks) + copy_cost(num_bytes)
+
+    def event(self, chunks: list[StreamChunk], received: float) -> bytes:
+        """Add the output of further steps and make an event of the whole output so far."""
+        for chunk in chunks:
+            self.add(chunk)
+        meta = dumps(stream_meta(chunks[-1], self._num_tokens, received))
+        pieces: list[Piece] = [b'data: {"text":', *self._text.pieces, b',"output_ids":', *self._token_ids.pieces]
+        pieces.append(f',"meta_info":{meta[:-1]}'.encode())
+        for name, entries in self._lists.items():
+            pieces += [f',"{name}":'.encode(), *entries.pieces]
         if self._wanted.logprobs:
-            lists += f',"output_token_logprobs_length":{self._num_tokens}'
-        return event(
-            f'{{"text":{self._text},"output_ids":{self._token_ids},"meta_info":{meta[:-1]}{lists}}}{self._index}}}'
-        )
+            pieces.append(f',"output_token_logprobs_length":{self._num_tokens}'.encode())
+        return b"".join([*pieces, f"}}{self._index}}}\n\n".encode()])
 
 
 def refuse_ignored(completion: Completion) -> None:
@@ -145,16 +166,12 @@ def refuse_ignored(completion: Completion) -> None:
         raise HttpError(400, f"the prompt cannot be run: {reason.message}")
 
 
-def latest(
-    subscription: Subscription, chunks: list[StreamChunk], answers: list[StreamedAnswer]
-) -> dict[int, StreamChunk]:
-    """Add chunks to their answers and return the newest chunk of each."""
-    newest = {}
+def by_sequence(subscription: Subscription, chunks: list[StreamChunk]) -> dict[int, list[StreamChunk]]:
+    """Return the chunks of each sequence."""
+    found: dict[int, list[StreamChunk]] = {}
     for chunk in chunks:
-        index = subscription.index_of[chunk.id]
-        answers[index].add(chunk)
-        newest[index] = chunk
-    return newest
+        found.setdefault(subscription.index_of[chunk.id], []).append(chunk)
+    return found
 
 
 def error_event(error: Exception) -> bytes:

@@ -1,11 +1,14 @@
-"""Limits of one generation request: counts are checked before contents are walked, texts before they are tokenised."""
+"""Limits of generation requests: counts are checked before contents are walked, texts before they are tokenised."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import zip_longest
 
 from ....rollout.engine import Engine
+from ....rollout.errors import Overloaded
 from ....rollout.sampling_params import SamplingParams
 from ....rollout.sequences.request import RequestOptions
 from ..edge.config import HttpConfig
@@ -117,23 +120,74 @@ class RequestLimits:
         field: str,
         *,
         repeats: bool = False,
+        has_logprobs: Iterable[bool] = (),
     ) -> None:
-        """Check the number of positions times alternatives, of all sequences together. repeats: the answer is a stream
-        whose every event repeats the earlier output."""
-        total = 0
-        for ids, its_params, its_options in zip(prompts, params, options, strict=True):
-            if not (num := its_options.top_logprobs_num + len(its_options.token_ids_logprob)):
-                continue
-            room, start = self._engine.max_model_len - len(ids), its_options.logprob_start_len
-            num_positions = min(its_params.max_new_tokens, room) + (len(ids) - start if start >= 0 else 0)
-            total += max(num_positions, 1) * num * its_params.n
+        """Check the number of log-probabilities, of all sequences together. repeats: the answer is a stream whose every
+        event repeats the earlier output. has_logprobs: per prompt, whether the answer has those of the output where no
+        alternatives are asked for."""
+        total = self._num_entries(prompts, params, options, has_logprobs)
         limit = self._config.max_logprob_entries // (_STREAM_SHARE if repeats else 1)
         if total > limit:
             what = f"stream, 1/{_STREAM_SHARE} of those of a request" if repeats else "request"
             raise BadField(
-                field, f"{total} positions times alternatives are more than the {limit} of a {what} "
-                "(max_logprob_entries): ask for fewer alternatives or tokens, or start later"
+                field, f"{total} log-probabilities are more than the {limit} of a {what} "
+                "(max_logprob_entries): ask for fewer alternatives, tokens or samples, or start later"
             )  # fmt: skip
+
+    def num_open_entries(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        options: Sequence[RequestOptions],
+    ) -> int:
+        """Count the log-probabilities that a request adds to the open ones. Those of output tokens alone do not count:
+        every sequence has them, asked for or not, and each takes a step."""
+        return self._num_entries(prompts, params, options, ())
+
+    def _num_entries(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        options: Sequence[RequestOptions],
+        has_logprobs: Iterable[bool],
+    ) -> int:
+        total = 0
+        for ids, its_params, its_options, has in zip_longest(prompts, params, options, has_logprobs):
+            num, start = (
+                its_options.top_logprobs_num + len(its_options.token_ids_logprob),
+                its_options.logprob_start_len,
+            )
+            num_positions = max(len(ids) - start, 0) if start >= 0 else 0
+            if num or has:
+                num_positions += max(min(its_params.max_new_tokens, self._engine.max_model_len - len(ids)), 0)
+            total += max(num_positions, num > 0) * (1 + num) * its_params.n
+        return total
+
+
+class OpenEntries:
+    """The log-probabilities of all open requests, counted until their answers are sent. Safe to use from any thread."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._lock = limit, threading.Lock()
+        self._held: dict[object, int] = {}  # by request
+        self.num = 0
+
+    def take(self, request: object, num: int) -> None:
+        """Count a request's. Raises Overloaded beyond the limit; a request alone is always let in."""
+        with self._lock:
+            if num and self.num and self.num + num > self._limit:
+                raise Overloaded(
+                    f"the open requests have {self.num} log-probabilities, and {num} more would be over the limit of "
+                    f"{self._limit} (max_open_logprob_entries)"
+                )
+            if num:
+                self._held[request] = num
+                self.num += num
+
+    def release(self, request: object) -> None:
+        """Count a request's no longer. Does nothing where they are not counted."""
+        with self._lock:
+            self.num -= self._held.pop(request, 0)
 
 
 def _has_more_than(limit: int, value: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 
@@ -12,11 +12,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..edge.disconnect import first_of, until_disconnect
+from ..edge.json_slices import encode_in_slices
+
+logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # made once, not for each token
-_TURN_S = 0.005  # a stream runs no longer at a time
 MAX_TAKEN_BACK = 256  # entries of a list; a jump replaces at most so many tokens
+Piece = bytes | bytearray
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -30,47 +33,62 @@ def event(data: str) -> bytes:
     return f"data: {data}\n\n".encode()
 
 
+def event_of(value: object) -> bytes:
+    """Make one event of a value as `dumps` encodes it, in pieces between which other threads run."""
+    return event("".join(encode_in_slices(value, dumps)))
+
+
 class GrowingList:
-    """The JSON of a list to which entries are added."""
+    """The JSON of a list to which entries are added. Adding takes no longer where the list is long."""
 
     def __init__(self) -> None:
-        self._inside = ""
+        self._json = bytearray()  # without brackets; ASCII
         self._newest: deque[int] = deque(maxlen=MAX_TAKEN_BACK)  # lengths before each of the last entries
 
     def extend(self, values: Iterable[object]) -> None:
-        parts = [self._inside] if self._inside else []
-        length = len(self._inside)
         for value in values:
-            self._newest.append(length)
-            parts.append(dumps(value))
-            length += len(parts[-1]) + (len(parts) > 1)
-        self._inside = ",".join(parts)
+            self._newest.append(len(self._json))
+            if self._json:
+                self._json += b","
+            self._json += dumps(value).encode()
 
     def take_back(self, num: int) -> None:
         """Remove the last entries, at most MAX_TAKEN_BACK."""
         for _ in range(num):
-            self._inside = self._inside[: self._newest.pop()]
+            del self._json[self._newest.pop() :]
 
-    def __str__(self) -> str:
-        return f"[{self._inside}]"
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The JSON in pieces, which hold until the next change."""
+        return (b"[", self._json, b"]")
+
+    def __len__(self) -> int:
+        """Return the number of bytes, about."""
+        return len(self._json)
 
 
 class GrowingText:
     """The JSON of a text to which characters are added."""
 
     def __init__(self) -> None:
-        self._inside = ""
+        self._json = bytearray()  # without quotes; ASCII
 
     def append(self, text: str) -> None:
-        self._inside += dumps(text)[1:-1]
+        self._json += dumps(text)[1:-1].encode()
 
-    def __str__(self) -> str:
-        return f'"{self._inside}"'
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The JSON in pieces, which hold until the next change."""
+        return (b'"', self._json, b'"')
+
+    def __len__(self) -> int:
+        """Return the number of bytes, about."""
+        return len(self._json)
 
 
 class EventStream(Response):
     """A response that sends events as they are made, and stops when the client disconnects: also between two events,
-    for example while generation is paused."""
+    for example while generation is paused. `events` waits for the event loop's other work by itself, see `Encoder`."""
 
     media_type = "text/event-stream"
 
@@ -85,15 +103,13 @@ class EventStream(Response):
             sending = asyncio.ensure_future(self._send_all(send))
             if await first_of(sending, until_disconnect(receive)):
                 sending.result()
+        except asyncio.CancelledError:  # only the server's end cancels: the connection is closed with it
+            logger.warning("a stream is cut off, because the server ends")
         finally:
             self._on_end()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        since = time.monotonic()
         async for data in self._events:
             await send({"type": "http.response.body", "body": data, "more_body": True})
-            if time.monotonic() - since > _TURN_S:  # many events may be ready: others have their turn
-                await asyncio.sleep(0)
-                since = time.monotonic()
         await send({"type": "http.response.body", "body": b"", "more_body": False})

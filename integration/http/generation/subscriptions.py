@@ -11,7 +11,6 @@ loop once, for all of its sequences.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -23,7 +22,7 @@ from typing import Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ....rollout.completion import Completion, StreamChunk
 from ....rollout.engine import Engine
@@ -34,18 +33,16 @@ from ....rollout.sequences.request import RequestOptions
 from ..edge.config import HttpConfig
 from ..edge.disconnect import unless_gone
 from ..edge.errors import Draining, HttpError
-from ..edge.json_slices import encode_in_slices
+from .answers import Answer
+from .encoding import Encoder, completion_cost, encode
 from .grammar_limits import check_grammars
-from .limits import RequestLimits
+from .limits import OpenEntries, RequestLimits
 from .sse import EventStream
 
 logger = logging.getLogger(__name__)
 
 _INTAKE_THREADS = 4
-_QUICK_ENTRIES = 10_000  # an answer with up to this many parts is encoded at once
-_NUM_FACTS = 20  # of each sequence, beside its log-probabilities
 _CHARS_PER_TOKEN = 4  # of a text that is not tokenised yet, about
-_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False)  # as JSONResponse encodes
 CLIENT_GONE = Response(status_code=499)  # returned to the framework; the client has disconnected
 T = TypeVar("T")
 
@@ -118,6 +115,10 @@ class Subscription:
         self._hub.ended(self, num_ended)
         return chunks
 
+    async def encode(self, make: Callable[[], bytes], cost: int) -> bytes:
+        """Return `make()`, see `Encoder.run`."""
+        return await self._hub.encoder.run(make, cost)
+
     async def completions(self) -> list[Completion]:
         """Wait for all answers and return them in the order of `index_of`. Raises EngineStopped."""
         answers: dict[str, Completion] = {}
@@ -132,6 +133,10 @@ class Reply(Protocol):
     @property
     def is_streamed(self) -> bool:
         """Whether the answer is a stream of events."""
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether log-probabilities come with the texts of their tokens, which have to be decoded."""
 
     @property
     def size(self) -> Size:
@@ -154,12 +159,13 @@ class Hub:
         self.engine = engine
         self.config = config or HttpConfig()
         self.limits = RequestLimits(engine, self.config)
+        self.entries = OpenEntries(self.config.max_open_logprob_entries)
         self.loop = asyncio.get_running_loop()
+        self.encoder = Encoder()
         self.is_draining = False  # new requests are refused: the server will end
         self.open: set[Subscription] = set()  # admitted, and neither answered nor left
         self._num_sequences = self._num_tokens = 0  # of the open ones
         self._intake = ThreadPoolExecutor(_INTAKE_THREADS, "lockstep-intake")
-        self._encoding = ThreadPoolExecutor(1, "lockstep-answers")
         self._leaving_thread = ThreadPoolExecutor(1, "lockstep-leaving")
         self._leaving: deque[Subscription] = deque()
         self._news: deque[tuple[Subscription, StreamChunk | EngineStopped]] = deque()
@@ -177,20 +183,24 @@ class Hub:
         subscription = self._admit(reply.size)
         if reply.is_streamed:
             await self._subscribe(subscription, reply.asked, streamed=True)
-            return EventStream(reply.events(subscription), on_end=partial(self.leave, subscription))
+            return EventStream(reply.events(subscription), on_end=partial(self._end, subscription))
         try:
-            completions = await unless_gone(request, self._completions(subscription, reply.asked))
+            content = await unless_gone(request, self._whole(subscription, reply))
         except ClientDisconnect:
+            self.entries.release(subscription)
             return CLIENT_GONE
-        if sum(map(_num_entries, completions)) <= _QUICK_ENTRIES:
-            return JSONResponse(reply.whole(completions))
-        content = await self.loop.run_in_executor(self._encoding, _encoded, reply, completions)
-        return Response(content, media_type="application/json")
+        except BaseException:
+            self.entries.release(subscription)
+            raise
+        return Answer(content, on_end=partial(self.entries.release, subscription))
 
-    async def _completions(self, subscription: Subscription, prepare: Callable[[], Asked]) -> list[Completion]:
-        await self._subscribe(subscription, prepare, streamed=False)
+    async def _whole(self, subscription: Subscription, reply: Reply) -> bytes:
+        """Wait for the answers and return their JSON."""
+        await self._subscribe(subscription, reply.asked, streamed=False)
         try:
-            return await subscription.completions()
+            completions = await subscription.completions()
+            cost = sum(completion_cost(completion, has_texts=reply.has_texts) for completion in completions)
+            return await self.encoder.run(lambda: encode(reply.whole(completions)), cost)
         finally:
             self.leave(subscription)
 
@@ -247,6 +257,7 @@ class Hub:
             await self._queue(subscription, prepare, streamed=streamed)
         except BaseException:
             self._forget(subscription)
+            self.entries.release(subscription)
             raise
 
     async def _queue(self, subscription: Subscription, prepare: Callable[[], Asked], *, streamed: bool) -> None:
@@ -263,6 +274,7 @@ class Hub:
         def begin() -> list[list[str]]:
             asked = subscription.asked = prepare()
             check_grammars(asked.params, self.config)
+            self.entries.take(subscription, self.limits.num_open_entries(asked.prompts, asked.params, asked.options))
             missing.extend(self.engine.requests.ask_grammars(asked.params))
             return [] if missing else submit()
 
@@ -295,11 +307,17 @@ class Hub:
 
             def withdraw(done: asyncio.Future[T]) -> None:
                 self.engine.requests.leave_grammars(missing)
+                self.entries.release(subscription)
                 if done.exception() is None:
                     self._withdraw_soon(subscription)
 
             running.add_done_callback(withdraw)
             raise
+
+    def _end(self, subscription: Subscription) -> None:
+        """Leave a stream that has ended."""
+        self.leave(subscription)
+        self.entries.release(subscription)
 
     def leave(self, subscription: Subscription) -> None:
         """Abort the subscription's open sequences, after the current step."""
@@ -351,14 +369,3 @@ def hub_of(app: Starlette) -> Hub:
         hub = app.state.hub = Hub(app.state.service.engine, app.state.config)
         hub.is_draining = app.state.is_draining
     return hub
-
-
-def _num_entries(c: Completion) -> int:
-    """Count the parts of an answer, about."""
-    lists = (c.top_logprobs, c.listed_logprobs, c.prompt_top_logprobs, c.prompt_listed_logprobs)
-    alternatives = sum(len(at) for positions in lists for at in positions or () if at is not None)
-    return alternatives + len(c.logprobs) + len(c.prompt_logprobs or ()) + len(c.prompt_ids) // 16 + _NUM_FACTS
-
-
-def _encoded(reply: Reply, completions: list[Completion]) -> bytes:
-    return "".join(encode_in_slices(reply.whole(completions), _ENCODER.encode)).encode("utf-8")

@@ -9,8 +9,10 @@ from ..generation.meta import Wanted, meta_info
 from .body import OpenAIRequest
 
 
-def answer(ask: OpenAIRequest, completions: Sequence[Completion], received: float) -> dict[str, object]:
-    """Make the body of an answer that is not streamed."""
+def answer(
+    ask: OpenAIRequest, completions: Sequence[Completion], received: float, echoes: Sequence[str]
+) -> dict[str, object]:
+    """Make the body of an answer that is not streamed. echoes: texts of the prompts; empty if they are not echoed."""
     last = completions[-1]
     metadata: dict[str, object] = {"weight_version": last.weight_version, "weight_digest": last.weight_digest}
     if len(completions) == 1:
@@ -22,22 +24,26 @@ def answer(ask: OpenAIRequest, completions: Sequence[Completion], received: floa
         "object": "chat.completion" if ask.is_chat else "text_completion",
         "created": ask.created,
         "model": ask.model,
-        "choices": [choice(ask, completion, index, received) for index, completion in enumerate(completions)],
+        "choices": [
+            choice(ask, completion, index, received, echoes[index // ask.n] if echoes else "")
+            for index, completion in enumerate(completions)
+        ],
         "usage": usage(ask, completions),
         "metadata": metadata,
     }
 
 
-def choice(ask: OpenAIRequest, completion: Completion, index: int, received: float) -> dict[str, object]:
-    """Make one choice of an answer that is not streamed. received: time of the request, by time.monotonic()."""
+def choice(ask: OpenAIRequest, completion: Completion, index: int, received: float, echo: str) -> dict[str, object]:
+    """Make one choice of an answer that is not streamed. received: time of the request, by time.monotonic(). echo: text
+    before the output."""
     c = completion
     found: dict[str, object] = {"index": index}
     if ask.is_chat:
         found["message"] = {"role": "assistant", "content": c.text}
         found["logprobs"] = chat_logprobs(ask, c.token_ids, c.logprobs, c.top_logprobs) if ask.wanted.logprobs else None
     else:
-        found["text"] = echoed(ask, index, c.prompt_ids) + c.text
-        found["logprobs"] = _completion_logprobs(ask, c, index) if ask.wanted.logprobs else None
+        found["text"] = echo + c.text
+        found["logprobs"] = _completion_logprobs(ask, c) if ask.wanted.logprobs else None
     found |= ending(c.finish_reason)
     return found | extras(ask, c, received)
 
@@ -80,11 +86,9 @@ def usage(ask: OpenAIRequest, completions: Sequence[Completion]) -> dict[str, ob
     }
 
 
-def echoed(ask: OpenAIRequest, index: int, prompt_ids: Sequence[int]) -> str:
-    """Return the prompt's text if the request echoes it, else an empty text."""
-    if not ask.echo:
-        return ""
-    prompt = ask.prompts[index // ask.n]
+def prompt_text(ask: OpenAIRequest, number: int, prompt_ids: Sequence[int]) -> str:
+    """Return the text of one prompt, as it was sent or decoded."""
+    prompt = ask.prompts[number]
     return prompt if isinstance(prompt, str) else ask.decode(prompt_ids)
 
 
@@ -172,7 +176,7 @@ def _by_text(ask: OpenAIRequest, ranked: TopLogprobs) -> dict[str, float | None]
     return found
 
 
-def _completion_logprobs(ask: OpenAIRequest, c: Completion, index: int) -> dict[str, object]:
+def _completion_logprobs(ask: OpenAIRequest, c: Completion) -> dict[str, object]:
     if not ask.echo:
         return token_logprobs(ask, c.token_ids, c.logprobs, c.top_logprobs, 0)
     # An aborted prompt may not have all of its log-probabilities.

@@ -17,7 +17,7 @@ from lockstep.integration.http.edge.bodies import fields_of
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.edge.errors import BadField
 from lockstep.integration.http.generation import body as generate_body
-from lockstep.integration.http.generation import tokenising
+from lockstep.integration.http.generation import encoding, tokenising
 from lockstep.integration.http.generation.body import GenerateBody
 from lockstep.integration.http.openai.body import ChatBody
 from lockstep.integration.http.server import BackgroundServer, serve_in_background
@@ -83,7 +83,7 @@ def client(served) -> Iterator[httpx.Client]:
         (
             {"return_logprob": True, "top_logprobs_num": 5, "stream": True, "sampling_params": {"max_new_tokens": 6}},
             "top_logprobs_num",
-            "30 positions times alternatives are more than the 25 of a stream, 1/8",
+            "36 log-probabilities are more than the 25 of a stream, 1/8",
         ),
         ({"sampling_params": {"custom_params": {"a": [0] * (1 << 18)}}}, "sampling_params", "more than 262144 values"),
         ({"return_logprob": True, "top_logprobs_num": 6}, "top_logprobs_num", "6 are more than 5 (max_top_logprobs)"),
@@ -97,19 +97,26 @@ def client(served) -> Iterator[httpx.Client]:
         (
             {"return_logprob": True, "top_logprobs_num": 5, "sampling_params": {"max_new_tokens": 41}},
             "top_logprobs_num",
-            "205 positions times alternatives are more than the 200",
+            "246 log-probabilities are more than the 200",
         ),
         (
             {"return_logprob": True, "top_logprobs_num": 5, "sampling_params": {"max_new_tokens": 20, "n": 3}},
             "top_logprobs_num",
-            "300 positions",
+            "360 log-probabilities",
         ),
         (
             {"input_ids": [3] * 60, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 4,
              "sampling_params": SHORT},
             "top_logprobs_num",
-            "248 positions",
+            "310 log-probabilities",
         ),
+        (
+            {"input_ids": [3] * 60, "return_logprob": True, "logprob_start_len": 0,
+             "sampling_params": {**SHORT, "n": 4}},
+            "top_logprobs_num",
+            "248 log-probabilities",
+        ),
+        ({"return_logprob": True, "sampling_params": {"max_new_tokens": 201}}, "top_logprobs_num", "201 log-prob"),
         ({"input_ids": [1] * 513}, "input_ids", "513 tokens) exceeds the maximum allowed length"),
     ],
 )  # fmt: skip
@@ -129,6 +136,8 @@ def test_each_limit_of_generate_is_a_400_that_names_its_setting(client, fields, 
         ({"prompt": "1", "n": 17}, "n", "(max_sequences)"),
         ({"prompt": "1", "logprobs": 6}, "logprobs", "(max_top_logprobs)"),
         ({"prompt": "1", "logprobs": 5, "max_tokens": 41}, "logprobs", "(max_logprob_entries)"),
+        ({"prompt": "1", "logprobs": 0, "max_tokens": 201}, "logprobs", "(max_logprob_entries)"),
+        ({"prompt": "1", "return_meta_info": True, "max_tokens": 201}, "logprobs", "(max_logprob_entries)"),
         ({"prompt": "1", "logit_bias": {str(id): 1 for id in range(11)}}, "logit_bias", "(max_logit_bias"),
         ({"prompt": "1", "model": "x" * 1025}, "model", "more than 1024"),
         ({"prompt": "1", "stop": "x" * 101}, "stop", "(max_stop_bytes)"),
@@ -307,13 +316,36 @@ def test_the_tokens_that_wait_are_limited(served, client, service, until):
     )
 
 
-def test_a_large_answer_is_the_answer_that_a_small_one_would_be(client, served, service, monkeypatch):
-    from lockstep.integration.http.generation import subscriptions
+def test_the_logprobs_of_all_open_requests_are_limited(service, until):
+    scored = {"input_ids": [5] * 60, "return_logprob": True, "logprob_start_len": 0, "sampling_params": SHORT}
+    with serve_in_background(service, HttpConfig(port=0, max_open_logprob_entries=100)) as server:
 
+        def post(**fields: object) -> httpx.Response:
+            return httpx.post(f"{server.url}/generate", json={**scored, **fields}, timeout=60)
+
+        service.engine.pause_generation("in_place")
+        waiting = submit(post)
+        until(lambda: service.engine.state()["num_waiting"] == 1)
+        assert server.app.state.hub.entries.num == 60
+        for stream in (False, True):
+            answer = post(stream=stream)
+            assert answer.status_code == 503 and "max_open_logprob_entries" in answer.text
+            assert answer.headers["retry-after"] == "1" and answer.json()["error"]["code"] == "overloaded"
+        # Plain log-probabilities of the output do not count.
+        others = submit(post, logprob_start_len=-1, sampling_params={**SHORT, "n": 60})
+        until(lambda: service.engine.state()["num_waiting"] == 61)
+        service.engine.continue_generation()
+        assert soon(waiting).status_code == soon(others).status_code == 200
+        for stream in (False, True):
+            assert post(top_logprobs_num=2, stream=stream).status_code == 200  # alone, a request may have more
+        until(lambda: server.app.state.hub.entries.num == 0)
+
+
+def test_a_large_answer_is_the_answer_that_a_small_one_would_be(client, served, service, monkeypatch):
     ask = {"text": ["1 + 2", "3"], "sampling_params": {**SHORT, "n": 2}, "return_logprob": True, "top_logprobs_num": 5,
            "return_text_in_logprobs": True}  # fmt: skip
     small = client.post("/generate", json=ask)
-    monkeypatch.setattr(subscriptions, "_QUICK_ENTRIES", 3)
+    monkeypatch.setattr(encoding, "QUICK_COST", 3)
     large = client.post("/generate", json=ask)
 
     def comparable(answer: httpx.Response) -> list[dict]:

@@ -65,8 +65,8 @@ class Told:
         return [chunk.completion for chunk in self.chunks if chunk.completion is not None]
 
 
-def asked(params: SamplingParams = PARAMS) -> Asked:
-    return Asked(PROMPTS, [params] * 2, [RequestOptions()] * 2, ["a", "b"])
+def asked(params: SamplingParams = PARAMS, num_top: int = 0) -> Asked:
+    return Asked(PROMPTS, [params] * 2, [RequestOptions(top_logprobs_num=num_top)] * 2, ["a", "b"])
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -131,7 +131,7 @@ def test_subscription_that_is_cancelled_while_it_is_queued_leaves_nothing(engine
     def prepare() -> Asked:
         began.set()
         assert go_on.wait(PATIENCE)
-        return asked(LONG)
+        return asked(LONG, num_top=2)
 
     async def leave() -> None:
         hub = Hub(engine)
@@ -144,6 +144,7 @@ def test_subscription_that_is_cancelled_while_it_is_queued_leaves_nothing(engine
         go_on.set()
         while engine.metrics.num_aborted < before + 2:
             await asyncio.sleep(0)
+        assert not hub.open and hub.entries.num == 0
 
     asyncio.run(asyncio.wait_for(leave(), PATIENCE))
     assert engine.state()["num_running"] == engine.state()["num_waiting"] == 0
