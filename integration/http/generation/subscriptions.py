@@ -200,7 +200,14 @@ class Hub:
         try:
             completions = await subscription.completions()
             cost = sum(completion_cost(completion, has_texts=reply.has_texts) for completion in completions)
-            return await self.encoder.run(lambda: encode(reply.whole(completions)), cost)
+
+            def make() -> bytes:
+                answer = reply.whole(completions)
+                while completions:  # each is let go here and by itself, not with all others on the event loop
+                    completions.pop()
+                return encode(answer)
+
+            return await self.encoder.run(make, cost)
         finally:
             self.leave(subscription)
 

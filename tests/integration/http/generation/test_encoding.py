@@ -15,7 +15,7 @@ import torch
 from lockstep.integration.grpo.arithmetic import build_tokenizer
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.generation import generate
-from lockstep.integration.http.generation.encoding import QUICK_COST, Encoder, chunk_cost
+from lockstep.integration.http.generation.encoding import QUICK_COST, Encoder, chunk_cost, encode
 from lockstep.integration.http.generation.generate import StreamedAnswer
 from lockstep.integration.http.generation.meta import Wanted
 from lockstep.integration.http.openai import format as openai_format
@@ -112,6 +112,13 @@ def test_an_echoed_prompt_is_decoded_once_and_not_on_the_event_loop(server, serv
     assert len(decoded) == 1 and decoded[0].startswith("lockstep-intake")
     assert [event["choices"][0]["index"] for event in choices] == list(range(8))
     assert all(event["choices"][0]["text"].startswith(expected) for event in choices)
+
+
+@pytest.mark.parametrize("value", [[], [1], [{"a": [1, None]}, "é"], {"a": [{"b": 1.5}]}, "x"])
+def test_what_is_encoded_is_the_value(value):
+    expected = json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+    assert encode(value) == expected
+    assert not (isinstance(value, list) and value)
 
 
 # -- the encoder ----------------------------------------------------------------------------------------------------
