@@ -22,7 +22,7 @@ from ...rollout.errors import LockstepError
 from ..service import RolloutService
 from .app import create_app
 from .edge.config import HttpConfig
-from .edge.connections import Connections
+from .edge.connections import Connection, Connections
 from .generation.subscriptions import stop_taking
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,8 @@ class _Server(uvicorn.Server):
 
     def _cut_off(self) -> None:
         """Close the connections whose clients do not read their answers: those could only be cancelled."""
-        unread = [connection for connection in self.server_state.connections if connection.flow.write_paused]
+        ours = [one for one in self.server_state.connections if isinstance(one, Connection)]
+        unread = [connection for connection in ours if connection.flow.write_paused]
         if unread:
             logger.warning(
                 "%d clients do not read their answers: they are cut off, because the server ends", len(unread)
