@@ -70,8 +70,8 @@ class _Server(uvicorn.Server):
 
     def _cut_off(self) -> None:
         """Close the connections whose clients do not read their answers: those could only be cancelled."""
-        connections = [one for one in self.server_state.connections if isinstance(one, Connection)]
-        unread = [connection for connection in connections if connection.flow.write_paused]
+        ours = [one for one in self.server_state.connections if isinstance(one, Connection)]
+        unread = [connection for connection in ours if connection.flow.write_paused]
         if unread:
             logger.warning(
                 "%d clients do not read their answers: they are cut off, because the server ends", len(unread)
@@ -274,7 +274,6 @@ def _uvicorn_config(app: FastAPI, config: HttpConfig) -> uvicorn.Config:
         app,
         http=app.state.connections.protocol(),
         ws="none",
-        loop="asyncio",  # whose transports can read in small parts
         timeout_keep_alive=max(1, round(config.idle_timeout_s)),
         log_config=None,  # the program configures logging
         log_level="warning",

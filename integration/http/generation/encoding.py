@@ -22,7 +22,7 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii
 
 
 class Encoder:
-    """Make answers and events for one event loop, so that other requests are never kept waiting for them.
+    """Maker of answers and events for one event loop, so that other requests are never kept waiting for them.
 
     What costs up to `QUICK_COST` is made on the event loop while the pass has time left, else in a later pass, in the
     order of asking. Everything else is made in one thread, one after the other.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -18,9 +19,9 @@ from .tokenising import Tokenising
 _NAMES = ("rid", "extra_key", "cache_salt", "model")
 _MAX_NAME = 1024  # characters of each of these; every sequence, chunk or block has a copy
 _STREAM_SHARE = 8  # of the limit of entries, a stream that repeats its earlier output has this part
-_MAX_ENTRIES = (
-    1 << 18
-)  # values in one prompt's sampling parameters; their longest text, a grammar, may have as many bytes
+_PLAIN_POSITIONS = 8  # output positions without alternatives, a number each, that count as one entry
+# Values in one prompt's sampling parameters; their longest text, a grammar, may have as many bytes.
+_MAX_ENTRIES = 1 << 18
 
 
 class RequestLimits:
@@ -157,10 +158,13 @@ class RequestLimits:
                 its_options.top_logprobs_num + len(its_options.token_ids_logprob),
                 its_options.logprob_start_len,
             )
-            num_positions = max(len(ids) - start, 0) if start >= 0 else 0
-            if num or has:
-                num_positions += max(min(its_params.max_new_tokens, self._engine.max_model_len - len(ids)), 0)
-            total += max(num_positions, num > 0) * (1 + num) * its_params.n
+            num_scored = max(len(ids) - start, 0) if start >= 0 else 0
+            num_new = max(min(its_params.max_new_tokens, self._engine.max_model_len - len(ids)), 0)
+            if num:
+                num_each = max(num_scored + num_new, 1) * (1 + num)
+            else:
+                num_each = num_scored + num_new / _PLAIN_POSITIONS * bool(has)
+            total += math.ceil(num_each * its_params.n)
         return total
 
 
