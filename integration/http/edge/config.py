@@ -46,9 +46,7 @@ class HttpConfig:
     max_logit_bias: int = 1 << 14  # entries of a prompt's logit_bias; never more than the vocabulary has
     max_top_logprobs: int = 128  # likeliest tokens at each position
     max_listed_logprobs: int = 1024  # tokens of token_ids_logprob, at each position
-    max_logprob_entries: int = (
-        4 << 20
-    )  # log-probabilities of a request; an output position without alternatives is an eighth
+    max_logprob_entries: int = 4 << 20  # of a request; an output position without alternatives is an eighth
     max_open_logprob_entries: int = 16 << 20  # of all requests until their answers are sent; beyond: 503
     max_waiting_requests: int = 1 << 15  # sequences that wait; beyond: 503
     max_waiting_tokens: int = 64 << 20  # prompt tokens of open requests, for each sample; beyond: 503

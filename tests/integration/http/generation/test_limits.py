@@ -114,7 +114,7 @@ def client(served) -> Iterator[httpx.Client]:
             {"input_ids": [3] * 60, "return_logprob": True, "logprob_start_len": 0,
              "sampling_params": {**SHORT, "n": 4}},
             "top_logprobs_num",
-            "248 log-probabilities",
+            "241 log-probabilities",
         ),
         ({"return_logprob": True, "sampling_params": {"max_new_tokens": 403, "n": 4}}, "top_logprobs_num", "202 log-prob"),
         ({"input_ids": [1] * 513}, "input_ids", "513 tokens) exceeds the maximum allowed length"),
