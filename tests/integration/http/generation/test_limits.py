@@ -116,7 +116,7 @@ def client(served) -> Iterator[httpx.Client]:
             "top_logprobs_num",
             "241 log-probabilities",
         ),
-        ({"return_logprob": True, "sampling_params": {"max_new_tokens": 403, "n": 4}}, "top_logprobs_num", "202 log-prob"),
+        ({"return_logprob": True, "sampling_params": {"max_new_tokens": 403, "n": 4}}, "top_logprobs_num", "202 log-"),
         ({"input_ids": [1] * 513}, "input_ids", "513 tokens) exceeds the maximum allowed length"),
     ],
 )  # fmt: skip
