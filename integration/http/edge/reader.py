@@ -40,7 +40,9 @@ class Reader(h11.Connection):
 
     def refusal(self) -> bytes:
         """Return the answer to the request that `next_event` has refused, with the reason."""
-        status = HTTPStatus(self._error.error_status_hint if self._error is not None else HTTPStatus.BAD_REQUEST)
+        hint = self._error.error_status_hint if self._error is not None else HTTPStatus.BAD_REQUEST
+        # Another transfer encoding is 501 by the book; the mistake is the caller's, as all that has no place here.
+        status = HTTPStatus(hint if hint < HTTPStatus.INTERNAL_SERVER_ERROR else HTTPStatus.BAD_REQUEST)
         text = f"Invalid HTTP request received: {self._error}"
         if status == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
             text = (
