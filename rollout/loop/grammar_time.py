@@ -19,7 +19,6 @@ class GrammarTime:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}  # processor time of each sequence's grammar since the last step
         self._spent_s = 0.0  # the sum of them
-        self._last: dict[str, float] = {}  # that before it, where it was long
 
     @property
     def is_spent(self) -> bool:
@@ -31,9 +30,7 @@ class GrammarTime:
         """Charge the thread's processor time to a constrained sequence. Its next tokens get less, the more the step's
         grammars have taken so far."""
         assert request.grammar is not None
-        was_slow = self._last.get(request.id, 0.0) > HURRIED_S
-        hurried_s = 0.0 if was_slow else HURRIED_S
-        request.grammar.limit(hurried_s if self.is_spent else MAX_TOKEN_S)
+        request.grammar.limit(HURRIED_S if self.is_spent else MAX_TOKEN_S)
         began = time.thread_time()
         try:
             yield
@@ -53,7 +50,6 @@ class GrammarTime:
         total = sum(seconds for seconds, _ in slowest)
         if len(self._seconds) > max_others:  # of sequences that have ended otherwise
             self._seconds.clear()
-        self._last = {id: seconds for seconds, id in slowest if seconds > HURRIED_S}
         self._spent_s = 0.0
         found = []
         for seconds, id in slowest:
