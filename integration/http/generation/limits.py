@@ -161,7 +161,7 @@ class RequestLimits:
             num_scored = max(len(ids) - start, 0) if start >= 0 else 0
             num_new = max(min(its_params.max_new_tokens, self._engine.max_model_len - len(ids)), 0)
             if num:
-                num_each = max(num_scored + num_new, 1) * (1 + num)
+                num_each: float = max(num_scored + num_new, 1) * (1 + num)
             else:
                 num_each = num_scored + num_new / _PLAIN_POSITIONS * bool(has)
             total += math.ceil(num_each * its_params.n)
