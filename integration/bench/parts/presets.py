@@ -48,20 +48,13 @@ PRESETS: dict[str, dict[str, int]] = {
         "head_dim": 128,
         "vocab_size": 32768,
     },
-    "small-qwen3.5": {  # 136 M parameters: "small" with gated delta nets in three of four layers
-        "hidden_size": 768,
-        "intermediate_size": 2304,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "vocab_size": 16384,
-        "full_attention_interval": 4,
-        "linear_num_key_heads": 12,
-        "linear_num_value_heads": 12,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    },
+}
+PRESETS["small-qwen3.5"] = PRESETS["small"] | {  # 136 M parameters: gated delta nets in three of four layers
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 12,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
 }
 
 

@@ -10,9 +10,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-import torch
 
-from lockstep.integration.grpo.arithmetic import build_tokenizer
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.generation import generate
 from lockstep.integration.http.generation.encoding import QUICK_COST, Encoder, chunk_cost, encode
@@ -22,9 +20,6 @@ from lockstep.integration.http.openai import format as openai_format
 from lockstep.integration.http.server import BackgroundServer, serve_in_background
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.completion import StreamChunk
-from lockstep.rollout.config import EngineConfig
-from lockstep.rollout.engine import Engine
-from lockstep.tests.support.random_models import random_model
 
 PATIENCE = 60.0
 IN_THREAD = "lockstep-answers_0"
@@ -33,13 +28,8 @@ LONG = {"input_ids": list(range(4, 64)), "return_logprob": True, "logprob_start_
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[RolloutService]:
-    torch.set_num_threads(1)
-    model = random_model("qwen3", vocab_size=128, max_position_embeddings=512)
-    service = RolloutService(Engine(model, EngineConfig(kv_cache=128), tokenizer=build_tokenizer()))
-    with service.rollout():
-        yield service
-        service.engine.stop()
+def service(small_service) -> RolloutService:
+    return small_service
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-import torch
 from pydantic import ValidationError
 
-from lockstep.integration.grpo.arithmetic import build_tokenizer
 from lockstep.integration.http.edge.bodies import fields_of
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.edge.errors import BadField
@@ -22,10 +20,7 @@ from lockstep.integration.http.generation.body import GenerateBody
 from lockstep.integration.http.openai.body import ChatBody
 from lockstep.integration.http.server import BackgroundServer, serve_in_background
 from lockstep.integration.service import RolloutService
-from lockstep.rollout.config import EngineConfig
-from lockstep.rollout.engine import Engine
 from lockstep.tests.support.callers import soon, submit
-from lockstep.tests.support.random_models import random_model
 
 LATEST_S = 10.0  # generous, since other tests share the cores; the torture suite measures against 2 s
 SHORT = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
@@ -41,13 +36,8 @@ def bias() -> bytes:
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[RolloutService]:
-    torch.set_num_threads(1)
-    model = random_model("qwen3", vocab_size=128, max_position_embeddings=512)
-    service = RolloutService(Engine(model, EngineConfig(kv_cache=128), tokenizer=build_tokenizer()))
-    with service.rollout():
-        yield service
-        service.engine.stop()
+def service(small_service) -> RolloutService:
+    return small_service
 
 
 @pytest.fixture(scope="module")
