@@ -50,7 +50,8 @@ class Profiler:
     """Start and stop torch's profiler between two steps of an engine. Any thread may call.
 
     By default torch records the thread that starts the profiler, and threads that began later. `profile_all_threads`
-    makes it record the whole process, the engine's loop included. The state of this class changes only under the
+    makes it record the whole process, the engine's loop included; torch may then crash where a thread outside the
+    engine's lock runs operations while the profiler begins or ends. The state of this class changes only under the
     engine's lock.
     """
 
