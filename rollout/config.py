@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 POLICIES = ("edf", "fcfs", "lrs")
 MAX_ROLLBACK = 256
 JUMP_MODES = ("text", "exact", "off")
+DRAFT_SOURCES = ("caller", "siblings", "history", "past")
+MAX_DRAFT = 64  # tokens
 DEADLINE_MULTIPLIER = 1.5
 MIN_DEADLINE_S = 0.5
 ADMISSION_RATIO = 0.7
@@ -19,7 +22,7 @@ _COUNTS = (
     *("block_size", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill_size", "max_model_len"),
     *("tp", "pp", "k_blocks", "state_check_steps"),
     *("jump_forward_max_rollback", "jump_forward_max_blocks", "max_grammars"),
-    *("max_waiting_grammars", "grammar_memory_mb"),
+    *("max_waiting_grammars", "grammar_memory_mb", "speculation_memory_mb"),
 )
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(|k|m|g|ki|mi|gi)b\s*", re.IGNORECASE)
 _BLOCKS = re.compile(r"\s*(\d+)\s*blocks?\s*", re.IGNORECASE)
@@ -31,6 +34,21 @@ class KVSize:
 
     num_bytes: int | None = None
     num_blocks: int | None = None
+
+
+def _wrong_sources(speculation: object) -> list[str]:
+    """Return what is wrong with the setting of that name."""
+    if speculation in ("auto", "off"):
+        return []
+    if not isinstance(speculation, Mapping):
+        return [f'speculation must be "auto", "off" or a table of sources with numbers of tokens, not {speculation!r}']
+    wrong = []
+    if unknown := sorted(str(name) for name in speculation if name not in DRAFT_SOURCES):
+        wrong.append(f"speculation names {', '.join(unknown)}: its sources are {', '.join(DRAFT_SOURCES)}")
+    for name, depth in speculation.items():
+        if type(depth) is not int or not 1 <= depth <= MAX_DRAFT:
+            wrong.append(f"speculation: {name} must be from 1 to {MAX_DRAFT} tokens, not {depth!r}")
+    return wrong
 
 
 def parse_kv_size(text: str | int) -> KVSize:
@@ -85,6 +103,11 @@ class EngineConfig:
     jump_forward: str = "text"  # for requests with a grammar that name no mode: "text", "exact" or "off"
     jump_forward_max_rollback: int = 10  # tokens that a jump may replace ("text" only)
     jump_forward_max_blocks: int = 10  # KV blocks that one jump may take
+    speculation: str | Mapping[str, int] = "auto"  # rows for tokens that may come next, which changes no bit: "auto",
+    # "off", or the sources to ask, each with the most tokens of a draft: "past" (the sequence's own tokens), "siblings"
+    # (samples of the same prompt), "history" (earlier samples of it), "caller" (`draft_token_ids`). Example:
+    # {"siblings": 8, "past": 4}. How many rows a step has is chosen from what was measured
+    speculation_memory_mb: int = 64  # MiB of ended samples that are kept for drafts
     grammar_any_whitespace: bool = False  # JSON with any spaces and line breaks; little text is forced then
     max_grammars: int = 256  # compiled grammars that are kept
     max_waiting_grammars: int = 64  # different grammars that an HTTP request may have; where so many wait to be
@@ -127,6 +150,7 @@ class EngineConfig:
             wrong.append(f"jump_forward must be one of {', '.join(JUMP_MODES)}, not {self.jump_forward!r}")
         if isinstance(self.jump_forward_max_rollback, int) and self.jump_forward_max_rollback > MAX_ROLLBACK:
             wrong.append(f"jump_forward_max_rollback must be at most {MAX_ROLLBACK}")
+        wrong += _wrong_sources(self.speculation)
         if self.policy not in POLICIES:
             wrong.append(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         for name in ("deadline_multiplier", "min_deadline_s", "rank_timeout_s", "grammar_timeout_s"):

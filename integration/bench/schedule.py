@@ -96,7 +96,7 @@ class SteadyLoad:
         arriving = [self._request() for _ in ended]
         started = time.perf_counter()
         scheduler.on_step_completed(output, requests)
-        scheduler.on_step_timed(output, _STEP_SECONDS + _ROW_SECONDS * output.num_tokens)
+        scheduler.on_step_timed(output, _STEP_SECONDS + _ROW_SECONDS * output.num_rows)
         for id in ended:
             scheduler.remove(requests[id])
         seconds += time.perf_counter() - started

@@ -17,7 +17,7 @@ struct Conv {
   const void* bias;       // [C] or null
   const void* initial;    // [*, w - 1, C] or null
   void *out, *final;      // [R, C]; [*, w - 1, C]
-  const int64_t *reads, *writes;  // [S]: each sequence's place in `initial` and `final`; null: in their order
+  rows::Slots slots;      // each sequence's places in `initial` and `final`
   const int32_t* starts;  // [S + 1]
   int64_t x_row, channels, width, silu;
 };
@@ -26,12 +26,12 @@ struct Conv {
 template <typename T, int TAPS>
 void convolve(const Conv& p, int64_t sequence, int64_t first, int64_t end) {
   const int64_t taps = TAPS ? TAPS : p.width, C = p.channels, start = p.starts[sequence];
-  auto state = [&](const int64_t* slots) { return (slots ? slots[sequence] : sequence) * (taps - 1) * C + first; };
+  auto state = [&](int64_t slot) { return slot * (taps - 1) * C + first; };
   const int64_t num_rows = p.starts[sequence + 1] - start;
   const T zeros[BLOCK + W] = {};
   auto input = [&](int64_t row) {  // of the channels from `first`; rows below zero are the initial ones
     if (row >= 0) return (const T*)p.x + (start + row) * p.x_row + first;
-    return p.initial ? (const T*)p.initial + state(p.reads) + (taps - 1 + row) * C : zeros;
+    return p.initial ? (const T*)p.initial + state(p.slots.read(sequence)) + (taps - 1 + row) * C : zeros;
   };
   float weights[TAPS ? TAPS : MAX_WIDTH][BLOCK + W];
   for (int64_t j = 0; j < taps; j++)
@@ -49,7 +49,7 @@ void convolve(const Conv& p, int64_t sequence, int64_t first, int64_t end) {
     }
   }
   for (int64_t j = 0; j < taps - 1; j++)
-    memcpy((T*)p.final + state(p.writes) + j * C, input(num_rows - (taps - 1) + j), (end - first) * sizeof(T));
+    memcpy((T*)p.final + state(p.slots.write(sequence)) + j * C, input(num_rows - (taps - 1) + j), (end - first) * sizeof(T));
 }
 
 template <typename T, int TAPS>
@@ -58,7 +58,7 @@ void convolve_all(const Conv& p, int64_t sequences, int threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
   for (int64_t task = 0; task < sequences * blocks; task++) {
     const int64_t first = task % blocks * BLOCK, end = first + BLOCK < p.channels ? first + BLOCK : p.channels;
-    convolve<T, TAPS>(p, task / blocks, first, end);
+    p.slots.each(task / blocks, sequences, [&](int64_t sequence) { convolve<T, TAPS>(p, sequence, first, end); });
   }
 }
 
@@ -78,7 +78,7 @@ extern "C" void lockstep_causal_conv(const void* x, const void* weight, const vo
                                      void* out, void* final, const void* reads, const void* writes, const void* starts,
                                      int64_t sequences, int64_t x_row, int64_t channels, int64_t width, int64_t silu,
                                      int64_t is_bf16, int64_t threads) {
-  const Conv p{x, weight, bias, initial, out, final, (const int64_t*)reads, (const int64_t*)writes,
+  const Conv p{x, weight, bias, initial, out, final, {(const int64_t*)reads, (const int64_t*)writes},
                (const int32_t*)starts, x_row, channels, width, silu};
   if (is_bf16)
     convolve_all<bf16>(p, sequences, (int)threads);

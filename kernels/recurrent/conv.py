@@ -7,7 +7,7 @@ C channels, w width, S sequences.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from ..layers.activation import silu
 from ..machine import native
 from ..machine.gpu import triton_serves
-from .slots import Slots, state_pointers
+from .slots import Slots, run_in_slots, state_pointers
 
 SOURCE = "recurrent/causal_conv.cpp"
 PARALLEL_ELEMENTS = 1 << 13  # with fewer elements, starting threads costs more than it saves
@@ -55,10 +55,15 @@ def causal_conv_in_slots(
     """Compute `causal_conv` with states in slots [N, w - 1, C] that are read and written in place. Returns out."""
     if _is_native(x, weight):
         return _run_native(x, weight, bias, cu_seqlens, activation, slots)
-    initial = slots.pool.index_select(0, slots.reads)
-    out, final = causal_conv(x, weight, bias, cu_seqlens, initial, activation)
-    slots.pool.index_copy_(0, slots.writes, final)
-    return out
+    if triton_serves(x.device) and x.dtype != torch.float64:
+        from . import triton_kernels  # Triton is imported only where it is used
+
+        return triton_kernels.causal_conv_in_slots(x, weight, bias, slots, cu_seqlens, activation)
+
+    def compute(rows: Sequence[Tensor], starts: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
+        return causal_conv(rows[0], weight, bias, starts, initial, activation)
+
+    return run_in_slots((x,), cu_seqlens, slots, compute)
 
 
 def reference_causal_conv(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from ..machine import native
 from ..machine.gpu import triton_serves
 from .delta_chunks import SequencesSideBySide, chunked_gated_delta_rule, normalized, similar_lengths
-from .slots import Slots, state_pointers
+from .slots import Slots, run_in_slots, state_pointers
 
 SOURCE = "recurrent/gated_delta_rule.cpp"
 PARALLEL_ELEMENTS = 1 << 14  # of all updated states; with fewer, starting threads costs more than it saves
@@ -75,15 +75,21 @@ def gated_delta_rule_in_slots(
     *, norm_eps: float | None = 1e-6, scale: float | None = None, corrects: bool = True,
 ) -> Tensor:  # fmt: skip
     """Compute `gated_delta_rule` with states in slots [N, H, K, V] that are read and written in place. Returns out."""
+    rule = DeltaRule(q.shape[-1] ** -0.5 if scale is None else scale, norm_eps, corrects)
     if v.is_cpu and v.dtype in (torch.bfloat16, torch.float32) and _native() is not None:
-        rule = DeltaRule(q.shape[-1] ** -0.5 if scale is None else scale, norm_eps, corrects)
         return _run_native(q, k, v, g.float(), beta.float(), cu_seqlens, rule, slots)
-    initial = slots.pool.index_select(0, slots.reads)
-    out, final = gated_delta_rule(
-        q, k, v, g, beta, cu_seqlens, initial, norm_eps=norm_eps, scale=scale, corrects=corrects
-    )
-    slots.pool.index_copy_(0, slots.writes, final)
-    return out
+    if triton_serves(v.device) and v.dtype != torch.float64:
+        from . import triton_kernels  # Triton is imported only where it is used
+
+        return triton_kernels.gated_delta_rule_in_slots(
+            q, k, v, g.float(), beta.float(), slots, cu_seqlens, rule.scale, rule.norm_eps, rule.corrects
+        )
+
+    def compute(rows: Sequence[Tensor], starts: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, g, beta = rows
+        return gated_delta_rule(q, k, v, g, beta, starts, initial, norm_eps=norm_eps, scale=scale, corrects=corrects)
+
+    return run_in_slots((q, k, v, g, beta), cu_seqlens, slots, compute)
 
 
 def reference_gated_delta_rule(

@@ -24,7 +24,7 @@ struct Rule {
   const float* initial;      // [*, H, K, V] or null
   void* out;                 // [R, H, V]
   float* final;              // [*, H, K, V]
-  const int64_t *reads, *writes;  // [S]: each sequence's place in `initial` and `final`; null: in their order
+  rows::Slots slots;         // each sequence's places in `initial` and `final`
   const int32_t* starts;     // [S + 1]
   int64_t q_row, k_row, v_row, key_heads, heads, K, V;
   float scale, eps;          // of q; of the norm of q and k, negative for none
@@ -75,9 +75,9 @@ template <typename T, bool BY_CHANNEL, bool CORRECTS, int NV>
 void run(const Rule& p, int64_t sequence, int64_t head, int64_t column, int64_t count, float* s, Token& now,
          Token& next) {
   const int64_t K = p.K, V = p.V, first = p.starts[sequence], end = p.starts[sequence + 1];
-  auto place = [&](const int64_t* slots) { return ((slots ? slots[sequence] : sequence) * p.heads + head) * K * V + column; };
-  const float* initial = p.initial ? p.initial + place(p.reads) : nullptr;
-  float* final = p.final + place(p.writes);
+  auto place = [&](int64_t slot) { return (slot * p.heads + head) * K * V + column; };
+  const float* initial = p.initial ? p.initial + place(p.slots.read(sequence)) : nullptr;
+  float* final = p.final + place(p.slots.write(sequence));
   auto lanes = [&](int n) { return NV > 1 ? (int64_t)W : count; };
   Floats mem[NV], out[NV], d[NV];
   auto decay = [](const Token& t, int64_t i) { return splat(BY_CHANNEL ? t.decay[i] : t.head_decay); };
@@ -143,14 +143,15 @@ void run_all(const Rule& p, int64_t sequences, int threads) {
     Token now(p.K), next(p.K);
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < sequences * p.heads * tiles; task++) {
-      const int64_t sequence = task / (p.heads * tiles), head = task / tiles % p.heads;
-      int64_t column = task % tiles * COLUMNS;
-      if (column + COLUMNS <= p.V) {
-        run<T, BY_CHANNEL, CORRECTS, COLUMNS / W>(p, sequence, head, column, COLUMNS, tile, now, next);
-      } else {
-        for (; column < p.V; column += W)
-          run<T, BY_CHANNEL, CORRECTS, 1>(p, sequence, head, column, p.V - column < W ? p.V - column : W, tile, now, next);
-      }
+      const int64_t head = task / tiles % p.heads, first = task % tiles * COLUMNS;
+      p.slots.each(task / (p.heads * tiles), sequences, [&](int64_t sequence) {
+        if (first + COLUMNS <= p.V) {
+          run<T, BY_CHANNEL, CORRECTS, COLUMNS / W>(p, sequence, head, first, COLUMNS, tile, now, next);
+        } else {
+          for (int64_t column = first; column < p.V; column += W)
+            run<T, BY_CHANNEL, CORRECTS, 1>(p, sequence, head, column, p.V - column < W ? p.V - column : W, tile, now, next);
+        }
+      });
     }
   }
 }
@@ -165,7 +166,7 @@ extern "C" void lockstep_gated_delta_rule(const void* q, const void* k, const vo
                                           float eps, int64_t by_channel, int64_t corrects, int64_t is_bf16,
                                           int64_t threads) {
   const Rule p{q, k, v, (const float*)g, (const float*)beta, (const float*)initial, out, (float*)final,
-               (const int64_t*)reads, (const int64_t*)writes, (const int32_t*)starts, q_row, k_row, v_row, key_heads, heads, K, V, scale, eps};
+               {(const int64_t*)reads, (const int64_t*)writes}, (const int32_t*)starts, q_row, k_row, v_row, key_heads, heads, K, V, scale, eps};
   if (!corrects)  // of float32, with a decay per head
     run_all<float, false, false>(p, sequences, (int)threads);
   else if (is_bf16)

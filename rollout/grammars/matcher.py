@@ -156,6 +156,11 @@ class GrammarMatcher:
         return mask
 
 
+def allows(mask: np.ndarray, token_id: int) -> bool:
+    """Return whether a mask, as `GrammarMatcher.mask` builds it, allows a token."""
+    return bool(mask[token_id // 8] >> (token_id % 8) & 1)
+
+
 def pack_ids(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
     """Build the mask of these ids, in the format of `GrammarMatcher.mask`."""
     bits = np.zeros(32 * -(-vocab_size // 32), np.uint8)

@@ -6,7 +6,8 @@ undone here when a step fails, a sequence is preempted, or its end is cut off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -88,6 +89,22 @@ class GrammarState:
         self._matcher.limit_s = seconds
         if seconds <= 0:
             self._matcher.is_lost, self._mask = True, None
+
+    @contextmanager
+    def looking_ahead(self, seconds: float) -> Iterator[None]:
+        """Follow tokens that may never come; afterwards the state is as before, also where one of them took too long.
+
+        seconds: of processor time that each of them may take. The state must not be lost.
+        """
+        assert not self.is_lost
+        followed, stretches, limit_s = list(self._followed), list(self._stretches), self._matcher.limit_s
+        self._matcher.limit_s = seconds
+        try:
+            yield
+        finally:
+            self._matcher.is_lost, self._mask, self._stretches = False, None, stretches
+            self.follow(followed)
+            self._matcher.limit_s = limit_s
 
     @property
     def is_over(self) -> bool:

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from ..config import PIN_BUDGET
 from ..errors import LedgerError
 from ..sequences.request import Request
 from ..sequences.step import StateSlots
 from ..states.slots import SlotLedger
+from .accounts import Account, KVUsage, wrong_blocks
 from .block_pool import BlockPool
 from .events import KVEventLog
 from .pins import Pins
@@ -29,28 +29,6 @@ from .prefix import Prefix
 from .radix_cache import Node, RadixCache
 
 _PRESSURE_MEMORY = 0.9  # share of the eviction pressure so far that each further allocation keeps
-
-
-@dataclass(eq=False)
-class _Account:
-    """The blocks of one admitted request."""
-
-    blocks: list[int] = field(default_factory=list)  # the block table
-    nodes: list[Node] = field(default_factory=list)  # nodes of its published part
-    is_publishing: bool = True  # False after a hash collision or an epoch change: its blocks stay private
-    num_matched: int = 0  # blocks that came from the cache
-    snapshots_at: tuple[int, ...] = ()  # tokens after which a chunk of its prompt ends, for a snapshot of its states
-
-
-@dataclass(frozen=True)
-class KVUsage:
-    """Blocks of the pool by owner; they sum up to `num_blocks`."""
-
-    num_blocks: int
-    num_free: int
-    num_cached: int  # in the tree, without holder and not pinned: eviction can take them
-    num_pinned: int  # in the tree, without holder, kept by pins on them or on blocks below them
-    num_held: int  # owned by running sequences
 
 
 class KVLedger:
@@ -80,7 +58,7 @@ class KVLedger:
         self.states = states
         if states is not None:
             self.cache.on_removed = states.drop
-        self._accounts: dict[Request, _Account] = {}
+        self._accounts: dict[Request, Account] = {}
         self._prefixes: dict[Request, Prefix] = {}  # of live requests
         self.epoch = 0
         self.num_looked_up_tokens = 0  # known tokens of all admitted requests, counted again after a retraction
@@ -156,7 +134,7 @@ class KVLedger:
         for node in nodes:
             self.cache.hold(node)
             node.num_hits += 1
-        account = _Account([node.block for node in nodes], list(nodes), self.prefix_cache, len(nodes))
+        account = Account([node.block for node in nodes], list(nodes), self.prefix_cache, len(nodes))
         self._accounts[request] = account
         if self.states is not None:
             self.states.open(request, nodes[-1] if nodes else None, len(nodes) * self.block_size)
@@ -227,6 +205,46 @@ class KVLedger:
             self.grow(request, num_tokens)
         return num_tokens
 
+    def plan_draft(self, request: Request, num_tokens: int, num_drafted: int, *, num_reserved: int) -> int:
+        """Make room for a draft behind the request's first `num_tokens` tokens, which have blocks.
+
+        Takes free blocks only, and leaves as many free as requests run; of the slots of recurrent states it leaves
+        `num_reserved` free. Returns the number of drafted tokens that there is room for, at most `num_drafted`.
+        """
+        account = self._accounts[request]
+        if self.states is not None:
+            num_drafted = min(num_drafted, max(self.states.num_free - num_reserved, 0))
+        num_spare = max(self._pool.num_free - len(self._accounts), 0)
+        most = (len(account.blocks) + num_spare) * self.block_size - num_tokens
+        num_drafted = min(num_drafted, most)
+        num_missing = self.num_blocks_for(num_tokens + num_drafted) - len(account.blocks)
+        if num_missing > 0:
+            account.blocks += self._pool.take(num_missing)
+        return num_drafted
+
+    def settle_draft(self, request: Request, num_tokens: int, num_accepted: int) -> None:
+        """Give back what a draft took in vain, once its step is committed and published.
+
+        num_tokens: those that have KV now; num_accepted: tokens of the draft among them.
+        """
+        account = self._accounts[request]
+        if self.states is not None:
+            self.states.settle_draft(request, num_accepted)
+        num_blocks = self.num_blocks_for(num_tokens)
+        for block in account.blocks[num_blocks:]:
+            self._pool.give(block)
+            account.is_cut = True
+        del account.blocks[num_blocks:]
+
+    def num_blocks_kept(self, request: Request, num_new: int) -> int | None:
+        """Return the length of the table that the managers keep before its `num_new` newest blocks, for the request's
+        next step; None where nothing behind it was given back since the last step."""
+        account = self._accounts[request]
+        if not account.is_cut:
+            return None
+        account.is_cut = False
+        return len(account.blocks) - num_new
+
     def _merge_copies(self) -> None:
         """Merge the two copies of a block where a request holds a node besides its own copy, as the only holder.
 
@@ -257,9 +275,10 @@ class KVLedger:
                 return
             account.nodes.append(node)
             parent = node
-        if self.states is not None and num_tokens == end * self.block_size:
-            is_output = num_tokens > request.sequence.num_prompt_tokens
-            self.states.keep(request, account.nodes[-1], num_tokens, is_rolling=is_output)
+        if self.states is not None:
+            num_full = end * self.block_size
+            is_output = num_full > request.sequence.num_prompt_tokens
+            self.states.keep(request, account.nodes[-1], num_full, is_rolling=is_output)
 
     def roll_back(self, request: Request, num_tokens: int) -> int:
         """Return the request to `num_tokens` tokens, because the tokens from there on are computed anew and may change.
@@ -370,24 +389,6 @@ class KVLedger:
         wrong = self.cache.check() + self.pins.check()
         if self.states is not None:
             wrong += self.states.check()
-        free = self._pool.free_ids()
-        if len(free) != self._pool.num_free:
-            wrong.append("a block is in the free list twice")
-        cached = {node.block for node in self.cache if node.num_holders == 0}
-        held: set[int] = set()
-        for request, account in self._accounts.items():
-            held.update(account.blocks)
-            held.update(node.block for node in account.nodes)
-            if len(set(account.blocks)) != len(account.blocks):
-                wrong.append(f"the block table of {request.id} names a block twice")
-        for name, overlap in (
-            ("free and cached", free & cached),
-            ("free and held", free & held),
-            ("cached and held", cached & held),
-        ):
-            if overlap:
-                wrong.append(f"blocks {sorted(overlap)} are {name}")
-        if len(free) + len(cached) + len(held) != self._pool.num_blocks:
-            wrong.append(f"free {len(free)} + cached {len(cached)} + held {len(held)} != pool {self._pool.num_blocks}")
+        wrong += wrong_blocks(self._pool, self.cache, self._accounts)
         if wrong:
             raise LedgerError("; ".join(wrong))

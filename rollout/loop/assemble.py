@@ -35,6 +35,7 @@ from ..scheduling.pipelining import Pipelining
 from ..scheduling.scheduler import Scheduler, StepLimits
 from ..sequences.engine_manager import EngineSequenceManager
 from ..sequences.event_log import ManagerPair
+from ..speculation.speculation import Speculation
 from ..states.slots import SlotLedger
 from ..states.tensors import StatePlan, StatePool, plan_state_pool
 from .parts import MakeRunner, Parts, RunnerParts
@@ -107,6 +108,7 @@ def assemble(
         scheduler=_make_scheduler(config, ledger, limits, runner.num_stages),
         managers=ManagerPair(sequences, runner.workers, runner.on_event),
         grammars=_make_grammars(config, tokenizer, hosted.vocab_size, eos_token_ids),
+        speculation=Speculation.of(config),
     )
 
 

@@ -22,12 +22,15 @@ from dataclasses import dataclass, field, replace
 
 from ..completion import FinishReason
 from ..grammars.jump import NO_JUMP, Jump
+from ..grammars.matcher import allows
 from ..grammars.state import GrammarState
 from ..sequences.request import Request
 from ..sequences.sequence import HOLDS_BLOCKS
 from ..sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
-from .grammar_time import GrammarTime
+from .grammar_time import HURRIED_S, GrammarTime
 from .parts import Parts
+
+LOOK_AHEAD_S = 0.05  # of processor time, for the grammars of one step to follow drafts
 
 
 class GrammarSteps:
@@ -39,6 +42,7 @@ class GrammarSteps:
         self._max_jump_blocks = parts.config.jump_forward_max_blocks  # KV blocks that one jump may take
         self._metrics, self._trace = parts.reports.metrics, parts.reports.trace
         self._time = GrammarTime()
+        self._look_ahead_s = 0.0  # processor time that drafts of this step may still take
 
     def prepare(self, output: ScheduleOutput) -> ScheduleOutput:
         """Return the scheduled step with its masks and jumps. Changes the ledger, and the queues where a request waits:
@@ -49,7 +53,8 @@ class GrammarSteps:
         if not self._managers.engine.num_constrained:
             return output
         started = time.perf_counter()
-        draft = _Draft(self._scheduler.row_limit.now - output.num_tokens)
+        self._look_ahead_s = LOOK_AHEAD_S
+        draft = _Draft(self._scheduler.row_limit.now - output.num_rows)
         for item in output.scheduled:
             request = self._managers.engine.request(item.id)
             if request.grammar is None or not _is_sampled(item, request):
@@ -68,6 +73,32 @@ class GrammarSteps:
             self._scheduler.retract(request)
         self._metrics.grammar_seconds += time.perf_counter() - started
         return replace(output, scheduled=tuple(draft.items), preempted=(*output.preempted, *draft.preempted))
+
+    def constrain_draft(
+        self, request: Request, token_ids: Sequence[int]
+    ) -> tuple[tuple[int, ...], tuple[bytes | None, ...]]:
+        """Return the first tokens of a draft that the request's grammar allows, and the mask behind each.
+
+        They end before a token after which a jump would begin or the grammar ends: no token is drawn there. The state
+        stands behind the sequence's tokens, and does so again afterwards.
+        """
+        state, kept, masks = request.grammar, list[int](), list[bytes | None]()
+        assert state is not None
+        if state.is_lost:
+            return (), ()
+        output, began = request.sequence.output_ids, time.thread_time()
+        with state.looking_ahead(HURRIED_S):
+            for id in token_ids:
+                if time.thread_time() - began > self._look_ahead_s or not allows(state.mask(), id):
+                    break
+                state.follow([*output, *kept, id])
+                if state.is_over or self._plan(request, state, num_ahead=len(kept) + 1) or state.is_lost:
+                    break
+                mask = state.mask()
+                kept.append(id)
+                masks.append(mask.tobytes())
+        self._look_ahead_s -= time.thread_time() - began
+        return tuple(kept), tuple(masks)
 
     def end(self, results: Sequence[SequenceResult]) -> None:
         """End the sequences of a committed step whose grammar allows no further token, not even a stop token."""
@@ -121,18 +152,18 @@ class GrammarSteps:
         assert mask.any(), f"{request.id} should have ended with its grammar"
         return item._replace(allowed=mask.tobytes())
 
-    def _plan(self, request: Request, state: GrammarState) -> Jump:
-        """Return the jump after the sequence's tokens. Moves the state behind it.
+    def _plan(self, request: Request, state: GrammarState, num_ahead: int = 0) -> Jump:
+        """Return the jump after the sequence's tokens, and after `num_ahead` of a draft. Moves the state behind it.
 
         It follows from the sequence, its settings and the engine's, never from other sequences or the moment.
         """
         if state.mode == "off":
             return NO_JUMP
         sequence, ledger = request.sequence, self._ledger
-        num_blocks = ledger.num_blocks_for(sequence.num_tokens) + self._max_jump_blocks
+        num_blocks = ledger.num_blocks_for(sequence.num_tokens + num_ahead) + self._max_jump_blocks
         most = min(min(num_blocks, ledger.num_blocks) * ledger.block_size, self._limits.max_model_len)
         max_output = min(request.params.max_new_tokens, most - sequence.num_prompt_tokens)
-        follows_jump = request.record.newest_jump.num_gained > 0
+        follows_jump = request.record.newest_jump.num_gained > 0 and num_ahead == 0
         self._metrics.num_retokenisations += follows_jump and state.mode == "text"
         return state.plan(max_output, follows_jump=follows_jump)
 

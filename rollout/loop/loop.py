@@ -37,6 +37,7 @@ from ..sequences.request import Request
 from ..sequences.sequence import HOLDS_BLOCKS
 from ..sequences.step import ScheduleOutput, SequenceResult
 from .answers import Answers, Interrupts
+from .draft_steps import DraftSteps
 from .grammar_steps import GrammarSteps
 from .parts import Parts
 
@@ -72,6 +73,7 @@ class Loop:
         self._metrics, self._latencies = self._reports.metrics, self._reports.latencies
         self._trace = self._reports.trace
         self._grammars = GrammarSteps(parts)
+        self._drafts = DraftSteps(parts, self._grammars)
         self._answers, self._interrupts = answers, interrupts
         self._overlap = overlap  # plan ahead while the only stage runs, on a thread of its own
         self._flights: deque[Flight] = deque()  # launched steps, in the order of their launches
@@ -108,15 +110,21 @@ class Loop:
             self._ledger.check_idle()
 
     def _step_ahead(self) -> None:
-        """Finish the running step and launch the next one, which is planned while it runs."""
+        """Finish the running step and launch the next one, which is planned while it runs.
+
+        A step with drafts is finished first: what follows it is known with its tokens.
+        """
+        if self._flights and self._flights[-1].output.has_drafts:
+            self._deliver()
+            self._commit()
         if not self._flights:
             self._deliver()
             self._launch(self._schedule())
-        if not self._flights:
+        if not self._flights or self._flights[-1].output.has_drafts:
             return
         self._deliver()  # before the schedule, which then knows the ended sequences
         ahead = self._schedule()
-        if not self._is_interrupted:
+        if not self._is_interrupted and not self._drafts.may_draft:
             with self._starting_over_on_failure(ahead):
                 self._runner.anticipate(ahead, self._managers.engine.requests_of(ahead.scheduled))
         self._commit()
@@ -156,7 +164,7 @@ class Loop:
 
     def _launch(self, output: ScheduleOutput) -> bool:
         """Send the schedule to the managers and launch the step; returns False if it is empty."""
-        output = self._grammars.prepare(output)
+        output = self._drafts.prepare(self._grammars.prepare(output))
         self._decide(output)
         if not output.scheduled:
             return False
@@ -212,7 +220,9 @@ class Loop:
             takes = self._managers.engine.takes
             flight.results = [r for r in results if takes(r, flight.requests[r.id])]
             self._managers.on_step_completed(flight.results)
-            self._scheduler.on_step_completed(flight.output, flight.requests)
+            accepted = {result.id: len(result.accepted) for result in flight.results if result.accepted}
+            self._scheduler.on_step_completed(flight.output, flight.requests, accepted)
+            self._drafts.end(flight.output, flight.results)
             self._grammars.end(flight.results)
         self._committed = flight
         if len(flight.results) < len(results):
@@ -243,6 +253,7 @@ class Loop:
         """Answer an ended request, once, and free its blocks and state."""
         engine = self._managers.engine
         completion = request.completion(engine.weight_version, engine.weight_digest)
+        self._drafts.on_end(request)
         self._scheduler.remove(request)
         self._runner.forget(request)
         self._managers.free(request.id)
@@ -298,16 +309,16 @@ class Loop:
                 raise
             text, why = f"{type(error).__name__}: {error}".splitlines()[0][:500], ""
             limit = self._scheduler.row_limit
-            if len(output.scheduled) > 1 or output.num_tokens > _FEW_ROWS:
-                limit.halve(output.num_tokens)
+            if len(output.scheduled) > 1 or output.num_rows > _FEW_ROWS:
+                limit.halve(output.num_rows)
             elif limit.now > _FEW_ROWS:  # try once more
                 limit.halve(2 * _FEW_ROWS)
             elif (id := output.scheduled[0].id) in self._managers.engine:
-                why = f"out of memory: a step of {output.num_tokens} rows of this request alone found none ({text})"
+                why = f"out of memory: a step of {output.num_rows} rows of this request alone found none ({text})"
                 self.abort(self._managers.engine.request(id), FinishReason("abort", message=why))
             logger.error(
                 "memory ran out in a step of %d rows of %d sequences; steps have at most %d rows for now%s: %s",
-                output.num_tokens, len(output.scheduled), limit.now,
+                output.num_rows, len(output.scheduled), limit.now,
                 ", and its request is aborted" if why else "", text,
             )  # fmt: skip
 
@@ -330,10 +341,11 @@ class Loop:
         seconds = now - max(flight.started, self._last_commit)
         self._last_commit = now
         self._metrics.num_steps += 1
-        self._metrics.num_rows += flight.output.num_tokens
+        self._metrics.num_rows += flight.output.num_rows
         self._metrics.num_sequence_forwards += len(flight.output.scheduled)
         self._metrics.step_seconds += seconds
         self._scheduler.on_step_timed(flight.output, seconds)
+        self._drafts.on_step_timed(flight.output, seconds)
         self.last_throughput = sum([result.token_id is not None for result in flight.results]) / seconds
         usage = self._ledger.usage
         self._trace.counter("blocks", free=usage.num_free, cached=usage.num_cached, held=usage.num_held)

@@ -18,6 +18,7 @@ from ..running.runner import Runner
 from ..scheduling.scheduler import Scheduler, StepLimits
 from ..sequences.engine_manager import EngineSequenceManager
 from ..sequences.event_log import ManagerPair
+from ..speculation.speculation import Speculation
 from ..states.tensors import StatePlan, StatePool
 
 
@@ -51,6 +52,7 @@ class Parts(RunnerParts):
     scheduler: Scheduler
     managers: ManagerPair
     grammars: Grammars
+    speculation: Speculation | None  # None: off
 
     @property
     def sequences(self) -> EngineSequenceManager:

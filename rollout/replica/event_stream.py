@@ -7,11 +7,13 @@ word:
     decode row, no new blocks      ~handle
     other rows                     handle, start, rows, n, n blocks
     first entry                    handle, start, rows, n, n blocks, incarnation, t, t tokens, c, c bytes of JSON
-    with a grammar                 ~n in the place of n; after the blocks: blocks kept or -1, tokens rolled back,
+    table cut, or with a grammar   ~n in the place of n; after the blocks: blocks kept or -1, tokens rolled back,
                                    j, j tokens of the jump, m, m words of mask (0: none)
     with recurrent layers          after any of these: the slots of states that are read and written
+    with a draft                   ~rows in the place of rows; at the end: d, d tokens, d times m, m words of mask, and
+                                   with recurrent layers d slots
     result: one row, one token     handle, token
-    other results                  ~handle, rows, token or -1, prompt log-probabilities recorded
+    other results                  ~handle, rows, token or -1, prompt log-probabilities recorded, a, a accepted tokens
 
 Both ends number handles in the same order of events. `EventWriter` and `EventReader` are pure: no tensors, no ranks.
 """
@@ -26,7 +28,7 @@ from typing import Any, Protocol
 
 from ..grammars.jump import Jump
 from ..sequences.request import Request
-from ..sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult, StateSlots
+from ..sequences.step import Draft, NewToken, ScheduledSequence, ScheduleOutput, SequenceResult, StateSlots
 from .request_json import request_json, request_of
 
 
@@ -83,12 +85,14 @@ class EventWriter:
         words.append(len(output.scheduled))
         for item in output.scheduled:
             handle = self._handles.get(item.id)
-            is_constrained = item.allowed is not None or bool(item.jump)
+            has_draft = bool(item.draft.token_ids)
+            is_constrained = item.allowed is not None or bool(item.jump) or item.num_blocks_kept is not None
             if (
                 handle is not None
                 and item.num_tokens == 1
                 and not item.new_blocks
                 and not is_constrained
+                and not has_draft
                 and item.start == manager.next_row(item.id)
             ):
                 words.append(~handle)
@@ -96,13 +100,16 @@ class EventWriter:
                 continue
             words.append(self._num_handles if handle is None else handle)
             num_blocks = len(item.new_blocks)
-            words.extend((item.start, item.num_tokens, ~num_blocks if is_constrained else num_blocks))
+            words.extend((item.start, ~item.num_tokens if has_draft else item.num_tokens))
+            words.append(~num_blocks if is_constrained else num_blocks)
             words.extend(item.new_blocks)
             if is_constrained:
                 self._constrain(item)
             if handle is None:
                 self._introduce(item, requests[item.id])
             self._name_slots(item)
+            if has_draft:
+                self._draft(item.draft)
 
     def _name_slots(self, item: ScheduledSequence) -> None:
         if self._has_states:
@@ -120,9 +127,19 @@ class EventWriter:
     def _constrain(self, item: ScheduledSequence) -> None:
         num_kept = -1 if item.num_blocks_kept is None else item.num_blocks_kept
         self._words.extend((num_kept, item.jump.num_rolled_back, len(item.jump.token_ids), *item.jump.token_ids))
-        allowed = item.allowed or b""
+        self._mask(item.allowed)
+
+    def _mask(self, allowed: bytes | None) -> None:
+        allowed = allowed or b""
         self._words.append(len(allowed) // 4)
         self._words.frombytes(allowed)
+
+    def _draft(self, draft: Draft) -> None:
+        self._words.extend((len(draft.token_ids), *draft.token_ids))
+        for mask in draft.allowed or (None,) * len(draft.token_ids):
+            self._mask(mask)
+        if self._has_states:
+            self._words.extend(draft.states)
 
     def results(self, results: Iterable[SequenceResult]) -> None:
         """Write the committed results of a step."""
@@ -131,10 +148,11 @@ class EventWriter:
         for result in entries:
             handle, num_scored = self._handles[result.id], len(result.prompt_logprobs)
             token = -1 if result.token_id is None else result.token_id
-            if result.num_tokens == 1 and token >= 0 and not num_scored:
+            if result.num_tokens == 1 and token >= 0 and not num_scored and not result.accepted:
                 self._words.extend((handle, token))
             else:
-                self._words.extend((~handle, result.num_tokens, token, num_scored))
+                accepted = [new.token_id for new in result.accepted]
+                self._words.extend((~handle, result.num_tokens, token, num_scored, len(accepted), *accepted))
 
     def cancelled(self, items: Sequence[ScheduledSequence]) -> None:
         self._words.extend((Op.CANCELLED, len(items), *(self._handles[item.id] for item in items)))
@@ -191,6 +209,9 @@ class EventReader:
             item, request, at = self._entry(words, at, manager)
             if self._has_states:
                 item, at = item._replace(states=StateSlots(*words[at : at + 2])), at + 2
+            if item.num_tokens < 0:
+                draft, at = self._read_draft(words, at)
+                item = item._replace(num_tokens=~item.num_tokens, draft=draft)
             items.append(item)
             if request is not None:
                 requests.append(request)
@@ -221,6 +242,17 @@ class EventReader:
         item = ScheduledSequence(request.id, incarnation, start, rows, blocks, token_ids, **constraint)
         return item, request, at + 1 + num_words
 
+    def _read_draft(self, words: array, at: int) -> tuple[Draft, int]:
+        num = words[at]
+        token_ids, at = tuple(words[at + 1 : at + 1 + num]), at + 1 + num
+        masks = []
+        for _ in range(num):
+            mask, at = _mask(words, at)
+            masks.append(mask)
+        num_slots = num if self._has_states else 0
+        slots = tuple(words[at : at + num_slots])
+        return Draft(token_ids, tuple(masks) if any(masks) else (), slots), at + num_slots
+
     def _results(self, words: array, at: int, manager: FollowedState) -> tuple[Any, int]:
         num, at = words[at], at + 1
         results = []
@@ -231,14 +263,15 @@ class EventReader:
                 results.append(SequenceResult(id, manager.incarnation(id), 1, words[at + 1]))
                 at += 2
             else:
-                id, (rows, token, num_scored) = self._ids[~word], words[at + 1 : at + 4]
+                id, (rows, token, num_scored, num_accepted) = self._ids[~word], words[at + 1 : at + 5]
+                at += 5 + num_accepted
+                accepted = tuple(_accepted(token_id) for token_id in words[at - num_accepted : at])
                 results.append(
                     SequenceResult(
                         id, manager.incarnation(id), rows, None if token < 0 else token,
-                        prompt_logprobs=(0.0,) * num_scored,
+                        prompt_logprobs=(0.0,) * num_scored, accepted=accepted,
                     )
                 )  # fmt: skip
-                at += 4
         return results, at
 
     def _cancelled(self, words: array, at: int, manager: FollowedState) -> tuple[Any, int]:
@@ -264,9 +297,18 @@ def _constraint(words: array, at: int) -> tuple[dict[str, Any], int]:
     num_kept, num_rolled_back, num_jumped = words[at : at + 3]
     at += 3 + num_jumped
     jump = Jump(num_rolled_back, tuple(words[at - num_jumped : at]))
+    allowed, at = _mask(words, at)
+    return {"jump": jump, "num_blocks_kept": None if num_kept < 0 else num_kept, "allowed": allowed}, at
+
+
+def _mask(words: array, at: int) -> tuple[bytes | None, int]:
     end = at + 1 + words[at]
-    allowed = words[at + 1 : end].tobytes() or None
-    return {"jump": jump, "num_blocks_kept": None if num_kept < 0 else num_kept, "allowed": allowed}, end
+    return words[at + 1 : end].tobytes() or None, end
+
+
+def _accepted(token_id: int) -> NewToken:
+    """Return an accepted token as a follower knows it, which reads its id only."""
+    return NewToken(token_id, 0.0, (), (), False, False, None)
 
 
 _Reader = Callable[[EventReader, array, int, FollowedState], tuple[Any, int]]

@@ -8,11 +8,12 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from ..sequences.step import ScheduledSequence, SequenceResult
+from ..sequences.step import NewToken, ScheduledSequence, SequenceResult
 
 _HEADER = struct.Struct("<ii")  # number of results, bytes of JSON after them
 _EXTRAS = ("top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "listed_logprobs", "prompt_listed_logprobs",
-           "masked_prob", "was_only_choice", "jump_logprobs", "jump_top_logprobs", "jump_listed_logprobs")  # fmt: skip
+           "masked_prob", "was_only_choice", "jump_logprobs", "jump_top_logprobs", "jump_listed_logprobs",
+           "accepted")  # fmt: skip
 
 
 def results_bytes(results: Sequence[SequenceResult]) -> bytes:
@@ -38,6 +39,7 @@ def results_from(data: bytes, items: Sequence[ScheduledSequence]) -> list[Sequen
     for index, (item, token, logprob) in enumerate(zip(items, tokens, logprobs, strict=True)):
         sampled: dict[str, Any] = {} if token < 0 else {"token_id": token, "logprob": logprob}
         more = {name: as_tuples(v) for name, v in zip(_EXTRAS, extras.get(str(index), ()), strict=False)}
+        more["accepted"] = tuple(NewToken(*token) for token in more.get("accepted", ()))
         results.append(SequenceResult(item.id, item.incarnation, item.num_tokens, **sampled, **more))
     return results
 

@@ -74,7 +74,7 @@ class Stage:
         watch.enter("forward", output.step)
         hidden = None
         try:
-            with self._trace.span("forward", step=output.step, rows=output.num_tokens, sequences=len(output.scheduled)):
+            with self._trace.span("forward", step=output.step, rows=output.num_rows, sequences=len(output.scheduled)):
                 batch = build_batch(output, self.workers, requests, self._block_size, self._model.device)
                 hidden = self._receive(batch)
                 out = self._forward(batch, hidden)
@@ -125,9 +125,10 @@ class Stage:
         """
         if not self._draws_parts or not batch.sampled or batch.prompts or batch.jumps or batch.allowed:
             return None
-        if any(request.params.min_new_tokens for request in batch.sampled):
+        requests = [row.request for row in batch.sampled]
+        if any(request.params.min_new_tokens for request in requests):
             return None
-        settings = self._sampler.settings_of(batch.sampled)
+        settings = self._sampler.settings_of(requests)
         return settings if settings is not None and keeps_all(settings) else None
 
     def _failed(self, error: Exception, output: ScheduleOutput) -> None:
@@ -142,7 +143,7 @@ class Stage:
             what = f"failed in step {output.step}: {type(error).__name__}: {error}"
             raise ranks.lose([mesh.local_rank], what) from error
         if not mesh.is_last_stage:
-            shape = (output.num_tokens, self._model.hidden_size)
+            shape = (output.num_rows, self._model.hidden_size)
             self._send(torch.zeros(shape, dtype=self._model.dtype, device=self._model.device), is_broken=True)
 
     # -- between stages ---------------------------------------------------------------------------------------------

@@ -28,6 +28,9 @@ class Metrics:
     num_jump_rollbacks: int = 0  # jumps that replaced tokens
     num_rolled_back_tokens: int = 0
     num_retokenisations: int = 0  # checks whether a token sampled after a jump joins the text before it
+    num_drafted_tokens: int = 0  # rows for proposed tokens
+    num_accepted_tokens: int = 0  # proposed tokens that were the ones drawn: steps of one sequence saved
+    speculation_seconds: float = 0.0  # finding drafts and making room for them
     jump_forward_seconds: float = 0.0  # planning jumps and making room for them; part of:
     grammar_seconds: float = 0.0  # masks, forced text and jumps
     step_seconds: float = 0.0

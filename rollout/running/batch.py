@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,20 +26,36 @@ class KnownRows:
     token_ids: list[int]  # one a row: the token after it, a copy, since a preemption may undo a jump meanwhile
 
 
+class SampledRow(NamedTuple):
+    """A row from which a token is drawn."""
+
+    request: Request
+    drafted: tuple[int, ...] = ()  # tokens of the sequence's draft, up to this row's own: not part of the sequence yet
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens before the drawn one, which is also its position."""
+        return self.request.sequence.num_tokens + len(self.drafted)
+
+
 @dataclass(frozen=True)
 class Batch:
-    """The tensors of one step. Rows are grouped by sequence, in the order of the schedule."""
+    """The tensors of one step. Rows are grouped by sequence, in the order of the schedule.
+
+    Each row of a draft stands as a sequence of its own in `paged` and `states`: with the same blocks and one more token
+    than the row before, whose states it continues.
+    """
 
     token_ids: Tensor  # int64 [N]
     positions: Tensor  # int64 [N]
     slots: Tensor  # int64 [N]: where each row's KV goes
     paged: PagedStep
     logit_rows: Tensor  # int64: rows whose logits are needed: the sampled ones, then the prompts', then the jumps'
-    sampled: tuple[Request, ...]  # one per sampled row
+    sampled: tuple[SampledRow, ...]
     prompts: tuple[KnownRows, ...]
     jumps: tuple[KnownRows, ...] = ()  # of tokens of jumps that are not settled
     allowed: tuple[bytes | None, ...] = ()  # per sampled row: the tokens its grammar allows; empty: no grammars
-    is_decode: bool = False  # one row a sequence, each only sampled from
+    is_decode: bool = False  # every row is sampled from, and none is read for anything else
     states: Tensor | None = None  # int64 [2, S]: slots that the sequences read and write; None: no recurrent layers
 
     def to(self, device: torch.device) -> Batch:
@@ -67,19 +84,24 @@ def build_batch(
 ) -> Batch:
     """Lay out the scheduled rows. Changes nothing. A decode step costs the same however long its contexts are."""
     items = output.scheduled
-    if output.num_tokens == len(items) and (rows := _decode_rows(items, workers, requests)) is not None:
+    num_drafted = [len(item.draft.token_ids) for item in items]
+    is_decode = output.num_rows == len(items) + sum(num_drafted)  # one row of known tokens each
+    if is_decode and (rows := _decode_rows(items, workers, requests)) is not None:
         return _decode_batch(rows, workers, block_size, device)
-    num_rows = np.fromiter((item.num_tokens for item in items), np.int32, len(items))
-    query_start = np.zeros(len(items) + 1, np.int32)
+    firsts = np.cumsum([0, *(1 + num for num in num_drafted)])  # of each item's parts: its known tokens, its draft's
+    num_rows, starts = np.ones(firsts[-1], np.int32), np.empty(firsts[-1], np.int32)
+    for item, first, num in zip(items, firsts.tolist(), num_drafted, strict=False):  # firsts has one more, the end
+        num_rows[first], starts[first] = item.num_tokens, item.start
+        starts[first + 1 : first + 1 + num] = np.arange(num) + item.start + item.num_tokens
+    query_start = np.zeros(len(num_rows) + 1, np.int32)
     np.cumsum(num_rows, out=query_start[1:])
-    starts = np.fromiter((item.start for item in items), np.int32, len(items))
     context_lens = starts + num_rows
-    owner = np.repeat(np.arange(len(items)), num_rows)
+    owner = np.repeat(np.arange(len(num_rows)), num_rows)
     positions = np.arange(query_start[-1], dtype=np.int64) - query_start[owner] + starts[owner]
-    tables = workers.block_tables.gather([item.id for item in items])
+    tables = workers.block_tables.gather([item.id for item in items for _ in range(1 + len(item.draft.token_ids))])
     slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
     wanted = _WantedRows()
-    for item, first_row in zip(items, query_start.tolist(), strict=False):  # query_start has one more, the end
+    for item, first_row in zip(items, query_start[firsts[:-1]].tolist(), strict=True):
         wanted.add(item, workers.sequence(item.id), requests[item.id], first_row)
     to: dict[str, Any] = {"device": device, "non_blocking": True}
     return Batch(
@@ -96,7 +118,7 @@ def build_batch(
         prompts=tuple(wanted.prompts),
         jumps=tuple(wanted.jumps),
         allowed=tuple(wanted.allowed) if any(mask is not None for mask in wanted.allowed) else (),
-        states=None if (slots := state_slots(items)) is None else torch.from_numpy(slots).to(**to),
+        states=None if (states := state_slots(items)) is None else torch.from_numpy(states).to(**to),
     )
 
 
@@ -105,7 +127,7 @@ class _WantedRows:
     """The token ids of a batch, and its rows whose logits are read. Filled sequence by sequence, in their order."""
 
     token_ids: list[int] = field(default_factory=list)
-    sampled: list[Request] = field(default_factory=list)
+    sampled: list[SampledRow] = field(default_factory=list)
     allowed: list[bytes | None] = field(default_factory=list)  # of each sampled one
     prompts: list[KnownRows] = field(default_factory=list)
     jumps: list[KnownRows] = field(default_factory=list)
@@ -122,10 +144,12 @@ class _WantedRows:
         """Append the rows of one sequence, the first of which is row `first_row` of the batch."""
         end, end_row = item.start + item.num_tokens, first_row + item.num_tokens
         self.token_ids += sequence.token_ids[item.start : end]
+        self.token_ids += item.draft.token_ids
         if end == sequence.num_tokens:
-            self.sampled.append(request)
-            self._sampled_rows.append(end_row - 1)
-            self.allowed.append(item.allowed)
+            rows = sampled_rows(item, request)
+            self.sampled += rows
+            self._sampled_rows += range(end_row - 1, end_row - 1 + len(rows))
+            self.allowed += masks_of(item)
         if request.wants_prompt_logprobs and item.start < request.sequence.num_prompt_tokens:
             first = request.options.logprob_start_len + len(request.record.prompt_logprobs)
             tokens = _tokens_after(item, first, request.sequence.num_prompt_tokens)
@@ -144,14 +168,26 @@ class _WantedRows:
         return range(tokens.start - 1 + offset, tokens.stop - 1 + offset)
 
 
+def sampled_rows(item: ScheduledSequence, request: Request) -> list[SampledRow]:
+    """Return the rows of a share that are drawn from: its last known token's, and its draft's."""
+    drafted = item.draft.token_ids
+    return [SampledRow(request, drafted[:num]) for num in range(len(drafted) + 1)]
+
+
+def masks_of(item: ScheduledSequence) -> tuple[bytes | None, ...]:
+    """Return the tokens that a grammar allows in each of the rows of a share that are drawn from."""
+    draft = item.draft
+    return (item.allowed, *(draft.allowed or (None,) * len(draft.token_ids)))
+
+
 @dataclass(frozen=True)
 class DecodeRows:
-    """The rows of a decode step, one a sequence, before they become tensors."""
+    """The rows of a decode step before they become tensors."""
 
     ids: list[str]
     token_ids: list[int]
     positions: list[int]
-    requests: tuple[Request, ...]
+    sampled: tuple[SampledRow, ...]
     allowed: tuple[bytes | None, ...]
     states: np.ndarray | None
 
@@ -159,20 +195,32 @@ class DecodeRows:
 def _decode_rows(
     items: tuple[ScheduledSequence, ...], workers: WorkerSequenceManager, requests: Mapping[str, Request]
 ) -> DecodeRows | None:
-    """Return the rows of a step that samples after one row of each sequence; None for any other step."""
-    ids, token_ids, positions, batched, allowed = [], [], [], [], []
-    for id, _, start, _, _, _, _, _, mask, _ in items:
+    """Return the rows of a step that samples after the last known token of each sequence, and after its draft's; None
+    for any other step."""
+    ids: list[str] = []
+    token_ids: list[int] = []
+    positions: list[int] = []
+    sampled: list[SampledRow] = []
+    allowed: list[bytes | None] = []
+    for item in items:
+        id, _, start, _, _, _, _, _, mask, _, draft = item
         tokens, request = workers.sequence(id).token_ids, requests[id]
         if start != len(tokens) - 1 or request.wants_prompt_logprobs:
             return None
         ids.append(id)
         token_ids.append(tokens[start])
         positions.append(start)
-        batched.append(request)
+        sampled.append(SampledRow(request))
         allowed.append(mask)
+        if (num := len(draft.token_ids)) > 0:
+            ids += [id] * num
+            token_ids += draft.token_ids
+            positions += range(start + 1, start + 1 + num)
+            sampled += sampled_rows(item, request)[1:]
+            allowed += masks_of(item)[1:]
     has_masks = any(mask is not None for mask in allowed)
     return DecodeRows(
-        ids, token_ids, positions, tuple(batched), tuple(allowed) if has_masks else (), state_slots(items)
+        ids, token_ids, positions, tuple(sampled), tuple(allowed) if has_masks else (), state_slots(items)
     )
 
 
@@ -194,7 +242,7 @@ def _decode_batch(rows: DecodeRows, workers: WorkerSequenceManager, block_size: 
             context_lens=torch.from_numpy((positions + 1).astype(np.int32)).to(**to),
         ),
         logit_rows=torch.from_numpy(steps[:-1]).to(**to),
-        sampled=rows.requests,
+        sampled=rows.sampled,
         prompts=(),
         allowed=rows.allowed,
         is_decode=True,
@@ -203,8 +251,13 @@ def _decode_batch(rows: DecodeRows, workers: WorkerSequenceManager, block_size: 
 
 
 def state_slots(items: tuple[ScheduledSequence, ...]) -> np.ndarray | None:
-    """Return the slots of recurrent states that the sequences read and write, int64 [2, S]; None without them."""
-    slots = [item.states for item in items if item.states is not None]
+    """Return the slots of recurrent states that each part of the step reads and writes, int64 [2, S]; None without
+    them. The row of a drafted token is a part of its own: it reads what the row before has written."""
+    slots = []
+    for item in items:
+        if item.states is not None:
+            written = (item.states.write, *item.draft.states)
+            slots += [item.states, *itertools.pairwise(written)]
     return np.array(slots, np.int64).T.copy() if slots else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -68,14 +69,14 @@ class ModelRunner:
         begun, self._begun = self._begun, None
         if begun is not None and begun.holds(output):
             self._newest = begun
-            return LaunchedStep(lambda: begun.results(output, requests))
+            return LaunchedStep(lambda: begun.results(output))
         # With graphs the batch stays on the host: it is copied with the graphs' inputs, or as a whole when it runs.
         on = torch.device("cpu") if self._graphs is not None else self._model.device
         batch = build_batch(output, self.workers, requests, self._block_size, on)
         self._newest = None
         if self._graphs is None or not batch.is_decode or self._graphs.size_for(len(batch.sampled)) is None:
             return LaunchedStep(self._start(output, lambda: self._run(output, batch)))
-        settings = None if batch.allowed else self._sampler.settings_of(batch.sampled)
+        settings = None if batch.allowed else self._sampler.settings_of([row.request for row in batch.sampled])
         inputs = DecodeInputs(
             batch.token_ids.numpy(), batch.positions.numpy(), batch.slots.numpy(), batch.paged.block_tables.numpy(),
             settings, states=None if batch.states is None else batch.states.numpy(),
@@ -83,7 +84,7 @@ class ModelRunner:
         if settings is None:  # the host takes part in sampling
             return LaunchedStep(self._start(output, lambda: self._decode_with_host(output, batch, inputs)))
         self._newest = step = self._decode(output, inputs)
-        return LaunchedStep(lambda: step.results(output, requests))
+        return LaunchedStep(lambda: step.results(output))
 
     def anticipate(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> None:
         """Begin the step that will probably be launched next, if its inputs are on the device already.
@@ -96,6 +97,7 @@ class ModelRunner:
         newest, graphs = self._newest, self._graphs
         if not self._begins_ahead or newest is None or output.preempted or output.exhausted or output.ignored:
             return
+        assert not newest.output.has_drafts, "the number of a drafted step's tokens is known after it"
         assert graphs is not None
         if graphs.size_for(len(output.scheduled)) is None or not output.scheduled:
             return
@@ -140,7 +142,7 @@ class ModelRunner:
 
     def _start(self, output: ScheduleOutput, run: Callable[[], Results]) -> Results:
         """Run a step at once, on the thread, or in the GPU's queue. The returned function gives its results."""
-        size = {"rows": output.num_tokens, "sequences": len(output.scheduled)}
+        size = {"rows": output.num_rows, "sequences": len(output.scheduled)}
         launched = time.perf_counter()
 
         def traced() -> list[SequenceResult]:
@@ -195,10 +197,11 @@ class _Decode:
 
     output: ScheduleOutput
     step: Future[DecodedStep] | DecodedStep
-    rows: dict[tuple[str, int], int] = field(init=False)  # by sequence and incarnation
+    rows: dict[tuple[str, int], int] = field(init=False)  # by sequence and incarnation: of its last known token
 
     def __post_init__(self) -> None:
-        self.rows = {(item.id, item.incarnation): row for row, item in enumerate(self.output.scheduled)}
+        ends = itertools.accumulate((item.num_rows for item in self.output.scheduled), initial=0)
+        self.rows = {(item.id, item.incarnation): row for row, item in zip(ends, self.output.scheduled, strict=False)}
 
     def holds(self, output: ScheduleOutput) -> bool:
         """Return whether `output` is this step, with all or some of its rows."""
@@ -206,14 +209,14 @@ class _Decode:
             return False
         return output.scheduled == self.output.scheduled or set(output.scheduled) <= set(self.output.scheduled)
 
-    def results(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> list[SequenceResult]:
+    def results(self, output: ScheduleOutput) -> list[SequenceResult]:
         """Return the results of the rows in `output`. Raises BrokenLogits, and the error of a step that failed."""
         step = self.step.result() if isinstance(self.step, Future) else self.step
         token_ids, logprobs = step.drawn()
-        if len(output.scheduled) < len(token_ids):
+        if len(output.scheduled) < len(self.output.scheduled):  # begun ahead, so without drafts
             rows = [self.rows[item.id, item.incarnation] for item in output.scheduled]
             token_ids, logprobs = [token_ids[row] for row in rows], [logprobs[row] for row in rows]
-        return drawn_results(output.scheduled, requests, token_ids, logprobs)
+        return drawn_results(output.scheduled, token_ids, logprobs)
 
     def settle(self) -> None:
         if isinstance(self.step, Future):

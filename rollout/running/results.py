@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ...kernels.sampling.parts import DrawnRows
 from ..completion import ListedLogprobs, TopLogprobs
-from ..sequences.request import Request
-from ..sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
+from ..sequences.step import NewToken, ScheduledSequence, ScheduleOutput, SequenceResult
 from .batch import Batch, KnownRows
 from .sampler import Sampled, Sampler, prompt_listed_logprobs, prompt_logprobs, refuse_broken
 
@@ -33,45 +32,60 @@ def results_of(
 
     Raises BrokenLogits.
     """
+    items, num_sampled = output.scheduled, len(batch.sampled)
     if isinstance(logits, DrawnRows):
-        refuse_broken(batch.sampled, logits.logprobs)
-        rows = zip(batch.sampled, logits.token_ids, logits.logprobs, strict=True)
-        drawn = {request.id: Sampled(token_id, logprob, ()) for request, token_id, logprob in rows}
-        return [_result(item, drawn.get(item.id), None, None) for item in output.scheduled]
+        choices = [Sampled(*row, ()) for row in zip(logits.token_ids, logits.logprobs, strict=True)]
+    else:
+        choices = sampler.sample(logits[:num_sampled], batch.sampled, batch.allowed) if num_sampled else []
     if batch.is_decode:
-        choices = sampler.sample(logits, batch.sampled, batch.allowed)
-        return [
-            SequenceResult(
-                item.id, item.incarnation, 1, sampled.token_id, sampled.logprob, sampled.top_logprobs, (), (),
-                sampled.listed_logprobs, (), sampled.masked_prob, sampled.was_only_choice,
-            )
-            for item, sampled in zip(output.scheduled, choices, strict=True)
-        ]  # fmt: skip
-    sampled = _sample(batch, logits, sampler)
+        return _drawn(items, choices)
+    sampled_ids = {row.request.id for row in batch.sampled}
+    drawn = {result.id: result for result in _drawn([item for item in items if item.id in sampled_ids], choices)}
     if not batch.prompts and not batch.jumps:
-        return [_result(item, sampled.get(item.id), None, None) for item in output.scheduled]
-    first_jump = len(batch.sampled) + sum(len(rows.token_ids) for rows in batch.prompts)
-    prompts = _score(batch.prompts, logits[len(batch.sampled) :])
+        return [_result(item, drawn.get(item.id), None, None) for item in items]
+    assert isinstance(logits, Tensor)
+    first_jump = num_sampled + sum(len(rows.token_ids) for rows in batch.prompts)
+    prompts = _score(batch.prompts, logits[num_sampled:])
     jumps = _score(batch.jumps, logits[first_jump:])
-    return [_result(i, sampled.get(i.id), prompts.get(i.id), jumps.get(i.id)) for i in output.scheduled]
+    return [_result(i, drawn.get(i.id), prompts.get(i.id), jumps.get(i.id)) for i in items]
 
 
 def drawn_results(
-    items: Sequence[ScheduledSequence], requests: Mapping[str, Request], token_ids: list[int], logprobs: list[float]
+    items: Sequence[ScheduledSequence], token_ids: Sequence[int], logprobs: Sequence[float]
 ) -> list[SequenceResult]:
-    """Return one result per row of a decode step that drew all tokens itself. Raises BrokenLogits."""
-    refuse_broken([requests[item.id] for item in items], logprobs)
-    return [
-        SequenceResult(item.id, item.incarnation, 1, token_id, logprob)
-        for item, token_id, logprob in zip(items, token_ids, logprobs, strict=True)
-    ]
+    """Return the results of a decode step that drew all tokens itself: one row per item, and per token of its draft.
+    Raises BrokenLogits."""
+    if len(token_ids) == len(items):  # no drafts: the usual step, with fewer values
+        refuse_broken([item.id for item in items], logprobs)
+        return [
+            SequenceResult(item.id, item.incarnation, 1, token_id, logprob)
+            for item, token_id, logprob in zip(items, token_ids, logprobs, strict=True)
+        ]
+    return _drawn(items, [Sampled(*row, ()) for row in zip(token_ids, logprobs, strict=True)])
 
 
-def _sample(batch: Batch, logits: Tensor, sampler: Sampler) -> dict[str, Sampled]:
-    if not batch.sampled:
-        return {}
-    choices = sampler.sample(logits[: len(batch.sampled)], batch.sampled, batch.allowed)
-    return {request.id: choice for request, choice in zip(batch.sampled, choices, strict=True)}
+def _drawn(items: Sequence[ScheduledSequence], choices: Sequence[Sampled]) -> list[SequenceResult]:
+    """Return the results of shares that are drawn from. choices: of all their rows, one after another.
+
+    Raises BrokenLogits for a token that the sequence would take: rows behind a rejected token say nothing.
+    """
+    results, row = [], 0
+    for item in items:
+        drafted = item.draft.token_ids
+        num_accepted = 0
+        while num_accepted < len(drafted) and choices[row + num_accepted].token_id == drafted[num_accepted]:
+            num_accepted += 1
+        accepted = tuple([NewToken(*c[:4], False, c.was_only_choice, c.masked_prob)
+                          for c in choices[row : row + num_accepted]])  # fmt: skip
+        last = choices[row + num_accepted]
+        results.append(SequenceResult(
+            item.id, item.incarnation, item.num_tokens, last.token_id, last.logprob, last.top_logprobs, (), (),
+            last.listed_logprobs, (), last.masked_prob, last.was_only_choice, accepted=accepted,
+        ))  # fmt: skip
+        row += 1 + len(drafted)
+    logprobs = [(r.id, new.logprob) for r in results for new in r.accepted] + [(r.id, r.logprob) for r in results]
+    refuse_broken([id for id, _ in logprobs], [logprob for _, logprob in logprobs])
+    return results
 
 
 def _score(known: Iterable[KnownRows], logits: Tensor) -> dict[str, Scores]:
@@ -88,27 +102,15 @@ def _score(known: Iterable[KnownRows], logits: Tensor) -> dict[str, Scores]:
 
 
 def _result(
-    item: ScheduledSequence, sampled: Sampled | None, prompt: Scores | None, jump: Scores | None
+    item: ScheduledSequence, drawn: SequenceResult | None, prompt: Scores | None, jump: Scores | None
 ) -> SequenceResult:
     scores, jumped = prompt or Scores(), jump or Scores()
-    result = SequenceResult(
-        item.id,
-        item.incarnation,
-        item.num_tokens,
+    result = drawn or SequenceResult(item.id, item.incarnation, item.num_tokens)
+    return result._replace(
         prompt_logprobs=scores.logprobs,
         prompt_top_logprobs=scores.top_logprobs,
         prompt_listed_logprobs=scores.listed_logprobs,
         jump_logprobs=jumped.logprobs,
         jump_top_logprobs=jumped.top_logprobs,
         jump_listed_logprobs=jumped.listed_logprobs,
-    )
-    if sampled is None:
-        return result
-    return result._replace(
-        token_id=sampled.token_id,
-        logprob=sampled.logprob,
-        top_logprobs=sampled.top_logprobs,
-        listed_logprobs=sampled.listed_logprobs,
-        masked_prob=sampled.masked_prob,
-        was_only_choice=sampled.was_only_choice,
     )

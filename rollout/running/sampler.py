@@ -20,7 +20,9 @@ from ...kernels.sampling.draws import KEEP_ALL, RowSettings, draw_tokens
 from ...kernels.sampling.logprobs import scaled_logprobs, selected_logprobs
 from ..completion import ListedLogprobs, TopLogprobs
 from ..errors import BrokenLogits
+from ..sampling_params import SamplingParams
 from ..sequences.request import Request
+from .batch import SampledRow
 
 # Larger than every logit, and still finite after division by the lowest temperature: a row always keeps a token.
 _FAR = 1e30
@@ -41,7 +43,7 @@ class Sampled(NamedTuple):
 class _Plan:
     """The sampling settings of a batch, row by row. Reused while the batch has the same requests."""
 
-    requests: list[Request]
+    requests: list[Request]  # one a row: several times the same for a draft
     settings: RowSettings
     reshaped: list[int]  # rows whose logits are changed at every step
     reshaped_at_first: list[int]  # other rows, whose logits are changed until they have min_new_tokens
@@ -78,25 +80,21 @@ class Sampler:
         self._plan: _Plan | None = None  # of the newest batch
         self._host_plan: _Plan | None = None  # of the newest batch that is drawn without the host
 
-    def sample(
-        self, logits: Tensor, requests: Sequence[Request], allowed: Sequence[bytes | None] = ()
-    ) -> list[Sampled]:
-        """Sample one token per row of logits [R, V] (any float dtype), requests in row order. Raises BrokenLogits.
+    def sample(self, logits: Tensor, rows: Sequence[SampledRow], allowed: Sequence[bytes | None] = ()) -> list[Sampled]:
+        """Sample one token per row of logits [R, V] (any float dtype); broken logits give a NaN log-probability.
 
         allowed: per row the tokens that may be chosen, one bit each; None: all. Empty: all in every row.
         """
         device = logits.device
-        plan = self._plan_of(requests, device)
-        positions = torch.tensor([r.sequence.num_tokens for r in requests], dtype=torch.int64, device=device)
+        plan = self._plan_of([row.request for row in rows], device)
+        positions = torch.tensor([row.num_tokens for row in rows], dtype=torch.int64, device=device)
         masked = [row for row, mask in enumerate(allowed) if mask is not None]
         packed = np.stack([np.frombuffer(mask, np.uint8) for mask in allowed if mask is not None]) if masked else None
         masks = None if packed is None else (_on(device, masked), torch.from_numpy(packed).to(device))
-        drawn = draw_tokens(logits, plan.settings, positions, self._reshaped(logits, plan, allowed), masks)
-        logprobs = drawn.logprobs.tolist()
-        refuse_broken(requests, logprobs)
+        drawn = draw_tokens(logits, plan.settings, positions, self._reshaped(logits, plan, rows, allowed), masks)
         tops, listed = _alternatives(logits, plan)
-        rows = zip(drawn.token_ids.tolist(), logprobs, tops, listed)  # noqa: B905 the last two may be endless
-        choices = [Sampled(*row) for row in rows]
+        values = zip(drawn.token_ids.tolist(), drawn.logprobs.tolist(), tops, listed)  # noqa: B905 the last two: endless
+        choices = [Sampled(*row) for row in values]
         if packed is not None:
             chances, num_choices = drawn.chances.tolist(), np.bitwise_count(packed).sum(-1).tolist()
             for row, num in zip(masked, num_choices, strict=True):
@@ -128,41 +126,39 @@ class Sampler:
             return None
         return plan.settings
 
-    def _plan_of(self, requests: Sequence[Request], device: torch.device) -> _Plan:
-        plan, wanted = self._plan, list(requests)
+    def _plan_of(self, wanted: list[Request], device: torch.device) -> _Plan:
+        plan = self._plan
         if plan is None or plan.requests != wanted:
             plan = self._plan = _Plan.of(wanted, device)
         return plan
 
-    def _reshaped(self, logits: Tensor, plan: _Plan, allowed: Sequence[bytes | None]) -> tuple[Tensor, Tensor] | None:
+    def _reshaped(
+        self, logits: Tensor, plan: _Plan, rows: Sequence[SampledRow], allowed: Sequence[bytes | None]
+    ) -> tuple[Tensor, Tensor] | None:
         """Return the rows whose logits are changed before the draw, and the changed logits; None without such rows."""
-        rows = list(plan.reshaped)
-        for row in plan.reshaped_at_first:
-            request = plan.requests[row]
-            if request.sequence.num_output_tokens < request.params.min_new_tokens:
-                rows.append(row)
-        if not rows:
+        changed = [*plan.reshaped, *(row for row in plan.reshaped_at_first if _is_too_short(rows[row]))]
+        if not changed:
             return None
-        for row in rows:
+        for row in changed:
             if allowed and allowed[row] is not None:
                 self._counts.pop(plan.requests[row], None)  # a jump may have replaced tokens that were counted
-        values = torch.stack([self._reshape(logits[row].float(), plan.requests[row]) for row in rows])
-        return _on(logits.device, rows), values
+        values = torch.stack([self._reshape(logits[row].float(), rows[row]) for row in changed])
+        return _on(logits.device, changed), values
 
-    def _reshape(self, logits: Tensor, request: Request) -> Tensor:
+    def _reshape(self, logits: Tensor, row: SampledRow) -> Tensor:
         """Apply penalties, logit_bias and the ban on early stops to one row [V]."""
-        params = request.params
+        request, params = row.request, row.request.params
         if params.needs_penalties:
             counts = self._counts.get(request)
             if counts is None:
                 counts = self._counts[request] = _Counts(logits.shape[-1], logits.device)
             counts.catch_up(request)
-            logits = counts.penalise(logits, request)
+            logits = counts.penalise(logits, params, row.drafted)
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), device=logits.device)
             bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64, device=logits.device)
             logits = logits.index_add(0, ids, bias.clamp(-_FAR, _FAR).float())
-        if request.sequence.num_output_tokens < params.min_new_tokens:
+        if _is_too_short(row):
             stops = self._eos_token_ids | set(params.stop_token_ids)
             banned = [id for id in stops if id < len(logits)]  # a tokenizer may know more ids than the model has rows
             logits = logits.index_fill(0, torch.tensor(banned, dtype=torch.int64, device=logits.device), -2 * _FAR)
@@ -185,19 +181,30 @@ class _Counts:
         self._in_output.index_add_(0, outputs, torch.ones_like(outputs, dtype=torch.float32))
         self._num_counted = sequence.num_tokens
 
-    def penalise(self, logits: Tensor, request: Request) -> Tensor:
-        params = request.params
+    def penalise(self, logits: Tensor, params: SamplingParams, drafted: tuple[int, ...]) -> Tensor:
+        """Apply the penalties of the counted tokens and of drafted ones, which count for this row only."""
+        seen, in_output = self._seen, self._in_output
+        if drafted:
+            new = torch.tensor(drafted, dtype=torch.int64, device=seen.device)
+            seen = seen.index_fill(0, new, True)
+            in_output = in_output.index_add(0, new, torch.ones_like(new, dtype=torch.float32))
         repetition = params.repetition_penalty
         punished = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = torch.where(self._seen, punished, logits)
-        logits = logits - self._in_output * params.frequency_penalty
-        return logits - (self._in_output > 0).float() * params.presence_penalty
+        logits = torch.where(seen, punished, logits)
+        logits = logits - in_output * params.frequency_penalty
+        return logits - (in_output > 0).float() * params.presence_penalty
 
 
-def refuse_broken(requests: Sequence[Request], logprobs: Sequence[float]) -> None:
-    """Raise BrokenLogits if the log-probability of a row's token is NaN."""
+def _is_too_short(row: SampledRow) -> bool:
+    """Return whether the row's request may not stop yet."""
+    request = row.request
+    return row.num_tokens - request.sequence.num_prompt_tokens < request.params.min_new_tokens
+
+
+def refuse_broken(ids: Sequence[str], logprobs: Sequence[float | None]) -> None:
+    """Raise BrokenLogits, naming sequences, if the log-probability of a token is NaN."""
     if any(value != value for value in logprobs):
-        broken = [r.id for r, value in zip(requests, logprobs, strict=True) if value != value]
+        broken = list(dict.fromkeys(id for id, value in zip(ids, logprobs, strict=True) if value != value))
         count = f"{len(broken)} sequences, {broken[0]!r} first"
         raise BrokenLogits(f"the model's logits are NaN or infinite for {count}")
 

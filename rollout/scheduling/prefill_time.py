@@ -45,7 +45,7 @@ class PrefillTimePredictor:
     def observe(self, output: ScheduleOutput, seconds: float) -> None:
         """Learn from a step that ran. Rows of a sequence with more than one row in the step count as a prompt's."""
         num_rows = 0
-        if output.num_tokens > len(output.scheduled):
+        if output.num_rows > len(output.scheduled):
             num_rows = sum(item.num_tokens for item in output.scheduled if item.num_tokens > 1)
         if num_rows:
             self._prefill_steps.append((num_rows, seconds))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -107,13 +107,21 @@ class Scheduler:
         self._queued.add(request)
         self._queue.push(request)
 
-    def on_step_completed(self, output: ScheduleOutput, requests: dict[str, Request]) -> None:
-        """Publish the KV that is complete after this step. requests: the live ones by id."""
+    def on_step_completed(
+        self, output: ScheduleOutput, requests: dict[str, Request], accepted: Mapping[str, int] | None = None
+    ) -> None:
+        """Publish the KV that is complete after this step, and give back what drafts took in vain.
+
+        requests: the live ones by id. accepted: by id the tokens that were accepted of a draft; none of others.
+        """
         self.row_limit.on_good_step()
         block_size, running = self._ledger.block_size, self._running
         for item in output.scheduled:
             start, end = item.start, item.start + item.num_tokens
-            if start // block_size == end // block_size and item.allowed is None:
+            has_draft = bool(item.draft.token_ids)
+            num_accepted = accepted.get(item.id, 0) if has_draft and accepted else 0
+            end += num_accepted
+            if start // block_size == end // block_size and item.allowed is None and not has_draft:
                 continue  # no further block is full
             request = requests.get(item.id)
             if request in running and item.incarnation == request.num_retractions:
@@ -122,6 +130,8 @@ class Scheduler:
                 # A step may bring more tokens than needed: tokens behind the end have KV, but no hash.
                 self._ledger.publish(request, min(end, request.sequence.num_tokens))
                 self._look_again(self._under_way.end(request, end))
+                if has_draft:
+                    self._ledger.settle_draft(request, end, num_accepted)
 
     def on_step_timed(self, output: ScheduleOutput, seconds: float) -> None:
         """Record the time of a step in seconds. Deadlines and slacks are predicted from it."""
@@ -340,5 +350,6 @@ class Scheduler:
         start = request.num_processed_ahead if start is None else start
         draft.put(ScheduledSequence(
             sequence.id, request.num_retractions, start, num_tokens, tuple(new_blocks), token_ids,
+            num_blocks_kept=self._ledger.num_blocks_kept(request, len(new_blocks)),
             states=self._ledger.plan_states(request, start, start + num_tokens),
         ))  # fmt: skip

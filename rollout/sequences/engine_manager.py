@@ -98,16 +98,18 @@ class EngineSequenceManager(SequenceManager):
             self.finish(sequence.id, FinishReason("length", length=0))
             return True
         record = request.record
-        if not jump.token_ids:
+        if not jump.token_ids and not result.accepted:
             record.add_sampled(result)
             record.tag_token(self.weight_version, self.weight_digest)
             reason = self._why_finished(request, result.token_id)
             if reason is not None:
                 self.finish(sequence.id, reason)
             return reason is not None
-        self._score(request, result, jump.token_ids)
-        record.scored.append(ScoredToken(result.sampled(), self.weight_version, self.weight_digest))
-        for token, version, digest in record.begin_tokens(jump):
+        if jump.token_ids:
+            self._score(request, result, jump.token_ids)
+        drawn = (*result.accepted, result.sampled())
+        scored = [ScoredToken(token, self.weight_version, self.weight_digest) for token in drawn]
+        for token, version, digest in (*record.begin_tokens(jump), *scored):
             record.add(token)
             record.tag_token(version, digest)
             reason = self._why_finished(request, token.token_id)

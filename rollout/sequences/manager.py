@@ -68,7 +68,8 @@ class SequenceManager:
     def on_step_completed(self, results: Iterable[SequenceResult]) -> list[str]:
         """Count rows that went through all stages. Returns the ids that finished by conditions that need no text.
 
-        Results of sequences that have ended, or were preempted since, are dropped.
+        Results of sequences that have ended, or were preempted since, are dropped. Accepted tokens of a draft count as
+        tokens whose rows ran.
         """
         finished = []
         has_one_stage = self.num_stages == 1
@@ -76,18 +77,20 @@ class SequenceManager:
             sequence = self._live(result.id, result.incarnation)
             if sequence is None:
                 continue
-            if has_one_stage:
-                sequence.stage_processed(result.num_tokens)
-            sequence.step_processed(result.num_tokens)
+            jump = NO_JUMP
+            if result.token_id is not None:
+                jump = sequence.settle_jump()
+                sequence.token_ids += [token.token_id for token in result.accepted]
+                sequence.token_ids.append(result.token_id)
+            num_accepted = len(result.accepted)  # in a pipeline this stage has not counted them either
+            if num_rows := result.num_tokens * has_one_stage + num_accepted:
+                sequence.stage_processed(num_rows)
+            sequence.step_processed(result.num_tokens + num_accepted)
             # In a pipeline, a sequence inside its prompt was paused when its chunk left this stage; if it is RUNNING
             # now, then for its next chunk.
             was_last = has_one_stage or result.token_id is not None
             if was_last and sequence.state is State.RUNNING:
                 sequence.move(State.PAUSED)
-            jump = NO_JUMP
-            if result.token_id is not None:
-                jump = sequence.settle_jump()
-                sequence.token_ids.append(result.token_id)
             if self._on_result(sequence, result, jump):
                 finished.append(sequence.id)
         return finished

@@ -47,6 +47,9 @@ class OutputRecord:
     num_jump_steps: int = 0  # steps that have run rows of the unsettled jump
     newest_jump_steps: int = 0  # steps that ran the rows of `newest_jump`
     num_undelivered: int = 0  # tokens of that step, its jump's included, that are not text yet
+    num_draft_steps: int = 0  # steps that ran rows of a draft
+    num_drafted_tokens: int = 0  # those rows
+    num_accepted_tokens: int = 0  # of their tokens, the ones that came out
     num_kept: int | None = None  # tokens that no rollback has cut since this was last set to None; None: all
 
     def begin_prompt(self) -> None:
@@ -64,15 +67,15 @@ class OutputRecord:
         self.prompt_listed_logprobs += result.prompt_listed_logprobs
 
     def begin_tokens(self, jump: Jump) -> list[ScoredToken]:
-        """Prepare for the tokens of a jump that is settled: cut the tokens that it rolls back. Returns the scored ones,
-        for `add`."""
+        """Prepare for the tokens of a step, after those of a jump that it settles, if any: cut the tokens that the jump
+        rolls back. Returns the jump's scored tokens, for `add`."""
         self.newest_jump, self.num_undelivered = jump, 0
         self.newest_jump_steps, self.num_jump_steps = self.num_jump_steps, 0
         self.num_jump_forward_tokens -= min(jump.num_rolled_back, len(jump.token_ids))
         if jump.num_rolled_back:
             self.roll_back(jump.num_rolled_back)
         scored, self.scored = self.scored, []
-        assert len(scored) == len(jump.token_ids) + 1, "the jump's tokens and the sampled one"
+        assert len(scored) == len(jump.token_ids), "the jump's tokens"
         return scored
 
     def forget_scored(self) -> None:
@@ -81,7 +84,7 @@ class OutputRecord:
         self.scored.clear()
 
     def add_sampled(self, result: SequenceResult) -> None:
-        """Record a step's only token, which the sequence has already. Steps with jumps use `begin_tokens` and `add`."""
+        """Record a step's only token, which the sequence has already. Steps with more use `begin_tokens` and `add`."""
         assert result.logprob is not None
         self.newest_jump, self.num_undelivered = NO_JUMP, 1
         self.logprobs.append(result.logprob)
@@ -105,6 +108,12 @@ class OutputRecord:
             self.forced.append(token.is_forced)
         self.num_jump_forward_tokens += token.is_jumped
         self.num_undelivered += 1
+
+    def count_draft(self, num_drafted: int, num_accepted: int) -> None:
+        """Count the draft of a committed step."""
+        self.num_draft_steps += 1
+        self.num_drafted_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
 
     def tag_token(self, version: str, digest: str | None) -> None:
         """Record that the newest output token was sampled from this version of the weights."""

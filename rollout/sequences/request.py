@@ -20,7 +20,9 @@ class RequestOptions:
     logprob_start_len: int = -1  # prompt log-probabilities from this position on; -1: none
     top_logprobs_num: int = 0  # number of alternatives to report at each position
     token_ids_logprob: tuple[int, ...] = ()  # tokens whose log-probabilities to report at each position
-    extra_key: str = ""  # separates prefix caches: requests share KV only under equal keys
+    extra_key: str = ""  # separates prefix caches: requests share KV, and samples for drafts, only under equal keys
+    draft_token_ids: tuple[int, ...] = ()  # an output that may come again, an older answer: changes no bit, only speed
+    speculation: bool = True  # False: no drafts for this request
 
     def __post_init__(self) -> None:
         wrong = []

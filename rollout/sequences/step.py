@@ -18,6 +18,23 @@ class StateSlots(NamedTuple):
     write: int  # gets its states after them
 
 
+class Draft(NamedTuple):
+    """Tokens that are proposed behind the last known one of a sequence. The step draws the token after each of them.
+
+    Those that equal the draws before them, up to the first that does not, are accepted: the sequence takes them, and
+    the draw behind them.
+    """
+
+    token_ids: tuple[int, ...]
+    allowed: tuple[bytes | None, ...] = ()  # after each: the tokens that a grammar allows; empty without a grammar
+    states: tuple[int, ...] = ()  # with recurrent layers: the slots that get the states after each
+    source: str = ""  # who proposed them, and the class of the proposal; known to the controller only
+    confidence: int = 0
+
+
+NO_DRAFT = Draft(())
+
+
 class ScheduledSequence(NamedTuple):  # one a sequence and step: a tuple takes a fifth of a frozen dataclass's time
     """One sequence's share of a step: rows for known tokens `start .. start + num_tokens - 1`, its jump's included."""
 
@@ -31,6 +48,11 @@ class ScheduledSequence(NamedTuple):  # one a sequence and step: a tuple takes a
     num_blocks_kept: int | None = None  # of its block table, before the new ones; None: all
     allowed: bytes | None = None  # the tokens that a grammar allows: one bit a token, lowest bit first; None: all
     states: StateSlots | None = None  # None: the module has no recurrent layers
+    draft: Draft = NO_DRAFT  # its rows come after the known tokens'
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_tokens + len(self.draft.token_ids)
 
 
 @dataclass(frozen=True)
@@ -44,8 +66,12 @@ class ScheduleOutput:
     exhausted: tuple[tuple[str, str], ...] = ()  # (id, why): lone sequences larger than the pool, ended with "length"
 
     @cached_property
-    def num_tokens(self) -> int:
-        return sum([item.num_tokens for item in self.scheduled])
+    def num_rows(self) -> int:
+        return sum([item.num_tokens + len(item.draft.token_ids) for item in self.scheduled])
+
+    @cached_property
+    def has_drafts(self) -> bool:
+        return any(item.draft.token_ids for item in self.scheduled)
 
 
 @dataclass(slots=True)
@@ -86,7 +112,7 @@ class SequenceResult(NamedTuple):
 
     id: str
     incarnation: int
-    num_tokens: int  # rows that ran
+    num_tokens: int  # rows of known tokens that ran
     token_id: int | None = None  # sampled after its last known token; None while known tokens remain to run
     logprob: float | None = None
     top_logprobs: TopLogprobs = ()
@@ -99,6 +125,7 @@ class SequenceResult(NamedTuple):
     jump_logprobs: tuple[float, ...] = ()  # of the next tokens of the sequence's jump
     jump_top_logprobs: tuple[TopLogprobs, ...] = ()
     jump_listed_logprobs: tuple[ListedLogprobs, ...] = ()
+    accepted: tuple[NewToken, ...] = ()  # tokens of its draft that were drawn: they come before `token_id`
 
     def jumped(self, token_ids: Sequence[int]) -> Iterator[NewToken]:
         """Yield the jump's tokens that the step scored. token_ids: the jump's, from the first one without a score."""

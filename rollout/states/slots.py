@@ -2,7 +2,8 @@
 
 A slot holds the states of all recurrent layers after some token of one sequence. A step reads one slot of a sequence
 and writes another, which has no other user. So a step may run twice or in vain, and a snapshot is no copy: it is a
-further user of the slot that a step has written.
+further user of the slot that a step has written. Each row of a draft writes a slot of its own; the one after the last
+accepted token is kept.
 
     the sequence's steps      read 0, write 7     read 7, write 3     read 3, write 7 again
 
@@ -34,6 +35,7 @@ class _Account:
     start: int  # tokens before the newest step
     write: int | None = None  # None: no step is planned yet
     end: int = 0  # tokens after it
+    drafted: tuple[int, ...] = ()  # slots that get the states after each token of its draft
     rolling: Place | None = None  # the newest snapshot in its output, which the next one replaces
 
 
@@ -74,6 +76,7 @@ class SlotLedger:
         A step that was planned before and begins at the same row will not run, and gives its slots to this one.
         """
         account = self._accounts[request]
+        assert not account.drafted, f"{request.id} has a draft that is not settled"
         if account.write is not None and start == account.end:
             self._release(account.read)
             account.read, account.start, account.write = account.write, account.end, None
@@ -83,6 +86,28 @@ class SlotLedger:
             self._num_users[account.write] = 1
         account.end = end
         return StateSlots(account.read, account.write)
+
+    def plan_draft(self, request: Request, num_tokens: int) -> tuple[int, ...]:
+        """Return slots for the states after each token of a draft, in the step that was planned last.
+
+        They are taken from the free ones until `settle_draft`. There must be enough.
+        """
+        account = self._accounts[request]
+        assert account.write is not None and not account.drafted
+        account.drafted = tuple(self._free.pop() for _ in range(num_tokens))
+        self._num_users.update(account.drafted)
+        return account.drafted
+
+    def settle_draft(self, request: Request, num_accepted: int) -> None:
+        """Make the states after the last accepted token those of the request, and release the others. The step is
+        committed, and its snapshots are kept already."""
+        account = self._accounts[request]
+        assert account.write is not None
+        written, account.drafted = (account.write, *account.drafted), ()
+        for slot in written[:num_accepted] + written[num_accepted + 1 :]:
+            self._release(slot)
+        account.write = written[num_accepted]
+        account.end += num_accepted
 
     def stands_at(self, request: Request, num_tokens: int) -> bool:
         """Return whether the request's next step could begin after its first `num_tokens` tokens."""
@@ -98,8 +123,9 @@ class SlotLedger:
         """Release the request's slots."""
         account = self._accounts.pop(request)
         self._release(account.read)
-        if account.write is not None:
-            self._release(account.write)
+        for slot in (account.write, *account.drafted):
+            if slot is not None:
+                self._release(slot)
 
     # -- snapshots ------------------------------------------------------------------------------------------------
 
@@ -111,6 +137,7 @@ class SlotLedger:
         """
         account = self._accounts[request]
         slots = {account.end: account.write, account.start: account.read}
+        slots |= {account.end + number: slot for number, slot in enumerate(account.drafted, 1)}
         slot = slots.get(num_tokens)
         if slot is None or place in self._snapshots or not self.max_snapshots:
             return
@@ -161,7 +188,7 @@ class SlotLedger:
         """Return a description of each inconsistency; empty when there is none. Changes nothing."""
         users = Counter(self._snapshots.values())
         for account in self._accounts.values():
-            users.update(slot for slot in (account.read, account.write) if slot)
+            users.update(slot for slot in (account.read, account.write, *account.drafted) if slot)
         wrong = []
         if users != self._num_users:
             wrong.append(f"state slots have the users {dict(users)}, counted are {dict(self._num_users)}")

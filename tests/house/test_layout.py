@@ -27,11 +27,13 @@ PLACES = {
     "rollout.engine": "completion config control kv loop ranks replica reports sequences",
     "rollout.control": "completion errors grammars loop model replica sampling_params sequences",
     "rollout.loop": (
-        "check completion config errors grammars kv model ranks replica reports running scheduling sequences states"
+        "check completion config errors grammars kv model ranks replica reports running scheduling sequences "
+        "speculation states"
     ),
     "rollout.replica": "completion errors grammars kv model ranks reports running sampling_params sequences states",
-    "rollout.running": "completion errors kv model reports sequences states",
+    "rollout.running": "completion errors kv model reports sampling_params sequences states",
     "rollout.scheduling": "config kv sequences",
+    "rollout.speculation": "config sequences",
     "rollout.kv": "config errors model sequences states",
     "rollout.states": "errors model sequences",
     "rollout.model": "errors ranks sharding",

@@ -47,7 +47,7 @@ class ShortOfMemory:
         return getattr(self._runner, name)
 
     def launch(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> StepHandle:
-        if output.num_tokens > self.most or self.victim in requests:
+        if output.num_rows > self.most or self.victim in requests:
             self.num_failures += 1
             raise self._error
         return self._runner.launch(output, requests)
@@ -57,7 +57,7 @@ class LateShortOfMemory(ShortOfMemory):
     """The same, whose error arrives with the results, as from the thread of the model."""
 
     def launch(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> StepHandle:
-        handle, is_short = self._runner.launch(output, requests), output.num_tokens > self.most
+        handle, is_short = self._runner.launch(output, requests), output.num_rows > self.most
         is_short = is_short or self.victim in requests
         return _Late(handle, self) if is_short else handle
 

@@ -39,7 +39,7 @@ def decode(model, num_prompt_tokens: int, **config: object) -> tuple[Counter, in
 
     The module does not run: its own calls are not part of the step.
     """
-    engine = Engine(model, EngineConfig(kv_cache="128 blocks", max_num_seqs=4, **config))
+    engine = Engine(model, EngineConfig(kv_cache="128 blocks", max_num_seqs=4, speculation="off", **config))
     vocab_size = engine.model.vocab_size
     engine.model.forward = lambda token_ids, positions, rows, step: torch.zeros(len(rows), vocab_size)
     for seed in range(3):

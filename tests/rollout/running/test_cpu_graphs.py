@@ -196,7 +196,9 @@ def test_an_engine_that_replays_gives_the_tokens_and_log_probabilities_of_one_th
     ]
     answers = []
     for sizes in ((), None):
-        engine = Engine(model, EngineConfig(kv_cache="96 blocks", max_num_seqs=8, cuda_graph_batch_sizes=sizes))
+        engine = Engine(
+            model, EngineConfig(kv_cache="96 blocks", max_num_seqs=8, speculation="off", cuda_graph_batch_sizes=sizes)
+        )
         answers.append([(c.token_ids, c.logprobs) for c in engine.generate(prompts, settings)])
     assert answers[0] == answers[1]
     records = engine.parts.runner._graphs._records
@@ -206,7 +208,7 @@ def test_an_engine_that_replays_gives_the_tokens_and_log_probabilities_of_one_th
 def test_replays_follow_an_update_of_the_weights_in_place(make_model):
     model = make_model("qwen3")
     ask = [[1, 2, 3]], SamplingParams(max_new_tokens=30, sampling_seed=1, ignore_eos=True)
-    engine = Engine(model, EngineConfig(kv_cache="32 blocks", max_num_seqs=2))
+    engine = Engine(model, EngineConfig(kv_cache="32 blocks", max_num_seqs=2, speculation="off"))
     engine.generate(*ask)
     [record] = engine.parts.runner._graphs._records.values()
     assert record.is_trusted
@@ -214,7 +216,9 @@ def test_replays_follow_an_update_of_the_weights_in_place(make_model):
         for parameter in model.parameters():
             parameter.data.mul_(1.25)
     engine.weights.commit_weights("louder", None)
-    fresh = Engine(model, EngineConfig(kv_cache="32 blocks", max_num_seqs=2, cuda_graph_batch_sizes=()))
+    fresh = Engine(
+        model, EngineConfig(kv_cache="32 blocks", max_num_seqs=2, speculation="off", cuda_graph_batch_sizes=())
+    )
     [found], [expected] = engine.generate(*ask), fresh.generate(*ask)
     assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
     assert [record] == list(engine.parts.runner._graphs._records.values())

@@ -11,7 +11,8 @@ from scipy import stats
 
 from lockstep.kernels.sampling.logprobs import scaled_logprobs, selected_logprobs
 from lockstep.rollout.errors import BrokenLogits
-from lockstep.rollout.running.sampler import Sampler, prompt_logprobs
+from lockstep.rollout.running.batch import SampledRow
+from lockstep.rollout.running.sampler import Sampler, prompt_logprobs, refuse_broken
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.request import Request, RequestOptions
 from lockstep.rollout.sequences.sequence import Sequence
@@ -32,8 +33,12 @@ def some_logits(rows: int = 1, vocab: int = VOCAB, seed: int = 0) -> torch.Tenso
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
 
 
+def rows(requests: list[Request]) -> list[SampledRow]:
+    return [SampledRow(request) for request in requests]
+
+
 def choose(logits: torch.Tensor, requests: list[Request]) -> list[int]:
-    return [s.token_id for s in Sampler(frozenset({EOS})).sample(logits, requests)]
+    return [s.token_id for s in Sampler(frozenset({EOS})).sample(logits, rows(requests))]
 
 
 def naive_probabilities(logits: list[float], temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0) -> list[float]:
@@ -116,9 +121,9 @@ def test_same_request_gets_the_same_token_whatever_its_batch_mates():
     ]
     logits = some_logits(60)
     requests = [a_request(seed, top=seed % 3, output=[1, 2], **settings[seed % 6]) for seed in range(60)]
-    together = Sampler(frozenset({EOS})).sample(logits, requests)
-    backwards = Sampler(frozenset({EOS})).sample(logits.flip(0), requests[::-1])[::-1]
-    alone = [Sampler(frozenset({EOS})).sample(logits[i : i + 1], [r])[0] for i, r in enumerate(requests)]
+    together = Sampler(frozenset({EOS})).sample(logits, rows(requests))
+    backwards = Sampler(frozenset({EOS})).sample(logits.flip(0), rows(requests[::-1]))[::-1]
+    alone = [Sampler(frozenset({EOS})).sample(logits[i : i + 1], rows([r]))[0] for i, r in enumerate(requests)]
     assert together == backwards == alone
 
 
@@ -130,7 +135,9 @@ def test_different_seeds_and_positions_draw_differently():
 
 def test_greedy_takes_the_largest_logit_and_reports_the_plain_log_softmax():
     logits = some_logits(5)
-    sampled = Sampler(frozenset()).sample(logits, [a_request(temperature=0.0, top_p=0.5, top_k=2) for _ in range(5)])
+    sampled = Sampler(frozenset()).sample(
+        logits, rows([a_request(temperature=0.0, top_p=0.5, top_k=2) for _ in range(5)])
+    )
     assert [s.token_id for s in sampled] == logits.argmax(-1).tolist()
     assert [s.logprob for s in sampled] == scaled_logprobs(logits, 1.0).amax(-1).tolist()
 
@@ -152,7 +159,7 @@ def test_greedy_takes_the_largest_logit_and_reports_the_plain_log_softmax():
 def test_reported_logprob_is_that_of_the_models_logits_at_the_temperature(settings, dtype):
     logits = some_logits(20).to(dtype)
     requests = [a_request(s, output=[1, 4], temperature=0.7, **settings) for s in range(20)]
-    for row, sampled in enumerate(Sampler(frozenset({EOS})).sample(logits, requests)):
+    for row, sampled in enumerate(Sampler(frozenset({EOS})).sample(logits, rows(requests))):
         token_id = torch.tensor([sampled.token_id])
         assert sampled.logprob == selected_logprobs(logits[row : row + 1], token_id, 0.7).item()
         exact = torch.log_softmax(logits[row].double() / 0.7, -1)[token_id].item()
@@ -206,7 +213,7 @@ def test_reshaped_choice_equals_the_naive_reference_as_the_output_grows(settings
         naive = naive_reshaped(logits.tolist(), (1, 2, 3, 3), output, request.params)
         expected = max(range(VOCAB), key=naive.__getitem__)
         moved += expected != int(logits.argmax())
-        [sampled] = sampler.sample(logits[None], [request])
+        [sampled] = sampler.sample(logits[None], rows([request]))
         assert sampled.token_id == expected
         request.sequence.token_ids.append(expected)
     assert moved > 0
@@ -216,9 +223,9 @@ def test_counts_that_are_made_late_equal_those_kept_from_the_start():
     settings = {"frequency_penalty": 1.0, "temperature": 0.0}
     kept, sampler, logits = a_request(**settings), Sampler(frozenset()), some_logits(12, seed=4)
     for row in logits[:-1]:
-        kept.sequence.token_ids.append(sampler.sample(row[None], [kept])[0].token_id)
+        kept.sequence.token_ids.append(sampler.sample(row[None], rows([kept]))[0].token_id)
     fresh = a_request(output=kept.sequence.output_ids, **settings)
-    assert choose(logits[-1:], [fresh]) == [sampler.sample(logits[-1:], [kept])[0].token_id]
+    assert choose(logits[-1:], [fresh]) == [sampler.sample(logits[-1:], rows([kept]))[0].token_id]
 
 
 def test_banned_until_min_new_tokens_then_allowed():
@@ -230,7 +237,9 @@ def test_banned_until_min_new_tokens_then_allowed():
 
 def test_stop_ids_and_eos_beyond_the_vocabulary_ban_nothing():
     request = a_request(temperature=0.0, min_new_tokens=3, stop_token_ids=[VOCAB, 10_000])
-    assert Sampler(frozenset({VOCAB + 5})).sample(some_logits(), [request])[0].token_id == int(some_logits().argmax())
+    assert Sampler(frozenset({VOCAB + 5})).sample(some_logits(), rows([request]))[0].token_id == int(
+        some_logits().argmax()
+    )
 
 
 def test_banning_every_token_still_chooses_one():
@@ -249,8 +258,11 @@ def test_bias_larger_than_a_float_can_hold_still_chooses_that_token():
 def test_broken_logits_are_refused_and_never_leave_the_vocabulary(settings, broken):
     logits = some_logits(3)
     logits[1, 7] = broken
+    requests = [a_request(s, **settings) for s in range(3)]
+    sampled = Sampler(frozenset({EOS})).sample(logits, rows(requests))
+    assert all(0 <= s.token_id < VOCAB for s in sampled)
     with pytest.raises(BrokenLogits, match="NaN or infinite for 1 sequences, 'r' first"):
-        choose(logits, [a_request(s, **settings) for s in range(3)])
+        refuse_broken([r.id for r in requests], [s.logprob for s in sampled])
 
 
 def test_alternatives_and_named_tokens_have_the_bits_of_the_reported_logprob():
@@ -259,7 +271,9 @@ def test_alternatives_and_named_tokens_have_the_bits_of_the_reported_logprob():
         requests = [a_request(s, top=VOCAB * (s % 2), temperature=0.7) for s in range(6)]
         for request in requests[::3]:
             request.options = RequestOptions(top_logprobs_num=VOCAB, token_ids_logprob=tuple(range(VOCAB)))
-        for sampled, request in zip(Sampler(frozenset()).sample(logits.to(dtype), requests), requests, strict=True):
+        for sampled, request in zip(
+            Sampler(frozenset()).sample(logits.to(dtype), rows(requests)), requests, strict=True
+        ):
             top = {id: value for value, id in sampled.top_logprobs}
             named = {id: value for value, id in sampled.listed_logprobs}
             assert len(top) == request.options.top_logprobs_num and len(named) in (0, VOCAB)
@@ -273,8 +287,8 @@ def test_settings_follow_the_batch_as_requests_come_go_and_change_places():
     for requests in (first, first, second, first[:1], first):
         for request in requests:
             request.sequence.token_ids.append(1)
-        together = sampler.sample(logits[: len(requests)], requests)
-        alone = [Sampler(frozenset({EOS})).sample(logits[i : i + 1], [r])[0] for i, r in enumerate(requests)]
+        together = sampler.sample(logits[: len(requests)], rows(requests))
+        alone = [Sampler(frozenset({EOS})).sample(logits[i : i + 1], rows([r]))[0] for i, r in enumerate(requests)]
         assert together == alone
         sampler.forget(requests[-1])
 
@@ -291,8 +305,8 @@ def test_a_grammars_mask_shapes_the_choice_and_not_what_is_reported(settings):
     ids = [1, 7, 11, 23]
     requests = [a_request(s, **settings) for s in range(40)]
     allowed = [packed(ids) if s % 2 else packed([9]) if s % 4 else None for s in range(40)]
-    chosen = Sampler(frozenset()).sample(logits, requests, allowed)
-    plain = Sampler(frozenset()).sample(logits, requests)
+    chosen = Sampler(frozenset()).sample(logits, rows(requests), allowed)
+    plain = Sampler(frozenset()).sample(logits, rows(requests))
     for row, (sampled, mask, free) in enumerate(zip(chosen, allowed, plain, strict=True)):
         temperature = settings.get("temperature", 1.0) or 1.0
         id = torch.tensor([sampled.token_id])
@@ -310,7 +324,7 @@ def test_tokens_that_a_mask_does_not_reach_are_not_chosen():
     logits = torch.zeros(50, 100)
     logits[:, 64:] = 20.0
     requests = [a_request(s) for s in range(50)]
-    sampled = Sampler(frozenset()).sample(logits, requests, [packed(list(range(30)), 32)] * 50)
+    sampled = Sampler(frozenset()).sample(logits, rows(requests), [packed(list(range(30)), 32)] * 50)
     assert max(s.token_id for s in sampled) < 30
 
 
@@ -318,7 +332,7 @@ def test_alternatives_are_the_most_likely_tokens_with_the_reported_logprobs():
     logits = some_logits(3)
     logprobs = torch.log_softmax(logits / 0.7, -1)
     requests = [a_request(top=n, temperature=0.7, logit_bias={0: 9.0}) for n in (0, 2, 1000)]
-    sampled = Sampler(frozenset()).sample(logits, requests)
+    sampled = Sampler(frozenset()).sample(logits, rows(requests))
     assert [len(s.top_logprobs) for s in sampled] == [0, 2, VOCAB]
     for row in (1, 2):
         values, ids = zip(*sampled[row].top_logprobs, strict=True)

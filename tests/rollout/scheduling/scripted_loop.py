@@ -60,7 +60,7 @@ class Loop:
         ended += self.controller.on_step_completed(results)
         self.worker.on_step_completed(results)
         self.scheduler.on_step_completed(output, {item.id: self.requests[item.id] for item in output.scheduled})
-        self.scheduler.on_step_timed(output, 0.1 + 0.1 * output.num_tokens)
+        self.scheduler.on_step_timed(output, 0.1 + 0.1 * output.num_rows)
         self.num_preemptions += len(output.preempted)
         for id in ended:
             self.end(id)
@@ -84,7 +84,7 @@ class Loop:
         return SequenceResult(item.id, item.incarnation, item.num_tokens, *token)
 
     def check_limits(self, output: ScheduleOutput) -> None:
-        assert output.num_tokens <= self.limits.max_num_batched_tokens
+        assert output.num_rows <= self.limits.max_num_batched_tokens
         assert self.scheduler.num_running <= self.limits.max_num_seqs
         ids = [item.id for item in output.scheduled]
         assert len(set(ids)) == len(ids) and not set(ids) & set(output.preempted)

@@ -192,7 +192,7 @@ def test_a_commit_voids_snapshots_and_released_memory_comes_back(make_model, mak
 
 
 def test_decode_steps_are_recorded(make_model, make_engine):
-    engine = make_engine(make_model("lfm2"))
+    engine = make_engine(make_model("lfm2"), speculation="off")
     with engine.model.rollout_phase():
         [answer] = engine.generate([PROMPTS[0]], params(num_new=30))
     records = engine.parts.runner._graphs._records

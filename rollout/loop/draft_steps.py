@@ -1,0 +1,114 @@
+"""Drafts that are added to a step between its schedule and its launch, and what comes of them at its commit.
+
+    known tokens     | prompt | a | b |            b was sampled last: its row would run next
+    draft            | prompt | a | b | c | d |    rows for b, c and d: each draws the token behind it
+    drawn                             | c | x | y  c is accepted; x is what follows it, and y is thrown away
+
+A draft takes rows and blocks that no other sequence wants in this step. What it took in vain is given back when the
+step is committed, before another one is scheduled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..sequences.request import Request
+from ..sequences.step import Draft, ScheduledSequence, ScheduleOutput, SequenceResult
+from ..speculation.lengths import StepSize
+from ..speculation.speculation import Planned, Wanted
+from .grammar_steps import GrammarSteps
+from .parts import Parts
+
+
+class DraftSteps:
+    """Add drafts to steps. A part of the loop."""
+
+    def __init__(self, parts: Parts, grammars: GrammarSteps) -> None:
+        self._speculation, self._grammars = parts.speculation, grammars
+        self._scheduler, self._managers, self._ledger = parts.scheduler, parts.managers, parts.ledger
+        self._limits, self._metrics = parts.limits, parts.reports.metrics
+        # Where other steps are planned before this one is committed, they need slots of states.
+        self._num_slots_reserved = parts.limits.max_num_seqs if parts.runner.num_stages > 1 else 0
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether the next step may have drafts."""
+        return self._speculation is not None and self._speculation.may_draft
+
+    def prepare(self, output: ScheduleOutput) -> ScheduleOutput:
+        """Return the scheduled step with its drafts. Changes the ledger; the managers learn of it from the schedule."""
+        speculation = self._speculation
+        if speculation is None or not speculation.is_used:
+            return output
+        started = time.perf_counter()
+        wanted: list[Wanted] = []
+        places: list[int] = []
+        for index, item in enumerate(output.scheduled):
+            request = self._managers.engine.request(item.id)
+            if (most := self._most(item, request)) > 0:
+                wanted.append(Wanted(request, most))
+                places.append(index)
+        budget = self._scheduler.row_limit.now - output.num_rows
+        size = StepSize(output.num_rows, len(wanted))
+        items = list(output.scheduled)
+        for index, one, planned in zip(places, wanted, speculation.plan(wanted, size, budget), strict=True):
+            if planned is not None:
+                items[index] = self._with_draft(items[index], one.request, planned)
+        self._metrics.speculation_seconds += time.perf_counter() - started
+        return replace(output, scheduled=tuple(items)) if any(item.draft.token_ids for item in items) else output
+
+    def end(self, output: ScheduleOutput, results: Sequence[SequenceResult]) -> None:
+        """Learn from the drafts of a committed step."""
+        speculation, engine = self._speculation, self._managers.engine
+        if speculation is None:
+            return
+        drafts = {item.id: item.draft for item in output.scheduled if item.draft.token_ids} if output.has_drafts else {}
+        for result in results:
+            if result.id not in engine:
+                continue
+            request = engine.request(result.id)
+            num_cut = request.record.newest_jump.num_rolled_back if request.grammar is not None else 0
+            if num_cut and result.token_id is not None:
+                speculation.on_cut(request, num_cut)
+            if (draft := drafts.get(result.id)) is not None:
+                num_drafted, num_accepted = len(draft.token_ids), len(result.accepted)
+                speculation.on_draft(draft.source, draft.confidence, num_drafted, num_accepted)
+                request.record.count_draft(num_drafted, num_accepted)
+                self._metrics.num_drafted_tokens += num_drafted
+                self._metrics.num_accepted_tokens += num_accepted
+
+    def on_step_timed(self, output: ScheduleOutput, seconds: float) -> None:
+        """Learn the time of a step that holds decodes and drafts only."""
+        if self._speculation is not None and all(item.num_tokens == 1 for item in output.scheduled):
+            self._speculation.on_step_timed(output.num_rows, seconds)
+
+    def on_end(self, request: Request) -> None:
+        """Hear that a request has ended, with its final tokens."""
+        if self._speculation is not None:
+            self._speculation.on_end(request)
+
+    def _most(self, item: ScheduledSequence, request: Request) -> int:
+        """Return the most tokens that a draft of this share may have; not positive where it may have none."""
+        sequence = request.sequence
+        if item.start + item.num_tokens != sequence.num_tokens or item.jump or sequence.jump_start is not None:
+            return 0
+        if not request.options.speculation:
+            return 0
+        left = request.params.max_new_tokens - sequence.num_output_tokens
+        return min(left, self._limits.max_model_len - sequence.num_tokens) - 1  # one is drawn behind the draft
+
+    def _with_draft(self, item: ScheduledSequence, request: Request, planned: Planned) -> ScheduledSequence:
+        """Return the share with as much of a draft as its grammar allows and as there is room for."""
+        token_ids, masks = planned.token_ids, tuple[bytes | None, ...]()
+        if request.grammar is not None:
+            token_ids, masks = self._grammars.constrain_draft(request, planned.token_ids)
+        table = self._ledger.block_table(request)
+        num_known, num_blocks = item.start + item.num_tokens, len(table)
+        num_room = self._ledger.plan_draft(request, num_known, len(token_ids), num_reserved=self._num_slots_reserved)
+        if num_room <= 0:
+            return item
+        states = self._ledger.states.plan_draft(request, num_room) if self._ledger.states is not None else ()
+        draft = Draft(token_ids[:num_room], masks[:num_room], states, planned.source, planned.confidence)
+        return item._replace(draft=draft, new_blocks=(*item.new_blocks, *table[num_blocks:]))

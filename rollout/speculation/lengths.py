@@ -1,0 +1,62 @@
+"""The choice of the drafts' lengths in a step: as many rows as bring the most tokens a second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from .step_costs import StepCosts
+
+MIN_GAIN = 1.02  # of tokens a second: below this, measured times are not exact enough
+
+
+class StepSize(NamedTuple):
+    """The size of a step without drafts."""
+
+    num_rows: int
+    num_tokens: int  # that it samples
+
+
+class Lengths(Protocol):
+    """The interface of a rule for the lengths of drafts."""
+
+    def choose(self, size: StepSize, chances: Sequence[Sequence[float]], budget: int) -> list[int]:
+        """Return how many tokens of each proposal to take.
+
+        size: of the step without drafts. chances: by proposal, of each of its tokens to be accepted with all before it.
+        budget: the most tokens of all proposals together.
+        """
+        ...
+
+
+class WholeDrafts:
+    """A rule that takes all that is proposed while there is room, whatever it costs: for tests of equality."""
+
+    def choose(self, size: StepSize, chances: Sequence[Sequence[float]], budget: int) -> list[int]:
+        lengths = []
+        for proposal in chances:
+            lengths.append(min(len(proposal), budget))
+            budget -= lengths[-1]
+        return lengths
+
+
+class BestRate:
+    """A rule that takes the likeliest tokens, as many as give the most expected tokens per predicted second."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+
+    def choose(self, size: StepSize, chances: Sequence[Sequence[float]], budget: int) -> list[int]:
+        # The chances of a proposal never grow with depth, so the likeliest tokens of all are beginnings of proposals.
+        tokens = ((chance, -depth, index) for index, its in enumerate(chances) for depth, chance in enumerate(its))
+        ranked = sorted(tokens, reverse=True)[:budget]
+        expected, num_taken = float(size.num_tokens), 0
+        best = MIN_GAIN * expected / self._costs.seconds(size.num_rows)
+        for num, (chance, _, _) in enumerate(ranked, 1):
+            expected += chance
+            if (rate := expected / self._costs.seconds(size.num_rows + num)) > best:
+                best, num_taken = rate, num
+        lengths = [0] * len(chances)
+        for _, _, index in ranked[:num_taken]:
+            lengths[index] += 1
+        return lengths

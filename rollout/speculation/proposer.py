@@ -1,0 +1,46 @@
+"""The interface of a source of drafts, and the proposals that it makes.
+
+A draft is accepted where it is the token that would have been drawn, so a proposer can be wrong, slow to learn or
+random: it changes how many steps an output takes, and no bit of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from ..sequences.request import Request
+
+
+class Proposal(NamedTuple):
+    """Tokens that may come next in a sequence, the first of which follows its last known token."""
+
+    token_ids: Sequence[int]
+    confidence: int = 0  # a class of proposals that are accepted about equally often, such as the length of a match
+
+
+NO_PROPOSAL = Proposal(())
+
+
+class Proposer(Protocol):
+    """The interface of a source of drafts. The loop's thread calls it, between steps, with live requests."""
+
+    @property
+    def name(self) -> str:
+        """The name of the source in settings, metrics and reports."""
+        ...
+
+    def propose(self, request: Request, most: int) -> Proposal:
+        """Return at most `most` tokens, or NO_PROPOSAL. `request.sequence` has all tokens so far."""
+        ...
+
+    def on_tokens(self, request: Request, num_cut: int) -> None:
+        """Hear that a step was committed for the request. num_cut: tokens before the new ones that a jump has replaced.
+
+        Called only for requests that were asked about before.
+        """
+        ...
+
+    def on_end(self, request: Request) -> None:
+        """Hear that the request has ended, with its final tokens. Called once, for every request."""
+        ...

@@ -1,0 +1,40 @@
+"""The times in which no source is asked for drafts, since they did not pay."""
+
+from __future__ import annotations
+
+FIRST, LONGEST = 4, 256  # steps of a rest: doubled each time that drafts do not pay
+LONGEST_WITHOUT = 8  # where there was no proposal, which costs only the search
+
+
+class Rests:
+    """Count the steps of a rest. It ends early where fewer sequences run, for whom a draft costs less."""
+
+    def __init__(self) -> None:
+        self._length = FIRST
+        self._left = 0
+        self._num_rows = 0  # of the step in which it began
+        self.is_trial = False  # whether this step is the first after a rest
+
+    @property
+    def is_resting(self) -> bool:
+        return self._left > 0
+
+    def next_step(self, num_rows: int) -> bool:
+        """Count a step; returns whether it is part of a rest."""
+        was_resting = self._left > 0
+        if was_resting and 2 * num_rows <= self._num_rows:
+            self._left, self._length = 0, FIRST
+        elif was_resting:
+            self._left -= 1
+        self.is_trial = was_resting and self._left == 0
+        return self._left > 0
+
+    def begin(self, num_rows: int, *, were_proposals: bool) -> None:
+        """Begin a rest after this step, in which no draft would have paid."""
+        most = LONGEST if were_proposals else LONGEST_WITHOUT
+        self._left, self._num_rows = min(self._length, most), num_rows
+        self._length = min(2 * self._length, LONGEST)
+
+    def paid(self) -> None:
+        """Hear that drafts pay: the next rest is short."""
+        self._length = FIRST

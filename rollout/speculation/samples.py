@@ -1,0 +1,192 @@
+"""Drafts from other samples of a prompt: those of now, its siblings, and those of earlier, its history.
+
+Samples are kept by prompt and `extra_key`. While requests of a prompt are live, their outputs are siblings, ended ones
+too; when the last one has ended, they become the prompt's history. All kept samples have a size in bytes: the prompts
+that were used least recently make room.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from base64 import b64decode, b64encode
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..sequences.request import Request
+from .own_past import OwnPast
+from .proposer import NO_PROPOSAL, Proposal
+from .token_history import LENGTHS, TokenHistory
+
+MAX_SAMPLES = 64  # ended siblings of a prompt, and of its history: older ones are dropped
+_FORMAT = 1  # of saved histories
+
+
+@dataclass(eq=False)
+class _Prompt:
+    """The samples of one prompt."""
+
+    live: dict[Request, None] = field(default_factory=dict)
+    ended: list[TokenHistory] = field(default_factory=list)  # siblings
+    history: list[TokenHistory] = field(default_factory=list)  # the newest last
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(sample.num_bytes for sample in (*self.ended, *self.history))
+
+
+class Samples:
+    """The samples of all prompts that are live, and of as many others as fit."""
+
+    def __init__(self, past: OwnPast, max_bytes: int) -> None:
+        """Create an empty store. past: knows the tokens of live requests. max_bytes: of ended samples; 0: none."""
+        self._past, self.max_bytes = past, max_bytes
+        self._prompts: dict[bytes, _Prompt] = {}  # least recently used first
+        self._keys: dict[Request, bytes] = {}  # of live requests
+        self.num_bytes = 0  # of ended samples
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def live(self, request: Request) -> _Prompt:
+        """Return the samples of a live request's prompt, as the ones used last."""
+        if (key := self._keys.get(request)) is None:
+            sequence = request.sequence
+            key = self._keys[request] = _key(
+                sequence.token_ids[: sequence.num_prompt_tokens], request.options.extra_key
+            )
+        prompt = self._prompts.pop(key, None) or _Prompt()
+        self._prompts[key] = prompt
+        prompt.live[request] = None
+        return prompt
+
+    def siblings(self, request: Request) -> list[TokenHistory]:
+        """Return the other samples of now, the ended ones first."""
+        prompt = self.live(request)
+        return prompt.ended + [self._past.history(other) for other in prompt.live if other is not request]
+
+    def history(self, request: Request) -> list[TokenHistory]:
+        """Return the samples of earlier, the newest first."""
+        return self.live(request).history[::-1]
+
+    def ending(self, request: Request) -> bytes:
+        """Return the bytes of the request's last tokens, its prompt's among them."""
+        return self._past.history(request).last(LENGTHS[0])
+
+    def end(self, request: Request) -> None:
+        """Keep the output of a request that has ended."""
+        sequence, prompt = request.sequence, self.live(request)
+        key = self._keys.pop(request)
+        del prompt.live[request]
+        ended = list(prompt.ended)
+        if sequence.num_output_tokens and self.max_bytes:
+            # With the end of the prompt, so that the first tokens are found too.
+            first = max(sequence.num_prompt_tokens - LENGTHS[0], 0)
+            ended = [*ended, TokenHistory(sequence.token_ids[first:])][-MAX_SAMPLES:]
+        if prompt.live:
+            self._set(key, prompt, ended, prompt.history)
+        else:
+            self._set(key, prompt, [], (prompt.history + ended)[-MAX_SAMPLES:])
+
+    def _set(self, key: bytes, prompt: _Prompt, ended: list[TokenHistory], history: list[TokenHistory]) -> None:
+        """Set the ended samples of a prompt, and drop those of others while they are too large together."""
+        self.num_bytes -= prompt.num_bytes
+        prompt.ended, prompt.history = ended, history
+        self.num_bytes += prompt.num_bytes
+        victims, num_bytes = [], self.num_bytes
+        for other, oldest in self._prompts.items():
+            if num_bytes <= self.max_bytes:
+                break
+            num_bytes -= oldest.num_bytes
+            victims.append((other, oldest))
+        for _, oldest in victims:
+            oldest.ended, oldest.history = [], []
+        self.num_bytes = num_bytes
+        for other, one in (*victims, (key, prompt)):
+            if not (one.live or one.ended or one.history):
+                self._prompts.pop(other, None)
+
+    def save(self, path: Path) -> None:
+        """Write the history to a file, whole or not at all. Raises OSError."""
+        prompts = {b64encode(key).decode(): [b64encode(s.last(len(s))).decode() for s in prompt.history]
+                   for key, prompt in self._prompts.items() if prompt.history}  # fmt: skip
+        partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+        try:
+            partial.write_text(json.dumps({"format": _FORMAT, "prompts": prompts}))
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def load(self, path: Path) -> None:
+        """Add the histories of a file that `save` wrote. Raises OSError, and ValueError for another file."""
+        try:
+            data = json.loads(path.read_text())
+            found = {b64decode(key): [b64decode(s) for s in samples] for key, samples in data["prompts"].items()}
+            histories = {
+                key: [TokenHistory(array("i", sample)) for sample in samples] for key, samples in found.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is no saved history of samples: {error}") from error
+        if data.get("format") != _FORMAT:
+            raise ValueError(f"{path} has format {data.get('format')!r}, not {_FORMAT}")
+        for key, samples in histories.items():
+            prompt = self._prompts.pop(key, None) or _Prompt()
+            self._prompts[key] = prompt
+            self._set(key, prompt, prompt.ended, (samples + prompt.history)[-MAX_SAMPLES:])
+
+
+class Siblings:
+    """A source that knows the other samples of a prompt that is live."""
+
+    name = "siblings"
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def propose(self, request: Request, most: int) -> Proposal:
+        return _best(self._samples.siblings(request), self._samples.ending(request), most)
+
+    def on_tokens(self, request: Request, num_cut: int) -> None:
+        """Do nothing: the source `past` knows the tokens of live requests."""
+
+    def on_end(self, request: Request) -> None:
+        self._samples.end(request)
+
+
+class History:
+    """A source that knows earlier samples of a prompt, such as those of the last epoch."""
+
+    name = "history"
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def propose(self, request: Request, most: int) -> Proposal:
+        return _best(self._samples.history(request), self._samples.ending(request), most)
+
+    def on_tokens(self, request: Request, num_cut: int) -> None:
+        """Do nothing: samples are kept when they have ended."""
+
+    def on_end(self, request: Request) -> None:
+        """Do nothing: the source `siblings` hands them on."""
+
+
+def _best(histories: list[TokenHistory], ending: bytes, most: int) -> Proposal:
+    """Return what followed the longest match; of equally long ones the first."""
+    best = NO_PROPOSAL
+    for history in histories:
+        token_ids, length = history.after(ending, most)
+        if token_ids and length > best.confidence:
+            best = Proposal(token_ids, length)
+            if length == LENGTHS[0]:
+                break
+    return best
+
+
+def _key(prompt_ids: list[int], extra_key: str) -> bytes:
+    """Return the name of a prompt under a key: 16 bytes of a hash."""
+    digest = hashlib.blake2b(array("i", prompt_ids).tobytes(), digest_size=16, key=b"lockstep prompt")
+    digest.update(extra_key.encode(errors="surrogatepass"))
+    return digest.digest()

@@ -1,0 +1,172 @@
+"""The drafts of an engine's steps: whom to ask, how much of it to take, and what has come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from ..config import DRAFT_SOURCES as SOURCES
+from ..config import MAX_DRAFT as MAX_DEPTH
+from ..config import EngineConfig
+from ..sequences.request import Request
+from .acceptance import Acceptance
+from .caller import CallersDraft
+from .lengths import BestRate, Lengths, StepSize
+from .own_past import OwnPast
+from .proposer import NO_PROPOSAL, Proposal, Proposer
+from .rests import Rests
+from .samples import History, Samples, Siblings
+from .step_costs import StepCosts
+
+DEPTH = 8  # tokens of a draft, at most, of a source without a number of its own
+TRIAL_SHARE = 8  # of so many sequences, one tries a token after a rest
+
+
+class Wanted(NamedTuple):
+    """A sequence that may have a draft in a step."""
+
+    request: Request
+    most: int  # tokens
+
+
+class Planned(NamedTuple):
+    """A draft before the step has room for it."""
+
+    token_ids: tuple[int, ...]
+    source: str
+    confidence: int
+
+
+@dataclass
+class SourceCounts:
+    """Counts of the drafts of one source."""
+
+    num_drafts: int = 0
+    num_drafted: int = 0  # tokens that had a row
+    num_accepted: int = 0  # tokens among them, each of which needed no step of its own
+
+
+class Speculation:
+    """Ask the sources for drafts, and learn which pay. The loop's thread calls it."""
+
+    def __init__(self, depths: Mapping[str, int], max_history_bytes: int) -> None:
+        """Create it with the sources named in `depths`, each with the largest number of tokens of its drafts."""
+        past = OwnPast()
+        self.samples = Samples(past, max_history_bytes if "history" in depths or "siblings" in depths else 0)
+        makes: dict[str, Callable[[], Proposer]] = {
+            "caller": CallersDraft,
+            "siblings": lambda: Siblings(self.samples),
+            "history": lambda: History(self.samples),
+            "past": lambda: past,
+        }
+        self._sources: dict[str, Proposer] = {name: makes[name]() for name in SOURCES if name in depths}
+        self._depths = dict(depths)
+        # Who is not asked still hears of ends: others read what it keeps.
+        hearers: tuple[Proposer, ...] = (Siblings(self.samples), past, *self._sources.values())
+        self._hearers = {source.name: source for source in hearers}
+        self._costs, self._acceptance, self._rests = StepCosts(), Acceptance(), Rests()
+        self.lengths: Lengths = BestRate(self._costs)
+        self.counts: dict[str, SourceCounts] = {name: SourceCounts() for name in self._sources}
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Speculation | None:
+        """Create it as an engine is configured; None where it is off."""
+        if config.speculation == "off":
+            return None
+        asked = config.speculation
+        depths = dict.fromkeys(SOURCES, DEPTH) if isinstance(asked, str) else asked
+        return cls(depths, config.speculation_memory_mb << 20)
+
+    def add_source(self, source: Proposer, depth: int = DEPTH) -> None:
+        """Ask a further source. Raises ValueError for a name that another has, or a depth out of range."""
+        if source.name in self._hearers:
+            raise ValueError(f"a source of drafts named {source.name!r} is there already")
+        if not 1 <= depth <= MAX_DEPTH:
+            raise ValueError(f"the depth of drafts must be from 1 to {MAX_DEPTH}, not {depth}")
+        self._sources[source.name] = self._hearers[source.name] = source
+        self._depths[source.name] = depth
+        self.counts[source.name] = SourceCounts()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is anyone to ask."""
+        return bool(self._sources)
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether the next step may have drafts."""
+        return bool(self._sources) and not self._rests.is_resting
+
+    def plan(self, wanted: Sequence[Wanted], size: StepSize, budget: int) -> list[Planned | None]:
+        """Return a draft for each sequence, or None. size: of the step without drafts; budget: rows that it may add."""
+        if not wanted or budget <= 0 or self._rests.next_step(len(wanted)):
+            return [None] * len(wanted)
+        names = sorted(self._sources, key=self._acceptance.of_source, reverse=True)
+        found = [self._ask(names, one) for one in wanted]
+        chances = [tuple(self._acceptance.chances(source, proposal.confidence, len(proposal.token_ids)))
+                   for source, proposal in found]  # fmt: skip
+        lengths = self.lengths.choose(size, chances, budget)
+        if not any(lengths):
+            if self._rests.is_trial:
+                lengths = _trial(chances, budget)
+            self._rests.begin(len(wanted), were_proposals=any(chances))
+        return [
+            Planned(tuple(proposal.token_ids[:length]), source, proposal.confidence) if length else None
+            for (source, proposal), length in zip(found, lengths, strict=True)
+        ]
+
+    def on_draft(self, source: str, confidence: int, num_drafted: int, num_accepted: int) -> None:
+        """Learn from a draft of a committed step."""
+        counts = self.counts[source]
+        counts.num_drafts += 1
+        counts.num_drafted += num_drafted
+        counts.num_accepted += num_accepted
+        self._acceptance.learn(source, confidence, num_drafted, num_accepted)
+        if num_accepted:
+            self._rests.paid()
+
+    def on_step_timed(self, num_rows: int, seconds: float) -> None:
+        """Learn from a step of decodes and drafts."""
+        self._costs.observe(num_rows, seconds)
+
+    def on_cut(self, request: Request, num_cut: int) -> None:
+        """Hear that a jump has replaced the last tokens of a sequence."""
+        for source in self._hearers.values():
+            source.on_tokens(request, num_cut)
+
+    def on_end(self, request: Request) -> None:
+        """Hear that a request has ended."""
+        for source in self._hearers.values():
+            source.on_end(request)
+
+    def report(self) -> dict[str, object]:
+        """Return depths, counts and chances by source as plain values."""
+        return {
+            "is_resting": self._rests.is_resting,
+            "history_bytes": self.samples.num_bytes,
+            "num_prompts_kept": len(self.samples),
+            "sources": {
+                name: {"depth": self._depths[name], **asdict(self.counts[name]),
+                       "chance": self._acceptance.of_source(name)}
+                for name in self._sources
+            },
+        }  # fmt: skip
+
+    def _ask(self, names: Sequence[str], wanted: Wanted) -> tuple[str, Proposal]:
+        """Return the first proposal, of the sources in this order."""
+        for name in names:
+            most = min(wanted.most, self._depths[name])
+            proposal = self._sources[name].propose(wanted.request, most) if most > 0 else NO_PROPOSAL
+            if proposal.token_ids:
+                return name, proposal
+        return "", NO_PROPOSAL
+
+
+def _trial(chances: Sequence[Sequence[float]], budget: int) -> list[int]:
+    """Return lengths that try one token of the likeliest proposals, to see whether drafts pay again."""
+    ranked = sorted(((its[0], index) for index, its in enumerate(chances) if its), reverse=True)
+    lengths = [0] * len(chances)
+    for _, index in ranked[: min(max(len(chances) // TRIAL_SHARE, 1), budget)]:
+        lengths[index] = 1
+    return lengths

@@ -1,0 +1,80 @@
+"""The search for the place in earlier tokens that ends like a sequence: the prompt lookup of Saxena (2023).
+
+Tokens are kept as bytes, four a token, so that CPython's search for bytes does the work: no index is built, and a text
+of ten thousand tokens takes some tens of microseconds.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+LENGTHS = (12, 6, 3, 2)  # of the endings that are looked for, the longest first
+_SIZE = 4  # bytes of a token
+_BREAK = array("i", [-1]).tobytes()  # between texts: no token
+
+
+class Match(NamedTuple):
+    """The place behind an ending that was found."""
+
+    end: int  # of the ending, in bytes
+    length: int  # of the ending, in tokens
+
+
+class TokenHistory:
+    """Tokens in the order of their arrival, and the places in them."""
+
+    def __init__(self, token_ids: Sequence[int] = ()) -> None:
+        self._bytes = bytearray(array("i", token_ids).tobytes())
+
+    def __len__(self) -> int:
+        return len(self._bytes) // _SIZE
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._bytes)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        self._bytes += array("i", token_ids).tobytes()
+
+    def cut(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens."""
+        del self._bytes[num_tokens * _SIZE :]
+
+    def add_text(self, other: TokenHistory) -> None:
+        """Append another history; no ending is found across the border."""
+        self._bytes += _BREAK
+        self._bytes += other._bytes
+
+    def last(self, num_tokens: int) -> bytes:
+        """Return the bytes of the last tokens, fewer if there are fewer."""
+        return bytes(self._bytes[-num_tokens * _SIZE :])
+
+    def after(self, ending: bytes, most: int, *, is_own: bool = False) -> tuple[list[int], int]:
+        """Return up to `most` tokens that followed the longest part of an ending, at its newest place, and its length.
+
+        ending: the bytes of a sequence's last tokens. is_own: it is this history's own, whose end does not count.
+        Returns no tokens where not even the shortest part of LENGTHS is found.
+        """
+        limit = len(self._bytes) - (_SIZE if is_own else 0)
+        for length in LENGTHS:
+            if length * _SIZE > len(ending):
+                continue
+            part = ending[-length * _SIZE :]
+            end = self._find(part, limit)
+            if end < 0 or end == len(self._bytes):
+                continue
+            found = array("i", bytes(self._bytes[end : end + most * _SIZE])).tolist()
+            if -1 in found:
+                del found[found.index(-1) :]
+            if found:
+                return found, length
+        return [], 0
+
+    def _find(self, part: bytes, limit: int) -> int:
+        """Return the end of the newest occurrence of whole tokens before `limit`; -1 without one."""
+        at = self._bytes.rfind(part, 0, limit)
+        while at > 0 and at % _SIZE:
+            at = self._bytes.rfind(part, 0, at + len(part) - 1)
+        return -1 if at < 0 or at % _SIZE else at + len(part)
