@@ -42,6 +42,8 @@ from .parts import MakeRunner, Parts, RunnerParts
 
 logger = logging.getLogger(__name__)
 
+MAX_RECORDED_DRAFTS = 16  # rows for drafts, beside one for each sequence, in recorded steps of the largest size
+
 
 def make_runner(parts: RunnerParts) -> Runner:
     """Make the runner of one rank, or of a replica if there are several ranks."""
@@ -198,7 +200,8 @@ def _make_graphs(parts: RunnerParts) -> DecodeGraphs | None:
     """Make the recorded decode steps if they are configured or faster; else return None."""
     model, config = parts.model, parts.config
     asked = config.cuda_graph_batch_sizes
-    sizes = decode_ladder(asked, config.max_num_seqs, model.device)
+    most = config.max_num_seqs if config.speculation == "off" else config.max_num_seqs + MAX_RECORDED_DRAFTS
+    sizes = decode_ladder(asked, most, model.device)
     if not sizes:
         return None
     recorder = None

@@ -29,6 +29,7 @@ class DraftSteps:
         self._speculation, self._grammars = parts.speculation, grammars
         self._scheduler, self._managers, self._ledger = parts.scheduler, parts.managers, parts.ledger
         self._limits, self._metrics = parts.limits, parts.reports.metrics
+        self._planning_s = 0.0  # of the newest step
         # Where other steps are planned before this one is committed, they need slots of states.
         self._num_slots_reserved = parts.limits.max_num_seqs if parts.runner.num_stages > 1 else 0
 
@@ -42,7 +43,7 @@ class DraftSteps:
         speculation = self._speculation
         if speculation is None or not speculation.is_used:
             return output
-        started = time.perf_counter()
+        started, self._planning_s = time.perf_counter(), 0.0
         wanted: list[Wanted] = []
         places: list[int] = []
         for index, item in enumerate(output.scheduled):
@@ -56,7 +57,8 @@ class DraftSteps:
         for index, one, planned in zip(places, wanted, speculation.plan(wanted, size, budget), strict=True):
             if planned is not None:
                 items[index] = self._with_draft(items[index], one.request, planned)
-        self._metrics.speculation_seconds += time.perf_counter() - started
+        self._planning_s = time.perf_counter() - started
+        self._metrics.speculation_seconds += self._planning_s
         return replace(output, scheduled=tuple(items)) if any(item.draft.token_ids for item in items) else output
 
     def end(self, output: ScheduleOutput, results: Sequence[SequenceResult]) -> None:
@@ -80,9 +82,10 @@ class DraftSteps:
                 self._metrics.num_accepted_tokens += num_accepted
 
     def on_step_timed(self, output: ScheduleOutput, seconds: float) -> None:
-        """Learn the time of a step that holds decodes and drafts only."""
+        """Learn the time of a step that holds decodes and drafts only, that of finding the drafts included."""
         if self._speculation is not None and all(item.num_tokens == 1 for item in output.scheduled):
-            self._speculation.on_step_timed(output.num_rows, seconds)
+            planning_s = self._planning_s if output.has_drafts else 0.0
+            self._speculation.on_step_timed(output.num_rows, seconds + planning_s)
 
     def on_end(self, request: Request) -> None:
         """Hear that a request has ended, with its final tokens."""

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from .step_costs import StepCosts
 
-MIN_GAIN = 1.02  # of tokens a second: below this, measured times are not exact enough
+MIN_GAIN = 1.05  # of tokens a second: below this, measured times are not exact enough
 
 
 class StepSize(NamedTuple):
@@ -20,6 +20,10 @@ class StepSize(NamedTuple):
 class Lengths(Protocol):
     """The interface of a rule for the lengths of drafts."""
 
+    def may_draft(self, size: StepSize) -> bool:
+        """Return whether enough is known to choose. size: of the step without drafts."""
+        ...
+
     def choose(self, size: StepSize, chances: Sequence[Sequence[float]], budget: int) -> list[int]:
         """Return how many tokens of each proposal to take.
 
@@ -31,6 +35,9 @@ class Lengths(Protocol):
 
 class WholeDrafts:
     """A rule that takes all that is proposed while there is room, whatever it costs: for tests of equality."""
+
+    def may_draft(self, size: StepSize) -> bool:
+        return True
 
     def choose(self, size: StepSize, chances: Sequence[Sequence[float]], budget: int) -> list[int]:
         lengths = []
@@ -45,6 +52,9 @@ class BestRate:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
+
+    def may_draft(self, size: StepSize) -> bool:
+        return self._costs.knows(size.num_rows)
 
     def choose(self, size: StepSize, chances: Sequence[Sequence[float]], budget: int) -> list[int]:
         # The chances of a proposal never grow with depth, so the likeliest tokens of all are beginnings of proposals.

@@ -100,7 +100,7 @@ class Speculation:
 
     def plan(self, wanted: Sequence[Wanted], size: StepSize, budget: int) -> list[Planned | None]:
         """Return a draft for each sequence, or None. size: of the step without drafts; budget: rows that it may add."""
-        if not wanted or budget <= 0 or self._rests.next_step(len(wanted)):
+        if not wanted or budget <= 0 or self._rests.next_step(len(wanted)) or not self.lengths.may_draft(size):
             return [None] * len(wanted)
         names = sorted(self._sources, key=self._acceptance.of_source, reverse=True)
         found = [self._ask(names, one) for one in wanted]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 
 WINDOW = 9  # steps of each size that are kept: one slow step changes no median
+WARM_UP = 4  # first steps of a size, which are left out: they compile or record something
 MAX_SIZES = 128  # sizes that are kept; the ones used least recently are forgotten
+MAX_AGE = 128  # steps after which a size is measured again before drafts are compared with it
 PRIOR_SLOPE = 0.05  # of a step with one row more, as a share of a step with the fewest rows: before it was measured
 
 
@@ -15,27 +17,41 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = {}  # by number of rows
-        self._seen: set[int] = set()  # sizes that have run once
+        self._num_seen = Counter[int]()  # steps of each size
+        self._last: dict[int, int] = {}  # number of the newest measured step of each size
+        self._num_steps = 0
         self._known: list[tuple[int, float]] | None = None  # measured sizes with their seconds, ascending in both
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """Learn from a step. The first one of a size is left out: it may have compiled or recorded something."""
-        if num_rows not in self._seen:
-            self._seen.add(num_rows)
+        """Learn from a step."""
+        self._num_steps += 1
+        self._num_seen[num_rows] += 1
+        if self._num_seen[num_rows] <= WARM_UP:
             return
+        self._last[num_rows] = self._num_steps
         recent = self._seconds.pop(num_rows, None) or deque(maxlen=WINDOW)
         recent.append(seconds)
         self._seconds[num_rows], self._known = recent, None
         if len(self._seconds) > MAX_SIZES:
-            del self._seconds[next(iter(self._seconds))]
+            oldest = next(iter(self._seconds))
+            del self._seconds[oldest], self._last[oldest], self._num_seen[oldest]
+
+    def knows(self, num_rows: int) -> bool:
+        """Return whether a step of about this size was measured lately, so that larger ones can be compared with it."""
+        near = [size for size in self._seconds if size <= 2 * num_rows]
+        return bool(near) and self._num_steps - self._last[min(near, key=lambda size: abs(size - num_rows))] <= MAX_AGE
 
     def seconds(self, num_rows: int) -> float:
-        """Predict the seconds of a step: measured, or between or beyond sizes that were. Never less for more rows."""
+        """Predict the seconds of a step: measured, or between or beyond sizes that were. Never less for more rows.
+
+        Before the first measurement, the unit is the time of a step with no row.
+        """
         known = self._measured()
         below = [(size, cost) for size, cost in known if size <= num_rows]
         above = next(((size, cost) for size, cost in known if size >= num_rows), None)
         if not below:
-            return above[1] if above else 1.0 + PRIOR_SLOPE * num_rows
+            size, cost = above or (0, 1.0)
+            return cost * (1 + PRIOR_SLOPE * num_rows) / (1 + PRIOR_SLOPE * size)
         size, cost = below[-1]
         if above is None:
             return cost + PRIOR_SLOPE * known[0][1] * (num_rows - size)
