@@ -1,0 +1,100 @@
+"""A small language of stock phrases, and a model that is trained on it here: answers with an end and a long tail.
+
+An answer is a chain of phrases. A phrase is a fixed run of words with one free word in it, and has a few possible
+successors, so a sampled answer is predictable inside a phrase and open between two, as text is. The number of phrases
+is lognormal. Real models are more open in some places and less in others: the benchmark prints the entropy.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+END = 0
+_VOCAB_SIZE, _NUM_TOPICS, _FIRST_WORD = 512, 16, 32
+_NUM_PHRASES, _LENGTHS = 40, (8, 16)
+_SUCCESSORS = (0.4, 0.3, 0.2, 0.1)  # chances of a phrase's successors
+_NUM_FREE = 8  # words that may stand in a phrase's free place
+_PROMPT_TOKENS = 16
+_MEDIAN_PHRASES, _SIGMA, _MAX_PHRASES = 7, 0.9, 40
+MAX_ANSWER_TOKENS = _MAX_PHRASES * _LENGTHS[1]
+_BATCH, _CONTEXT, _STEPS, _LEARNING_RATE = 12, 160, 220, 4e-3
+
+
+@dataclass(frozen=True)
+class _Phrase:
+    words: tuple[int, ...]
+    free_place: int
+    free_words: tuple[int, ...]
+    successors: tuple[int, ...]
+
+
+class PhraseLanguage:
+    """The language; the same for the same seed."""
+
+    def __init__(self, seed: int = 0) -> None:
+        draw = random.Random(seed)
+        words = range(_FIRST_WORD, _VOCAB_SIZE)
+        self._phrases = [self._phrase(draw, words) for _ in range(_NUM_PHRASES)]
+
+    @staticmethod
+    def _phrase(draw: random.Random, words: range) -> _Phrase:
+        length = draw.randint(*_LENGTHS)
+        return _Phrase(
+            tuple(draw.sample(words, length)), draw.randrange(2, length - 2), tuple(draw.sample(words, _NUM_FREE)),
+            tuple(draw.sample(range(_NUM_PHRASES), len(_SUCCESSORS))),
+        )  # fmt: skip
+
+    def prompt(self, topic: int) -> list[int]:
+        """Return the prompt of a topic, which decides the first phrase."""
+        return [2 + topic % _NUM_TOPICS] * _PROMPT_TOKENS
+
+    def answer(self, topic: int, draw: random.Random) -> list[int]:
+        """Draw an answer to the prompt of a topic, its end included."""
+        number, tokens = topic % _NUM_PHRASES, list[int]()
+        for _ in range(min(max(round(draw.lognormvariate(0, _SIGMA) * _MEDIAN_PHRASES), 1), _MAX_PHRASES)):
+            phrase = self._phrases[number]
+            words = list(phrase.words)
+            words[phrase.free_place] = draw.choice(phrase.free_words)
+            tokens += words
+            number = draw.choices(phrase.successors, _SUCCESSORS)[0]
+        return [*tokens, END]
+
+
+def train_phrase_model(language: PhraseLanguage, dtype: torch.dtype) -> PreTrainedModel:
+    """Train a model of 3 layers of width 128 on answers of the language. Takes half a minute on two cores."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=_VOCAB_SIZE, hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=_PROMPT_TOKENS + MAX_ANSWER_TOKENS + 16,
+        tie_word_embeddings=True, eos_token_id=END,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LEARNING_RATE, _STEPS, pct_start=0.1)
+    draw = random.Random(1)
+    for _ in range(_STEPS):
+        rows, labels = _rows(language, draw)
+        loss = model(input_ids=rows, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return model.eval().to(dtype)
+
+
+def _rows(language: PhraseLanguage, draw: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a batch: token ids and labels, int64 [B, T]. A long answer stands in a row from a random place on, so that
+    the model sees each part of it as often."""
+    rows, labels = torch.zeros(_BATCH, _CONTEXT, dtype=torch.int64), torch.full((_BATCH, _CONTEXT), -100)
+    for row in range(_BATCH):
+        topic = draw.randrange(_NUM_TOPICS)
+        prompt, answer = language.prompt(topic), language.answer(topic, draw)
+        tokens = torch.tensor([*prompt, *answer])[:_CONTEXT]
+        rows[row, : len(tokens)] = tokens
+        labels[row, len(prompt) : len(tokens)] = tokens[len(prompt) :]
+    return rows, labels
