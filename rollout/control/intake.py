@@ -67,6 +67,8 @@ class Intake:
             raise ValueError(f"logit_bias names tokens {bad[:5]}, but the vocabulary ends at {self._vocab_size - 1}")
         if bad := [id for id in options.token_ids_logprob if id >= self._vocab_size]:
             raise ValueError(f"token_ids_logprob names {bad[:5]}, but the vocabulary ends at {self._vocab_size - 1}")
+        if bad := [id for id in options.draft_token_ids if not 0 <= id < self._vocab_size]:
+            raise ValueError(f"draft_token_ids has {bad[:5]}, but the vocabulary ends at {self._vocab_size - 1}")
         return its_ids
 
     def numbers(self, num: int) -> int:
