@@ -30,14 +30,12 @@ class EngineDrafts:
     def add_source(self, proposer: Proposer, depth: int = DEPTH) -> None:
         """Ask a proposer for drafts, too, from the next step on. depth: the most tokens of its drafts.
 
-        It is asked in the order of what was accepted lately. Where it raises, or proposes what is no token id, it is
-        asked no more, and `state()` says why. Raises ValueError for a name that another source has, a depth out of
-        range, or an engine without speculation.
+        Sources are asked in the order of what was accepted lately. One that raises is asked no more, and `state()`
+        says why. Raises ValueError for a name that another source has, a depth out of range, or an engine without
+        speculation.
         """
         speculation = self._need()
-        self._driver.control(
-            "add_draft_source", lambda: speculation.add_source(AddedSource(proposer, self._vocab_size), depth)
-        )
+        self._driver.control("add_draft_source", lambda: speculation.add_source(AddedSource(proposer), depth))
 
     def save_history(self, path: str | Path) -> int:
         """Write the samples that are kept of ended prompts to a file, whole or not at all; returns the number of

@@ -164,7 +164,8 @@ class Loop:
 
     def _launch(self, output: ScheduleOutput) -> bool:
         """Send the schedule to the managers and launch the step; returns False if it is empty."""
-        output = self._drafts.prepare(self._grammars.prepare(output))
+        with self._starting_over_on_failure(output):
+            output = self._drafts.prepare(self._grammars.prepare(output))
         self._decide(output)
         if not output.scheduled:
             return False

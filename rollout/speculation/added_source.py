@@ -1,4 +1,4 @@
-"""Sources that a user adds: what they say is checked, and their failure ends no step."""
+"""Sources that a user adds: their failure ends no step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ logger = logging.getLogger(__name__)
 
 
 class AddedSource:
-    """A source around a user's proposer. After a proposal that cannot be, or an error, it proposes nothing more."""
+    """A source around a user's proposer. After an error, or a proposal that is none, it proposes nothing more."""
 
-    def __init__(self, proposer: Proposer, vocab_size: int) -> None:
+    def __init__(self, proposer: Proposer) -> None:
         """Check the proposer's name. Raises ValueError for one that is no name."""
-        self._proposer, self._vocab_size = proposer, vocab_size
+        self._proposer = proposer
         self.name: str = proposer.name
         if not isinstance(self.name, str) or not self.name.isprintable() or not self.name.strip():
             raise ValueError(f"the name of a source of drafts must be a printable text, not {self.name!r}")
@@ -30,11 +30,9 @@ class AddedSource:
             token_ids = tuple(token_ids)
         except Exception as error:  # noqa: BLE001 - a user's code: its error must not end requests that need no draft
             return self._fail(f"propose raised {type(error).__name__}: {error}")
-        if bad := [id for id in token_ids if type(id) is not int or not 0 <= id < self._vocab_size]:
-            return self._fail(f"it proposed {bad[:5]!r}, but token ids are from 0 to {self._vocab_size - 1}")
         if type(confidence) is not int:
             return self._fail(f"the confidence must be an integer, not {confidence!r}")
-        return Proposal(token_ids[:most], confidence)
+        return Proposal(token_ids, confidence)
 
     def on_tokens(self, request: Request, num_cut: int) -> None:
         """See `Proposer.on_tokens`."""

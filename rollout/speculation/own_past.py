@@ -27,12 +27,12 @@ class OwnPast:
 
     def propose(self, request: Request, most: int) -> Proposal:
         history = self.history(request)
-        token_ids, length = history.after(history.last(LENGTHS[0]), most, is_own=True)
+        token_ids, length = history.after(history.last(LENGTHS[0]), most)
         return Proposal(token_ids, length) if token_ids else NO_PROPOSAL
 
     def on_tokens(self, request: Request, num_cut: int) -> None:
         if num_cut and (history := self._histories.get(request)) is not None:
-            history.cut(len(history) - num_cut)
+            history.cut(max(len(history) - num_cut, 0))  # it may lag behind the output
 
     def on_end(self, request: Request) -> None:
         self._histories.pop(request, None)

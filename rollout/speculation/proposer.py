@@ -31,13 +31,19 @@ class Proposer(Protocol):
         ...
 
     def propose(self, request: Request, most: int) -> Proposal:
-        """Return at most `most` tokens, or NO_PROPOSAL. `request.sequence` has all tokens so far."""
+        """Return at most `most` tokens, or NO_PROPOSAL. `request.sequence` has all tokens so far.
+
+        Tokens beyond `most`, and those from the first one on that is no id of the vocabulary, are refused: they get no
+        row, and the source's `num_refused` counts them. A source that `engine.drafts.add_source` added is asked no more
+        after an error. An error of any other ends the step as a failed forward does: its sequences wait again, and the
+        caller of the step gets it.
+        """
         ...
 
     def on_tokens(self, request: Request, num_cut: int) -> None:
-        """Hear that a step was committed for the request. num_cut: tokens before the new ones that a jump has replaced.
+        """Hear that a jump has replaced the last `num_cut` tokens of the request's output by others.
 
-        Called only for requests that were asked about before.
+        Tokens that only follow are not told: `request.sequence` has them at the next proposal.
         """
         ...
 

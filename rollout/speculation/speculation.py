@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from .proposer import NO_PROPOSAL, Proposal, Proposer
 from .rests import Rests
 from .samples import History, Samples, Siblings
 from .step_costs import StepCosts
+
+logger = logging.getLogger(__name__)
 
 DEPTH = 8  # tokens of a draft, at most, of a source without a number of its own
 TRIAL_SHARE = 8  # of so many sequences, one tries a token after a rest
@@ -52,13 +55,15 @@ class SourceCounts:
     num_drafts: int = 0
     num_drafted: int = 0  # tokens that had a row
     num_accepted: int = 0  # tokens among them, each of which needed no step of its own
+    num_refused: int = 0  # proposed tokens that had no row: more than were asked for, or from one on that is no token
 
 
 class Speculation:
     """Ask the sources for drafts, and learn which pay. The loop's thread calls it."""
 
-    def __init__(self, depths: Mapping[str, int], max_history_bytes: int) -> None:
+    def __init__(self, depths: Mapping[str, int], max_history_bytes: int, vocab_size: int) -> None:
         """Create it with the sources named in `depths`, each with the largest number of tokens of its drafts."""
+        self._vocab_size = vocab_size
         past = OwnPast()
         self.samples = Samples(past, max_history_bytes if "history" in depths or "siblings" in depths else 0)
         makes: dict[str, Callable[[], Proposer]] = {
@@ -78,13 +83,13 @@ class Speculation:
         self.num_without = dict.fromkeys(NoDraft, 0)  # sequences in steps that had no draft, by the reason
 
     @classmethod
-    def of(cls, config: EngineConfig) -> Speculation | None:
+    def of(cls, config: EngineConfig, vocab_size: int) -> Speculation | None:
         """Create it as an engine is configured; None where it is off."""
         if config.speculation == "off":
             return None
         asked = config.speculation
         depths = dict.fromkeys(SOURCES, DEPTH) if isinstance(asked, str) else asked
-        return cls(depths, config.speculation_memory_mb << 20)
+        return cls(depths, config.speculation_memory_mb << 20, vocab_size)
 
     def add_source(self, source: Proposer, depth: int = DEPTH) -> None:
         """Ask a further source. Raises ValueError for a name that another has, or a depth out of range."""
@@ -184,9 +189,22 @@ class Speculation:
         for name in names:
             most = min(wanted.most, self._depths[name])
             proposal = self._sources[name].propose(wanted.request, most) if most > 0 else NO_PROPOSAL
-            if proposal.token_ids:
-                return name, proposal
+            if proposal.token_ids and (usable := self._usable(name, proposal, most)).token_ids:
+                return name, usable
         return "", NO_PROPOSAL
+
+    def _usable(self, name: str, proposal: Proposal, most: int) -> Proposal:
+        """Return the beginning of a proposal that a step can take. The rest is counted, and told once for a source."""
+        asked = proposal.token_ids[:most]
+        bad = next((i for i, id in enumerate(asked) if not (isinstance(id, int) and 0 <= id < self._vocab_size)), most)
+        if (num_refused := len(proposal.token_ids) - min(bad, len(asked))) == 0:
+            return proposal
+        counts = self.counts[name]
+        if not counts.num_refused:
+            what = f"{asked[bad]!r} is no token" if bad < len(asked) else f"at most {most} were asked for"
+            logger.warning("the source of drafts %r proposed tokens that are refused: %s", name, what)
+        counts.num_refused += num_refused
+        return proposal._replace(token_ids=asked[:bad])
 
 
 def _trial(chances: Sequence[Sequence[float]], budget: int) -> list[int]:

@@ -51,19 +51,19 @@ class TokenHistory:
         """Return the bytes of the last tokens, fewer if there are fewer."""
         return bytes(self._bytes[-num_tokens * _SIZE :])
 
-    def after(self, ending: bytes, most: int, *, is_own: bool = False) -> tuple[list[int], int]:
+    def after(self, ending: bytes, most: int) -> tuple[list[int], int]:
         """Return up to `most` tokens that followed the longest part of an ending, at its newest place, and its length.
 
-        ending: the bytes of a sequence's last tokens. is_own: it is this history's own, whose end does not count.
-        Returns no tokens where not even the shortest part of LENGTHS is found.
+        ending: the bytes of a sequence's last tokens. A place at the end of this history, which nothing follows yet,
+        does not count. Returns no tokens where not even the shortest part of LENGTHS is found.
         """
-        limit = len(self._bytes) - (_SIZE if is_own else 0)
+        limit = len(self._bytes) - _SIZE
         for length in LENGTHS:
             if length * _SIZE > len(ending):
                 continue
             part = ending[-length * _SIZE :]
             end = self._find(part, limit)
-            if end < 0 or end == len(self._bytes):
+            if end < 0:
                 continue
             found = array("i", bytes(self._bytes[end : end + most * _SIZE])).tolist()
             if -1 in found:

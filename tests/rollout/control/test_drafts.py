@@ -223,6 +223,17 @@ def test_an_added_source_is_asked_and_counted_and_changes_no_bit(make_engine):
         engine.drafts.add_source(Says(name=""))
 
 
+class Answers(Says):
+    """A proposer with one answer."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def propose(self, request: Request, most: int) -> Proposal:
+        return self.answer
+
+
 class Raises(Says):
     """A proposer that raises in one of its methods."""
 
@@ -245,28 +256,31 @@ class Raises(Says):
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        (Says([[256] * 9]), "proposed [256"),
-        (Says([[-1] * 9]), "proposed [-1"),
-        (Says([[1.5] * 9]), "proposed [1.5"),  # type: ignore[list-item]
         (Raises("propose"), "propose raised LookupError: no such thing"),
         (Raises("on_end"), "on_end raised LookupError: no such thing"),
+        (Answers(None), "propose raised TypeError"),
+        (Answers(Proposal([7], "sure")), "the confidence must be an integer, not 'sure'"),  # type: ignore[arg-type]
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_source_that_fails_is_asked_no_more_and_ends_no_request(make_engine, source, says):
     engine = make_engine(speculation={})
-    if isinstance(source, Says) and source.outputs:
-        bad = source.outputs[0]
-        source.propose = lambda request, most: Proposal(bad[:most])  # type: ignore[method-assign]
     [plain] = engine.generate([PROMPT], PARAMS)
     engine.drafts.add_source(source)
     [again] = engine.generate([PROMPT], PARAMS)
-    assert (again.token_ids, again.logprobs, again.finish_reason) == (
-        plain.token_ids,
-        plain.logprobs,
-        plain.finish_reason,
-    )
+    assert (again.token_ids, again.logprobs) == (plain.token_ids, plain.logprobs)
+    assert again.finish_reason == plain.finish_reason
     assert says in of_drafts(engine)["sources"]["tests"]["failure"]
+
+
+@pytest.mark.parametrize("bad", [256, -1, 1.5, "7"])
+def test_proposed_tokens_that_are_none_are_counted(make_engine, bad):
+    engine = make_engine(speculation={})
+    [plain] = engine.generate([PROMPT], PARAMS)
+    engine.drafts.add_source(Answers(Proposal([bad])))
+    [again] = engine.generate([PROMPT], PARAMS)
+    assert (again.token_ids, again.logprobs, again.drafts) == (plain.token_ids, plain.logprobs, ())
+    assert of_drafts(engine)["sources"]["tests"]["num_refused"] > 0
 
 
 # -- the history of samples -------------------------------------------------------------------------------------------
