@@ -107,6 +107,13 @@ class OutputRecord:
         self.num_jump_forward_tokens += token.is_jumped
         self.num_undelivered += 1
 
+    @property
+    def num_delivered(self) -> int:
+        """The number of output tokens that are text; before a delivery, without those that the step's jump replaces."""
+        if not self.num_undelivered:
+            return len(self.logprobs)
+        return len(self.logprobs) - self.num_undelivered + self.newest_jump.num_rolled_back
+
     def count_draft(self, source: str, num_drafted: int, num_accepted: int) -> None:
         """Count the draft of a committed step."""
         so_far = self.drafts.get(source) or DraftCounts(source, 0, 0, 0)
