@@ -47,8 +47,8 @@ class Latencies:
             self.queue.observe(request.first_step_time - request.arrival_time)
 
     def on_tokens(self, request: Request, now: float, num_tokens: int) -> None:
-        """Record the delivery of a step's tokens of this request, at `now` of time.monotonic(). Several tokens share the
-        time since the last one, as SGLang has it; of those that come with the first one it has none."""
+        """Record the delivery of a step's tokens of this request. They share the time since the last one; those that
+        come with a request's first token have none. SGLang counts in the same way. now: of time.monotonic()."""
         if request.first_token_time is None:
             request.first_token_time = now
             self.first_token.observe(now - request.arrival_time)

@@ -17,4 +17,4 @@ class NoDraft(StrEnum):
     NO_PROPOSAL = "no_proposal"  # no source knew what may come next
     TOO_COSTLY = "too_costly"  # its rows would take more time than the steps that they may save
     GRAMMAR = "grammar"  # the grammar forbids the first proposed token
-    NO_BLOCKS = "no_blocks"  # no block of KV or slot of states is free that nobody else may need
+    NO_BLOCKS = "no_blocks"  # no block of KV, or slot of states, is free beyond those that sequences need
