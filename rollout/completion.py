@@ -41,6 +41,16 @@ class NextToken:
 
 
 @dataclass(frozen=True)
+class DraftCounts:
+    """The drafts of one sequence that one source proposed."""
+
+    source: str
+    num_steps: int  # steps that ran rows of them
+    num_drafted_tokens: int  # those rows
+    num_accepted_tokens: int  # tokens of theirs that were the ones drawn, each of which saved a step
+
+
+@dataclass(frozen=True)
 class Completion:
     """The answer to one sequence of a request."""
 
@@ -67,6 +77,7 @@ class Completion:
     # with a grammar: probability of the allowed tokens together; 1.0 if forced
     masked_probs: tuple[float, ...] | None = None
     num_jump_forward_tokens: int = 0  # tokens that needed no step of their own
+    drafts: tuple[DraftCounts, ...] = ()  # by source, of the steps that had a draft; changes no other field
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -75,6 +86,21 @@ class Completion:
     @property
     def num_completion_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_draft_steps(self) -> int:
+        """The number of steps that ran rows of a draft."""
+        return sum(counts.num_steps for counts in self.drafts)
+
+    @property
+    def num_drafted_tokens(self) -> int:
+        """The number of those rows."""
+        return sum(counts.num_drafted_tokens for counts in self.drafts)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """The number of drafted tokens that were the ones drawn: steps that the sequence did not need."""
+        return sum(counts.num_accepted_tokens for counts in self.drafts)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from .completion import Completion, FinishReason, StreamChunk
 from .config import EngineConfig
+from .control.drafts import EngineDrafts
 from .control.driver import Driver
 from .control.inbox import Inbox
 from .control.intake import Params, Prompt, prompt_ids
 from .control.mailboxes import Mailboxes
-from .control.requests import ManyParams, Prompts, RequestDesk
+from .control.requests import ManyOptions, ManyParams, Prompts, RequestDesk
 from .control.weights import EngineWeights
 from .kv.cache_tree import CacheTree
 from .kv.events import KVEventLog
@@ -51,8 +52,8 @@ class Engine:
 
     Commands run between two steps, with no step in flight, and their effect holds when they return. A command repeated
     under its `op_id` runs once (OpIdTaken for an id that names another call); `timeout_s` limits its wait to begin
-    (DeadlineExceeded). A service around the engine also uses `requests`, `driver` and `weights`; metrics and benchmarks
-    read `parts`. `gate` and `mailboxes` are internal.
+    (DeadlineExceeded). `drafts` has their sources and history. A service around the engine also uses `requests`,
+    `driver` and `weights`; metrics and benchmarks read `parts`. `gate` and `mailboxes` are internal.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Engine:
         self.driver = Driver(parts, self.gate, inbox, self.mailboxes)
         self._calls = RankCalls(self.ranks, parts.runner)
         self.requests = RequestDesk(parts, self.driver, inbox, self.mailboxes, self._between_steps, self._calls)
+        self.drafts = EngineDrafts(parts, self.driver)
         self.weights = EngineWeights(parts, self.driver, self.gate, self._between_steps)
         self._owned_phase = ExitStack()
         if self.model.owned:
@@ -101,11 +103,11 @@ class Engine:
         return self.requests.add(prompt, sampling_params, options, rid)
 
     def generate(
-        self, prompts: Prompts | None, sampling_params: ManyParams = None, *, options: RequestOptions | None = None
+        self, prompts: Prompts | None, sampling_params: ManyParams = None, *, options: ManyOptions = None
     ) -> list[Completion]:
         """Complete every prompt; returns the answers in the order of the prompts, a prompt's n samples side by side.
 
-        prompts: one text, one list of token ids, or a list of either; sampling_params: one for all, or one each.
+        prompts: one text, one list of token ids, or a list of either; sampling_params, options: one for all or each.
         All ranks of a replica call this together, unless the others are in `follow`: the controller's prompts count,
         and every rank gets the same completions, or the controller's error. Raises RankFailure on all ranks if one of
         them ends or hangs.
@@ -113,7 +115,7 @@ class Engine:
         return self.requests.generate(prompts, sampling_params, options)
 
     async def agenerate(
-        self, prompts: Prompts, sampling_params: ManyParams = None, *, options: RequestOptions | None = None
+        self, prompts: Prompts, sampling_params: ManyParams = None, *, options: ManyOptions = None
     ) -> list[Completion]:
         """Complete every prompt as `generate` does, in a coroutine. Calls that run at the same time share steps."""
         return await self.requests.agenerate(prompts, sampling_params, options)

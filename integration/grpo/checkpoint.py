@@ -2,7 +2,8 @@
 
 A checkpoint is a folder `step-000020` with the trained parameters (of adapters: only these), the optimizer's tensors,
 the step, the digest of all weights, by which a resumed run finds out that its frozen base is another one, and the
-number of the definition of draws, under which its seeds mean the same tokens. Its tensors are whole, also when the
+number of the definition of draws, under which its seeds mean the same tokens. The samples that the first rank's engine
+keeps for drafts are in it, too; they change the speed of a resumed run alone. Its tensors are whole, also when the
 trainer is sharded. It is written under another name, flushed to the disk and renamed, so it is complete or absent. An
 older one is removed after its successor stands, and loses its name first. No pickle: tensors are safetensors, the rest
 is JSON. Every random choice of the job is a pure function of (seed, step), so no generator state is kept.
@@ -17,19 +18,24 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from ...kernels.sampling.definition import DRAW_DEFINITION
+from ...rollout.control.drafts import EngineDrafts
 from ...weight_sync.disk.atomic_folder import atomic_folder
 from ..failures import files_of
 from .backends.backend import TrainerState
 
 _PREFIX = "step-"
+_HISTORY = "draft_history.json"
 _NUM_KEPT = 2
 _UNNUMBERED_DRAWS = 1  # of checkpoints that were written before definitions had numbers
 
 
-def save_checkpoint(folder: Path, step: int, state: TrainerState, digest: str | None = None) -> Path:
+def save_checkpoint(
+    folder: Path, step: int, state: TrainerState, digest: str | None = None, drafts: EngineDrafts | None = None
+) -> Path:
     """Write the state after `step` finished steps, and delete all but the newest two checkpoints. One rank calls it.
 
-    Raises FileFailed; then nothing is left of this checkpoint, and the older ones are all there.
+    drafts: of its engine, if that is in this process. Raises FileFailed; then nothing is left of this checkpoint, and
+    the older ones are all there.
     """
     path = folder / f"{_PREFIX}{step:06d}"
     with files_of(path), atomic_folder(path) as partial:
@@ -39,6 +45,8 @@ def save_checkpoint(folder: Path, step: int, state: TrainerState, digest: str | 
         (partial / "state.json").write_text(
             json.dumps({"step": step, "weight_digest": digest, "draw_definition": DRAW_DEFINITION}) + "\n"
         )
+        if drafts is not None and drafts.keeps_history:
+            drafts.save_history(partial / _HISTORY)
     for old in _checkpoints(folder)[:-_NUM_KEPT]:
         with files_of(old, "removed"):
             shutil.rmtree(old.rename(old.with_name(f".{old.name}.removed")))
@@ -56,6 +64,14 @@ def load_checkpoint(path: Path) -> tuple[int, TrainerState]:
     with files_of(path, "read", "remove this folder, then --resume continues from the checkpoint before it"):
         state = TrainerState(load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors"))
         return json.loads((path / "state.json").read_text())["step"], state
+
+
+def load_history(path: Path, drafts: EngineDrafts) -> None:
+    """Give an engine the samples of a checkpoint, if it has some and the engine keeps them. Raises FileFailed, and
+    ValueError naming a file that holds something else."""
+    if drafts.keeps_history and (path / _HISTORY).exists():
+        with files_of(path / _HISTORY, "read"):
+            drafts.load_history(path / _HISTORY)
 
 
 def saved_digest(path: Path) -> str | None:

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from ...kernels.sampling.draws import derive_seed
 from ...rollout.completion import Completion
+from ...rollout.control.drafts import EngineDrafts
 from ...rollout.model.loading import auto_class
 from ...rollout.sampling_params import SamplingParams
 from ...weight_sync.disk.atomic_folder import flush_folder, partial_folder
@@ -25,7 +26,14 @@ from ..failures import FileFailed, files_of
 from ..ranks import Ranks
 from .arithmetic import ArithmeticSpec
 from .backends.lora import add_adapters
-from .checkpoint import load_checkpoint, newest_checkpoint, refuse_other_draws, save_checkpoint, saved_digest
+from .checkpoint import (
+    load_checkpoint,
+    load_history,
+    newest_checkpoint,
+    refuse_other_draws,
+    save_checkpoint,
+    saved_digest,
+)
 from .config import JobConfig
 from .engines.factory import make_engine
 from .loss import group_advantages
@@ -85,6 +93,8 @@ class GrpoJob:
                 refuse_other_draws(checkpoint)
                 self.first_step, state = load_checkpoint(checkpoint)
                 self.backend.load_state(state)
+                if (drafts := self._drafts()) is not None:
+                    load_history(checkpoint, drafts)
             self.step = self.first_step
             self.engine.sync(str(self.first_step))
             if checkpoint is not None:
@@ -254,7 +264,13 @@ class GrpoJob:
     def _save_checkpoint(self, step: int) -> None:
         state = self.backend.state()  # called on every rank, because it gathers shards
         if self.ranks.is_first:
-            save_checkpoint(self.config.folder / "checkpoints", step, state, self.engine.weight_digest())
+            folder, digest = self.config.folder / "checkpoints", self.engine.weight_digest()
+            save_checkpoint(folder, step, state, digest, self._drafts())
+
+    def _drafts(self) -> EngineDrafts | None:
+        """Return the drafts of the first rank's engine, if it is in this process."""
+        service = self.engine.service
+        return service.engine.drafts if self.ranks.is_first and service is not None else None
 
     def _save_model(self, folder: Path) -> None:
         tensors = self.backend.on_first(self.backend.named_tensors())

@@ -32,8 +32,11 @@ class Intake:
         seed: int,
         grammars: Grammars,
         media_tokens: Mapping[int, str] | None = None,
+        *,
+        max_model_len: int,
     ) -> None:
         """Create an intake. media_tokens: the kind of media, which are not supported, that a token stands for."""
+        self._max_model_len = max_model_len
         self._media_tokens = dict(media_tokens or {})
         self._tokenizer = tokenizer
         self._grammars = grammars
@@ -65,10 +68,14 @@ class Intake:
             raise ValueError(f"logprob_start_len {start} is beyond the {len(its_ids)} prompt tokens")
         if bad := [id for id in params.logit_bias or () if id >= self._vocab_size]:
             raise ValueError(f"logit_bias names tokens {bad[:5]}, but the vocabulary ends at {self._vocab_size - 1}")
-        if bad := [id for id in options.token_ids_logprob if id >= self._vocab_size]:
-            raise ValueError(f"token_ids_logprob names {bad[:5]}, but the vocabulary ends at {self._vocab_size - 1}")
-        if bad := [id for id in options.draft_token_ids if not 0 <= id < self._vocab_size]:
-            raise ValueError(f"draft_token_ids has {bad[:5]}, but the vocabulary ends at {self._vocab_size - 1}")
+        for name, ids in (
+            ("token_ids_logprob", options.token_ids_logprob),
+            ("draft_token_ids", options.draft_token_ids),
+        ):
+            if bad := [id for id in ids if id >= self._vocab_size]:
+                raise ValueError(f"{name} names {bad[:5]}, but the vocabulary ends at {self._vocab_size - 1}")
+        if (num := len(options.draft_token_ids)) > (limit := self._max_model_len):
+            raise ValueError(f"draft_token_ids has {num} tokens, more than the context has, which is {limit}")
         return its_ids
 
     def numbers(self, num: int) -> int:

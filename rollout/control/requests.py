@@ -25,6 +25,7 @@ from .mailboxes import Listener, Mailboxes
 
 Prompts = Prompt | Sequence[Prompt]
 ManyParams = Params | Sequence[Params]
+ManyOptions = RequestOptions | Sequence[RequestOptions] | None
 
 
 class RequestDesk:
@@ -43,7 +44,7 @@ class RequestDesk:
         self._inbox, self._mailboxes = inbox, mailboxes
         self._intake = Intake(
             parts.tokenizer, parts.model.vocab_size, parts.config.seed, parts.grammars,
-            media_tokens(parts.model.module.config),
+            media_tokens(parts.model.module.config), max_model_len=parts.max_model_len,
         )  # fmt: skip
 
     # -- without waiting --------------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ class RequestDesk:
 
     # -- until the answers are there --------------------------------------------------------------------------------
 
-    def generate(self, prompts: Prompts | None, params: ManyParams, options: RequestOptions | None) -> list[Completion]:
+    def generate(self, prompts: Prompts | None, params: ManyParams, options: ManyOptions) -> list[Completion]:
         """Complete every prompt, together with the other ranks of the replica."""
         if not self._parts.ranks.mesh.is_controller:
             with self._parts.model.rollout_phase():
@@ -122,9 +123,7 @@ class RequestDesk:
             end_with(completions)
         return completions
 
-    def _generate(
-        self, prompts: Prompts | None, params: ManyParams, options: RequestOptions | None
-    ) -> list[Completion]:
+    def _generate(self, prompts: Prompts | None, params: ManyParams, options: ManyOptions) -> list[Completion]:
         if prompts is None:
             raise ValueError("prompts may be None on ranks that follow, and this one is the controller")
         ids = self._add_all(prompts, params, options)
@@ -135,7 +134,7 @@ class RequestDesk:
         finally:
             self._let_go(ids)
 
-    async def agenerate(self, prompts: Prompts, params: ManyParams, options: RequestOptions | None) -> list[Completion]:
+    async def agenerate(self, prompts: Prompts, params: ManyParams, options: ManyOptions) -> list[Completion]:
         """Complete every prompt as `generate` does, in a coroutine."""
         ids = await self._add_all_async(prompts, params, options)
         try:
@@ -177,23 +176,25 @@ class RequestDesk:
     # -- helpers ----------------------------------------------------------------------------------------------------
 
     def _add_all(
-        self, prompts: Prompts, params: ManyParams, options: RequestOptions | None, *, streamed: bool = False
+        self, prompts: Prompts, params: ManyParams, options: ManyOptions, *, streamed: bool = False
     ) -> list[str]:
         self._driver.check_process()
         prompts = as_prompts(prompts)
         params_list = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(params_list) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params_list)} sampling_params")
-        settings = self._intake.settings(params_list)
         count = len(prompts)
+        options_list = list(options) if isinstance(options, Sequence) else [options or RequestOptions()] * count
+        if len(options_list) != count:
+            raise ValueError(f"{count} prompts, but {len(options_list)} options")
+        settings = self._intake.settings(params_list)
         groups = self._post(
-            prompts, settings, [options or RequestOptions()] * count, [None] * count,
-            lambda ids: self._mailboxes.open(ids, streamed=streamed),
-        )  # fmt: skip
+            prompts, settings, options_list, [None] * count, lambda ids: self._mailboxes.open(ids, streamed=streamed)
+        )
         return [id for group in groups for id in group]
 
     async def _add_all_async(
-        self, prompts: Prompts, params: ManyParams, options: RequestOptions | None, *, streamed: bool = False
+        self, prompts: Prompts, params: ManyParams, options: ManyOptions, *, streamed: bool = False
     ) -> list[str]:
         adding = asyncio.ensure_future(asyncio.to_thread(self._add_all, prompts, params, options, streamed=streamed))
         try:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from ..sequences.request import Request
 from ..sequences.step import Draft, ScheduledSequence, ScheduleOutput, SequenceResult
 from ..speculation.lengths import StepSize
+from ..speculation.no_draft import NoDraft
 from ..speculation.speculation import Planned, Wanted
 from .grammar_steps import GrammarSteps
 from .parts import Parts
@@ -29,6 +30,7 @@ class DraftSteps:
         self._speculation, self._grammars = parts.speculation, grammars
         self._scheduler, self._managers, self._ledger = parts.scheduler, parts.managers, parts.ledger
         self._limits, self._metrics = parts.limits, parts.reports.metrics
+        self._trace = parts.reports.trace
         self._planning_s = 0.0  # of the newest step
         # Where other steps are planned before this one is committed, they need slots of states.
         self._num_slots_reserved = parts.limits.max_num_seqs if parts.runner.num_stages > 1 else 0
@@ -48,15 +50,19 @@ class DraftSteps:
         places: list[int] = []
         for index, item in enumerate(output.scheduled):
             request = self._managers.engine.request(item.id)
-            if (most := self._most(item, request)) > 0:
-                wanted.append(Wanted(request, most))
-                places.append(index)
+            if (why := self._why_none(item, request)) is not None:
+                self._set_none(request, why)
+                continue
+            wanted.append(Wanted(request, self._most(request)))
+            places.append(index)
         budget = self._scheduler.row_limit.now - output.num_rows
         size = StepSize(output.num_rows, len(wanted))
         items = list(output.scheduled)
         for index, one, planned in zip(places, wanted, speculation.plan(wanted, size, budget), strict=True):
-            if planned is not None:
+            if isinstance(planned, Planned):
                 items[index] = self._with_draft(items[index], one.request, planned)
+            else:
+                self._set_none(one.request, planned)
         self._planning_s = time.perf_counter() - started
         self._metrics.speculation_seconds += self._planning_s
         return replace(output, scheduled=tuple(items)) if any(item.draft.token_ids for item in items) else output
@@ -67,6 +73,7 @@ class DraftSteps:
         if speculation is None:
             return
         drafts = {item.id: item.draft for item in output.scheduled if item.draft.token_ids} if output.has_drafts else {}
+        by_source: dict[str, list[int]] = {}
         for result in results:
             if result.id not in engine:
                 continue
@@ -77,9 +84,13 @@ class DraftSteps:
             if (draft := drafts.get(result.id)) is not None:
                 num_drafted, num_accepted = len(draft.token_ids), len(result.accepted)
                 speculation.on_draft(draft.source, draft.confidence, num_drafted, num_accepted)
-                request.record.count_draft(num_drafted, num_accepted)
+                request.record.count_draft(draft.source, num_drafted, num_accepted)
                 self._metrics.num_drafted_tokens += num_drafted
                 self._metrics.num_accepted_tokens += num_accepted
+                so_far = by_source.get(draft.source, (0, 0))
+                by_source[draft.source] = [so_far[0] + num_drafted, so_far[1] + num_accepted]
+        if by_source:  # of each: rows that ran, and tokens among them that were the ones drawn
+            self._trace.instant("drafts", step=output.step, sources=by_source)
 
     def on_step_timed(self, output: ScheduleOutput, seconds: float) -> None:
         """Learn the time of a step that holds decodes and drafts only, that of finding the drafts included."""
@@ -92,26 +103,43 @@ class DraftSteps:
         if self._speculation is not None:
             self._speculation.on_end(request)
 
-    def _most(self, item: ScheduledSequence, request: Request) -> int:
-        """Return the most tokens that a draft of this share may have; not positive where it may have none."""
+    def _why_none(self, item: ScheduledSequence, request: Request) -> NoDraft | None:
+        """Return why this share of a step may have no draft; None: it may."""
         sequence = request.sequence
-        if item.start + item.num_tokens != sequence.num_tokens or item.jump or sequence.jump_start is not None:
-            return 0
+        if item.jump or sequence.jump_start is not None:
+            return NoDraft.JUMP
+        if item.start + item.num_tokens != sequence.num_tokens:
+            return NoDraft.PREFILL
         if not request.options.speculation:
-            return 0
+            return NoDraft.REFUSED
+        return None if self._most(request) > 0 else NoDraft.LAST_TOKEN
+
+    def _most(self, request: Request) -> int:
+        """Return the most tokens that a draft may have; not positive where there is no room for one."""
+        sequence = request.sequence
         left = request.params.max_new_tokens - sequence.num_output_tokens
         return min(left, self._limits.max_model_len - sequence.num_tokens) - 1  # one is drawn behind the draft
+
+    def _set_none(self, request: Request, why: NoDraft) -> None:
+        assert self._speculation is not None
+        self._speculation.num_without[why] += 1
+        request.why_no_draft = why.value
 
     def _with_draft(self, item: ScheduledSequence, request: Request, planned: Planned) -> ScheduledSequence:
         """Return the share with as much of a draft as its grammar allows and as there is room for."""
         token_ids, masks = planned.token_ids, tuple[bytes | None, ...]()
         if request.grammar is not None:
             token_ids, masks = self._grammars.constrain_draft(request, planned.token_ids)
+            if not token_ids:
+                self._set_none(request, NoDraft.GRAMMAR)
+                return item
         table = self._ledger.block_table(request)
         num_known, num_blocks = item.start + item.num_tokens, len(table)
         num_room = self._ledger.plan_draft(request, num_known, len(token_ids), num_reserved=self._num_slots_reserved)
         if num_room <= 0:
+            self._set_none(request, NoDraft.NO_BLOCKS)
             return item
+        request.why_no_draft = None
         states = self._ledger.states.plan_draft(request, num_room) if self._ledger.states is not None else ()
         draft = Draft(token_ids[:num_room], masks[:num_room], states, planned.source, planned.confidence)
         return item._replace(draft=draft, new_blocks=(*item.new_blocks, *table[num_blocks:]))

@@ -243,8 +243,10 @@ class Loop:
                 request = flight.requests[result.id]
                 has_token = result.token_id is not None and request.params.max_new_tokens > 0
                 if has_token:
+                    num_before = request.record.num_delivered
                     self._managers.deliver(request)
-                    self._latencies.on_token(request, now)
+                    num_tokens = max(request.record.num_delivered - num_before, 1)  # a jump may replace as many
+                    self._latencies.on_tokens(request, now, num_tokens)
                 if request.finish_reason is not None:
                     self._answer(request)
                 elif has_token:

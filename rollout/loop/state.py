@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..sequences.sequence import State
+from ..speculation.speculation import OFF
 from .gate import StepGate
 from .parts import Parts
 
@@ -46,7 +47,7 @@ def state_report(parts: Parts, gate: StepGate) -> dict[str, object]:
         "num_grammars": len(grammars),
         "num_grammars_compiled": grammars.num_compiled,
         "grammar_compile_seconds": grammars.compile_seconds,
-        "speculation": None if parts.speculation is None else parts.speculation.report(),
+        "speculation": OFF if parts.speculation is None else parts.speculation.report(),
         "numerics": model.numerics.describe(),
         "trace": parts.reports.trace.report(),
         "metrics": parts.reports.metrics.as_dict(),

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields
 from typing import Any
 
-from ..completion import Completion, FinishReason, NextToken, WeightSpan
+from ..completion import Completion, DraftCounts, FinishReason, NextToken, WeightSpan
 from ..errors import RankFailure
 from ..ranks.channel import RankChannel
 from ..ranks.controller_channel import as_controller
@@ -115,4 +115,5 @@ def _completion(given: dict[str, Any]) -> Completion:
         if given[name] is not None:
             values[name] = kind(**{key: as_tuples(value) for key, value in given[name].items()})
     values["weight_versions"] = tuple(WeightSpan(**span) for span in given["weight_versions"])
+    values["drafts"] = tuple(DraftCounts(**counts) for counts in given["drafts"])
     return Completion(**values)

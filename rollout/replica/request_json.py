@@ -13,14 +13,14 @@ from ..sequences.sequence import Sequence as TokenSequence
 
 _CONTROLLERS_OWN = {"n", "stop", "stop_regex", "stream_interval", "custom_params", "no_stop_trim",
                     "skip_special_tokens", "spaces_between_special_tokens", "json_schema", "regex", "ebnf",
-                    "structural_tag", "jump_forward"}  # fmt: skip
+                    "structural_tag", "jump_forward", "draft_token_ids", "speculation"}  # fmt: skip
 
 
 def request_json(request: Request) -> bytes:
     """Encode a request's settings without the defaults."""
     data: dict[str, Any] = {"id": request.id, "index": request.index, "seed": request.seed}
     data["params"] = {k: v for k, v in _changed(request.params).items() if k not in _CONTROLLERS_OWN}
-    data["options"] = _changed(request.options)
+    data["options"] = {k: v for k, v in _changed(request.options).items() if k not in _CONTROLLERS_OWN}
     return json.dumps(data, separators=(",", ":"), default=list).encode()
 
 

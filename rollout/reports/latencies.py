@@ -25,9 +25,10 @@ class Histogram:
     def __post_init__(self) -> None:
         self.counts = [0] * (len(self.bounds) + 1)
 
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(self.bounds, seconds)] += 1
-        self.total += seconds
+    def observe(self, seconds: float, num: int = 1) -> None:
+        """Count a time, `num` times."""
+        self.counts[bisect_left(self.bounds, seconds)] += num
+        self.total += num * seconds
 
 
 @dataclass
@@ -45,14 +46,15 @@ class Latencies:
             request.first_step_time = time.monotonic()
             self.queue.observe(request.first_step_time - request.arrival_time)
 
-    def on_token(self, request: Request, now: float) -> None:
-        """Record the delivery of a token of this request, at `now` of time.monotonic()."""
+    def on_tokens(self, request: Request, now: float, num_tokens: int) -> None:
+        """Record the delivery of a step's tokens of this request. They share the time since the last one; those that
+        come with a request's first token have none. SGLang counts in the same way. now: of time.monotonic()."""
         if request.first_token_time is None:
             request.first_token_time = now
             self.first_token.observe(now - request.arrival_time)
         else:
             assert request.last_token_time is not None
-            self.inter_token.observe(now - request.last_token_time)
+            self.inter_token.observe((now - request.last_token_time) / num_tokens, num_tokens)
         request.last_token_time = now
 
     def on_answer(self, request: Request) -> None:

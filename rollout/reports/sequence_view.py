@@ -22,6 +22,9 @@ class SequenceView:
     max_new_tokens: int
     num_cached_tokens: int  # prompt tokens whose KV was in the cache
     num_tokens_processed: int  # known tokens that have KV
+    num_drafted_tokens: int  # rows for tokens that might have come next
+    num_accepted_tokens: int  # of those tokens, the ones that did: each saved a step
+    why_no_draft: str | None  # in the newest step, by a name in `NoDraft`; None: it had one, or no step yet
     num_retractions: int
     age_s: float  # since its arrival
     newest_ids: tuple[int, ...]  # the last tokens of prompt and output together
@@ -52,6 +55,9 @@ def view(request: Request, num_newest: int) -> SequenceView:
         max_new_tokens=request.params.max_new_tokens,
         num_cached_tokens=request.num_cached_tokens,
         num_tokens_processed=sequence.num_tokens_step_processed,
+        num_drafted_tokens=sum(counts.num_drafted_tokens for counts in request.record.drafts.values()),
+        num_accepted_tokens=sum(counts.num_accepted_tokens for counts in request.record.drafts.values()),
+        why_no_draft=request.why_no_draft,
         num_retractions=request.num_retractions,
         age_s=time.monotonic() - request.arrival_time,
         newest_ids=tuple(sequence.token_ids[max(0, len(sequence.token_ids) - num_newest) :]),

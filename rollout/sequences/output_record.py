@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..completion import ListedLogprobs, TopLogprobs, WeightSpan
+from ..completion import DraftCounts, ListedLogprobs, TopLogprobs, WeightSpan
 from ..grammars.jump import NO_JUMP, Jump
 from .step import NewToken, SequenceResult
 
@@ -47,9 +47,7 @@ class OutputRecord:
     num_jump_steps: int = 0  # steps that have run rows of the unsettled jump
     newest_jump_steps: int = 0  # steps that ran the rows of `newest_jump`
     num_undelivered: int = 0  # tokens of that step, its jump's included, that are not text yet
-    num_draft_steps: int = 0  # steps that ran rows of a draft
-    num_drafted_tokens: int = 0  # those rows
-    num_accepted_tokens: int = 0  # of their tokens, the ones that came out
+    drafts: dict[str, DraftCounts] = field(default_factory=dict)  # by source: also of steps whose tokens were cut later
     num_kept: int | None = None  # tokens that no rollback has cut since this was last set to None; None: all
 
     def begin_prompt(self) -> None:
@@ -109,11 +107,18 @@ class OutputRecord:
         self.num_jump_forward_tokens += token.is_jumped
         self.num_undelivered += 1
 
-    def count_draft(self, num_drafted: int, num_accepted: int) -> None:
+    @property
+    def num_delivered(self) -> int:
+        """The number of output tokens that are text; before a delivery, without those that the step's jump replaces."""
+        if not self.num_undelivered:
+            return len(self.logprobs)
+        return len(self.logprobs) - self.num_undelivered + self.newest_jump.num_rolled_back
+
+    def count_draft(self, source: str, num_drafted: int, num_accepted: int) -> None:
         """Count the draft of a committed step."""
-        self.num_draft_steps += 1
-        self.num_drafted_tokens += num_drafted
-        self.num_accepted_tokens += num_accepted
+        so_far = self.drafts.get(source) or DraftCounts(source, 0, 0, 0)
+        num_drafted, num_accepted = so_far.num_drafted_tokens + num_drafted, so_far.num_accepted_tokens + num_accepted
+        self.drafts[source] = DraftCounts(source, so_far.num_steps + 1, num_drafted, num_accepted)
 
     def tag_token(self, version: str, digest: str | None) -> None:
         """Record that the newest output token was sampled from this version of the weights."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import abc
 from dataclasses import dataclass, field
 
 from ..completion import Completion, FinishReason, NextToken, WeightSpan
@@ -32,8 +33,20 @@ class RequestOptions:
             wrong.append(f"top_logprobs_num must not be negative, not {self.top_logprobs_num}")
         if bad := [id for id in self.token_ids_logprob if id < 0]:
             wrong.append(f"token_ids_logprob must not be negative, not {bad[:5]}")
+        wrong += self._wrong_draft()
+        if not isinstance(self.speculation, bool):
+            wrong.append(f"speculation must be true or false, not {self.speculation!r}")
         if wrong:
             raise ValueError("; ".join(wrong))
+
+    def _wrong_draft(self) -> list[str]:
+        """Return what is wrong with the draft. Makes a tuple of it."""
+        given: object = self.draft_token_ids
+        if isinstance(given, str) or not isinstance(given, abc.Sequence):
+            return [f"draft_token_ids must be a sequence of token ids, not {given!r}"]
+        object.__setattr__(self, "draft_token_ids", tuple(given))
+        bad = [id for id in given if type(id) is not int or id < 0]
+        return [f"draft_token_ids must be token ids, not {bad[:5]!r}"] if bad else []
 
 
 @dataclass(eq=False)  # equal by identity, so that it can be a dict key
@@ -54,6 +67,7 @@ class Request:
     in_flight: InFlight = field(init=False, default_factory=InFlight)
     next_token: NextToken | None = None
     num_cached_tokens: int = 0
+    why_no_draft: str | None = None  # in its newest step, by a name in `NoDraft`; None: it had one, or no step yet
     num_retractions: int = 0  # also the incarnation: results of an earlier one are dropped
     finish_reason: FinishReason | None = None
     # Seconds of time.monotonic(); None: not yet.
@@ -163,4 +177,5 @@ class Request:
             forced=tuple(record.forced) if self.params.is_constrained else None,
             masked_probs=tuple(record.masked_probs) if self.params.is_constrained else None,
             num_jump_forward_tokens=record.num_jump_forward_tokens,
+            drafts=tuple(record.drafts.values()),
         )

@@ -34,8 +34,9 @@ class Proposer(Protocol):
         """Return at most `most` tokens, or NO_PROPOSAL. `request.sequence` has all tokens so far.
 
         Tokens beyond `most`, and those from the first one on that is no id of the vocabulary, are refused: they get no
-        row, and the source's `num_refused` counts them. An error ends the step as a failed forward does: its sequences
-        wait again, and the caller of the step gets it.
+        row, and the source's `num_refused` counts them. A source that `engine.drafts.add_source` added is asked no more
+        after an error. An error of any other ends the step as a failed forward does: its sequences wait again, and the
+        caller of the step gets it.
         """
         ...
 

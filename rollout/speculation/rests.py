@@ -13,11 +13,20 @@ class Rests:
         self._length = FIRST
         self._left = 0
         self._num_rows = 0  # of the step in which it began
+        self._were_proposals = False  # in that step
         self.is_trial = False  # whether this step is the first after a rest
 
     @property
     def is_resting(self) -> bool:
         return self._left > 0
+
+    @property
+    def why(self) -> str | None:
+        """The reason for the rest, in words; None outside of one."""
+        if not self._left:
+            return None
+        why = "no draft would have paid" if self._were_proposals else "nothing was proposed"
+        return f"resting for {self._left} more steps: {why}"
 
     def next_step(self, num_rows: int) -> bool:
         """Count a step; returns whether it is part of a rest."""
@@ -33,6 +42,7 @@ class Rests:
         """Begin a rest after this step, in which no draft would have paid."""
         most = LONGEST if were_proposals else LONGEST_WITHOUT
         self._left, self._num_rows = min(self._length, most), num_rows
+        self._were_proposals = were_proposals
         self._length = min(2 * self._length, LONGEST)
 
     def paid(self) -> None:

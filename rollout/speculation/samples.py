@@ -8,20 +8,16 @@ that were used least recently make room.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from array import array
-from base64 import b64decode, b64encode
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ..sequences.request import Request
+from .history_file import KEY_BYTES, Histories
 from .own_past import OwnPast
 from .proposer import NO_PROPOSAL, Proposal
 from .token_history import LENGTHS, TokenHistory
 
 MAX_SAMPLES = 64  # ended siblings of a prompt, and of its history: older ones are dropped
-_FORMAT = 1  # of saved histories
 
 
 @dataclass(eq=False)
@@ -108,33 +104,18 @@ class Samples:
             if not (one.live or one.ended or one.history):
                 self._prompts.pop(other, None)
 
-    def save(self, path: Path) -> None:
-        """Write the history to a file, whole or not at all. Raises OSError."""
-        prompts = {b64encode(key).decode(): [b64encode(s.last(len(s))).decode() for s in prompt.history]
-                   for key, prompt in self._prompts.items() if prompt.history}  # fmt: skip
-        partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-        try:
-            partial.write_text(json.dumps({"format": _FORMAT, "prompts": prompts}))
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+    def histories(self) -> dict[bytes, list[bytes]]:
+        """Return the bytes of each prompt's earlier samples, the newest last. The prompt that was used last is last."""
+        kept = ((key, prompt.history) for key, prompt in self._prompts.items() if prompt.history)
+        return {key: [sample.last(len(sample)) for sample in history] for key, history in kept}
 
-    def load(self, path: Path) -> None:
-        """Add the histories of a file that `save` wrote. Raises OSError, and ValueError for another file."""
-        try:
-            data = json.loads(path.read_text())
-            found = {b64decode(key): [b64decode(s) for s in samples] for key, samples in data["prompts"].items()}
-            histories = {
-                key: [TokenHistory(array("i", sample)) for sample in samples] for key, samples in found.items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is no saved history of samples: {error}") from error
-        if data.get("format") != _FORMAT:
-            raise ValueError(f"{path} has format {data.get('format')!r}, not {_FORMAT}")
+    def add_histories(self, histories: Histories) -> None:
+        """Add samples before those that are known of a prompt. The prompts count as used now."""
         for key, samples in histories.items():
             prompt = self._prompts.pop(key, None) or _Prompt()
             self._prompts[key] = prompt
-            self._set(key, prompt, prompt.ended, (samples + prompt.history)[-MAX_SAMPLES:])
+            added = [TokenHistory(array("i", sample)) for sample in samples if sample]
+            self._set(key, prompt, prompt.ended, (added + prompt.history)[-MAX_SAMPLES:])
 
 
 class Siblings:
@@ -186,7 +167,7 @@ def _best(histories: list[TokenHistory], ending: bytes, most: int) -> Proposal:
 
 
 def _key(prompt_ids: list[int], extra_key: str) -> bytes:
-    """Return the name of a prompt under a key: 16 bytes of a hash."""
-    digest = hashlib.blake2b(array("i", prompt_ids).tobytes(), digest_size=16, key=b"lockstep prompt")
+    """Return the name of a prompt under a key: a hash."""
+    digest = hashlib.blake2b(array("i", prompt_ids).tobytes(), digest_size=KEY_BYTES, key=b"lockstep prompt")
     digest.update(extra_key.encode(errors="surrogatepass"))
     return digest.digest()

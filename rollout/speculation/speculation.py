@@ -12,8 +12,10 @@ from ..config import MAX_DRAFT as MAX_DEPTH
 from ..config import EngineConfig
 from ..sequences.request import Request
 from .acceptance import Acceptance
+from .added_source import AddedSource
 from .caller import CallersDraft
 from .lengths import BestRate, Lengths, StepSize
+from .no_draft import NoDraft
 from .own_past import OwnPast
 from .proposer import NO_PROPOSAL, Proposal, Proposer
 from .rests import Rests
@@ -24,6 +26,11 @@ logger = logging.getLogger(__name__)
 
 DEPTH = 8  # tokens of a draft, at most, of a source without a number of its own
 TRIAL_SHARE = 8  # of so many sequences, one tries a token after a rest
+
+
+# The report of an engine without speculation.
+OFF: dict[str, object] = {"why_not": 'EngineConfig.speculation is "off"', "is_resting": False, "num_without": {},
+                          "history_bytes": 0, "num_prompts_kept": 0, "sources": {}}  # fmt: skip
 
 
 class Wanted(NamedTuple):
@@ -73,6 +80,7 @@ class Speculation:
         self._costs, self._acceptance, self._rests = StepCosts(), Acceptance(), Rests()
         self.lengths: Lengths = BestRate(self._costs)
         self.counts: dict[str, SourceCounts] = {name: SourceCounts() for name in self._sources}
+        self.num_without = dict.fromkeys(NoDraft, 0)  # sequences in steps that had no draft, by the reason
 
     @classmethod
     def of(cls, config: EngineConfig, vocab_size: int) -> Speculation | None:
@@ -99,14 +107,24 @@ class Speculation:
         return bool(self._sources)
 
     @property
+    def keeps_history(self) -> bool:
+        """Whether samples of earlier are a source."""
+        return "history" in self._sources
+
+    @property
     def may_draft(self) -> bool:
         """Whether the next step may have drafts."""
         return bool(self._sources) and not self._rests.is_resting
 
-    def plan(self, wanted: Sequence[Wanted], size: StepSize, budget: int) -> list[Planned | None]:
-        """Return a draft for each sequence, or None. size: of the step without drafts; budget: rows that it may add."""
-        if not wanted or budget <= 0 or self._rests.next_step(len(wanted)) or not self.lengths.may_draft(size):
-            return [None] * len(wanted)
+    def plan(self, wanted: Sequence[Wanted], size: StepSize, budget: int) -> list[Planned | NoDraft]:
+        """Return a draft for each sequence, or the reason why it has none. size: of the step without drafts; budget:
+        rows that it may add."""
+        if not wanted or budget <= 0:
+            return [NoDraft.NO_ROWS] * len(wanted)
+        if not self.lengths.may_draft(size):
+            return [NoDraft.MEASURING] * len(wanted)
+        if self._rests.next_step(len(wanted)):
+            return [NoDraft.RESTING] * len(wanted)
         names = sorted(self._sources, key=self._acceptance.of_source, reverse=True)
         found = [self._ask(names, one) for one in wanted]
         chances = [tuple(self._acceptance.chances(source, proposal.confidence, len(proposal.token_ids)))
@@ -117,9 +135,10 @@ class Speculation:
                 lengths = _trial(chances, budget)
             self._rests.begin(len(wanted), were_proposals=any(chances))
         return [
-            Planned(tuple(proposal.token_ids[:length]), source, proposal.confidence) if length else None
+            Planned(tuple(proposal.token_ids[:length]), source, proposal.confidence) if length
+            else NoDraft.TOO_COSTLY if proposal.token_ids else NoDraft.NO_PROPOSAL
             for (source, proposal), length in zip(found, lengths, strict=True)
-        ]
+        ]  # fmt: skip
 
     def on_draft(self, source: str, confidence: int, num_drafted: int, num_accepted: int) -> None:
         """Learn from a draft of a committed step."""
@@ -146,17 +165,26 @@ class Speculation:
             source.on_end(request)
 
     def report(self) -> dict[str, object]:
-        """Return depths, counts and chances by source as plain values."""
+        """Return depths, counts and chances by source, and why there are no drafts, as plain values."""
         return {
+            "why_not": self._why_not(),
             "is_resting": self._rests.is_resting,
+            "num_without": {str(why): num for why, num in self.num_without.items()},
             "history_bytes": self.samples.num_bytes,
             "num_prompts_kept": len(self.samples),
             "sources": {
                 name: {"depth": self._depths[name], **asdict(self.counts[name]),
-                       "chance": self._acceptance.of_source(name)}
-                for name in self._sources
+                       "chance": self._acceptance.of_source(name),
+                       "failure": source.failure if isinstance(source, AddedSource) else None}
+                for name, source in self._sources.items()
             },
         }  # fmt: skip
+
+    def _why_not(self) -> str | None:
+        """Return why the next step has no drafts; None: it may have some."""
+        if not self._sources:
+            return "no source is asked: the table of EngineConfig.speculation is empty"
+        return self._rests.why
 
     def _ask(self, names: Sequence[str], wanted: Wanted) -> tuple[str, Proposal]:
         """Return the first proposal, of the sources in this order."""

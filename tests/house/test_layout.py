@@ -25,7 +25,7 @@ ROOMS = {  # room: the rooms that it may import
 # the same room that it may import. docs/images/rooms.svg shows the same arrows.
 PLACES = {
     "rollout.engine": "completion config control kv loop ranks replica reports sequences",
-    "rollout.control": "completion errors grammars loop model replica sampling_params sequences",
+    "rollout.control": "completion errors grammars loop model replica sampling_params sequences speculation",
     "rollout.loop": (
         "check completion config errors grammars kv model ranks replica reports running scheduling sequences "
         "speculation states"

@@ -49,7 +49,7 @@ class HttpConfig:
     max_logprob_entries: int = 4 << 20  # of a request; an output position without alternatives is an eighth
     max_open_logprob_entries: int = 16 << 20  # of all requests until their answers are sent; beyond: 503
     max_waiting_requests: int = 1 << 15  # sequences that wait; beyond: 503
-    max_waiting_tokens: int = 64 << 20  # prompt tokens of open requests, for each sample; beyond: 503
+    max_waiting_tokens: int = 64 << 20  # of prompts and drafts of open requests, for each sample; beyond: 503
     max_tokenising_chars: int = 4 << 20  # of texts that are tokenised at a time, at about 150 bytes of memory each
     max_grammar_bytes: int = 2**18  # of a json_schema, regex, ebnf or structural_tag
     max_grammar_nesting: int = 64  # levels of a schema; parentheses of a pattern or an ebnf within one another

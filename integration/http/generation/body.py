@@ -23,7 +23,7 @@ from .subscriptions import Asked
 # Fields that may have an entry for each prompt.
 PER_PROMPT = (
     "text", "sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "extra_key",
-    "cache_salt",
+    "cache_salt", "speculation",
 )  # fmt: skip
 # Fields of SGLang's that we do not support and cannot ignore: without them the answer would be a different one.
 REFUSED = (
@@ -50,6 +50,10 @@ class GenerateBody(Body):
     stream: bool = False
     extra_key: str | list[str] | None = Field(None, description="requests share cached prefixes only under equal keys")
     cache_salt: str | list[str] | None = None
+    draft_token_ids: list[Any] | None = Field(
+        None, description="an output that may come again, or one for each prompt: saves steps, and changes no bit"
+    )
+    speculation: bool | list[bool] = Field(True, description="false: no drafts for this request")
 
 
 @dataclass(frozen=True)
@@ -103,18 +107,20 @@ def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimi
         _listed(body.token_ids_logprob, count, is_batch, limits),
         _spread("extra_key", body.extra_key, count, is_batch),
         _spread("cache_salt", body.cache_salt, count, is_batch),
+        drafts_of(body.draft_token_ids, count, is_batch, limits),
+        _spread("speculation", body.speculation, count, is_batch),
         strict=True,
     )
     text_of = text_of_token(engine) if body.return_text_in_logprobs else None
     options, wanted = [], []
-    for has_logprobs, start, num_top, listed, extra_key, salt in per_prompt:
-        key = namespace(extra_key, salt)
+    for has_logprobs, start, num_top, listed, extra_key, salt, draft, has_drafts in per_prompt:
+        others = (namespace(extra_key, salt), draft, has_drafts)
         if not has_logprobs:
-            options.append(RequestOptions(extra_key=key))
+            options.append(RequestOptions(-1, 0, (), *others))
             wanted.append(Wanted())
             continue
         limits.top(num_top, "top_logprobs_num")
-        options.append(RequestOptions(start, num_top, listed, key))
+        options.append(RequestOptions(start, num_top, listed, *others))
         wanted.append(Wanted(True, start, num_top > 0, bool(listed), text_of))
     rids = _rids(body.rid, count, is_batch)
     return GenerateRequest(
@@ -215,16 +221,28 @@ def _prompts(body: GenerateBody) -> tuple[list[str] | list[list[int]], str, bool
 
 def _listed(given: list[Any] | None, count: int, is_batch: bool, limits: RequestLimits) -> list[tuple[int, ...]]:
     """Return per prompt the token ids whose log-probabilities are wanted. Raises BadField for values of other types."""
-    name, is_nested = "token_ids_logprob", any(isinstance(entry, list) for entry in given or [])
-    if not is_nested:
-        return [_ids(name, given, limits)] * count
-    return [_ids(name, ids, limits) for ids in _spread(name, given, count, is_batch)]
+    name, check = "token_ids_logprob", limits.listed
+    if not any(isinstance(entry, list) for entry in given or []):
+        return [_ids(name, given, check)] * count
+    return [_ids(name, ids, check) for ids in _spread(name, given, count, is_batch)]
 
 
-def _ids(name: str, ids: object, limits: RequestLimits) -> tuple[int, ...]:
+def drafts_of(given: list[Any] | None, count: int, is_batch: bool, limits: RequestLimits) -> list[tuple[int, ...]]:
+    """Return per prompt the output that may come again: a batch needs one for each. Raises BadField."""
+    name = "draft_token_ids"
+    if given is None:
+        return [()] * count
+    if not is_batch:
+        return [_ids(name, given, limits.draft)]
+    if not all(isinstance(entry, list | None) for entry in given):
+        raise BadField(name, "of several prompts must have a list of token ids, or null, for each of them")
+    return [_ids(name, ids, limits.draft) for ids in _spread(name, given, count, is_batch)]
+
+
+def _ids(name: str, ids: object, check: Callable[[Sequence[object], str], None]) -> tuple[int, ...]:
     if not isinstance(ids, list | None):
         raise BadField(name, "must be a list of token ids, or a list of such lists")
-    limits.listed(ids or [], name)
+    check(ids or [], name)
     if bad := [id for id in ids or [] if isinstance(id, bool) or not isinstance(id, int)]:
         raise BadField(name, f"must be token ids, not {bad[:5]!r}")
     return tuple(ids or ())

@@ -57,7 +57,8 @@ class GenerateReply:
     @property
     def size(self) -> Size:
         """See `Reply.size`."""
-        return Size.of(self.request.prompts, (params.n for params in self.request.params))
+        samples = (params.n for params in self.request.params)
+        return Size.of(self.request.prompts, samples, (options.draft_token_ids for options in self.request.options))
 
     def asked(self) -> Asked:
         """See `Reply.asked`."""

@@ -113,6 +113,11 @@ class RequestLimits:
         if len(token_ids) > (limit := self._config.max_listed_logprobs):
             raise BadField(field, f"{len(token_ids)} tokens are more than {limit} (max_listed_logprobs)")
 
+    def draft(self, token_ids: Sequence[object], field: str) -> None:
+        """Check the number of tokens of an output that may come again: no output is longer than the context."""
+        if len(token_ids) > (room := self._engine.max_model_len):
+            raise BadField(field, f"{len(token_ids)} tokens are more than the context has, which is {room}")
+
     def entries(
         self,
         prompts: Sequence[Sequence[int]],

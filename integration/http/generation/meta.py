@@ -66,11 +66,30 @@ def meta_info(completion: Completion, wanted: Wanted, received: float) -> dict[s
     }
     if c.forced is not None:
         info["num_jump_forward_tokens"] = c.num_jump_forward_tokens
+    if c.drafts:
+        info |= _drafts(c)
     if wanted.logprobs:
         info |= _output_logprobs(c, wanted) | _input_logprobs(c, wanted)
         if c.forced is not None:
             info |= {"output_token_forced": c.forced, "output_token_masked_probs": c.masked_probs}
     return info
+
+
+def _drafts(c: Completion) -> dict[str, object]:
+    """Count the drafts under SGLang's names, the present and the earlier ones. SGLang drafts in every step; here steps
+    without a draft count in none of them."""
+    num_steps, num_drafted, num_accepted = c.num_draft_steps, c.num_drafted_tokens, c.num_accepted_tokens
+    return {
+        "spec_verify_ct": num_steps,
+        "spec_accept_rate": num_accepted / num_drafted,
+        "spec_accept_length": 1 + num_accepted / num_steps,  # tokens of such a step
+        **dict.fromkeys(("spec_num_proposed_drafts", "spec_draft_token_num"), num_drafted),
+        **dict.fromkeys(("spec_num_correct_drafts", "spec_accept_token_num"), num_accepted),
+        "draft_sources": {
+            d.source: {"drafted_tokens": d.num_drafted_tokens, "accepted_tokens": d.num_accepted_tokens}
+            for d in c.drafts
+        },
+    }  # fmt: skip
 
 
 def stream_meta(chunk: StreamChunk, num_tokens: int, received: float) -> dict[str, object]:

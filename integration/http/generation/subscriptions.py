@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, repeat
 from typing import Protocol, TypeVar
 
 from starlette.applications import Starlette
@@ -62,16 +63,26 @@ class Size:
     """The part of an HTTP request in the queue's limits."""
 
     num_sequences: int
-    num_tokens: int  # of its prompts, for each sample of a prompt, because each sequence has its own copy
+    num_tokens: int  # of prompts and drafts, for each sample of a prompt, because each sequence has its own copy
 
     @classmethod
-    def of(cls, prompts: Iterable[str | Sequence[int]], num_samples: Iterable[int]) -> Size:
-        """Return the size of prompts with their numbers of samples. The tokens of a text are estimated."""
+    def of(
+        cls,
+        prompts: Iterable[str | Sequence[int]],
+        num_samples: Iterable[int],
+        drafts: Iterable[str | Sequence[int]] = (),
+    ) -> Size:
+        """Return the size of prompts with their numbers of samples and, if given, drafts. The tokens of a text are
+        estimated."""
         num_sequences = num_tokens = 0
-        for prompt, num in zip(prompts, num_samples, strict=False):
+        for prompt, num, draft in zip(prompts, num_samples, chain(drafts, repeat(())), strict=False):
             num_sequences += num
-            num_tokens += num * (-(-len(prompt) // _CHARS_PER_TOKEN) if isinstance(prompt, str) else len(prompt))
+            num_tokens += num * (_num_tokens(prompt) + _num_tokens(draft))
         return cls(num_sequences, num_tokens)
+
+
+def _num_tokens(prompt: str | Sequence[int]) -> int:
+    return -(-len(prompt) // _CHARS_PER_TOKEN) if isinstance(prompt, str) else len(prompt)
 
 
 class Subscription:

@@ -57,6 +57,16 @@ class Tokenising:
             ids = self._tokens(text)
         return self._ids(ids, params, field)
 
+    def draft(self, text: str, field: str) -> list[int]:
+        """Tokenise an output that may come again. Raises BadField where it is longer than the context."""
+        room = self._engine.max_model_len
+        with self._turns.of(len(text)):
+            self._refuse_long(text, field, room)
+            ids = self._tokens(text)
+        if len(ids) > room:
+            raise _too_long(field, str(len(ids)), room)
+        return ids
+
     def _room(self, params: SamplingParams) -> int:
         return self._engine.max_model_len - min(params.max_new_tokens, 1)
 

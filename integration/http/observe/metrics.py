@@ -75,6 +75,7 @@ class ServiceCollector(Collector):
         counted: dict[str, float] = state["metrics"]
         yield from self._requests(state, state["num_retracted"])
         yield from self._totals(state, counted)
+        yield from self._drafts(state["speculation"], counted)
         yield from self._blocks(state)
         yield from self._latencies()
         yield from self._weights(state, counted)
@@ -135,6 +136,34 @@ class ServiceCollector(Collector):
         yield self._counter(
             "lockstep:answers", "Sequences answered.", {(how,): counted[name] for how, name in answered.items()}, "how"
         )
+
+    def _drafts(self, state: Mapping[str, Any], counted: Mapping[str, float]) -> Iterator[Metric]:
+        sources: Mapping[str, Mapping[str, float]] = state["sources"]
+        num_steps = sum(counts["num_drafts"] for counts in sources.values())
+        num_drafted, num_accepted = counted["num_drafted_tokens"], counted["num_accepted_tokens"]
+        yield self._gauge(
+            "sglang:spec_accept_length", "Tokens of a sequence in a step with a draft of it, since the start.",
+            1 + num_accepted / num_steps if num_steps else 0.0,
+        )  # fmt: skip
+        yield self._gauge(
+            "sglang:spec_accept_rate", "Share of drafted tokens that were accepted, since the start.",
+            num_accepted / num_drafted if num_drafted else 0.0,
+        )  # fmt: skip
+        for name, what, key in (
+            ("lockstep:drafts", "Drafts of one sequence in one step.", "num_drafts"),
+            ("lockstep:draft_tokens", "Rows run for tokens of drafts.", "num_drafted"),
+            ("lockstep:accepted_draft_tokens", "Drafted tokens accepted: steps of a sequence saved.", "num_accepted"),
+            ("lockstep:refused_draft_tokens", "Proposed tokens that were none, or too many.", "num_refused"),
+        ):
+            yield self._counter(name, what, {(source,): counts[key] for source, counts in sources.items()}, "source")
+        yield self._counter(
+            "lockstep:sequences_without_draft", "Sequences in steps that had no draft, by the reason.",
+            {(why,): num for why, num in state["num_without"].items()}, "why",
+        )  # fmt: skip
+        yield self._counter(
+            "lockstep:speculation_seconds", "Time spent finding drafts.", {(): counted["speculation_seconds"]}
+        )
+        yield self._gauge("lockstep:draft_history_bytes", "Memory of samples kept for drafts.", state["history_bytes"])
 
     def _blocks(self, state: Mapping[str, object]) -> Iterator[Metric]:
         num_blocks, num_held = _number(state["num_blocks"]), _number(state["num_held_blocks"])

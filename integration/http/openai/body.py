@@ -18,10 +18,11 @@ from ....rollout.sequences.request import RequestOptions
 from ..edge.bodies import Body, fields_of
 from ..edge.errors import BadField
 from ..generation.body import REFUSED as REFUSED_BY_GENERATE
-from ..generation.body import namespace, refuse_other_adapters, refuse_unsupported, text_of_token
+from ..generation.body import drafts_of, namespace, refuse_other_adapters, refuse_unsupported, text_of_token
 from ..generation.limits import RequestLimits
 from ..generation.meta import Wanted
 from ..generation.subscriptions import Asked, Size
+from .content import read_message, read_prediction
 
 DEFAULT_MAX_TOKENS = 16  # of a completion; the default of a chat is the rest of the context
 REFUSED = (
@@ -30,7 +31,7 @@ REFUSED = (
 )  # fmt: skip
 REFUSED_BY_COMPLETIONS = ("suffix",)
 REFUSED_BY_CHAT = (
-    "tools", "functions", "function_call", "audio", "prediction", "web_search_options", "verbosity", "chat_template",
+    "tools", "functions", "function_call", "audio", "web_search_options", "verbosity", "chat_template",
 )  # fmt: skip
 
 
@@ -75,6 +76,8 @@ class CommonBody(Body):
     return_token_ids: bool = False
     return_prompt_token_ids: bool = False
     return_meta_info: bool = False
+    draft_token_ids: list[Any] | None = Field(None, description="see POST /generate")
+    speculation: bool = True
 
 
 class CompletionBody(CommonBody):
@@ -100,6 +103,9 @@ class ChatBody(CommonBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     reasoning_effort: str | None = None
+    prediction: dict[str, Any] | None = Field(
+        None, description="an answer that may come again: draft_token_ids, as text"
+    )
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,7 @@ class OpenAIRequest:
     return_prompt_token_ids: bool
     return_meta_info: bool
     decode: Callable[[Sequence[int]], str]
+    has_prediction: bool
     size: Size
     asked: Callable[[], Asked]  # tokenises, which may take long; raises BadField
 
@@ -143,19 +150,21 @@ def read_completion(values: dict[str, object], engine: Engine, model: str, limit
     params = _params(body, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
     limits.sequences(len(prompts) * body.n)
     start = 0 if body.echo and has_logprobs else -1
-    options = RequestOptions(start, body.logprobs or 0, (), namespace(body.extra_key, body.cache_salt))
+    drafts = drafts_of(body.draft_token_ids, len(prompts), len(prompts) > 1, limits)
+    key = namespace(body.extra_key, body.cache_salt)
+    options = [RequestOptions(start, body.logprobs or 0, (), key, draft, body.speculation) for draft in drafts]
     id = body.rid or f"cmpl-{uuid.uuid4().hex}"
     rids = [id] if len(prompts) == 1 else [f"{id}_{index}" for index in range(len(prompts))]
 
     def asked() -> Asked:
         count = len(prompts)
         token_ids = limits.tokenising.token_ids(prompts, "prompt", [params] * count)
-        limits.entries(token_ids, [params] * count, [options] * count, "logprobs")
-        return Asked(token_ids, [params] * count, [options] * count, rids)
+        limits.entries(token_ids, [params] * count, options, "logprobs")
+        return Asked(token_ids, [params] * count, options, rids)
 
     return _request(
         body, id, model, asked, engine, is_chat=False, logprobs=has_logprobs, num_top=body.logprobs or 0,
-        echo=body.echo, prompts=prompts, start=start, size=Size.of(prompts, [body.n] * len(prompts)),
+        echo=body.echo, prompts=prompts, start=start, size=Size.of(prompts, [body.n] * len(prompts), drafts),
     )  # fmt: skip
 
 
@@ -177,8 +186,14 @@ def read_chat(values: dict[str, object], engine: Engine, model: str, limits: Req
     params = _params(body, max_tokens if max_tokens is not None else engine.max_model_len)
     limits.sequences(body.n)
     limits.top(body.top_logprobs, "top_logprobs")
-    options = RequestOptions(-1, body.top_logprobs, (), namespace(body.extra_key, body.cache_salt))
-    messages = None if body.messages is None else [_message(message) for message in body.messages]
+    predicted = read_prediction(body.prediction)
+    limits.characters(len(predicted or ""), "prediction")
+    if predicted and (body.draft_token_ids is not None or engine.tokenizer is None):
+        raise BadField("prediction", "is a text, and there is no tokenizer, or draft_token_ids are given too")
+    [draft] = drafts_of(body.draft_token_ids, 1, False, limits)
+    key = namespace(body.extra_key, body.cache_salt)
+    options = RequestOptions(-1, body.top_logprobs, (), key, draft, body.speculation)
+    messages = None if body.messages is None else [read_message(message) for message in body.messages]
     contents = [content for message in messages or [] if isinstance(content := message.get("content"), str)]
     limits.characters(sum(map(len, contents)), "messages")
     limits.lengths([body.input_ids or []], "input_ids")
@@ -194,13 +209,16 @@ def read_chat(values: dict[str, object], engine: Engine, model: str, limits: Req
             token_ids = limits.tokenising.conversation(text, "messages", params)
         room = max(engine.max_model_len - len(token_ids), 1)
         its_params = params if max_tokens is not None else replace(params, max_new_tokens=room)
-        limits.entries([token_ids], [its_params], [options], "top_logprobs")
-        return Asked([token_ids], [its_params], [options], [id])
+        its_options = options
+        if predicted:
+            its_options = replace(options, draft_token_ids=tuple(limits.tokenising.draft(predicted, "prediction")))
+        limits.entries([token_ids], [its_params], [its_options], "top_logprobs")
+        return Asked([token_ids], [its_params], [its_options], [id])
 
     return _request(
         body, id, model, asked, engine, is_chat=True, logprobs=body.logprobs, num_top=body.top_logprobs, echo=False,
         prompts=[], start=-1,
-        size=Size.of([body.input_ids or "".join(contents)], [body.n]),
+        size=Size.of([body.input_ids or "".join(contents)], [body.n], [predicted or draft]),
     )  # fmt: skip
 
 
@@ -281,6 +299,7 @@ def _request(
         return_token_ids=body.return_token_ids,
         return_prompt_token_ids=body.return_prompt_token_ids,
         return_meta_info=body.return_meta_info,
+        has_prediction=getattr(body, "prediction", None) is not None,
         decode=_decoder(engine, body.skip_special_tokens),
         size=size,
         asked=asked,
@@ -345,22 +364,3 @@ def _prompts(given: str | list[Any]) -> list[Any]:
     if all(isinstance(entry, str) for entry in given) or all(isinstance(entry, list) for entry in given):
         return given
     raise BadField("prompt", "must be a text, a list of texts, token ids, or a list of lists of token ids")
-
-
-def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with one text as content. Raises BadField for content that is no text."""
-    if not isinstance(message.get("role"), str):
-        raise BadField("messages", "each needs a role")
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return message
-    parts = content if isinstance(content, list) else [content]
-    kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in parts]
-    if other := sorted({str(kind) for kind in kinds if kind != "text"}):
-        raise BadField(
-            "messages", f"have content of the type {', '.join(other)}: only content of the type text is supported"
-        )
-    texts = [text for part in parts if isinstance(text := part.get("text"), str)]
-    if len(texts) < len(parts):
-        raise BadField("messages", "have content of the type text without a text")
-    return {**message, "content": "".join(texts)}

@@ -78,12 +78,20 @@ def usage(ask: OpenAIRequest, completions: Sequence[Completion]) -> dict[str, ob
     first_samples = completions[:: ask.n]
     num_prompt = sum(len(c.prompt_ids) for c in first_samples)
     num_new = sum(len(c.token_ids) for c in completions)
-    return {
+    counted: dict[str, object] = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_new,
         "total_tokens": num_prompt + num_new,
         "prompt_tokens_details": {"cached_tokens": sum(c.num_cached_tokens for c in first_samples)},
     }
+    if ask.has_prediction:
+        tried = [counts for c in completions for counts in c.drafts if counts.source == "caller"]
+        num_accepted = sum(counts.num_accepted_tokens for counts in tried)
+        counted["completion_tokens_details"] = {
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": sum(counts.num_drafted_tokens for counts in tried) - num_accepted,
+        }
+    return counted
 
 
 def prompt_text(ask: OpenAIRequest, number: int, prompt_ids: Sequence[int]) -> str:

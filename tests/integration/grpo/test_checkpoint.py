@@ -11,12 +11,16 @@ import torch
 from lockstep.integration.grpo.backends.ddp import DdpBackend
 from lockstep.integration.grpo.checkpoint import (
     load_checkpoint,
+    load_history,
     newest_checkpoint,
     refuse_other_draws,
     save_checkpoint,
 )
 from lockstep.integration.grpo.run_log import drop_lines_after, read_metrics
 from lockstep.integration.grpo.sections import TrainSettings
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.sampling_params import SamplingParams
 
 
 class OneProcess(DdpBackend):
@@ -89,3 +93,31 @@ def test_a_run_whose_seeds_meant_other_tokens_is_not_resumed(make_model, tmp_pat
         ValueError, match=f"step-000003 is of a run whose tokens were drawn by definition {named}; here"
     ):
         refuse_other_draws(path)
+
+
+def test_the_history_of_samples_is_part_of_a_checkpoint(make_model, tmp_path):
+    state, params = OneProcess(make_model("qwen2")).state(), SamplingParams(max_new_tokens=8, temperature=0.0)
+    engine = Engine(make_model("qwen2"), EngineConfig(kv_cache=16))
+    [first] = engine.generate([[3, 5, 7]], params)
+    path = save_checkpoint(tmp_path, 1, state, drafts=engine.drafts)
+    resumed = Engine(make_model("qwen2"), EngineConfig(kv_cache=16))
+    load_history(path, resumed.drafts)
+    assert resumed.state()["speculation"]["num_prompts_kept"] == 1
+    [again] = resumed.generate([[3, 5, 7]], params)
+    assert (again.token_ids, again.logprobs) == (first.token_ids, first.logprobs)
+    (path / "draft_history.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"step-000001/draft_history.json is no saved history"):
+        load_history(path, resumed.drafts)
+
+
+def test_an_engine_without_a_history_neither_saves_nor_reads_one(make_model, tmp_path):
+    state = OneProcess(make_model("qwen2")).state()
+    keeps, keeps_none = (
+        Engine(make_model("qwen2"), EngineConfig(kv_cache=16, speculation=which)) for which in ("auto", "off")
+    )
+    keeps.generate([[3, 5, 7]], SamplingParams(max_new_tokens=4))
+    without = save_checkpoint(tmp_path, 1, state, drafts=keeps_none.drafts)
+    assert not (without / "draft_history.json").exists()
+    load_history(without, keeps.drafts)
+    load_history(save_checkpoint(tmp_path, 2, state, drafts=keeps.drafts), keeps_none.drafts)
+    assert newest_checkpoint(tmp_path) is not None

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from lockstep.rollout.errors import SamplingRefused
+from lockstep.rollout.sequences.request import RequestOptions
 from lockstep.tests.rollout.engine.callers import LONG, PROMPTS, assert_idle, sampled
 
 # -- streams and async twins -----------------------------------------------------------------------
@@ -93,9 +94,10 @@ def test_failing_step_reaches_every_coroutine_that_waits(make_engine):
 
 def test_async_stream_gives_the_same_chunks(talker):
     async def collect() -> list:
-        return [chunk async for chunk in talker.astream("the sum", sampled())]
+        return [chunk async for chunk in talker.astream("the sum", sampled(), options=options)]
 
-    plain = list(talker.stream("the sum", sampled()))
+    options = RequestOptions(speculation=False)  # a step has one token
+    plain = list(talker.stream("the sum", sampled(), options=options))
     assert [(c.token_ids, c.text) for c in asyncio.run(collect())] == [(c.token_ids, c.text) for c in plain]
 
 
@@ -179,7 +181,7 @@ def test_added_requests_are_answered_by_the_step_that_ends_them(make_engine):
 
 
 def test_joining_a_running_batch_changes_nobodys_tokens(make_engine):
-    engine = make_engine()
+    engine = make_engine(speculation="off")  # a step has one token
     alone, other = engine.generate([LONG, PROMPTS[0]], sampled(max_new_tokens=12))
     engine.flush_cache()
     engine.add(LONG, sampled(max_new_tokens=12), rid="a")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from lockstep.rollout.completion import Completion, FinishReason, NextToken, WeightSpan
+from lockstep.rollout.completion import Completion, DraftCounts, FinishReason, NextToken, WeightSpan
 from lockstep.rollout.errors import BrokenLogits
 from lockstep.rollout.grammars.jump import Jump
 from lockstep.rollout.ranks.remote_errors import error_bytes, error_from, is_of_a_group
@@ -218,6 +218,11 @@ def test_a_request_crosses_with_all_that_a_sampler_reads() -> None:
     assert there.record.prompt_logprobs == [None] and there.params.stop == ()
 
 
+def test_the_drafts_of_a_request_stay_with_the_controller() -> None:
+    request = make_request("a", [1, 2], SamplingParams(), draft_token_ids=(7,) * 1000, speculation=False)
+    assert len(request_json(request)) < 100
+
+
 def test_results_come_back_bit_for_bit() -> None:
     results = [
         SequenceResult("a", 0, 5, prompt_logprobs=(-0.1, -1e-300), prompt_top_logprobs=(((-0.1, 3), (-2.0, 4)), ())),
@@ -234,6 +239,7 @@ def test_completions_come_back_as_they_were() -> None:
         "a", 0, (1, 2), (3,), "né", (-0.1,), FinishReason("stop", matched="\n"), 0, 1, "v", None,
         (WeightSpan("v", None, 0, 1),), top_logprobs=(((-0.1, 3), (-2.0, 4)),), prompt_logprobs=(None, -1.0),
         prompt_top_logprobs=(None, ()), next_token=NextToken(4, -0.25, ((-0.25, 4),)),
+        drafts=(DraftCounts("past", 1, 4, 2), DraftCounts("caller", 3, 9, 9)),
     )  # fmt: skip
     assert completions_from(completions_bytes([given, given])) == [given, given]
 

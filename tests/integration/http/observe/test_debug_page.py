@@ -24,6 +24,8 @@ from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.rollout.sequences.request import RequestOptions
+from lockstep.rollout.speculation.lengths import WholeDrafts
 from lockstep.weight_sync.digests.model_digest import model_digest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -284,15 +286,31 @@ def test_running_sequences_show_their_tokens_and_versions_and_can_be_aborted(bro
     service.engine.pause_generation("in_place")
     [view] = service.engine.live_sequences(24)
     versions = f"default ×{view.num_output_tokens}"
-    browser.wait_for(f"document.querySelector('#sequences td:nth-child(8)').textContent === {versions!r}")
+    browser.wait_for(f"document.querySelector('#sequences td:nth-child(9)').textContent === {versions!r}")
     browser.wait_for(
-        f"document.querySelector('#sequences td:nth-child(9)').title === {' '.join(map(str, view.newest_ids))!r}"
+        f"document.querySelector('#sequences td:nth-child(10)').title === {' '.join(map(str, view.newest_ids))!r}"
     )
     browser.wait_for_text("pool-legend", "held")
     assert browser.run("parseFloat(document.querySelector('#pool-bar .held').style.width)") > 0
     browser.run("document.querySelector('#sequences button').click()")
     browser.wait_for_text("notice", "aborted")
     assert service.state()["num_running"] == 0
+    assert browser.errors == []
+
+
+@needs_chromium
+def test_drafts_are_shown_by_source_and_by_the_reason_for_none(browser, serve, service):
+    browser.open(serve().url + "/")
+    browser.wait_for_text("drafts", "caller")
+    greedy = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
+    service.engine.parts.speculation.lengths = WholeDrafts()
+    [plain] = service.engine.generate([[7, 8, 9]], greedy, options=RequestOptions(speculation=False))
+    [drafted] = service.engine.generate([[7, 8, 9]], greedy, options=RequestOptions(draft_token_ids=plain.token_ids))
+    assert drafted.num_accepted_tokens > 0
+    browser.wait_for_text("drafts-why", "refused 12")
+    counts = service.state()["speculation"]["sources"]["caller"]
+    shown = f"caller{counts['depth']}{counts['num_drafts']}{counts['num_drafted']}{counts['num_accepted']}"
+    browser.wait_for_text("drafts", shown)
     assert browser.errors == []
 
 

@@ -18,6 +18,8 @@ from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.server import BackgroundServer, serve_in_background
 from lockstep.rollout.reports.latencies import REQUEST_BOUNDS, TOKEN_BOUNDS, Histogram
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.rollout.sequences.request import RequestOptions
+from lockstep.rollout.speculation.lengths import WholeDrafts
 from lockstep.tests.support.callers import PATIENCE, soon, submit
 from lockstep.weight_sync.digests.model_digest import tensor_roots
 from lockstep.weight_sync.errors import DigestMismatch, SessionError
@@ -102,6 +104,41 @@ def test_counters_are_those_of_the_requests_that_ran(scrape, service):
     assert got("cache_hit_rate") == pytest.approx(state["num_hit_tokens"] / state["num_looked_up_tokens"])
     assert got("num_running_reqs") == got("num_queue_reqs") == got("gen_throughput") == got("token_usage") == 0
     assert got("lockstep:kv_blocks", state="free") + got("lockstep:kv_blocks", state="cached") == 32
+
+
+def test_drafts_are_counted_by_source_and_reason(scrape, service):
+    assert scrape()("spec_accept_length") == scrape()("spec_accept_rate") == 0
+    service.engine.parts.speculation.lengths = WholeDrafts()
+    greedy = SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=0.0)
+    [plain] = service.engine.generate([PROMPT], greedy, options=RequestOptions(speculation=False))
+    [drafted] = service.engine.generate([PROMPT], greedy, options=RequestOptions(draft_token_ids=plain.token_ids))
+    assert drafted.num_accepted_tokens > 0
+    got, state = scrape(), service.state()
+    for source, counts in state["speculation"]["sources"].items():
+        assert got("lockstep:drafts_total", source=source) == counts["num_drafts"]
+        assert got("lockstep:draft_tokens_total", source=source) == counts["num_drafted"]
+        assert got("lockstep:accepted_draft_tokens_total", source=source) == counts["num_accepted"]
+        assert got("lockstep:refused_draft_tokens_total", source=source) == 0
+    metrics = state["metrics"]
+    assert got("spec_accept_rate") == metrics["num_accepted_tokens"] / metrics["num_drafted_tokens"]
+    assert got("spec_accept_length") > 1
+    assert got("lockstep:sequences_without_draft_total", why="refused") == 20
+    assert got("lockstep:speculation_seconds_total") == metrics["speculation_seconds"] > 0
+    assert got("lockstep:draft_history_bytes") == state["speculation"]["history_bytes"] > 0
+
+
+def test_tokens_of_one_step_share_its_time(scrape, service):
+    service.engine.parts.speculation.lengths = WholeDrafts()
+    greedy = SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=0.0)
+    [plain] = service.engine.generate([PROMPT], greedy, options=RequestOptions(speculation=False))
+    before = scrape()
+    [drafted] = service.engine.generate([PROMPT], greedy, options=RequestOptions(draft_token_ids=plain.token_ids))
+    assert drafted.num_accepted_tokens > 0
+    got = scrape()
+    num_first = 20 - (got("inter_token_latency_seconds_count") - before("inter_token_latency_seconds_count"))
+    assert 1 <= num_first <= 1 + max(counts.num_drafted_tokens for counts in drafted.drafts)
+    between = got("e2e_request_latency_seconds_sum") - got("time_to_first_token_seconds_sum")
+    assert 0 < got("inter_token_latency_seconds_sum") <= between
 
 
 def test_latencies_count_each_request_and_each_token_once(scrape, service):
