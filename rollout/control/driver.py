@@ -81,10 +81,10 @@ class Driver:
         self._kick.set()
 
     def look(self, read: Callable[[], T]) -> T:
-        """Call `read` under the lock, with the posted requests queued. Steps may be in flight."""
+        """Call `read` under the lock. Steps may be in flight, and posted requests in the inbox: thousands would keep
+        the lock for long if they were queued here."""
         self.check_process()
         with self.lock:
-            self.take_inbox()
             return read()
 
     def take_inbox(self, limit: int | None = None) -> None:

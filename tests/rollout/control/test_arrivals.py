@@ -57,6 +57,28 @@ def test_a_step_takes_up_a_bounded_number_of_requests_in_their_order(engine):
     assert engine.state()["num_waiting"] + engine.state()["num_running"] == MANY  # a report counts all
 
 
+def test_reports_take_no_requests_from_the_inbox_and_sort_those_that_wait_once(engine, monkeypatch):
+    """A report that queued them would keep the lock from the steps for as long as thousands take."""
+    ids, scheduler = ask(engine, Nobody()), engine.parts.scheduler
+    engine.driver.run_step()
+    num_left, num_sorted, sort = len(engine.driver.inbox), [], scheduler.waiting
+
+    def counted() -> list[Request]:
+        num_sorted.append(1)
+        return sort()
+
+    monkeypatch.setattr(scheduler, "waiting", counted)
+    state = engine.state()
+    assert len(num_sorted) == 1 and len(engine.driver.inbox) == num_left == MANY - SLICE
+    assert [*state["running_ids"], *state["waiting_ids"]] == ids
+    assert (
+        state["num_waiting"] == MANY - state["num_running"] and state["num_waiting_tokens"] == 2 * state["num_waiting"]
+    )
+    assert [view.id for view in engine.live_sequences()] == ids
+    engine.check_integrity()
+    assert len(engine.driver.inbox) == num_left
+
+
 def test_a_step_begins_while_thousands_of_requests_are_made(engine, monkeypatch):
     """The lock that a step needs to begin is free meanwhile, and their ids and numbers are theirs already."""
     begun, may_go_on, make = threading.Event(), threading.Event(), Intake.requests
