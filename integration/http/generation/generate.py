@@ -33,7 +33,7 @@ async def generate(request: Request) -> Response:
     hub = hub_of(request.app)
     hub.refuse_if_draining()
     read = partial(read_generate, engine=hub.engine, limits=hub.limits)
-    ask = await read_as(request, read, is_slow=has_stop_regex)
+    ask = await read_as(request, read, is_slow=has_stop_regex, ends_with_client=True)
     return await hub.answer(request, GenerateReply(ask, hub.engine, received))
 
 

@@ -51,7 +51,10 @@ async def _complete(request: Request, read: Read) -> Response:
     hub = hub_of(request.app)
     hub.refuse_if_draining()
     name = served_name(request.app.state.service, request.app.state.config)
-    ask = await read_as(request, lambda values: read(values, hub.engine, name, hub.limits), is_slow=has_stop_regex)
+    ask = await read_as(
+        request, lambda values: read(values, hub.engine, name, hub.limits), is_slow=has_stop_regex,
+        ends_with_client=True,
+    )  # fmt: skip
     return await hub.answer(request, OpenAIReply(ask, hub.limits, received))
 
 

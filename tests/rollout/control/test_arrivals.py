@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -14,7 +15,7 @@ from lockstep.rollout.control.intake import Intake
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import EngineStopped
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import Request
+from lockstep.rollout.sequences.request import Request, fresh_ids
 from lockstep.tests.support.callers import PATIENCE, soon, submit
 
 MANY = 3 * SLICE + 5
@@ -129,3 +130,17 @@ def test_requests_of_a_caller_that_leaves_are_aborted_a_bounded_number_at_a_time
     assert sorted(engine.requests.withdraw({listener})) == sorted(ids)
     assert sizes == [SLICE, SLICE, SLICE, 5] and listener.num_answers == 0
     assert not engine.parts.sequences.requests() and len(engine.mailboxes) == 0
+
+
+def test_the_ids_of_many_prompts_cost_one_call_of_the_system(monkeypatch):
+    """Such a call gives the interpreter's lock up, and thousands of them would take seconds beside other threads."""
+    calls, real = [], os.urandom
+
+    def counted(num_bytes: int) -> bytes:
+        calls.append(num_bytes)
+        return real(num_bytes)
+
+    monkeypatch.setattr(os, "urandom", counted)
+    ids = fresh_ids(MANY)
+    assert len(calls) == 1 and len(set(ids)) == MANY and {len(id) for id in ids} == {32}
+    assert fresh_ids(0) == []
