@@ -78,6 +78,7 @@ class Engine:
         self._between_steps = BetweenSteps(parts, self.gate)
         self.driver = Driver(parts, self.gate, inbox, self.mailboxes)
         self._calls = RankCalls(self.ranks, parts.runner)
+        self._between_steps.give_way = self.driver.give_way
         self.requests = RequestDesk(parts, self.driver, inbox, self.mailboxes, self._between_steps, self._calls)
         self.weights = EngineWeights(parts, self.driver, self.gate, self._between_steps)
         self._owned_phase = ExitStack()

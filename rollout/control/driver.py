@@ -320,6 +320,11 @@ class Driver:
         self._ranks.check_controller(name)
         return self.command(name, run, op_id, timeout_s, **arguments)
 
+    def give_way(self) -> None:
+        """Let steps, reports and other commands run inside a command that takes long. None is in flight afterwards."""
+        if self.lock.give_way():
+            self._loop.drain()
+
     def at_step(self, num_steps: int | None, call: Callable[[], None] = lambda: None) -> None:
         """Set the callback that runs between two steps once `metrics.num_steps` (since the engine was made) is reached.
 

@@ -18,6 +18,9 @@ def state_report(parts: Parts, gate: StepGate, posted: Sequence[Request]) -> dic
     scheduler, ledger, model = parts.scheduler, parts.ledger, parts.model
     usage, grammars = ledger.usage, parts.grammars.cache
     waiting = [*scheduler.waiting(), *posted]  # once: thousands are sorted
+    metrics = parts.reports.metrics.as_dict()
+    metrics["num_requests"] += len(posted)
+    metrics["num_prompt_tokens"] += sum(request.sequence.num_prompt_tokens for request in posted)
     return {
         "paused": gate.pause_mode is not None,
         "pause_mode": gate.pause_mode,
@@ -55,7 +58,7 @@ def state_report(parts: Parts, gate: StepGate, posted: Sequence[Request]) -> dic
         "grammar_compile_seconds": grammars.compile_seconds,
         "numerics": model.numerics.describe(),
         "trace": parts.reports.trace.report(),
-        "metrics": parts.reports.metrics.as_dict(),
+        "metrics": metrics,
     }
 
 

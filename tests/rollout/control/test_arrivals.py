@@ -16,7 +16,7 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import EngineStopped
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.request import Request, fresh_ids
-from lockstep.tests.support.callers import PATIENCE, soon, submit
+from lockstep.tests.support.callers import PATIENCE, soon, submit, wait_until
 
 MANY = 3 * SLICE + 5
 
@@ -130,6 +130,41 @@ def test_requests_of_a_caller_that_leaves_are_aborted_a_bounded_number_at_a_time
     assert sorted(engine.requests.withdraw({listener})) == sorted(ids)
     assert sizes == [SLICE, SLICE, SLICE, 5] and listener.num_answers == 0
     assert not engine.parts.sequences.requests() and len(engine.mailboxes) == 0
+
+
+@pytest.mark.parametrize("how", ["abort", "pause", "hold"])
+def test_a_report_comes_between_while_thousands_of_requests_are_aborted(engine, how):
+    """An abort of all took the lock for seconds, and reports waited."""
+    reports = []
+
+    class Reporter(Nobody):
+        def on_chunk(self, chunk: StreamChunk) -> None:
+            super().on_chunk(chunk)
+            if self.num_answers == 1:
+                reports.append(submit(engine.state))
+                wait_until(lambda: engine.driver.lock._turnstile.locked())  # it waits for the lock
+
+    listener = Reporter()
+    ask(engine, listener)
+    if how == "abort":
+        assert len(engine.abort_request(abort_all=True).aborted) == MANY
+    elif how == "pause":
+        assert engine.pause_generation("abort").num_aborted == MANY
+    else:
+        assert (
+            engine.weights.hold_for_update(refusal=("here", "weights are written"), abort_all=True).num_aborted == MANY
+        )
+    assert soon(reports[0])["num_waiting"] == MANY - SLICE
+    assert engine.state()["num_waiting"] == 0 and listener.num_answers == MANY
+
+
+def test_a_command_inside_another_ones_block_lets_nobody_in(engine):
+    ask(engine, Nobody())
+    with engine.driver.lock:
+        reporting = submit(engine.state)
+        wait_until(lambda: engine.driver.lock._turnstile.locked())
+        assert len(engine.abort_request(abort_all=True).aborted) == MANY and not reporting.done()
+    assert soon(reporting)["num_waiting"] == 0
 
 
 def test_the_ids_of_many_prompts_cost_one_call_of_the_system(monkeypatch):
