@@ -50,6 +50,22 @@ server.serve(service, HttpConfig(port=0, drain_timeout_s=0.2, shutdown_timeout_s
 """
 
 
+# A server that tells how its garbage collector is set, and ends.
+COLLECTING = """
+import gc, os, signal, sys
+from lockstep.integration.http import server
+from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.service import RolloutService
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+before = gc.get_threshold()
+def listens(url):
+    print(before[0], gc.get_threshold()[0], gc.get_freeze_count(), flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+server.serve(RolloutService(Engine(sys.argv[1], EngineConfig(kv_cache=32))), HttpConfig(port=0), listens)
+"""
+
+
 def assert_draining(answer: httpx.Response) -> None:
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
     assert answer.json()["error"]["code"] == "draining"
@@ -325,3 +341,11 @@ def test_an_engine_that_does_not_answer_does_not_keep_the_process(folder):
         assert time.monotonic() - began < PATIENCE / 2
         with pytest.raises(httpx.HTTPError):
             soon(opened).raise_for_status()
+
+
+@pytest.mark.slow
+def test_a_process_that_serves_seldom_looks_for_garbage_among_all_objects(folder):
+    """A collection stops all threads: for a queue of thousands of requests, and for all that is imported, for long."""
+    done = subprocess.run([sys.executable, "-c", COLLECTING, str(folder)], capture_output=True, text=True, timeout=120)
+    before, now, num_frozen = map(int, done.stdout.split())
+    assert done.returncode == 0 and now >= 5 * before and num_frozen > 100_000
