@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ..sequences.request import Request
 from .history_file import KEY_BYTES, Histories
@@ -17,6 +18,7 @@ from .own_past import OwnPast
 from .proposer import NO_PROPOSAL, Proposal
 from .token_history import LENGTHS, TokenHistory
 
+MAX_SEARCHED = 16  # samples of a prompt for each proposal: a group of hundreds would search for longer than it runs
 MAX_SAMPLES = 64  # ended siblings of a prompt, and of its history: older ones are dropped
 
 
@@ -59,13 +61,14 @@ class Samples:
         return prompt
 
     def siblings(self, request: Request) -> list[TokenHistory]:
-        """Return the other samples of now, the ended ones first."""
+        """Return other samples of now: the newest ended ones first, then live ones."""
         prompt = self.live(request)
-        return prompt.ended + [self._past.history(other) for other in prompt.live if other is not request]
+        others = islice((other for other in prompt.live if other is not request), MAX_SEARCHED)
+        return [*prompt.ended[::-1], *map(self._past.history, others)][:MAX_SEARCHED]
 
     def history(self, request: Request) -> list[TokenHistory]:
         """Return the samples of earlier, the newest first."""
-        return self.live(request).history[::-1]
+        return self.live(request).history[: -MAX_SEARCHED - 1 : -1]
 
     def ending(self, request: Request) -> bytes:
         """Return the bytes of the request's last tokens, its prompt's among them."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 LENGTHS = (12, 6, 3, 2)  # of the endings that are looked for, the longest first
 _SIZE = 4  # bytes of a token
+_MAX_BETWEEN = 64  # occurrences between tokens that a search looks past: a text made for it has one at each token
 _BREAK = array("i", [-1]).tobytes()  # between texts: no token
 
 
@@ -75,6 +76,8 @@ class TokenHistory:
     def _find(self, part: bytes, limit: int) -> int:
         """Return the end of the newest occurrence of whole tokens before `limit`; -1 without one."""
         at = self._bytes.rfind(part, 0, limit)
-        while at > 0 and at % _SIZE:
+        for _ in range(_MAX_BETWEEN):
+            if at <= 0 or not at % _SIZE:
+                break
             at = self._bytes.rfind(part, 0, at + len(part) - 1)
         return -1 if at < 0 or at % _SIZE else at + len(part)
