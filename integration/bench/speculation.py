@@ -142,7 +142,7 @@ def _made_load(model: PreTrainedModel, batch: int, options: argparse.Namespace, 
     num_blocks = batch * -(-(_PROMPT_TOKENS + options.new_tokens + 16) // EngineConfig.block_size)
     off, on = _engine(model, num_blocks, batch, "off"), _engine(model, num_blocks, batch, {})
     truth = off.generate(prompts, settings)  # warms up too
-    on.add_draft_source(MadeUp(truth, chance, vocab_size))
+    on.drafts.add_source(MadeUp(truth, chance, vocab_size))
     turns = _by_turns(off, on, lambda engine: engine.generate(prompts, settings), options.pairs)
     print(f"batch {batch}, right {chance}: {turns.row(batch)}", file=sys.stderr, flush=True)
     return turns
@@ -178,7 +178,7 @@ def _tokens(completions: list[Completion]) -> list[tuple[tuple[int, ...], tuple[
 
 
 def _tail(options: argparse.Namespace) -> tuple[float, dict[str, object]]:
-    """Measure groups of samples with a long tail, with the real sources. Returns the speedup, and what it stems from."""
+    """Measure groups of samples with a long tail, with the real sources. Returns the speedup, and of what text."""
     started, language = time.perf_counter(), PhraseLanguage()
     model = train_phrase_model(language, DTYPES[options.dtype])
     train_s = time.perf_counter() - started
