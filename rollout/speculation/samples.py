@@ -18,7 +18,8 @@ from .own_past import OwnPast
 from .proposer import NO_PROPOSAL, Proposal
 from .token_history import LENGTHS, TokenHistory
 
-MAX_SEARCHED = 16  # samples of a prompt for each proposal: a group of hundreds would search for longer than it runs
+MAX_SEARCHED = 16  # live siblings for each proposal: a group of hundreds would search for longer than it runs
+MAX_SEARCHED_BYTES = 1 << 16  # of ended ones, and of a history
 MAX_SAMPLES = 64  # ended siblings of a prompt, and of its history: older ones are dropped
 
 
@@ -29,6 +30,12 @@ class _Prompt:
     live: dict[Request, None] = field(default_factory=dict)
     ended: list[TokenHistory] = field(default_factory=list)  # siblings
     history: list[TokenHistory] = field(default_factory=list)  # the newest last
+    joined_ended: TokenHistory | None = None  # the newest of them as one, for the search; None: not joined yet
+    joined_history: TokenHistory | None = None
+
+    def set(self, ended: list[TokenHistory], history: list[TokenHistory]) -> None:
+        self.ended, self.history = ended, history
+        self.joined_ended = self.joined_history = None
 
     @property
     def num_bytes(self) -> int:
@@ -61,14 +68,19 @@ class Samples:
         return prompt
 
     def siblings(self, request: Request) -> list[TokenHistory]:
-        """Return other samples of now: the newest ended ones first, then live ones."""
+        """Return other samples of now: the newest ended ones as one, then live ones."""
         prompt = self.live(request)
+        if prompt.joined_ended is None:
+            prompt.joined_ended = TokenHistory.joined(prompt.ended, MAX_SEARCHED_BYTES)
         others = islice((other for other in prompt.live if other is not request), MAX_SEARCHED)
-        return [*prompt.ended[::-1], *map(self._past.history, others)][:MAX_SEARCHED]
+        return [prompt.joined_ended, *map(self._past.history, others)]
 
     def history(self, request: Request) -> list[TokenHistory]:
-        """Return the samples of earlier, the newest first."""
-        return self.live(request).history[: -MAX_SEARCHED - 1 : -1]
+        """Return the newest samples of earlier, as one."""
+        prompt = self.live(request)
+        if prompt.joined_history is None:
+            prompt.joined_history = TokenHistory.joined(prompt.history, MAX_SEARCHED_BYTES)
+        return [prompt.joined_history]
 
     def ending(self, request: Request) -> bytes:
         """Return the bytes of the request's last tokens, its prompt's among them."""
@@ -92,7 +104,7 @@ class Samples:
     def _set(self, key: bytes, prompt: _Prompt, ended: list[TokenHistory], history: list[TokenHistory]) -> None:
         """Set the ended samples of a prompt, and drop those of others while they are too large together."""
         self.num_bytes -= prompt.num_bytes
-        prompt.ended, prompt.history = ended, history
+        prompt.set(ended, history)
         self.num_bytes += prompt.num_bytes
         victims, num_bytes = [], self.num_bytes
         for other, oldest in self._prompts.items():
@@ -101,7 +113,7 @@ class Samples:
             num_bytes -= oldest.num_bytes
             victims.append((other, oldest))
         for _, oldest in victims:
-            oldest.ended, oldest.history = [], []
+            oldest.set([], [])
         self.num_bytes = num_bytes
         for other, one in (*victims, (key, prompt)):
             if not (one.live or one.ended or one.history):

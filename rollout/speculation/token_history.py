@@ -8,19 +8,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
 
 LENGTHS = (12, 6, 3, 2)  # of the endings that are looked for, the longest first
 _SIZE = 4  # bytes of a token
 _MAX_BETWEEN = 64  # occurrences between tokens that a search looks past: a text made for it has one at each token
 _BREAK = array("i", [-1]).tobytes()  # between texts: no token
-
-
-class Match(NamedTuple):
-    """The place behind an ending that was found."""
-
-    end: int  # of the ending, in bytes
-    length: int  # of the ending, in tokens
 
 
 class TokenHistory:
@@ -43,10 +35,17 @@ class TokenHistory:
         """Keep the first `num_tokens` tokens."""
         del self._bytes[num_tokens * _SIZE :]
 
-    def add_text(self, other: TokenHistory) -> None:
-        """Append another history; no ending is found across the border."""
-        self._bytes += _BREAK
-        self._bytes += other._bytes
+    @classmethod
+    def joined(cls, histories: Sequence[TokenHistory], most: int) -> TokenHistory:
+        """Return several histories as one, the last ones of them up to `most` bytes, and at least the last. No ending
+        is found across their borders."""
+        num_bytes, first = 0, len(histories)
+        while first and (first == len(histories) or num_bytes + histories[first - 1].num_bytes <= most):
+            first -= 1
+            num_bytes += histories[first].num_bytes
+        whole = cls()
+        whole._bytes = bytearray(_BREAK.join(history._bytes for history in histories[first:]))
+        return whole
 
     def last(self, num_tokens: int) -> bytes:
         """Return the bytes of the last tokens, fewer if there are fewer."""
@@ -58,20 +57,25 @@ class TokenHistory:
         ending: the bytes of a sequence's last tokens. A place at the end of this history, which nothing follows yet,
         does not count. Returns no tokens where not even the shortest part of LENGTHS is found.
         """
-        limit = len(self._bytes) - _SIZE
-        for length in LENGTHS:
-            if length * _SIZE > len(ending):
-                continue
-            part = ending[-length * _SIZE :]
-            end = self._find(part, limit)
-            if end < 0:
-                continue
-            found = array("i", bytes(self._bytes[end : end + most * _SIZE])).tolist()
-            if -1 in found:
-                del found[found.index(-1) :]
-            if found:
+        shortest = self._followers(ending, LENGTHS[-1], most)
+        if not shortest:  # then no longer part has one either, but at the end of a text
+            return [], 0
+        for length in LENGTHS[:-1]:
+            if found := self._followers(ending, length, most):
                 return found, length
-        return [], 0
+        return shortest, LENGTHS[-1]
+
+    def _followers(self, ending: bytes, length: int, most: int) -> list[int]:
+        """Return up to `most` tokens behind the newest place of the last `length` tokens of an ending."""
+        if length * _SIZE > len(ending):
+            return []
+        end = self._find(ending[-length * _SIZE :], len(self._bytes) - _SIZE)
+        if end < 0:
+            return []
+        found = array("i", bytes(self._bytes[end : end + most * _SIZE])).tolist()
+        if -1 in found:
+            del found[found.index(-1) :]
+        return found
 
     def _find(self, part: bytes, limit: int) -> int:
         """Return the end of the newest occurrence of whole tokens before `limit`; -1 without one."""
