@@ -79,6 +79,7 @@ class Engine:
         self._between_steps = BetweenSteps(parts, self.gate)
         self.driver = Driver(parts, self.gate, inbox, self.mailboxes)
         self._calls = RankCalls(self.ranks, parts.runner)
+        self._between_steps.give_way = self.driver.give_way
         self.requests = RequestDesk(parts, self.driver, inbox, self.mailboxes, self._between_steps, self._calls)
         self.drafts = EngineDrafts(parts, self.driver)
         self.weights = EngineWeights(parts, self.driver, self.gate, self._between_steps)
@@ -380,13 +381,15 @@ class Engine:
 
     def state(self) -> dict[str, object]:
         """Return counts and modes of the engine's parts as plain values. Changes nothing."""
-        return self.driver.look(lambda: state_report(self.parts, self.gate))
+        return self.driver.look(lambda: state_report(self.parts, self.gate, self.driver.inbox.posted()))
 
     def live_sequences(self, num_newest: int = 16, limit: int | None = None) -> list[SequenceView]:
         """Return the running sequences, then the waiting ones, in order, at most `limit` of each. Changes nothing.
         num_newest: the number of last tokens in each view. Raises ValueError for a negative number."""
-        scheduler = self.parts.scheduler
-        return self.driver.look(lambda: views(scheduler.running(), scheduler.waiting(), num_newest, limit))
+        scheduler, inbox = self.parts.scheduler, self.driver.inbox
+        return self.driver.look(
+            lambda: views(scheduler.running(), [*scheduler.waiting(), *inbox.posted()], num_newest, limit)
+        )
 
     def check_integrity(self) -> None:
         """Check every block of the block ledger. Raises LedgerError naming each fault."""

@@ -31,6 +31,9 @@ _START_TIMEOUT_S = 30.0
 _CLOSE_TIMEOUT_S = 10.0  # for everything after the server's own end: the engine, its ranks and its groups
 _LOOK_AGAIN_S = 0.05  # between two checks of whether all requests are answered
 _NUM_DESCRIPTORS = 1 << 16  # that a server asks the system for
+_YOUNG_OBJECTS = (
+    5000  # new objects before the garbage collector looks at them; all objects are looked at 1/110 as often
+)
 _TURN_S = 0.001  # a thread that computes gives the interpreter's lock up after so long
 
 
@@ -214,6 +217,7 @@ def serve(service: RolloutService, config: HttpConfig, on_listening: Callable[[s
     app = create_app(service, config)
     gc.collect()
     gc.freeze()  # the million objects of what is imported: a full collection of garbage stops all threads for them
+    gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])  # and one for a queue of thousands takes long, too
     server = _Server(_uvicorn_config(app, config), lambda: on_listening(_url(listening)), config)
 
     def end() -> None:

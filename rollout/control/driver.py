@@ -81,10 +81,10 @@ class Driver:
         self._kick.set()
 
     def look(self, read: Callable[[], T]) -> T:
-        """Call `read` under the lock, with the posted requests queued. Steps may be in flight."""
+        """Call `read` under the lock. Steps may be in flight, and posted requests in the inbox: thousands would keep
+        the lock for long if they were queued here."""
         self.check_process()
         with self.lock:
-            self.take_inbox()
             return read()
 
     def take_inbox(self, limit: int | None = None) -> None:
@@ -184,6 +184,8 @@ class Driver:
                 with self._wake:
                     self._ranks.check()
                     self.take_inbox(SLICE)
+                    if self._thread is me:
+                        self._ring()  # also where no step can run
                     is_mine = self._thread is me and self._model.in_rollout_phase
                     if is_ready := is_mine and self._gate.can_step:
                         self._step()
@@ -204,12 +206,17 @@ class Driver:
         self._step_began = time.monotonic()
         try:
             self._gate.step()
-            alarm, metrics = self.inbox.alarm, self._reports.metrics
-            if alarm.is_due(metrics.num_steps):
-                self._loop.drain()
-                alarm.ring(metrics.num_steps)
+            self._ring()
         finally:
             self._step_began = None
+
+    def _ring(self) -> None:
+        """Run the alarm's callback if it is due. The caller holds the lock."""
+        alarm, metrics = self.inbox.alarm, self._reports.metrics
+        if alarm.is_due(metrics.num_steps):
+            self._loop.drain()
+            alarm.ring(metrics.num_steps)
+            self._wake.notify_all()
 
     def drain(self) -> None:
         """Finish all launched steps and wake the callers that wait for their results."""
@@ -313,16 +320,23 @@ class Driver:
         self._ranks.check_controller(name)
         return self.command(name, run, op_id, timeout_s, **arguments)
 
+    def give_way(self) -> None:
+        """Let steps, reports and other commands run inside a command that takes long. None is in flight afterwards."""
+        if self.lock.give_way():
+            self._loop.drain()
+
     def at_step(self, num_steps: int | None, call: Callable[[], None] = lambda: None) -> None:
         """Set the callback that runs between two steps once `metrics.num_steps` (since the engine was made) is reached.
 
         It replaces an earlier callback and must not raise. num_steps: None for no callback. The thread that runs the
-        steps calls it.
+        steps calls it, soon where so many steps have run already; without such a thread this call does, or the caller
+        that runs the step.
         """
 
         def set_alarm() -> None:
             self.inbox.alarm.set(num_steps, call)
-            self.inbox.alarm.ring(self._reports.metrics.num_steps)
+            if self._thread in (None, threading.current_thread()):
+                self.inbox.alarm.ring(self._reports.metrics.num_steps)
 
         self.command("at_step", set_alarm)
 

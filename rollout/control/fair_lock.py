@@ -16,10 +16,12 @@ class FairLock:
     def __init__(self) -> None:
         self._turnstile = threading.Lock()  # held by the next thread; the others queue for it
         self._inner = threading.RLock()
+        self._num_held = 0  # how many times its holder holds it
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Acquire the lock; arguments and result as for threading.RLock.acquire."""
         if self._is_owned():
+            self._num_held += 1
             return self._inner.acquire()
         began = time.monotonic()
         if not self._turnstile.acquire(blocking, timeout):
@@ -27,12 +29,26 @@ class FairLock:
         try:
             if timeout >= 0:
                 timeout = max(timeout - (time.monotonic() - began), 0)
-            return self._inner.acquire(blocking, timeout)
+            if is_mine := self._inner.acquire(blocking, timeout):
+                self._num_held = 1
+            return is_mine
         finally:
             self._turnstile.release()
 
     def release(self) -> None:
+        if not self._is_owned():
+            raise RuntimeError("the lock is not held by this thread")
+        self._num_held -= 1
         self._inner.release()
+
+    def give_way(self) -> bool:
+        """Let the threads that wait for the lock have it, each in its turn, and take it back. Returns False, and does
+        nothing, where the caller holds it more than once: an outer block relies on it."""
+        if self._num_held > 1:
+            return False
+        self.release()
+        self.acquire()
+        return True
 
     def __enter__(self) -> bool:
         return self.acquire()
@@ -52,3 +68,4 @@ class FairLock:
     def _acquire_restore(self, state: object) -> None:
         with self._turnstile:
             self._inner._acquire_restore(state)  # type: ignore[attr-defined]
+            self._num_held = state[0]  # type: ignore[index]

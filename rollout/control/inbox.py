@@ -45,6 +45,11 @@ class Inbox:
         """Add requests. The caller holds `lock` and has checked that their ids are free."""
         self._requests.update((request.id, request) for request in requests)
 
+    def posted(self) -> list[Request]:
+        """Return the requests that the loop has not taken, in order of arrival."""
+        with self.lock:
+            return list(self._requests.values())
+
     def hand_over(self, queue: Callable[[Request], None], limit: int | None = None) -> None:
         """Call `queue` with the requests, in order of arrival, and remove them. limit: at most so many; None: all. The
         caller holds the engine's lock."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from ..loop.parts import Parts
 from ..model.loading import media_tokens
 from ..replica.calls import RankCalls
 from ..sampling_params import SamplingParams
-from ..sequences.request import Request, RequestOptions
+from ..sequences.request import Request, RequestOptions, fresh_ids
 from .driver import SLICE, Driver
 from .inbox import Inbox
 from .intake import Intake, Params, Prompt, Settings, as_prompts
@@ -75,7 +74,7 @@ class RequestDesk:
         self._driver.check_process()
         count = len(prompts)
         options = options or [RequestOptions()] * count
-        rids = rids or [uuid.uuid4().hex for _ in range(count)]
+        rids = rids or fresh_ids(count)
         if not len(sampling_params) == len(options) == len(rids) == count:
             raise ValueError(f"{count} prompts, but {len(sampling_params)} sampling_params, {len(options)} options and "
                              f"{len(rids)} rids")  # fmt: skip
@@ -220,7 +219,7 @@ class RequestDesk:
         self._parts.ranks.check_controller("requests")
         asked = list(zip(prompts, settings, options, rids, strict=True))
         token_ids = [self._intake.checked(prompt, setting[0], option) for prompt, setting, option, _ in asked]
-        names = [rid or uuid.uuid4().hex for rid in rids]
+        names = [rid or fresh for rid, fresh in zip(rids, fresh_ids(len(rids)), strict=True)]
         groups = [
             [name] if setting[0].n == 1 else [f"{name}-{index}" for index in range(setting[0].n)]
             for name, setting in zip(names, settings, strict=True)

@@ -29,6 +29,8 @@ from .commands import (
 from .gate import StepGate
 from .parts import Parts
 
+SLICE = 256  # requests that are aborted before other threads may use the engine
+
 
 class BetweenSteps:
     """Carry out the commands of one engine."""
@@ -39,6 +41,7 @@ class BetweenSteps:
         self._model, self._kv_cache, self._runner = parts.model, parts.kv_cache, parts.runner
         self._state_pool = parts.state_pool
         self._metrics = parts.reports.metrics
+        self.give_way: Callable[[], None] = lambda: None  # lets other threads use the engine inside a long command
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -46,11 +49,11 @@ class BetweenSteps:
         """Pause the steps. in_place: sequences keep their KV; retract: they give it back and wait; abort: they end
         with their tokens so far. Any pause may follow any other."""
         num_retracted = num_aborted = 0
+        self._gate.pause_mode = mode
         if mode == "retract":
             num_retracted = self.retract_running()
         elif mode == "abort":
             num_aborted = len(self.abort_all(FinishReason("abort", message="aborted by a pause")))
-        self._gate.pause_mode = mode
         self._metrics.num_pauses += 1
         if isinstance(self._runner, ReplicaRunner):
             self._runner.check_states()
@@ -70,11 +73,18 @@ class BetweenSteps:
         return ContinueReport(was_paused, self._scheduler.num_running, self._scheduler.num_waiting)
 
     def abort_all(self, reason: FinishReason | None) -> list[str]:
-        """Abort every live request; returns their ids. reason: None for SGLang's message by state."""
-        requests = self._sequences.requests()
-        for request in requests:
-            self._loop.abort(request, reason or _aborted(request))
-        return [request.id for request in requests]
+        """Abort every request that is live now; returns their ids. reason: None for SGLang's message by state.
+
+        Of thousands, other threads use the engine between one slice and the next.
+        """
+        requests, aborted = self._sequences.requests(), []
+        for index, request in enumerate(requests):
+            if index and index % SLICE == 0:
+                self.give_way()
+            if request.finish_reason is None:  # it may have ended meanwhile
+                self._loop.abort(request, reason or _aborted(request))
+                aborted.append(request.id)
+        return aborted
 
     def abort(self, rid: str | None, reason: FinishReason | None) -> AbortReport:
         """Abort the request with this id, or all samples with this base id; None: every live request."""
@@ -138,7 +148,9 @@ class BetweenSteps:
     ) -> HoldReport:
         """Stop the steps as `StepGate.hold` does; first abort all requests if `abort_all`."""
         reason = FinishReason("abort", message="aborted by a weight update")
-        num_aborted = len(self.abort_all(reason)) if abort_all else 0
+        num_aborted = 0
+        while abort_all and len(self._sequences):  # again, if others came in between
+            num_aborted += len(self.abort_all(reason))
         return replace(self._gate.hold(refusal, before_sampling, keep_running), num_aborted=num_aborted)
 
     def commit_weights(

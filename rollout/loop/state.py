@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ..sequences.request import Request
 from ..sequences.sequence import State
 from ..speculation.speculation import OFF
 from .gate import StepGate
 from .parts import Parts
 
 
-def state_report(parts: Parts, gate: StepGate) -> dict[str, object]:
-    """Return counts, modes and versions of an engine as plain values. Changes nothing."""
+def state_report(parts: Parts, gate: StepGate, posted: Sequence[Request]) -> dict[str, object]:
+    """Return counts, modes and versions of an engine as plain values. Changes nothing.
+
+    posted: the requests that the loop has not taken yet; they wait behind the others.
+    """
     scheduler, ledger, model = parts.scheduler, parts.ledger, parts.model
     usage, grammars = ledger.usage, parts.grammars.cache
+    waiting = [*scheduler.waiting(), *posted]  # once: thousands are sorted
+    metrics = parts.reports.metrics.as_dict()
+    metrics["num_requests"] += len(posted)
+    metrics["num_prompt_tokens"] += sum(request.sequence.num_prompt_tokens for request in posted)
     return {
         "paused": gate.pause_mode is not None,
         "pause_mode": gate.pause_mode,
@@ -19,11 +29,11 @@ def state_report(parts: Parts, gate: StepGate) -> dict[str, object]:
         "holds_weights": model.holds_weights,
         "weight_bytes": model.weight_bytes,
         "num_running": scheduler.num_running,  # RUNNING and PAUSED: they hold blocks
-        "num_waiting": scheduler.num_waiting,
-        "num_retracted": sum(r.sequence.state is State.WAITING_PREEMPT for r in scheduler.waiting()),  # among them
-        "num_waiting_tokens": sum(r.sequence.num_tokens for r in scheduler.waiting()),
+        "num_waiting": len(waiting),
+        "num_retracted": sum(r.sequence.state is State.WAITING_PREEMPT for r in waiting),  # among them
+        "num_waiting_tokens": sum(r.sequence.num_tokens for r in waiting),
         "running_ids": [r.id for r in scheduler.running()],
-        "waiting_ids": [r.id for r in scheduler.waiting()],
+        "waiting_ids": [r.id for r in waiting],
         "num_blocks": usage.num_blocks,
         "num_free_blocks": usage.num_free,
         "num_cached_blocks": usage.num_cached,
@@ -50,7 +60,7 @@ def state_report(parts: Parts, gate: StepGate) -> dict[str, object]:
         "speculation": OFF if parts.speculation is None else parts.speculation.report(),
         "numerics": model.numerics.describe(),
         "trace": parts.reports.trace.report(),
-        "metrics": parts.reports.metrics.as_dict(),
+        "metrics": metrics,
     }
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ..ranks.channel import RankChannel
 from ..ranks.controller_channel import as_controller
@@ -17,6 +18,8 @@ from ..sequences.step import ScheduleOutput, SequenceResult
 from .event_stream import EventWriter
 from .result_bytes import results_from
 from .stage import Stage
+
+T = TypeVar("T")
 
 
 class ReplicaRunner:
@@ -93,6 +96,10 @@ class ReplicaRunner:
 
     def forget(self, request: Request) -> None:
         self.stage.forget(request)
+
+    def call(self, run: Callable[[], T]) -> T:
+        """Return `run()`: the caller's thread runs this rank's share of the model."""
+        return run()
 
     def close(self) -> None:
         """Do nothing: the runner has no threads."""

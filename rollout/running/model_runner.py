@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from .results import drawn_results, results_of
 from .sampler import Sampler
 
 Results = Callable[[], list[SequenceResult]]
+T = TypeVar("T")
 
 
 class ModelRunner:
@@ -135,6 +137,10 @@ class ModelRunner:
 
     def forget(self, request: Request) -> None:
         self._sampler.forget(request)
+
+    def call(self, run: Callable[[], T]) -> T:
+        """Return `run()`, called in the thread that runs the model. No step is in flight."""
+        return run() if self._thread is None else self._thread.submit(run).result()
 
     def close(self) -> None:
         if self._thread is not None:

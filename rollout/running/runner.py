@@ -13,12 +13,14 @@ rely on two rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ..sequences.event_log import Event
 from ..sequences.request import Request
 from ..sequences.step import ScheduleOutput, SequenceResult
 from ..sequences.worker_manager import WorkerSequenceManager
+
+T = TypeVar("T")
 
 
 class StepHandle(Protocol):
@@ -78,6 +80,11 @@ class Runner(Protocol):
 
     def forget(self, request: Request) -> None:
         """Drop the state of an answered request. Called after its last results, or while abandoned steps still run."""
+        ...
+
+    def call(self, run: Callable[[], T]) -> T:
+        """Return `run()`, called in the thread that runs the model; the runner's own, or that of this call. No step is
+        in flight."""
         ...
 
     def close(self) -> None:

@@ -31,7 +31,8 @@ class ManagerPair:
         self._on_event = on_event
 
     def add(self, request: Request) -> None:
-        self._record("add", fresh_copy(request))
+        if self._is_recording:  # thousands may arrive at once: they are not copied for nothing
+            self._record("add", fresh_copy(request))
         self.engine.add(request)
 
     def on_schedule(self, output: ScheduleOutput) -> None:
@@ -77,6 +78,10 @@ class ManagerPair:
         self.engine.free(id)
         if id in self.worker:
             self.worker.free(id)
+
+    @property
+    def _is_recording(self) -> bool:
+        return self.log is not None or self._on_event is not None
 
     def _record(self, name: str, *args: object) -> None:
         if self.log is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import abc
 from dataclasses import dataclass, field
 
@@ -12,6 +13,15 @@ from .detokenizer import IncrementalDetokenizer, StopRegexTimeout
 from .in_flight import InFlight
 from .output_record import OutputRecord
 from .sequence import Sequence
+
+_ID_BYTES = 16
+
+
+def fresh_ids(num: int) -> list[str]:
+    """Return random ids of 32 hexadecimal digits. All come from one call of the system, because each call gives the
+    interpreter's lock up, which other threads then hold for a while."""
+    digits, length = os.urandom(_ID_BYTES * num).hex(), 2 * _ID_BYTES
+    return [digits[at : at + length] for at in range(0, len(digits), length)]
 
 
 @dataclass(frozen=True)

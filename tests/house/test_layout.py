@@ -92,6 +92,7 @@ PLACES = {
     "integration.bench.rollout": "bench.parts",
     "integration.bench.schedule": "bench.parts",
     "integration.bench.soak": "bench.parts",
+    "integration.bench.speculation": "bench.parts",
     "integration.bench.sync": "bench.parts push.adapters service",
     "integration.http.openai": "http.edge http.generation http.observe",
     "integration.router.worker_paths": "http.edge router.fleet router.router",

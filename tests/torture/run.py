@@ -37,18 +37,13 @@ ATTACKERS: tuple[type[Attacker], ...] = (
     Schemas, AdminSchemas, Patterns, Bodies, Crowds, Malformed, Connections, Leavers, Verbs, Faults,
 )  # fmt: skip
 NAMES = tuple(one.name for one in ATTACKERS)
-# Our own server answers /state 3 to 8 s late under crowds of costly requests: they come only where they are named.
-BY_NAME_ONLY = {Crowds.name}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make torture", description="Attack a server, and check that it holds.")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, help="default: a random one, which is printed")
-    parser.add_argument(
-        "--attackers",
-        help=f"some of {','.join(NAMES)}; default: all that the server allows but {','.join(BY_NAME_ONLY)}",
-    )
+    parser.add_argument("--attackers", help=f"some of {','.join(NAMES)}; default: all that the server allows")
     parser.add_argument("--replay", nargs="+", metavar="ATTACKER:STEP", help="take these steps only, one by one")
     parser.add_argument("--url", help="attack this server instead of one of our own")
     parser.add_argument("--api-key", default="", metavar="KEY")
@@ -79,7 +74,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     if wrong := sorted(asked - set(NAMES)):
         parser.error(f"unknown attacker {', '.join(wrong)}; known: {', '.join(NAMES)}")
-    options.names = asked or set(NAMES) - BY_NAME_ONLY
+    options.names = asked or set(NAMES)
     return options
 
 

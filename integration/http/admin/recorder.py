@@ -31,7 +31,10 @@ class _Profile:
     path: Path  # of torch's trace
     num_steps: int | None  # after which it ends by itself; None: it ends with `stop`
     has_begun: bool = False
+    is_ending: bool = False
     has_trace: bool = False  # whether this profile started the engine's trace
+    begun: Future[None] = field(default_factory=Future)  # for the caller of `start`, unless it begins later
+    ended: Future[None] = field(default_factory=Future)  # for the caller of `stop`
     written: Future[Path] = field(default_factory=Future)
 
     def write(self) -> None:
@@ -49,10 +52,9 @@ class _Profile:
 class Profiler:
     """Start and stop torch's profiler between two steps of an engine. Any thread may call.
 
-    By default torch records the thread that starts the profiler, and threads that began later. `profile_all_threads`
-    makes it record the whole process, the engine's loop included; torch may then crash where a thread outside the
-    engine's lock runs operations while the profiler begins or ends. The state of this class changes only under the
-    engine's lock.
+    Only the thread that runs the model is recorded, and the profiler begins and ends in that thread: torch crashes
+    where it begins or ends for threads that run operations meanwhile, and a weight update or a trainer may run some.
+    The state of this class changes only under the engine's lock.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -92,44 +94,50 @@ class Profiler:
             raise PermissionError(f"the folder {target} cannot be written")
         name = f"{prefix}{profile_id or time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.trace.json"
         new = _Profile(
-            profile(
-                activities=chosen, with_stack=with_stack, record_shapes=record_shapes,
-                experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
-            ),
-            target / name,
-            num_steps,
-        )  # fmt: skip
-        self._engine.between_steps("start_profile", lambda: self._schedule(new, start_step or 0))
+            profile(activities=chosen, with_stack=with_stack, record_shapes=record_shapes), target / name, num_steps
+        )
+        if self._engine.between_steps("start_profile", lambda: self._schedule(new, start_step or 0)):
+            self._engine.driver.wait_until(new.begun.done)
+            new.begun.result()
         return new.path
 
     def stop(self) -> Path:
         """End the profile, write it, and return its file; also for a profile that has ended by itself. Raises HttpError
         400 if there is no profile, or if it has not begun: it is cancelled then."""
-        ended, is_written = self._engine.between_steps("stop_profile", self._stop)
+        profile, is_written = self._engine.between_steps("stop_profile", self._stop)
         if not is_written:
-            ended.write()
-        return ended.written.result()
+            self._engine.driver.wait_until(profile.ended.done)
+            profile.ended.result()
+            profile.write()
+        return profile.written.result()
 
     # -- under the engine's lock ------------------------------------------------------------------------------------
 
-    def _schedule(self, new: _Profile, start_step: int) -> None:
+    def _schedule(self, new: _Profile, start_step: int) -> bool:
+        """Set the profile's begin; returns whether it is now."""
         if self._current is not None:
             raise Busy("a profile is being taken: stop_profile first")
         self._current, self._ended = new, None
-        if start_step > self._engine.metrics.num_steps:
-            self._engine.driver.at_step(start_step, lambda: self._by_itself(new, self._begin))
-            return
+        is_now = start_step <= self._engine.metrics.num_steps
+        act = self._begin_at_once if is_now else lambda new: self._by_itself(new, self._begin)
+        self._engine.driver.at_step(start_step, lambda: act(new))
+        return is_now
+
+    def _begin_at_once(self, new: _Profile) -> None:
+        """Begin in the loop's thread. An error goes to the caller of `start`."""
         try:
             self._begin(new)
-        except BaseException:
+        except BaseException as error:  # noqa: BLE001 - a thread boundary
             self._current = None
-            raise
+            new.begun.set_exception(error)
+        else:
+            new.begun.set_result(None)
 
     def _begin(self, new: _Profile) -> None:
         path = new.path.with_name(new.path.name.replace(".trace.", ".engine."))
         new.has_trace = self._engine.driver.start_trace(path)
         try:
-            new.torch.start()
+            self._engine.parts.runner.call(new.torch.start)
         except BaseException:
             if new.has_trace:
                 self._engine.driver.stop_trace()
@@ -139,12 +147,23 @@ class Profiler:
             end = self._engine.metrics.num_steps + new.num_steps
             self._engine.driver.at_step(end, lambda: self._by_itself(new, self._end_by_itself))
 
+    def _end_at_once(self, current: _Profile) -> None:
+        """End in the loop's thread. An error goes to the caller of `stop`."""
+        try:
+            self._end(current)
+        except BaseException as error:  # noqa: BLE001 - a thread boundary
+            current.ended.set_exception(error)
+        else:
+            current.ended.set_result(None)
+
     def _end(self, current: _Profile) -> None:
         self._current = None
         self._engine.driver.at_step(None)
-        current.torch.stop()
-        if current.has_trace:
-            self._engine.driver.stop_trace()
+        try:
+            self._engine.parts.runner.call(current.torch.stop)
+        finally:
+            if current.has_trace:
+                self._engine.driver.stop_trace()
 
     def _end_by_itself(self, current: _Profile) -> None:
         self._end(current)
@@ -162,8 +181,9 @@ class Profiler:
             current.written.set_exception(error)
 
     def _stop(self) -> tuple[_Profile, bool]:
+        """Set the end of the profile to now; returns it, and whether it has ended by itself before."""
         current, ended = self._current, self._ended
-        if current is None:
+        if current is None or current.is_ending:
             if ended is None:
                 raise HttpError(400, "no profile is being taken: start_profile first")
             self._ended = None
@@ -171,6 +191,9 @@ class Profiler:
         if not current.has_begun:
             self._current = None
             self._engine.driver.at_step(None)
-            raise HttpError(400, "the profile had not begun: it is cancelled")
-        self._end(current)
+            why = HttpError(400, "the profile had not begun: it is cancelled")
+            current.begun.set_exception(why)
+            raise why
+        current.is_ending = True
+        self._engine.driver.at_step(0, lambda: self._end_at_once(current))
         return current, False

@@ -27,6 +27,7 @@ from starlette.requests import ClientDisconnect
 
 from ....rollout.errors import Overloaded
 from .config import HttpConfig
+from .disconnect import unless_gone
 from .errors import BadField, HttpError
 from .json_slices import TooManyLists, parse_in_slices
 
@@ -223,12 +224,20 @@ async def read_as(
     limit: int | None = None,
     *,
     is_slow: Callable[[Mapping[str, object]], bool] = _no,
+    ends_with_client: bool = False,
 ) -> T:
-    """Return `then` of the request's JSON object. limit: bytes; None: `max_body_bytes`. is_slow: see `parsed`. Raises
-    HttpError 400, 408 or 413, Overloaded, and the errors of `then`."""
+    """Return `then` of the request's JSON object. limit: bytes; None: `max_body_bytes`. is_slow: see `parsed`.
+    ends_with_client: a body that waits for a thread is not read any more when its client has left. Raises HttpError
+    400, 408 or 413, Overloaded, and the errors of `then`."""
     config: HttpConfig = request.app.state.config
     async with arrived(request, limit or config.max_body_bytes) as data:
-        return await parsed(data, config.max_body_lists, then, is_slow)
+        reading = parsed(data, config.max_body_lists, then, is_slow)
+        if not ends_with_client or is_quick(data):
+            return await reading
+        try:
+            return await unless_gone(request, reading)
+        except ClientDisconnect:
+            raise HttpError(400, "the client left before its body was read") from None
 
 
 async def read_object(request: Request, limit: int | None = None) -> dict[str, object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import marshal
-import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pydantic import Field
 
 from ....rollout.engine import Engine
 from ....rollout.sampling_params import SamplingParams
-from ....rollout.sequences.request import RequestOptions
+from ....rollout.sequences.request import RequestOptions, fresh_ids
 from ..edge.bodies import Body, fields_of
 from ..edge.errors import BadField
 from .limits import RequestLimits
@@ -260,11 +259,11 @@ def _spread(name: str, value: Any, count: int, is_batch: bool) -> list[Any]:
 def _rids(given: str | list[str] | None, count: int, is_batch: bool) -> list[str]:
     """Return an id for each prompt; a single id for a batch gets a number. Raises BadField for a repeated id."""
     if not given:
-        return [uuid.uuid4().hex for _ in range(count)]
+        return fresh_ids(count)
     if isinstance(given, str):
         return [f"{given}_{index}" for index in range(count)] if is_batch else [given]
     rids = _spread("rid", given, count, is_batch)
     if len(set(rids)) < count:
         twice = sorted(rid for rid, num in Counter(rids).items() if num > 1)
         raise BadField("rid", f"Duplicate request ID detected within the batch: {', '.join(twice)}")
-    return [rid or uuid.uuid4().hex for rid in rids]
+    return [rid or fresh for rid, fresh in zip(rids, fresh_ids(count), strict=True)]

@@ -15,11 +15,12 @@ from ....rollout.engine import Engine
 from ....rollout.errors import EngineStopped
 from ..edge.bodies import describe, read_as
 from ..edge.errors import HttpError, as_http_error
+from .admission import Size
 from .body import GenerateBody, GenerateRequest, has_stop_regex, read_generate
 from .encoding import chunk_cost, completion_cost, copy_cost
 from .meta import Wanted, meta_info, stream_meta
 from .sse import DONE, GrowingList, GrowingText, Piece, dumps, event, event_of
-from .subscriptions import Asked, Size, Subscription, hub_of
+from .subscriptions import Asked, Subscription, hub_of
 
 router = APIRouter()
 
@@ -32,7 +33,7 @@ async def generate(request: Request) -> Response:
     hub = hub_of(request.app)
     hub.refuse_if_draining()
     read = partial(read_generate, engine=hub.engine, limits=hub.limits)
-    ask = await read_as(request, read, is_slow=has_stop_regex)
+    ask = await read_as(request, read, is_slow=has_stop_regex, ends_with_client=True)
     return await hub.answer(request, GenerateReply(ask, hub.engine, received))
 
 

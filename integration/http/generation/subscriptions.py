@@ -6,6 +6,10 @@ loop once, for all of its sequences.
     event loop      | subscribe ----> intake thread: tokenise, engine.requests.submit
                     | take <--------- one call_soon_threadsafe a step <---- engine's thread: on_chunk
                     | leave --------> leaving thread: engine.requests.withdraw, one call for all clients that have left
+                    | _withdrawn <--- one call_soon_threadsafe: only now their requests count no longer
+
+A request counts in the limits of the queue as long as the engine may have a sequence of it: clients that leave and come
+again faster than their requests are withdrawn are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, repeat
 from typing import Protocol, TypeVar
 
 from starlette.applications import Starlette
@@ -27,13 +30,14 @@ from starlette.responses import Response
 
 from ....rollout.completion import Completion, StreamChunk
 from ....rollout.engine import Engine
-from ....rollout.errors import EngineStopped, Overloaded
+from ....rollout.errors import EngineStopped
 from ....rollout.grammars.cache import Promise
 from ....rollout.sampling_params import SamplingParams
 from ....rollout.sequences.request import RequestOptions
 from ..edge.config import HttpConfig
 from ..edge.disconnect import unless_gone
-from ..edge.errors import Draining, HttpError
+from ..edge.errors import Draining
+from .admission import Admission, Size
 from .answers import Answer
 from .encoding import Encoder, completion_cost, encode
 from .grammar_limits import check_grammars
@@ -43,7 +47,6 @@ from .sse import EventStream
 logger = logging.getLogger(__name__)
 
 _INTAKE_THREADS = 4
-_CHARS_PER_TOKEN = 4  # of a text that is not tokenised yet, about
 CLIENT_GONE = Response(status_code=499)  # returned to the framework; the client has disconnected
 T = TypeVar("T")
 
@@ -58,33 +61,6 @@ class Asked:
     rids: Sequence[str]
 
 
-@dataclass(frozen=True)
-class Size:
-    """The part of an HTTP request in the queue's limits."""
-
-    num_sequences: int
-    num_tokens: int  # of prompts and drafts, for each sample of a prompt, because each sequence has its own copy
-
-    @classmethod
-    def of(
-        cls,
-        prompts: Iterable[str | Sequence[int]],
-        num_samples: Iterable[int],
-        drafts: Iterable[str | Sequence[int]] = (),
-    ) -> Size:
-        """Return the size of prompts with their numbers of samples and, if given, drafts. The tokens of a text are
-        estimated."""
-        num_sequences = num_tokens = 0
-        for prompt, num, draft in zip(prompts, num_samples, chain(drafts, repeat(())), strict=False):
-            num_sequences += num
-            num_tokens += num * (_num_tokens(prompt) + _num_tokens(draft))
-        return cls(num_sequences, num_tokens)
-
-
-def _num_tokens(prompt: str | Sequence[int]) -> int:
-    return -(-len(prompt) // _CHARS_PER_TOKEN) if isinstance(prompt, str) else len(prompt)
-
-
 class Subscription:
     """The sequences of one HTTP request and their output. Used by the event loop only, except for the `on_` methods,
     which the engine calls."""
@@ -97,7 +73,12 @@ class Subscription:
         self.asked: Asked
         self.index_of: dict[str, int] = {}  # by sequence id, in the order of prompts and of their samples
         self.num_open = 0
-        self.size = Size(0, 0)  # as the hub counts it
+        self.has_left = False  # the client has left while a thread may queue sequences, or before theirs have ended
+
+    def check_here(self) -> None:
+        """Raise ClientDisconnect if the client has left: nothing is queued for it then. Any thread may call."""
+        if self.has_left:
+            raise ClientDisconnect
 
     def on_chunk(self, chunk: StreamChunk) -> None:
         self._hub.post(self, chunk)
@@ -123,7 +104,7 @@ class Subscription:
         chunks, self._chunks = self._chunks, []
         num_ended = sum(chunk.completion is not None for chunk in chunks)
         self.num_open -= num_ended
-        self._hub.ended(self, num_ended)
+        self._hub.admission.ended(self, num_ended)
         return chunks
 
     async def encode(self, make: Callable[[], bytes], cost: int) -> bytes:
@@ -170,12 +151,12 @@ class Hub:
         self.engine = engine
         self.config = config or HttpConfig()
         self.limits = RequestLimits(engine, self.config)
+        self.admission = Admission(engine, self.config)
         self.entries = OpenEntries(self.config.max_open_logprob_entries)
         self.loop = asyncio.get_running_loop()
         self.encoder = Encoder()
         self.is_draining = False  # new requests are refused: the server will end
         self.open: set[Subscription] = set()  # admitted, and neither answered nor left
-        self._num_sequences = self._num_tokens = 0  # of the open ones
         self._intake = ThreadPoolExecutor(_INTAKE_THREADS, "lockstep-intake")
         self._leaving_thread = ThreadPoolExecutor(1, "lockstep-leaving")
         self._leaving: deque[Subscription] = deque()
@@ -191,17 +172,17 @@ class Hub:
         """Run the request and answer the client; abort its sequences if the client disconnects. Raises Draining,
         Overloaded, and the errors of `reply.asked`, `reply.whole` and `Engine.submit`."""
         self.refuse_if_draining()
-        subscription = self._admit(reply.size)
         if reply.is_streamed:
-            await self._subscribe(subscription, reply.asked, streamed=True)
+            subscription = await self.subscribe(reply.asked, streamed=True, size=reply.size)
             return EventStream(reply.events(subscription), on_end=partial(self._end, subscription))
+        subscription = self._admit(reply.size)
         try:
             content = await unless_gone(request, self._whole(subscription, reply))
         except ClientDisconnect:
-            self.entries.release(subscription)
+            self._release_entries(subscription)
             return CLIENT_GONE
         except BaseException:
-            self.entries.release(subscription)
+            self._release_entries(subscription)
             raise
         return Answer(content, on_end=partial(self.entries.release, subscription))
 
@@ -223,50 +204,26 @@ class Hub:
             self.leave(subscription)
 
     def _admit(self, size: Size) -> Subscription:
-        """Count a request among the open ones until `leave`. Raises HttpError 400 for one that is too large alone,
-        Overloaded where too much waits already."""
-        config = self.config
-        if size.num_tokens > config.max_waiting_tokens:
-            raise HttpError(
-                400, f"prompts times samples have {size.num_tokens} tokens, more than the {config.max_waiting_tokens} "
-                "that may wait (max_waiting_tokens): send several requests"
-            )  # fmt: skip
-        num_waiting = self._num_sequences - self.engine.num_running
-        if num_waiting > 0 and num_waiting + size.num_sequences > config.max_waiting_requests:
-            raise Overloaded(
-                f"{num_waiting} sequences wait, and {size.num_sequences} more would be over the limit of "
-                f"{config.max_waiting_requests} (max_waiting_requests)"
-            )
-        if self._num_tokens + size.num_tokens > config.max_waiting_tokens:
-            raise Overloaded(
-                f"the open requests have {self._num_tokens} prompt tokens, and {size.num_tokens} more would be over "
-                f"the limit of {config.max_waiting_tokens} (max_waiting_tokens)"
-            )
+        """Open a request, until `leave`. Raises the errors of `Admission.take`."""
         subscription = Subscription(self)
-        subscription.size = size
+        self.admission.take(subscription, size)
         self.open.add(subscription)
-        self._num_sequences += size.num_sequences
-        self._num_tokens += size.num_tokens
         return subscription
 
-    def ended(self, subscription: Subscription, num: int) -> None:
-        """Note that sequences of an open request have ended."""
-        size = subscription.size
-        num = min(num, size.num_sequences)
-        self._num_sequences -= num
-        subscription.size = Size(size.num_sequences - num, size.num_tokens)
+    def _close(self, subscription: Subscription) -> None:
+        """Count a request no longer, unless sequences of it are still to be withdrawn."""
+        self.open.discard(subscription)
+        if not subscription.has_left:
+            self.admission.release(subscription)
 
-    def _forget(self, subscription: Subscription) -> None:
-        """Count a request no longer among the open ones."""
-        if subscription in self.open:
-            self.open.remove(subscription)
-            self.ended(subscription, subscription.size.num_sequences)
-            self._num_tokens -= subscription.size.num_tokens
+    def _release_entries(self, subscription: Subscription) -> None:
+        if not subscription.has_left:
+            self.entries.release(subscription)
 
-    async def subscribe(self, prepare: Callable[[], Asked], *, streamed: bool) -> Subscription:
-        """Run `prepare` in a thread and queue its requests. Call `leave` at the end. Raises the errors of `prepare`
-        and `Engine.submit`."""
-        subscription = self._admit(Size(0, 0))
+    async def subscribe(self, prepare: Callable[[], Asked], *, streamed: bool, size: Size) -> Subscription:
+        """Run `prepare` in a thread and queue its requests. Call `leave` at the end. Raises the errors of `prepare`,
+        `Admission.take` and `Engine.submit`."""
+        subscription = self._admit(size)
         await self._subscribe(subscription, prepare, streamed=streamed)
         return subscription
 
@@ -274,14 +231,15 @@ class Hub:
         try:
             await self._queue(subscription, prepare, streamed=streamed)
         except BaseException:
-            self._forget(subscription)
-            self.entries.release(subscription)
+            self._close(subscription)
+            self._release_entries(subscription)
             raise
 
     async def _queue(self, subscription: Subscription, prepare: Callable[[], Asked], *, streamed: bool) -> None:
         """Run `prepare` in a thread and queue its requests."""
 
         def submit() -> list[list[str]]:
+            subscription.check_here()
             asked = subscription.asked
             return self.engine.requests.submit(
                 asked.prompts, asked.params, subscription, rids=asked.rids, options=asked.options, streamed=streamed
@@ -290,6 +248,7 @@ class Hub:
         missing: list[Promise] = []
 
         def begin() -> list[list[str]]:
+            subscription.check_here()
             asked = subscription.asked = prepare()
             check_grammars(asked.params, self.config)
             self.entries.take(subscription, self.limits.num_open_entries(asked.prompts, asked.params, asked.options))
@@ -322,12 +281,14 @@ class Hub:
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:  # a thread cannot be stopped: withdraw the requests that it queues
+            subscription.has_left = True
 
             def withdraw(done: asyncio.Future[T]) -> None:
                 self.engine.requests.leave_grammars(missing)
-                self.entries.release(subscription)
                 if done.exception() is None:
                     self._withdraw_soon(subscription)
+                else:
+                    self._withdrawn([subscription])
 
             running.add_done_callback(withdraw)
             raise
@@ -335,14 +296,15 @@ class Hub:
     def _end(self, subscription: Subscription) -> None:
         """Leave a stream that has ended."""
         self.leave(subscription)
-        self.entries.release(subscription)
+        self._release_entries(subscription)
 
     def leave(self, subscription: Subscription) -> None:
         """Abort the subscription's open sequences, after the current step."""
-        self._forget(subscription)
         if subscription.num_open:
             subscription.num_open = 0
+            subscription.has_left = True
             self._withdraw_soon(subscription)
+        self._close(subscription)
 
     def post(self, subscription: Subscription, news: StreamChunk | EngineStopped) -> None:
         """Pass a chunk or an error to the event loop. Called by the engine's thread."""
@@ -371,6 +333,14 @@ class Hub:
                 self.engine.requests.withdraw(leaving)
             except Exception:  # the last frame of this thread's task: its result is not read
                 logger.exception("requests of %d clients that have left could not be aborted", len(leaving))
+            with suppress(RuntimeError):  # the event loop is closed
+                self.loop.call_soon_threadsafe(self._withdrawn, leaving)
+
+    def _withdrawn(self, subscriptions: Iterable[Subscription]) -> None:
+        """Count requests no longer whose clients have left: the engine has no sequence of theirs."""
+        for subscription in subscriptions:
+            self.admission.release(subscription)
+            self.entries.release(subscription)
 
 
 def stop_taking(app: Starlette) -> None:

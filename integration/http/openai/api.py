@@ -16,12 +16,13 @@ from ....rollout.engine import Engine
 from ....rollout.errors import EngineStopped
 from ..edge.bodies import describe, read_as
 from ..edge.errors import HttpError, as_http_error, error_body
+from ..generation.admission import Size
 from ..generation.body import has_stop_regex
 from ..generation.encoding import chunk_cost, completion_cost
 from ..generation.generate import refuse_ignored
 from ..generation.limits import RequestLimits
 from ..generation.sse import DONE, dumps, event, event_of
-from ..generation.subscriptions import Asked, Size, Subscription, hub_of
+from ..generation.subscriptions import Asked, Subscription, hub_of
 from ..observe.model_info import served_name
 from .body import ChatBody, CompletionBody, OpenAIRequest, read_chat, read_completion
 from .format import answer, chunk_choice, chunk_head, extras, prompt_text, usage
@@ -50,7 +51,10 @@ async def _complete(request: Request, read: Read) -> Response:
     hub = hub_of(request.app)
     hub.refuse_if_draining()
     name = served_name(request.app.state.service, request.app.state.config)
-    ask = await read_as(request, lambda values: read(values, hub.engine, name, hub.limits), is_slow=has_stop_regex)
+    ask = await read_as(
+        request, lambda values: read(values, hub.engine, name, hub.limits), is_slow=has_stop_regex,
+        ends_with_client=True,
+    )  # fmt: skip
     return await hub.answer(request, OpenAIReply(ask, hub.limits, received))
 
 

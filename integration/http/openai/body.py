@@ -17,11 +17,12 @@ from ....rollout.sampling_params import SamplingParams
 from ....rollout.sequences.request import RequestOptions
 from ..edge.bodies import Body, fields_of
 from ..edge.errors import BadField
+from ..generation.admission import Size
 from ..generation.body import REFUSED as REFUSED_BY_GENERATE
 from ..generation.body import drafts_of, namespace, refuse_other_adapters, refuse_unsupported, text_of_token
 from ..generation.limits import RequestLimits
 from ..generation.meta import Wanted
-from ..generation.subscriptions import Asked, Size
+from ..generation.subscriptions import Asked
 from .content import read_message, read_prediction
 
 DEFAULT_MAX_TOKENS = 16  # of a completion; the default of a chat is the rest of the context

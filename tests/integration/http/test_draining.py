@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
+from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.generation.subscriptions import stop_taking
+from lockstep.integration.http.server import BackgroundServer
 from lockstep.tests.support.callers import PATIENCE, soon, submit, wait_until
 from lockstep.tests.support.forked_ranks import free_port
 from lockstep.tests.torture.processor import descendants
@@ -39,6 +47,22 @@ def listens(url):
     hold.start()
     print(url, file=sys.stderr, flush=True)
 server.serve(service, HttpConfig(port=0, drain_timeout_s=0.2, shutdown_timeout_s=0.2), listens)
+"""
+
+
+# A server that tells how its garbage collector is set, and ends.
+COLLECTING = """
+import gc, os, signal, sys
+from lockstep.integration.http import server
+from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.service import RolloutService
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+before = gc.get_threshold()
+def listens(url):
+    print(before[0], gc.get_threshold()[0], gc.get_freeze_count(), flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+server.serve(RolloutService(Engine(sys.argv[1], EngineConfig(kv_cache=32))), HttpConfig(port=0), listens)
 """
 
 
@@ -121,6 +145,37 @@ def test_a_server_in_a_process_closes_after_an_update(client, server, service, t
         until(lambda: client.get("/ready").status_code == 503)
     assert soon(updating).status_code == 200 and service.engine.weight_version == "newer"
     soon(closing)
+
+
+def test_a_client_that_does_not_read_its_answer_is_cut_off_when_the_server_ends(service, caplog):
+    """Its task ends by itself. It would be cancelled, wherever it is, and be logged as an error."""
+    endings = []
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(16):
+            yield bytes(1 << 20)
+
+    async def long_answer(request: Request) -> Response:
+        async def run(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await StreamingResponse(chunks())(scope, receive, send)
+            except asyncio.CancelledError:
+                endings.append("cancelled")
+                raise
+            endings.append("the client was gone")
+
+        return run  # type: ignore[return-value]  # an ASGI application, as every response is
+
+    server = BackgroundServer(service, HttpConfig(port=0, shutdown_timeout_s=1, write_timeout_s=PATIENCE))
+    server.app.add_route("/long", long_answer)
+    server.start()
+    with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as client, caplog.at_level(logging.WARNING):
+        client.sendall(b"GET /long HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        wait_until(lambda: any(one.flow.write_paused for one in server._server.server_state.connections))
+        server.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert "1 clients do not read their answers: they are cut off, because the server ends" in said
+    assert endings == ["the client was gone"]
 
 
 # -- processes ------------------------------------------------------------------------------------------------------
@@ -286,3 +341,11 @@ def test_an_engine_that_does_not_answer_does_not_keep_the_process(folder):
         assert time.monotonic() - began < PATIENCE / 2
         with pytest.raises(httpx.HTTPError):
             soon(opened).raise_for_status()
+
+
+@pytest.mark.slow
+def test_a_process_that_serves_seldom_looks_for_garbage_among_all_objects(folder):
+    """A collection stops all threads: for a queue of thousands of requests, and for all that is imported, for long."""
+    done = subprocess.run([sys.executable, "-c", COLLECTING, str(folder)], capture_output=True, text=True, timeout=120)
+    before, now, num_frozen = map(int, done.stdout.split())
+    assert done.returncode == 0 and now >= 5 * before and num_frozen > 100_000

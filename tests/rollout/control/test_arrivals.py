@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -14,8 +15,8 @@ from lockstep.rollout.control.intake import Intake
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import EngineStopped
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import Request
-from lockstep.tests.support.callers import PATIENCE, soon, submit
+from lockstep.rollout.sequences.request import Request, fresh_ids
+from lockstep.tests.support.callers import PATIENCE, soon, submit, wait_until
 
 MANY = 3 * SLICE + 5
 
@@ -55,6 +56,28 @@ def test_a_step_takes_up_a_bounded_number_of_requests_in_their_order(engine):
         assert len(engine.driver.inbox) == MANY - num_steps * SLICE
     assert [request.id for request in engine.parts.sequences.requests()] == ids[: 3 * SLICE]
     assert engine.state()["num_waiting"] + engine.state()["num_running"] == MANY  # a report counts all
+
+
+def test_reports_take_no_requests_from_the_inbox_and_sort_those_that_wait_once(engine, monkeypatch):
+    """A report that queued them would keep the lock from the steps for as long as thousands take."""
+    ids, scheduler = ask(engine, Nobody()), engine.parts.scheduler
+    engine.driver.run_step()
+    num_left, num_sorted, sort = len(engine.driver.inbox), [], scheduler.waiting
+
+    def counted() -> list[Request]:
+        num_sorted.append(1)
+        return sort()
+
+    monkeypatch.setattr(scheduler, "waiting", counted)
+    state = engine.state()
+    assert len(num_sorted) == 1 and len(engine.driver.inbox) == num_left == MANY - SLICE
+    assert [*state["running_ids"], *state["waiting_ids"]] == ids
+    assert (
+        state["num_waiting"] == MANY - state["num_running"] and state["num_waiting_tokens"] == 2 * state["num_waiting"]
+    )
+    assert [view.id for view in engine.live_sequences()] == ids
+    engine.check_integrity()
+    assert len(engine.driver.inbox) == num_left
 
 
 def test_a_step_begins_while_thousands_of_requests_are_made(engine, monkeypatch):
@@ -107,3 +130,52 @@ def test_requests_of_a_caller_that_leaves_are_aborted_a_bounded_number_at_a_time
     assert sorted(engine.requests.withdraw({listener})) == sorted(ids)
     assert sizes == [SLICE, SLICE, SLICE, 5] and listener.num_answers == 0
     assert not engine.parts.sequences.requests() and len(engine.mailboxes) == 0
+
+
+@pytest.mark.parametrize("how", ["abort", "pause", "hold"])
+def test_a_report_comes_between_while_thousands_of_requests_are_aborted(engine, how):
+    """An abort of all took the lock for seconds, and reports waited."""
+    reports = []
+
+    class Reporter(Nobody):
+        def on_chunk(self, chunk: StreamChunk) -> None:
+            super().on_chunk(chunk)
+            if self.num_answers == 1:
+                reports.append(submit(engine.state))
+                wait_until(lambda: engine.driver.lock._turnstile.locked())  # it waits for the lock
+
+    listener = Reporter()
+    ask(engine, listener)
+    if how == "abort":
+        assert len(engine.abort_request(abort_all=True).aborted) == MANY
+    elif how == "pause":
+        assert engine.pause_generation("abort").num_aborted == MANY
+    else:
+        assert (
+            engine.weights.hold_for_update(refusal=("here", "weights are written"), abort_all=True).num_aborted == MANY
+        )
+    assert soon(reports[0])["num_waiting"] == MANY - SLICE
+    assert engine.state()["num_waiting"] == 0 and listener.num_answers == MANY
+
+
+def test_a_command_inside_another_ones_block_lets_nobody_in(engine):
+    ask(engine, Nobody())
+    with engine.driver.lock:
+        reporting = submit(engine.state)
+        wait_until(lambda: engine.driver.lock._turnstile.locked())
+        assert len(engine.abort_request(abort_all=True).aborted) == MANY and not reporting.done()
+    assert soon(reporting)["num_waiting"] == 0
+
+
+def test_the_ids_of_many_prompts_cost_one_call_of_the_system(monkeypatch):
+    """Such a call gives the interpreter's lock up, and thousands of them would take seconds beside other threads."""
+    calls, real = [], os.urandom
+
+    def counted(num_bytes: int) -> bytes:
+        calls.append(num_bytes)
+        return real(num_bytes)
+
+    monkeypatch.setattr(os, "urandom", counted)
+    ids = fresh_ids(MANY)
+    assert len(calls) == 1 and len(set(ids)) == MANY and {len(id) for id in ids} == {32}
+    assert fresh_ids(0) == []

@@ -7,6 +7,7 @@ import pytest
 from lockstep.rollout.completion import FinishReason
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.engine_manager import EngineSequenceManager
+from lockstep.rollout.sequences.event_log import Event, ManagerPair
 from lockstep.rollout.sequences.manager import SequenceManager
 from lockstep.rollout.sequences.request import Request, RequestOptions
 from lockstep.rollout.sequences.sequence import Sequence, State
@@ -261,6 +262,29 @@ def test_replaying_one_log_gives_equal_state_and_a_changed_log_does_not():
         getattr(other, name)(event)
     other.on_step_completed([got("a", 1, 9), got("b", 3, 3, incarnation=1)])
     assert other.state_hash() != worker.state_hash()
+
+
+def test_a_request_is_copied_only_for_a_log_or_a_listener():
+    """Thousands may arrive at once, under the lock that steps need."""
+
+    class Counted(Request):
+        num_made = 0
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            Counted.num_made += 1
+
+    def num_made(pair: ManagerPair) -> int:
+        Counted.num_made = 0
+        pair.add(Counted(Sequence("a", (1, 2)), SamplingParams(), RequestOptions(), 0, 0, 0.0, 0, None))
+        return Counted.num_made
+
+    events: list[Event] = []
+    logged = ManagerPair(*both())
+    logged.log = []
+    assert num_made(ManagerPair(*both())) == 1
+    assert num_made(ManagerPair(*both(), events.append)) == num_made(logged) == 2
+    assert [name for name, _ in events] == [name for name, _ in logged.log] == ["add"]
 
 
 def test_requests_that_wait_do_not_make_the_two_managers_disagree():

@@ -7,8 +7,14 @@ import json
 import threading
 
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
 
-from lockstep.integration.http.edge.bodies import parsed
+from lockstep.integration.http.edge.bodies import parsed, read_as
+from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.http.edge.errors import HttpError
+
+PATIENCE = 30.0
 
 
 @pytest.mark.parametrize(
@@ -31,3 +37,51 @@ def test_the_event_loop_checks_only_bodies_that_are_small_and_have_few_parts(bod
         return threading.current_thread() is threading.main_thread()
 
     assert asyncio.run(parsed(data, 1 << 18, check)) is is_on_loop
+
+
+class Client:
+    """A client that sends a body, and leaves when it is told to."""
+
+    def __init__(self, data: bytes, app: Starlette) -> None:
+        self.leaves = asyncio.Event()
+        self._data: bytes | None = data
+        self.request = Request({"type": "http", "method": "POST", "headers": [], "app": app}, self._receive)
+
+    async def _receive(self) -> dict[str, object]:
+        if (data := self._data) is not None:
+            self._data = None
+            return {"type": "http.request", "body": data, "more_body": False}
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+
+@pytest.mark.parametrize("num_bytes", [5000, 2_000_000], ids=["medium", "long"])
+def test_a_body_that_waits_for_a_thread_is_not_read_when_its_client_has_left(num_bytes):
+    """Clients that send costly bodies and leave would keep everybody's bodies waiting behind theirs."""
+    data, read = json.dumps({"text": "1" * num_bytes}).encode(), []
+    is_busy, may_go_on = threading.Event(), threading.Event()
+
+    def slowly(values: dict[str, object]) -> str:
+        is_busy.set()
+        assert may_go_on.wait(PATIENCE)
+        return "the first"
+
+    async def crowd() -> None:
+        app = Starlette()
+        app.state.config = HttpConfig()
+        first = asyncio.ensure_future(read_as(Client(data, app).request, slowly))
+        await asyncio.to_thread(is_busy.wait, PATIENCE)
+        clients = [Client(data, app) for _ in range(5)]
+        waiting = [asyncio.ensure_future(read_as(one.request, read.append, ends_with_client=True)) for one in clients]
+        for client in clients[:-1]:
+            client.leaves.set()
+        for one in waiting[:-1]:
+            with pytest.raises(HttpError, match="the client left"):
+                await one
+        assert app.state.open_bodies.num_bytes == 2 * len(data)
+        may_go_on.set()
+        assert await first == "the first"
+        await waiting[-1]
+        assert len(read) == 1 and app.state.open_bodies.num_bytes == 0
+
+    asyncio.run(asyncio.wait_for(crowd(), PATIENCE))

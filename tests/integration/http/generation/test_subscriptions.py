@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
+from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.edge.disconnect import first_of
-from lockstep.integration.http.generation.subscriptions import Asked, Hub
+from lockstep.integration.http.generation.admission import Size
+from lockstep.integration.http.generation.subscriptions import Asked, Hub, Subscription
 from lockstep.rollout.completion import Completion, StreamChunk
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.errors import EngineStopped
+from lockstep.rollout.errors import EngineStopped, Overloaded
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.request import RequestOptions
 
 PATIENCE = 30.0
 PROMPTS = [[5, 6, 7], [8, 9]]
+SIZE = Size.of(PROMPTS, [1, 1])
 PARAMS = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
 
@@ -124,35 +128,95 @@ def test_listener_is_told_when_the_loop_ends(engine):
         engine.requests.submit(PROMPTS, [PARAMS] * 2, told)
 
 
+class Slow(list[int]):
+    """A prompt whose tokens are read only when they may be."""
+
+    def __init__(self, ids: list[int]) -> None:
+        super().__init__(ids)
+        self.is_read, self.may_go_on = threading.Event(), threading.Event()
+
+    def __iter__(self) -> Iterator[int]:
+        self.is_read.set()
+        assert self.may_go_on.wait(PATIENCE)
+        return super().__iter__()
+
+
+async def cancelled(opening: asyncio.Task[Subscription], has_begun: threading.Event) -> None:
+    """Cancel a task that opens a subscription once it has come so far."""
+    await asyncio.to_thread(has_begun.wait, PATIENCE)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        await asyncio.sleep(0)
+
+
 def test_subscription_that_is_cancelled_while_it_is_queued_leaves_nothing(engine):
     """The thread that queues the requests cannot be stopped, so they are withdrawn afterwards."""
-    began, go_on = threading.Event(), threading.Event()
-
-    def prepare() -> Asked:
-        began.set()
-        assert go_on.wait(PATIENCE)
-        return asked(LONG, num_top=2)
+    prompt = Slow(PROMPTS[0])
 
     async def leave() -> None:
-        hub = Hub(engine)
-        opening = asyncio.ensure_future(hub.subscribe(prepare, streamed=True))
-        await asyncio.to_thread(began.wait, PATIENCE)
-        opening.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await opening
-        before = engine.metrics.num_aborted
-        go_on.set()
-        while engine.metrics.num_aborted < before + 2:
-            await asyncio.sleep(0)
-        assert not hub.open and hub.entries.num == 0
+        hub, before = Hub(engine), engine.metrics.num_aborted
+        slow = replace(asked(LONG, num_top=2), prompts=[prompt, PROMPTS[1]])
+        await cancelled(asyncio.ensure_future(hub.subscribe(lambda: slow, streamed=True, size=SIZE)), prompt.is_read)
+        assert not hub.open and hub.entries.num > 0 and hub.admission.num_sequences == 2
+        prompt.may_go_on.set()
+        await until(lambda: not hub.entries.num)
+        assert engine.metrics.num_aborted == before + 2
+        assert hub.admission.num_sequences == hub.admission.num_tokens == 0
 
     asyncio.run(asyncio.wait_for(leave(), PATIENCE))
     assert engine.state()["num_running"] == engine.state()["num_waiting"] == 0
 
 
+def test_a_client_that_leaves_before_its_requests_are_made_has_none_made(engine):
+    """Clients that ask and leave at once would otherwise keep the threads, the lock and the memory busy."""
+    began, go_on, num_prepared = threading.Event(), threading.Event(), []
+
+    def prepare() -> Asked:
+        num_prepared.append(1)
+        began.set()
+        assert go_on.wait(PATIENCE)
+        return asked(LONG)
+
+    async def leave() -> None:
+        hub, before = Hub(engine), engine.metrics.num_requests
+        asking = [asyncio.ensure_future(hub.subscribe(prepare, streamed=True, size=SIZE)) for _ in range(9)]
+        for opening in asking:
+            await cancelled(opening, began)
+        assert hub.admission.num_sequences == 18
+        go_on.set()
+        await until(lambda: not hub.admission.num_sequences)
+        assert len(num_prepared) <= 4  # those that had a thread
+        assert engine.metrics.num_requests == before and engine.state()["num_waiting"] == 0
+
+    asyncio.run(asyncio.wait_for(leave(), PATIENCE))
+
+
+def test_a_client_that_has_left_counts_in_the_queues_limits_until_its_requests_are_withdrawn(engine):
+    async def leave() -> None:
+        hub = Hub(engine, HttpConfig(max_waiting_requests=3))
+        subscription = await hub.subscribe(lambda: asked(LONG), streamed=True, size=SIZE)
+        with engine.driver.lock:  # nothing can be withdrawn
+            hub.leave(subscription)
+            assert not hub.open
+            with pytest.raises(Overloaded, match="max_waiting_requests"):
+                hub.admission.take(object(), SIZE)
+        await until(lambda: not hub.admission.num_sequences)
+        hub.leave(await hub.subscribe(lambda: asked(LONG), streamed=True, size=SIZE))
+        await until(lambda: not hub.admission.num_sequences)
+
+    engine.pause_generation("in_place")
+    asyncio.run(asyncio.wait_for(leave(), PATIENCE))
+    assert engine.state()["num_waiting"] == 0
+
+
 def test_event_loop_that_has_closed_does_not_disturb_the_engine(engine):
     async def begin() -> None:
-        await Hub(engine).subscribe(asked, streamed=True)
+        await Hub(engine).subscribe(asked, streamed=True, size=SIZE)
 
     engine.pause_generation("in_place")
     asyncio.run(begin())
