@@ -17,6 +17,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from lockstep.rollout.speculation.no_draft import NoDraft
 from lockstep.tests.house.test_layout import PLACES, ROOT, modules
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
@@ -406,6 +407,12 @@ def test_every_environment_variable_is_listed_and_no_other_is():
     pattern = re.compile(r"\b(?:LOCKSTEP|SGLANG)_[A-Z_]*[A-Z]\b")
     named = {(name, word) for name, text in TEXTS.items() for word in pattern.findall(text)}
     assert sorted((name, word) for name, word in named if word not in read) == []
+
+
+def test_every_reason_for_no_draft_is_explained():
+    explained = re.findall(r"^\| (`.+?`) \|", TEXTS["docs/guides/speculation.md"], re.MULTILINE)
+    names = {name for row in explained for name in re.findall(r"`(\w+)`", row)}
+    assert {str(why) for why in NoDraft} <= names
 
 
 def test_metrics_that_a_page_names_exist(reference):

@@ -57,6 +57,7 @@ def make_decode_engine(model: PreTrainedModel, batch: int, context: int, num_ste
         max_num_batched_tokens=max(batch * context, batch),
         invariant=invariant,
         prefix_cache=False,
+        speculation="off",  # each step has one row of every sequence
     )
     return Engine(model, config)
 

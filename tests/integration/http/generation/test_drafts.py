@@ -11,6 +11,8 @@ import torch
 from lockstep.integration.grpo.arithmetic import build_tokenizer
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.server import BackgroundServer, serve_in_background
+from lockstep.integration.router.config import RouterConfig
+from lockstep.integration.router.server import route_in_background
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
@@ -128,6 +130,16 @@ def test_bad_drafts_are_refused_by_name(client, fields, param, says):
     if param is not None:
         assert named is not None
         assert named.partition(".")[0] == param
+
+
+def test_a_router_passes_drafts_on(client, served, tmp_path):
+    first, second = generate(client, input_ids=[FIRST, SECOND])
+    drafts = [first["output_ids"], second["output_ids"]]
+    config = RouterConfig((served.url,), HttpConfig(port=0), journal=tmp_path / "j.json", health_interval_s=0.1)
+    with route_in_background(config) as router, httpx.Client(base_url=router.url, timeout=60) as routed:
+        answers = generate(routed, input_ids=[FIRST, SECOND], draft_token_ids=drafts, speculation=[True, False])
+    assert [answer["output_ids"] for answer in answers] == drafts
+    assert ["spec_verify_ct" in answer["meta_info"] for answer in answers] == [True, False]
 
 
 # -- OpenAI's routes ---------------------------------------------------------------------------------------------------
