@@ -29,8 +29,11 @@ class DraftSteps:
         self._speculation, self._grammars = parts.speculation, grammars
         self._scheduler, self._managers, self._ledger = parts.scheduler, parts.managers, parts.ledger
         self._limits, self._metrics = parts.limits, parts.reports.metrics
-        # Where other steps are planned before this one is committed, they need slots of states.
-        self._num_slots_reserved = parts.limits.max_num_seqs if parts.runner.num_stages > 1 else 0
+        # Steps that are planned before this one is committed need slots of states and blocks: each of them at most one
+        # slot a sequence, and the blocks of its rows, with one more for each sequence whose rows begin inside a block.
+        num_ahead, limits = parts.runner.num_stages - 1, parts.limits
+        num_blocks = parts.ledger.num_blocks_for(limits.max_num_batched_tokens) + limits.max_num_seqs
+        self._num_slots_reserved, self._num_blocks_reserved = num_ahead * limits.max_num_seqs, num_ahead * num_blocks
 
     @property
     def may_draft(self) -> bool:
@@ -106,7 +109,10 @@ class DraftSteps:
             token_ids, masks = self._grammars.constrain_draft(request, planned.token_ids)
         table = self._ledger.block_table(request)
         num_known, num_blocks = item.start + item.num_tokens, len(table)
-        num_room = self._ledger.plan_draft(request, num_known, len(token_ids), num_reserved=self._num_slots_reserved)
+        num_room = self._ledger.plan_draft(
+            request, num_known, len(token_ids),
+            num_slots_reserved=self._num_slots_reserved, num_blocks_reserved=self._num_blocks_reserved,
+        )  # fmt: skip
         if num_room <= 0:
             return item
         states = self._ledger.states.plan_draft(request, num_room) if self._ledger.states is not None else ()

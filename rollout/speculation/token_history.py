@@ -8,22 +8,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
 
 LENGTHS = (12, 6, 3, 2)  # of the endings that are looked for, the longest first
 _SIZE = 4  # bytes of a token
-_BREAK = array("i", [-1]).tobytes()  # between texts: no token
-
-
-class Match(NamedTuple):
-    """The place behind an ending that was found."""
-
-    end: int  # of the ending, in bytes
-    length: int  # of the ending, in tokens
 
 
 class TokenHistory:
     """Tokens in the order of their arrival, and the places in them."""
+
+    __slots__ = ("_bytes",)
 
     def __init__(self, token_ids: Sequence[int] = ()) -> None:
         self._bytes = bytearray(array("i", token_ids).tobytes())
@@ -41,11 +34,6 @@ class TokenHistory:
     def cut(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens."""
         del self._bytes[num_tokens * _SIZE :]
-
-    def add_text(self, other: TokenHistory) -> None:
-        """Append another history; no ending is found across the border."""
-        self._bytes += _BREAK
-        self._bytes += other._bytes
 
     def last(self, num_tokens: int) -> bytes:
         """Return the bytes of the last tokens, fewer if there are fewer."""
@@ -65,11 +53,7 @@ class TokenHistory:
             end = self._find(part, limit)
             if end < 0:
                 continue
-            found = array("i", bytes(self._bytes[end : end + most * _SIZE])).tolist()
-            if -1 in found:
-                del found[found.index(-1) :]
-            if found:
-                return found, length
+            return array("i", bytes(self._bytes[end : end + most * _SIZE])).tolist(), length
         return [], 0
 
     def _find(self, part: bytes, limit: int) -> int:
