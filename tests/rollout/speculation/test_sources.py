@@ -55,10 +55,11 @@ def test_each_source_alone_is_accepted_and_changes_no_bit(make_engine, expected,
         outputs = list(outputs_of(expected).values())
         cases = some_cases()
         if source == "caller":
+            given = [(*ids[:9], 5, *ids[9:]) for ids in outputs[::2]]  # with a token too many
             cases = [
-                Case(case.prompt, case.params, RequestOptions(draft_token_ids=(*outputs[2 * n][:9], 5, *outputs[2 * n][9:])))
-                for n, case in enumerate(cases)
-            ]  # fmt: skip
+                Case(case.prompt, case.params, RequestOptions(draft_token_ids=its))
+                for case, its in zip(cases, given, strict=True)
+            ]
         assert play(engine, cases) == expected
     its = engine.parts.speculation.counts[source]
     assert its.num_accepted > 20 and its.num_drafted > its.num_accepted
