@@ -205,17 +205,21 @@ class KVLedger:
             self.grow(request, num_tokens)
         return num_tokens
 
-    def plan_draft(self, request: Request, num_tokens: int, num_drafted: int, *, num_reserved: int) -> int:
+    def plan_draft(
+        self, request: Request, num_tokens: int, num_drafted: int, *, num_slots_reserved: int = 0,
+        num_blocks_reserved: int = 0,
+    ) -> int:  # fmt: skip
         """Make room for a draft behind the request's first `num_tokens` tokens, which have blocks.
 
-        Takes free blocks only, and leaves as many free as requests run; of the slots of recurrent states it leaves
-        `num_reserved` free. Returns the number of drafted tokens that there is room for, at most `num_drafted`.
+        Takes free blocks only, leaves as many free as requests run, and `num_blocks_reserved` that are free or cached;
+        of the slots of recurrent states it leaves `num_slots_reserved` free. Returns the number of drafted tokens that
+        there is room for, from 0 to `num_drafted`.
         """
         account = self._accounts[request]
         if self.states is not None:
-            num_drafted = min(num_drafted, max(self.states.num_free - num_reserved, 0))
-        num_spare = max(self._pool.num_free - len(self._accounts), 0)
-        most = (len(account.blocks) + num_spare) * self.block_size - num_tokens
+            num_drafted = min(num_drafted, max(self.states.num_free - num_slots_reserved, 0))
+        num_spare = min(self._pool.num_free - len(self._accounts), self.num_available - num_blocks_reserved)
+        most = (len(account.blocks) + max(num_spare, 0)) * self.block_size - num_tokens
         num_drafted = min(num_drafted, most)
         num_missing = self.num_blocks_for(num_tokens + num_drafted) - len(account.blocks)
         if num_missing > 0:

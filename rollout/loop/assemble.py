@@ -110,7 +110,7 @@ def assemble(
         scheduler=_make_scheduler(config, ledger, limits, runner.num_stages),
         managers=ManagerPair(sequences, runner.workers, runner.on_event),
         grammars=_make_grammars(config, tokenizer, hosted.vocab_size, eos_token_ids),
-        speculation=Speculation.of(config, hosted.vocab_size),
+        speculation=Speculation.of(config, hosted.vocab_size, runner.computed_rows),
     )
 
 

@@ -32,8 +32,11 @@ class DraftSteps:
         self._limits, self._metrics = parts.limits, parts.reports.metrics
         self._trace = parts.reports.trace
         self._planning_s = 0.0  # of the newest step
-        # Where other steps are planned before this one is committed, they need slots of states.
-        self._num_slots_reserved = parts.limits.max_num_seqs if parts.runner.num_stages > 1 else 0
+        # Steps that are planned before this one is committed need slots of states and blocks: each of them at most one
+        # slot a sequence, and the blocks of its rows, with one more for each sequence whose rows begin inside a block.
+        num_ahead, limits = parts.runner.num_stages - 1, parts.limits
+        num_blocks = parts.ledger.num_blocks_for(limits.max_num_batched_tokens) + limits.max_num_seqs
+        self._num_slots_reserved, self._num_blocks_reserved = num_ahead * limits.max_num_seqs, num_ahead * num_blocks
 
     @property
     def may_draft(self) -> bool:
@@ -135,7 +138,10 @@ class DraftSteps:
                 return item
         table = self._ledger.block_table(request)
         num_known, num_blocks = item.start + item.num_tokens, len(table)
-        num_room = self._ledger.plan_draft(request, num_known, len(token_ids), num_reserved=self._num_slots_reserved)
+        num_room = self._ledger.plan_draft(
+            request, num_known, len(token_ids),
+            num_slots_reserved=self._num_slots_reserved, num_blocks_reserved=self._num_blocks_reserved,
+        )  # fmt: skip
         if num_room <= 0:
             self._set_none(request, NoDraft.NO_BLOCKS)
             return item

@@ -94,6 +94,10 @@ class ReplicaRunner:
     def settle(self) -> None:
         """Do nothing: no step begins before its launch."""
 
+    def computed_rows(self, num_rows: int) -> int:
+        """Return the same number: steps on several ranks are not recorded."""
+        return num_rows
+
     def forget(self, request: Request) -> None:
         self.stage.forget(request)
 

@@ -135,6 +135,10 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.forget()
 
+    def computed_rows(self, num_rows: int) -> int:
+        recorded = self._graphs.size_for(num_rows) if self._graphs is not None else None
+        return recorded or num_rows
+
     def forget(self, request: Request) -> None:
         self._sampler.forget(request)
 

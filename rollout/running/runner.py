@@ -78,6 +78,10 @@ class Runner(Protocol):
         """Cancel the anticipated step unless it was launched. Returns when it no longer reads or writes KV."""
         ...
 
+    def computed_rows(self, num_rows: int) -> int:
+        """Return the rows that a step of so many decode rows computes: more where it is padded to a recorded size."""
+        ...
+
     def forget(self, request: Request) -> None:
         """Drop the state of an answered request. Called after its last results, or while abandoned steps still run."""
         ...

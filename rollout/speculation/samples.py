@@ -21,9 +21,10 @@ from .token_history import LENGTHS, TokenHistory
 MAX_SEARCHED = 16  # live siblings for each proposal: a group of hundreds would search for longer than it runs
 MAX_SEARCHED_BYTES = 1 << 16  # of ended ones, and of a history
 MAX_SAMPLES = 64  # ended siblings of a prompt, and of its history: older ones are dropped
+_SAMPLE_BYTES, _PROMPT_BYTES = 160, 640  # of the objects around tokens, which count too: samples may be short
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Prompt:
     """The samples of one prompt."""
 
@@ -39,7 +40,8 @@ class _Prompt:
 
     @property
     def num_bytes(self) -> int:
-        return sum(sample.num_bytes for sample in (*self.ended, *self.history))
+        samples = (*self.ended, *self.history)
+        return sum(sample.num_bytes + _SAMPLE_BYTES for sample in samples) + _PROMPT_BYTES * bool(samples)
 
 
 class Samples:
@@ -50,7 +52,7 @@ class Samples:
         self._past, self.max_bytes = past, max_bytes
         self._prompts: dict[bytes, _Prompt] = {}  # least recently used first
         self._keys: dict[Request, bytes] = {}  # of live requests
-        self.num_bytes = 0  # of ended samples
+        self.num_bytes = 0  # of ended samples, as objects in memory
 
     def __len__(self) -> int:
         return len(self._prompts)

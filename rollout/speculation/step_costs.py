@@ -1,12 +1,16 @@
-"""The time of a step by its number of rows, learned from the steps that have run."""
+"""The time of a step by its number of rows, learned from the steps that have run.
+
+Measured sizes are few, and their times are made ascending by pooling neighbours that are not (isotonic regression by
+pool adjacent violators: Ayer et al. 1955).
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, deque
+from collections.abc import Callable
 
 WINDOW = 9  # steps of each size that are kept: one slow step changes no median
-WARM_UP = 4  # first steps of a size, which are left out: they compile or record something
+WARM_UP = 11  # first steps of a size, which are left out: they compile, record or try something
 MAX_SIZES = 128  # sizes that are kept; the ones used least recently are forgotten
 MAX_AGE = 128  # steps after which a size is measured again before drafts are compared with it
 PRIOR_SLOPE = 0.05  # of a step with one row more, as a share of a step with the fewest rows: before it was measured
@@ -15,7 +19,9 @@ PRIOR_SLOPE = 0.05  # of a step with one row more, as a share of a step with the
 class StepCosts:
     """Medians of the seconds of recent steps that hold decodes and drafts only."""
 
-    def __init__(self) -> None:
+    def __init__(self, computed_rows: Callable[[int], int] = lambda num_rows: num_rows) -> None:
+        """Start without measurements. computed_rows: the rows that a step of so many computes, padding included."""
+        self._computed_rows = computed_rows
         self._seconds: dict[int, deque[float]] = {}  # by number of rows
         self._num_seen = Counter[int]()  # steps of each size
         self._last: dict[int, int] = {}  # number of the newest measured step of each size
@@ -24,6 +30,7 @@ class StepCosts:
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """Learn from a step."""
+        num_rows = self._size(num_rows)
         self._num_steps += 1
         self._num_seen[num_rows] += 1
         if self._num_seen[num_rows] <= WARM_UP:
@@ -38,6 +45,7 @@ class StepCosts:
 
     def knows(self, num_rows: int) -> bool:
         """Return whether a step of about this size was measured lately, so that larger ones can be compared with it."""
+        num_rows = self._size(num_rows)
         near = [size for size in self._seconds if size <= 2 * num_rows]
         return bool(near) and self._num_steps - self._last[min(near, key=lambda size: abs(size - num_rows))] <= MAX_AGE
 
@@ -46,7 +54,7 @@ class StepCosts:
 
         Before the first measurement, the unit is the time of a step with no row.
         """
-        known = self._measured()
+        known, num_rows = self._measured(), self._size(num_rows)
         below = [(size, cost) for size, cost in known if size <= num_rows]
         above = next(((size, cost) for size, cost in known if size >= num_rows), None)
         if not below:
@@ -63,5 +71,21 @@ class StepCosts:
         if self._known is None:
             sizes = sorted(self._seconds)
             medians = [sorted(recent)[len(recent) // 2] for recent in map(self._seconds.__getitem__, sizes)]
-            self._known = list(zip(sizes, itertools.accumulate(medians, max), strict=True))
+            self._known = list(zip(sizes, _ascending(medians), strict=True))
         return self._known
+
+    def _size(self, num_rows: int) -> int:
+        """Return the size that a step counts as: rows with padding, in eights where there are many."""
+        computed = self._computed_rows(num_rows)
+        return computed if computed <= 16 else -(-computed // 8) * 8
+
+
+def _ascending(values: list[float]) -> list[float]:
+    """Return the ascending values with the least sum of squared distances from these."""
+    pools: list[tuple[float, int]] = []  # mean, number
+    for value in values:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (b, num_b), (a, num_a) = pools.pop(), pools.pop()
+            pools.append(((a * num_a + b * num_b) / (num_a + num_b), num_a + num_b))
+    return [mean for mean, num in pools for _ in range(num)]

@@ -18,6 +18,8 @@ _BREAK = array("i", [-1]).tobytes()  # between texts: no token
 class TokenHistory:
     """Tokens in the order of their arrival, and the places in them."""
 
+    __slots__ = ("_bytes",)
+
     def __init__(self, token_ids: Sequence[int] = ()) -> None:
         self._bytes = bytearray(array("i", token_ids).tobytes())
 

@@ -60,6 +60,9 @@ class StagedRunner:
             messages.put((output, requests, [] if stage == 0 else news, step))
         return step
 
+    def computed_rows(self, num_rows: int) -> int:
+        return num_rows
+
     def forget(self, request: Request) -> None:
         self._sampler.forget(request)
 

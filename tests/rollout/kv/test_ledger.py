@@ -314,3 +314,77 @@ def test_ledger_adds_up_after_each_of_ten_thousand_random_operations(make):
     walk.ledger.check_idle()
     walk.ledger.flush()
     assert walk.ledger.usage.num_free == 12
+
+
+# -- drafts ----------------------------------------------------------------------------------------
+
+
+def a_decode(ledger: KVLedger, num_tokens: int, first: int = 0) -> Request:
+    """Admit a request whose last known token's row is the next one, with a block for it."""
+    request = a_request(list(range(first, first + num_tokens)))
+    ledger.open(request, [])
+    assert ledger.grow(request, num_tokens) is not None
+    ledger.publish(request, num_tokens - 1)
+    return request
+
+
+def test_a_draft_takes_free_blocks_and_gives_back_those_that_no_accepted_token_needs():
+    ledger = a_ledger()
+    request = a_decode(ledger, 6)
+    before = list(ledger.block_table(request))
+    assert ledger.plan_draft(request, 6, 9) == 9  # 15 tokens
+    assert len(ledger.block_table(request)) == 4 and ledger.usage.num_free == 4
+    request.sequence.token_ids += [50] * 3  # two accepted, and one drawn behind them
+    ledger.publish(request, 8)
+    ledger.settle_draft(request, 8, 2)
+    ledger.check()
+    assert ledger.block_table(request) == before and ledger.usage.num_free == 6
+    assert ledger.num_blocks_kept(request, 0) == 2  # once: the managers know longer tables
+    assert ledger.num_blocks_kept(request, 0) is None
+    assert ledger.plan_draft(request, 9, 2) == 2
+    request.sequence.token_ids += [50] * 3
+    ledger.settle_draft(request, 11, 2)
+    assert len(ledger.block_table(request)) == 3 and ledger.num_blocks_kept(request, 0) is None
+    ledger.close(request)
+    ledger.check_idle()
+
+
+def test_a_draft_leaves_a_free_block_to_each_request_and_evicts_none():
+    ledger = a_ledger()
+    gone = a_request([9] * 8)
+    compute(ledger, gone)
+    ledger.close(gone)  # two cached blocks
+    requests = [a_decode(ledger, 4, 100 * n) for n in range(3)]
+    assert (ledger.usage.num_free, ledger.usage.num_cached) == (3, 2)
+    assert [ledger.plan_draft(request, 4, 8) for request in requests] == [0, 0, 0]  # a block is left for each
+    ledger.close(requests.pop())
+    ledger.flush()
+    assert ledger.usage.num_free == 6
+    assert ledger.plan_draft(requests[0], 4, 40) == 16
+    assert ledger.plan_draft(requests[1], 3, 40) == 1  # in the block that it has
+    for request in requests:
+        ledger.settle_draft(request, 4, 0)
+    ledger.check()
+    assert ledger.usage.num_free == 6
+
+
+def test_a_draft_leaves_the_blocks_that_steps_ahead_may_want():
+    ledger = a_ledger()
+    request = a_decode(ledger, 4)
+    assert ledger.usage.num_free == 7
+    assert ledger.plan_draft(request, 4, 20, num_blocks_reserved=7) == 0
+    assert ledger.plan_draft(request, 4, 20, num_blocks_reserved=5) == 8
+    ledger.settle_draft(request, 4, 0)
+    assert ledger.plan_draft(request, 2, 20, num_blocks_reserved=100) == 2
+    ledger.settle_draft(request, 4, 0)
+    ledger.check()
+
+
+def test_the_blocks_of_a_draft_come_back_with_its_request():
+    ledger = a_ledger()
+    request = a_decode(ledger, 4)
+    ledger.plan_draft(request, 4, 12)
+    ledger.close(request)  # a preemption, or a step that failed
+    ledger.check()
+    ledger.check_idle()
+    assert ledger.usage.num_free + ledger.usage.num_cached == 8

@@ -17,7 +17,14 @@ from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.event_log import fresh_copy
 from lockstep.rollout.sequences.request import Request, RequestOptions
 from lockstep.rollout.sequences.sequence import Sequence
-from lockstep.rollout.sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
+from lockstep.rollout.sequences.step import (
+    Draft,
+    NewToken,
+    ScheduledSequence,
+    ScheduleOutput,
+    SequenceResult,
+    StateSlots,
+)
 from lockstep.rollout.sequences.worker_manager import WorkerSequenceManager
 
 
@@ -33,6 +40,7 @@ class Pair:
         self.controller, self.follower = WorkerSequenceManager(1), WorkerSequenceManager(1)
         self.requests: dict[str, Request] = {}
         self.ran: list[int] = []
+        self.scheduled: list[ScheduledSequence] = []  # all shares that the follower has read
 
     def schedule(self, output: ScheduleOutput, **new: Request) -> None:
         self.writer.schedule(output, self.controller, new)
@@ -59,6 +67,7 @@ class Pair:
             value = event.value
             if event.op is Op.SCHEDULE:
                 follower.on_schedule(value[0])
+                self.scheduled += value[0].scheduled
                 self.requests.update({request.id: request for request in value[1]})
             elif event.op is Op.RESULTS:
                 follower.on_step_completed(value)
@@ -160,6 +169,83 @@ def test_a_jump_crosses_with_its_first_rows_and_is_settled_by_the_token_after_it
         assert manager.sequence("a").token_ids == [1, 2, 3, 5, 6, 7, 8] and manager.sequence("a").jump_start is None
 
 
+def new_token(token_id: int, masked_prob: float | None = None) -> NewToken:
+    return NewToken(token_id, -0.5, ((-0.5, token_id),), ((-1.5, 3),), False, False, masked_prob)
+
+
+def test_a_draft_crosses_with_its_masks_and_its_accepted_tokens_come_before_the_sampled_one() -> None:
+    pair = Pair()
+    pair.schedule(ScheduleOutput(1, (item("a", 0, 3, 4, tokens=[1, 2, 3]),)), a=make_request("a", [1, 2, 3]))
+    pair.results([SequenceResult("a", 0, 3, 9, -0.5)])
+    drafts = [
+        Draft((5, 6, 7), source="past", confidence=3),
+        Draft((5, 6), (b"\1" * 8, b"\2" * 8)),
+        Draft((5, 6), (None, b"\2" * 8)),
+        Draft((8,)),
+    ]
+    start = 3
+    for number, (draft, num_accepted) in enumerate(zip(drafts, (2, 0, 2, 1), strict=True), 2):
+        share = item("a", start, 1, *([7] if number == 2 else []))._replace(
+            draft=draft, allowed=b"\1" * 8 if draft.allowed else None
+        )
+        if number == 3:
+            share = share._replace(num_blocks_kept=1)
+        pair.schedule(ScheduleOutput(number, (share,)))
+        accepted = tuple(new_token(id) for id in draft.token_ids[:num_accepted])
+        [result] = results_of_bytes(
+            results_bytes([SequenceResult("a", 0, 1, 20 + number, -0.25, accepted=accepted)]), [share]
+        )
+        assert result.accepted == accepted
+        pair.results([result])
+        pair.send()
+        there = pair.scheduled[-1]
+        rows = 1 + len(draft.token_ids)
+        assert (there.draft.token_ids, there.num_tokens, there.num_rows) == (draft.token_ids, 1, rows)
+        assert there.draft.allowed == draft.allowed and (there.draft.source, there.draft.confidence) == ("", 0)
+        start += 1 + num_accepted
+        for manager in (pair.follower, pair.controller):
+            assert manager.sequence("a").token_ids[-1 - num_accepted :] == [
+                *draft.token_ids[:num_accepted],
+                20 + number,
+            ]
+            assert manager.next_row("a") == start == manager.sequence("a").num_tokens - 1
+        assert pair.follower.block_table("a") == pair.controller.block_table("a") == ([4, 7] if number == 2 else [4])
+
+
+def test_slots_of_a_drafts_states_cross_and_the_next_decode_is_short_again() -> None:
+    writer, reader = EventWriter(has_states=True), EventReader(has_states=True)
+    controller, follower = WorkerSequenceManager(1), WorkerSequenceManager(1)
+    shares = [
+        item("a", 0, 2, 4, tokens=[1, 2])._replace(states=StateSlots(0, 3)),
+        item("a", 2, 1)._replace(states=StateSlots(3, 5), draft=Draft((6, 7), states=(8, 9))),
+        item("a", 5, 1)._replace(states=StateSlots(9, 1)),
+    ]
+    results = [
+        SequenceResult("a", 0, 2, 5, -0.5),
+        SequenceResult("a", 0, 1, 8, -0.5, accepted=(new_token(6), new_token(7))),
+        SequenceResult("a", 0, 1, 4, -0.5),
+    ]
+    seen, sizes = [], []
+    for number, (share, result) in enumerate(zip(shares, results, strict=True), 1):
+        writer.schedule(ScheduleOutput(number, (share,)), controller, {"a": make_request("a", [1, 2])})
+        controller.on_schedule(ScheduleOutput(number, (share,)))
+        writer.results([result])
+        controller.on_step_completed([result])
+        message = writer.take()
+        sizes.append(len(message))
+        for event in reader.read(message, follower):
+            if event.op is Op.SCHEDULE:
+                seen += event.value[0].scheduled
+                follower.on_schedule(event.value[0])
+            else:
+                follower.on_step_completed(event.value)
+    assert [(share.states, share.draft.token_ids, share.draft.states) for share in seen] == [
+        (share.states, share.draft.token_ids, share.draft.states) for share in shares
+    ]
+    assert follower.sequence("a").token_ids == [1, 2, 5, 6, 7, 8, 4] and sizes[2] < sizes[1]
+    assert follower.state_hash() == controller.state_hash()
+
+
 def test_a_decode_step_takes_three_words_a_sequence_and_its_result_included() -> None:
     pair, ids = Pair(), [f"request-{i}" for i in range(64)]
     new = {id: make_request(id, [1, 2]) for id in ids}
@@ -189,11 +275,16 @@ def test_random_traces_leave_equal_managers() -> None:
                 blocks = tuple(rng.randrange(99) for _ in range(rng.randrange(3)))
                 tokens = tuple(sequence.token_ids) if start == 0 else None
                 life = pair.controller.incarnation(request.id) if known else 0
-                entries.append(ScheduledSequence(request.id, life, start, rows, blocks, tokens))
+                is_last = start + rows == sequence.num_tokens
+                drafted = tuple(rng.randrange(500) for _ in range(rng.randrange(4) if is_last else 0))
+                entries.append(ScheduledSequence(request.id, life, start, rows, blocks, tokens, draft=Draft(drafted)))
             pair.schedule(ScheduleOutput(step, tuple(entries)), **{r.id: r for r in live})
             ends = {e.id: e.start + e.num_tokens == pair.controller.sequence(e.id).num_tokens for e in entries}
-            pair.results([SequenceResult(e.id, e.incarnation, e.num_tokens, rng.randrange(500) if ends[e.id] else None)
-                          for e in entries])  # fmt: skip
+            pair.results([
+                SequenceResult(e.id, e.incarnation, e.num_tokens, rng.randrange(500) if ends[e.id] else None,
+                               accepted=tuple(map(new_token, e.draft.token_ids[: rng.randrange(4)])))
+                for e in entries
+            ])  # fmt: skip
             for request in list(live):
                 if rng.random() < 0.15:
                     pair.preempt(request.id)

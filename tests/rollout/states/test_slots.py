@@ -179,3 +179,70 @@ def test_random_requests_never_lack_a_slot_and_lose_none(seed):
     for request in running:
         ledger.close(request)
     ledger.check_idle()
+
+
+# -- drafts ----------------------------------------------------------------------------------------
+
+
+def drafting_request(ledger: KVLedger) -> Request:
+    """Admit a request and plan the step of its last known token's row."""
+    request = a_request(list(range(6)))
+    compute(ledger, request)
+    decode(ledger, request, 1)
+    request.sequence.token_ids.append(77)
+    ledger.grow(request, 8)
+    ledger.plan_states(request, 7, 8)
+    return request
+
+
+@pytest.mark.parametrize("num_accepted", [0, 1, 3])
+def test_the_state_after_the_last_accepted_token_is_kept_and_the_others_are_free(num_accepted):
+    ledger = a_ledger(num_snapshots=0)
+    request, states = drafting_request(ledger), ledger.states
+    num_free, account = states.num_free, states._accounts[request]
+    write = account.write
+    slots = states.plan_draft(request, 3)
+    assert len({*slots, write, account.read}) == 5 and states.num_free == num_free - 3
+    states.check()
+    with pytest.raises(AssertionError, match="not settled"):
+        states.plan(request, 8, 9)
+    states.settle_draft(request, num_accepted)
+    assert states.check() == [] and states.num_free == num_free
+    assert states.plan(request, 8 + num_accepted, 9 + num_accepted).read == (write, *slots)[num_accepted]
+    ledger.close(request)
+    assert states.check_idle() == [] and states.num_free == states.num_slots - 1
+
+
+def test_a_draft_has_the_free_slots_that_are_not_reserved():
+    ledger = a_ledger(num_sequences=3, num_snapshots=0)  # six slots
+    request, states = drafting_request(ledger), ledger.states
+    assert states.num_free == 4
+    assert ledger.plan_draft(request, 8, 9, num_slots_reserved=9) == 0
+    assert ledger.plan_draft(request, 8, 9, num_slots_reserved=3) == 1
+    assert ledger.plan_draft(request, 8, 9) == 4
+    ledger.close(request)
+
+
+def test_a_snapshot_inside_an_accepted_draft_is_that_of_its_own_token():
+    ledger = a_ledger()
+    request, states = drafting_request(ledger), ledger.states
+    assert ledger.plan_draft(request, 8, 6) == 6
+    slots = states.plan_draft(request, 6)
+    request.sequence.token_ids += [70, 71, 72, 73, 74, 75]  # five accepted, and one drawn
+    ledger.publish(request, 13)  # the newest full block ends at token 12, the fourth of the draft
+    node = ledger._accounts[request].nodes[-1]
+    assert states.has_snapshot(node) and states._snapshots[node] == slots[3]
+    ledger.settle_draft(request, 13, 5)
+    ledger.check()
+    assert states.plan(request, 13, 14).read == slots[4]
+    ledger.close(request)
+    ledger.check()
+    assert len(ledger.match(a_request([*request.sequence.token_ids[:13]]))) == 3
+
+
+def test_the_slots_of_a_draft_come_back_with_its_request():
+    ledger = a_ledger()
+    request, states = drafting_request(ledger), ledger.states
+    states.plan_draft(request, 4)
+    ledger.close(request)
+    assert states.check() == [] == states.check_idle()

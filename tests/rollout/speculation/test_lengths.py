@@ -1,0 +1,148 @@
+"""The choice of the drafts' lengths: what steps cost, how often drafts are accepted, and when they rest."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from lockstep.rollout.speculation.acceptance import MAX_DEPTH, Acceptance
+from lockstep.rollout.speculation.lengths import MIN_GAIN, BestRate, StepSize, WholeDrafts
+from lockstep.rollout.speculation.rests import FIRST, LONGEST, LONGEST_WITHOUT, Rests
+from lockstep.rollout.speculation.step_costs import MAX_SIZES, WARM_UP, WINDOW, StepCosts
+
+
+def costs_of(seconds: dict[int, float]) -> StepCosts:
+    costs = StepCosts()
+    for num_rows, value in seconds.items():
+        observe(costs, num_rows, value)
+    return costs
+
+
+def observe(costs: StepCosts, num_rows: int, seconds: float) -> None:
+    """Measure a size that has not run before."""
+    for _ in range(WARM_UP):
+        costs.observe(num_rows, 99.0)  # these may compile or record
+    costs.observe(num_rows, seconds)
+
+
+def test_steps_cost_what_was_measured_and_lie_on_a_line_between():
+    costs = costs_of({1: 1.0, 5: 2.0, 9: 1.5})
+    assert [costs.seconds(num) for num in (1, 3, 5, 9)] == [1.0, 1.375, 1.75, 1.75]  # never less for more rows
+    assert costs.seconds(20) > costs.seconds(10) > 1.75
+    values = [costs.seconds(num) for num in range(1, 40)]
+    assert values == sorted(values)
+
+
+def test_before_anything_is_measured_a_row_costs_a_little():
+    costs = StepCosts()
+    assert costs.seconds(1) < costs.seconds(2) < 2 * costs.seconds(1)
+    for _ in range(WARM_UP):
+        costs.observe(4, 100.0)  # the first of its size say nothing
+    assert costs.seconds(4) < 2
+
+
+def test_one_slow_step_changes_no_cost_and_sizes_are_bounded():
+    costs = costs_of({4: 1.0})
+    for value in [1.0] * 4 + [50.0]:
+        costs.observe(4, value)
+    assert costs.seconds(4) == 1.0
+    for _ in range(WINDOW):
+        costs.observe(4, 3.0)
+    assert costs.seconds(4) == 3.0
+    for num_rows in range(10, 10 + 2 * 8 * MAX_SIZES):
+        observe(costs, num_rows, 1.0)
+    assert len(costs._seconds) == MAX_SIZES
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_best_rate_is_that_of_all_choices(seed):
+    """Compare with every choice of lengths of a few proposals."""
+    dice = random.Random(seed)
+    costs = costs_of({num: 1 + num * dice.choice([0.02, 0.1, 0.5]) + dice.random() / 20 for num in range(1, 16)})
+    chances = []
+    for _ in range(3):
+        chance, its = 1.0, []
+        for _ in range(dice.randrange(5)):
+            chance *= dice.choice([0.2, 0.6, 0.95])
+            its.append(chance)
+        chances.append(its)
+    size, budget = StepSize(3, 3), dice.randrange(1, 13)
+    lengths = BestRate(costs).choose(size, chances, budget)
+
+    def rate(chosen) -> float:
+        expected = size.num_tokens + sum(sum(its[:num]) for its, num in zip(chances, chosen, strict=True))
+        return expected / costs.seconds(size.num_rows + sum(chosen))
+
+    choices = itertools.product(*(range(len(its) + 1) for its in chances))
+    best = max((chosen for chosen in choices if sum(chosen) <= budget), key=rate)
+    assert sum(lengths) <= budget and all(num <= len(its) for num, its in zip(lengths, chances, strict=True))
+    if any(lengths):
+        assert rate(lengths) == pytest.approx(rate(best)) and rate(lengths) > MIN_GAIN * rate([0, 0, 0])
+    else:
+        assert rate(best) <= MIN_GAIN * rate([0, 0, 0]) * (1 + 1e-12)
+
+
+def test_free_rows_take_all_and_dear_rows_none():
+    chances = [[0.9, 0.8], [0.5], []]
+    assert BestRate(costs_of({1: 1.0, 50: 1.0})).choose(StepSize(3, 3), chances, 9) == [2, 1, 0]
+    assert BestRate(costs_of({1: 1.0, 50: 1.0})).choose(StepSize(3, 3), chances, 2) == [2, 0, 0]
+    assert BestRate(costs_of({3: 1.0, 4: 2.0, 9: 9.0})).choose(StepSize(3, 3), chances, 9) == [0, 0, 0]
+    assert WholeDrafts().choose(StepSize(3, 3), chances, 2) == [2, 0, 0]
+
+
+def test_chances_fall_with_depth_and_follow_what_was_accepted():
+    acceptance = Acceptance()
+    assert acceptance.of_source("a") == 0.5
+    for _ in range(200):
+        acceptance.learn("a", 12, 4, 4)
+        acceptance.learn("a", 2, 4, 0)
+        acceptance.learn("b", 1, 1, 1)
+    [first, *rest] = acceptance.chances("a", 12, 6)
+    assert first > 0.9 and rest == sorted(rest, reverse=True) and len(rest) == 5
+    assert next(acceptance.chances("a", 2, 1)) < 0.1
+    assert acceptance.of_source("a") > 0.9 < acceptance.of_source("b")  # the best of its classes
+    assert list(acceptance.chances("c", 0, 2)) == [0.5, 0.25]
+
+
+def test_tokens_behind_a_rejected_one_say_nothing_and_old_drafts_are_forgotten():
+    acceptance = Acceptance()
+    for _ in range(50):
+        acceptance.learn("a", 0, 6, 1)
+    one, two, three, *_ = acceptance.chances("a", 0, 6)
+    assert one > 0.9 and two / one < 0.1 and three / two == 0.5  # the third was never tried
+    for _ in range(200):
+        acceptance.learn("a", 0, 6, 6)
+    assert min(acceptance.chances("a", 0, MAX_DEPTH)) > 0.7
+    for _ in range(200):
+        acceptance.learn("a", 0, 6, 0)
+    assert acceptance.of_source("a") < 0.1
+
+
+def test_rests_grow_while_nothing_pays_and_end_where_it_does():
+    rests, lengths = Rests(), []
+    for _ in range(9):
+        rests.begin(8, were_proposals=True)
+        num = 1
+        while rests.next_step(8):
+            assert rests.is_resting and not rests.is_trial
+            num += 1
+        assert rests.is_trial and not rests.is_resting
+        lengths.append(num)
+    assert lengths == [min(FIRST * 2**n, LONGEST) for n in range(9)]
+    rests.next_step(8)
+    assert not rests.is_trial
+    rests.paid()
+    rests.begin(8, were_proposals=True)
+    assert [rests.next_step(8) for _ in range(FIRST)] == [True] * (FIRST - 1) + [False]
+
+
+def test_a_rest_ends_where_half_as_many_run_and_is_short_without_proposals():
+    rests = Rests()
+    for _ in range(6):
+        rests.begin(8, were_proposals=False)
+    assert [rests.next_step(8) for _ in range(LONGEST_WITHOUT)].count(True) == LONGEST_WITHOUT - 1
+    rests.begin(8, were_proposals=True)
+    assert rests.next_step(5) and not rests.next_step(4)
+    assert rests.is_trial
