@@ -109,7 +109,7 @@ def test_lengths_are_reached_exactly(off, drafting, way):
     assert play(engine, nothing) == play(off, nothing)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@covering(1, way=WAYS)
 def test_the_context_is_filled_to_its_end_and_not_beyond(make_engine, drafting, off, way):
     outputs = outputs_of(free_run(off))
     for length in (9, 16, 17, 18, 33):

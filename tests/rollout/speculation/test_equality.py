@@ -10,7 +10,7 @@ from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.request import RequestOptions
 from lockstep.tests.rollout.speculation.conftest import VOCAB
 from lockstep.tests.rollout.speculation.drafting import Case, Oracle, counts, draft_always, outputs_of, play
-from lockstep.tests.support.covering import covering
+from lockstep.tests.support.covering import covering, covering_rows
 
 WAYS: dict[str, dict[str, object]] = {
     "plain": {"cuda_graph_batch_sizes": ()}, "overlap": {"overlap": True},
@@ -50,7 +50,7 @@ def cases(settings: dict[str, dict[str, object]], num_new: int, options: Request
     ]
 
 
-GROUPS = (cases(SIMPLE, 24, RequestOptions()), cases(SHAPED, 24, ALL))
+GROUPS = (cases(SIMPLE, 16, RequestOptions()), cases(SHAPED, 16, ALL))
 
 
 @pytest.fixture
@@ -70,11 +70,27 @@ def expected(small, make_engine):
 _found: dict[tuple[str, torch.dtype], list[dict[str, tuple]]] = {}
 
 
-@covering(
-    2, family=FAMILIES, dtype=[torch.float32, torch.bfloat16], way=WAYS,
-    spoil=["right", "part", "wrong", "too long", "outside"],
-)  # fmt: skip
+# Each value in the quick suite, each pair in the slow one, the product in the exhaustive one.
+AXES = {
+    "family": FAMILIES, "dtype": [torch.float32, torch.bfloat16], "way": [*WAYS],
+    "spoil": ["right", "part", "wrong", "too long", "outside"],
+}  # fmt: skip
+
+
+@covering(1, rest="exhaustive", **AXES)
 def test_drafts_change_no_bit(small, make_engine, expected, family, dtype, way, spoil):
+    compare(expected(family, dtype), make_engine(small(family, dtype), **WAYS[way]), spoil)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    tuple(AXES),
+    [
+        tuple(values[place] for values, place in zip(AXES.values(), row, strict=True))
+        for row in sorted(covering_rows(2, [len(values) for values in AXES.values()]))
+    ],
+)
+def test_drafts_change_no_bit_in_any_pair(small, make_engine, expected, family, dtype, way, spoil):
     compare(expected(family, dtype), make_engine(small(family, dtype), **WAYS[way]), spoil)
 
 
@@ -98,8 +114,8 @@ def compare(wanted: list[dict[str, tuple]], engine: Engine, spoil: str) -> None:
         assert play(engine, group) == records
         drafted, accepted, refused = (now - then for now, then in zip(counts(engine), before, strict=True))
         if spoil == "wrong":
-            assert drafted > 50 and accepted <= 3  # of a few tokens that all settings make likely
+            assert drafted > 30 and accepted <= 3  # of a few tokens that all settings make likely
         else:
-            assert accepted > 20
+            assert accepted > 12
         assert (refused > 0) == (spoil in ("too long", "outside"))
     engine.close()
