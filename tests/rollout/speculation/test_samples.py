@@ -12,6 +12,7 @@ from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.request import Request, RequestOptions
 from lockstep.rollout.sequences.sequence import Sequence
 from lockstep.rollout.speculation.caller import CallersDraft
+from lockstep.rollout.speculation.history_file import read_histories, write_histories
 from lockstep.rollout.speculation.own_past import OwnPast
 from lockstep.rollout.speculation.samples import MAX_SAMPLES, History, Samples, Siblings
 from lockstep.rollout.speculation.token_history import LENGTHS, TokenHistory
@@ -173,7 +174,7 @@ def test_a_prompt_whose_requests_never_all_end_keeps_a_bounded_number():
     for number in range(3 * MAX_SAMPLES):
         store.sample([1, 2], [number, 5, 6])
         store.check()
-    assert len(store.samples.siblings(lasting)) == MAX_SAMPLES
+    assert len(store.samples.live(lasting).ended) == MAX_SAMPLES
     small, lasting = Store(max_bytes=2_000), a_request([1, 2])
     small.samples.live(lasting)
     for number in range(3 * MAX_SAMPLES):
@@ -200,46 +201,28 @@ def test_what_was_saved_is_known_after_a_load(tmp_path):
     store.sample([1, 2, 3], [7, 8, 9])
     store.sample([1, 2, 3], [7, 5], extra_key="key")
     store.sample([4], list(range(100)))
-    store.samples.save(path)
+    write_histories(path, store.samples.histories())
     assert [p.name for p in tmp_path.iterdir()] == ["samples.json"]
     other = Store()
     other.sample([1, 2, 3], [7, 8, 4])
-    other.samples.load(path)
+    other.samples.add_histories(read_histories(path, 1000, other.samples.max_bytes))
     other.check()
     assert other.history.propose(a_request([1, 2, 3]), 9).token_ids == [7, 8, 4]  # newer than the file's
     assert other.history.propose(a_request([1, 2, 3], [7, 8, 9, 1]), 9).token_ids == ()
     assert other.history.propose(a_request([1, 2, 3], extra_key="key"), 9).token_ids == [7, 5]
     assert other.history.propose(a_request([4], [50, 51]), 2).token_ids == [52, 53]
     small = Store(max_bytes=1500)
-    small.samples.load(path)
+    small.samples.add_histories(read_histories(path, 1000, small.samples.max_bytes))
     small.check()
     assert 0 < len(small.samples) < 3
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", "[]", "{}", "[1, 2", '{"format": 1}', '{"format": 1, "prompts": []}', '{"format": 1, "prompts": {"a": 3}}',
-        '{"format": 1, "prompts": {"YQ==": ["YQ=="]}}', '{"format": 1, "prompts": {"YQ==": [3]}}',
-        '{"format": 2, "prompts": {}}', '{"prompts": {}}',
-    ],
-)  # fmt: skip
-def test_another_file_is_refused_by_name_and_changes_nothing(tmp_path, text):
-    path, store = tmp_path / "no samples.json", Store()
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"no samples\.json"):
-        store.samples.load(path)
-    assert len(store.samples) == 0
-    with pytest.raises(OSError, match="missing"):
-        store.samples.load(tmp_path / "missing")
 
 
 def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     store, path = Store(), tmp_path / "samples.json"
     store.sample([1, 2], [3])
-    store.samples.save(path)
+    write_histories(path, store.samples.histories())
     before = json.loads(path.read_text())
     store.sample([1, 2], [4])
     with pytest.raises(OSError, match="gone"):
-        store.samples.save(tmp_path / "gone" / "samples.json")
+        write_histories(tmp_path / "gone" / "samples.json", store.samples.histories())
     assert json.loads(path.read_text()) == before and len(list(tmp_path.iterdir())) == 1

@@ -165,7 +165,7 @@ def test_where_one_source_is_refused_the_next_one_is_asked(make_engine, expected
 @pytest.mark.parametrize("bad", [(VOCAB,), (5, -1)])
 def test_a_callers_draft_outside_the_vocabulary_is_the_callers_fault(make_engine, bad):
     engine = make_engine()
-    with pytest.raises(ValueError, match=rf"draft_token_ids has \[{bad[-1]}\], but the vocabulary ends at 1023"):
+    with pytest.raises(ValueError, match=rf"draft_token_ids .*\[{bad[-1]}\]"):
         engine.add(PROMPT, SamplingParams(), options=RequestOptions(draft_token_ids=bad))
     assert not engine.has_work
     engine.close()
