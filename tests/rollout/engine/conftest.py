@@ -20,9 +20,10 @@ def _one_thread(restore_threads):
 @pytest.fixture
 def make_engine(make_model):
     def make(family: str = "qwen3", *, tokenizer=None, model: dict | None = None, **config: object) -> Engine:
-        settings = {"kv_cache": "64 blocks", "max_num_seqs": 8, "max_num_batched_tokens": 256, **config}
+        # Without drafts: these tests count steps and chunks, and a prompt that comes again would need fewer of them.
+        settings = {"kv_cache": "64 blocks", "max_num_seqs": 8, "max_num_batched_tokens": 256, "speculation": "off"}
         module = make_model(family, **(model or {}))
-        return Engine(module.train(), EngineConfig(**settings), tokenizer=tokenizer)
+        return Engine(module.train(), EngineConfig(**{**settings, **config}), tokenizer=tokenizer)
 
     return make
 
