@@ -189,14 +189,16 @@ class KVLedger:
             self._merge_copies()
         if num_missing > self.num_available:
             return None
-        if (num_short := max(num_missing - self._pool.num_free, 0)) > 0:
-            for block in self.cache.evict(num_short):
-                self._pool.give(block)
-        share = num_short / num_missing
+        share = max(num_missing - self._pool.num_free, 0) / num_missing
         self.eviction_pressure += (1 - _PRESSURE_MEMORY) * (share - self.eviction_pressure)
-        blocks = self._pool.take(num_missing)
-        account.blocks += blocks
+        account.blocks += (blocks := self._take(num_missing))
         return blocks
+
+    def _take(self, num_blocks: int) -> list[int]:
+        """Take so many available blocks, evicting cached ones for those that are not free."""
+        for block in self.cache.evict(max(num_blocks - self._pool.num_free, 0)):
+            self._pool.give(block)
+        return self._pool.take(num_blocks)
 
     def grow_up_to(self, request: Request, num_tokens: int) -> int:
         """Extend the table to hold `num_tokens`, or as many of them as blocks are available for. Returns the number."""
@@ -207,23 +209,23 @@ class KVLedger:
 
     def plan_draft(
         self, request: Request, num_tokens: int, num_drafted: int, *, num_slots_reserved: int = 0,
-        num_blocks_reserved: int = 0,
+        num_blocks_reserved: int = 0, may_evict: bool = False,
     ) -> int:  # fmt: skip
-        """Make room for a draft behind the request's first `num_tokens` tokens, which have blocks.
+        """Make room for a draft behind the request's first `num_tokens` tokens, which have blocks; returns the number
+        of drafted tokens that there is room for.
 
-        Takes free blocks only, leaves as many free as requests run, and `num_blocks_reserved` that are free or cached;
-        of the slots of recurrent states it leaves `num_slots_reserved` free. Returns the number of drafted tokens that
-        there is room for, from 0 to `num_drafted`.
+        Takes free blocks, and cached ones if it `may_evict`. Leaves as many of these as requests run, and
+        `num_blocks_reserved` free or cached ones; of the slots of recurrent states it leaves `num_slots_reserved`.
         """
         account = self._accounts[request]
         if self.states is not None:
             num_drafted = min(num_drafted, max(self.states.num_free - num_slots_reserved, 0))
-        num_spare = min(self._pool.num_free - len(self._accounts), self.num_available - num_blocks_reserved)
+        num_to_take = self.num_available if may_evict else self._pool.num_free
+        num_spare = min(num_to_take - len(self._accounts), self.num_available - num_blocks_reserved)
         most = (len(account.blocks) + max(num_spare, 0)) * self.block_size - num_tokens
         num_drafted = min(num_drafted, most)
         num_missing = self.num_blocks_for(num_tokens + num_drafted) - len(account.blocks)
-        if num_missing > 0:
-            account.blocks += self._pool.take(num_missing)
+        account.blocks += self._take(max(num_missing, 0))
         return num_drafted
 
     def settle_draft(self, request: Request, num_tokens: int, num_accepted: int) -> None:

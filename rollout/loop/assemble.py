@@ -35,14 +35,12 @@ from ..scheduling.pipelining import Pipelining
 from ..scheduling.scheduler import Scheduler, StepLimits
 from ..sequences.engine_manager import EngineSequenceManager
 from ..sequences.event_log import ManagerPair
-from ..speculation.speculation import Speculation
+from ..speculation.speculation import DEPTH, Speculation
 from ..states.slots import SlotLedger
 from ..states.tensors import StatePlan, StatePool, plan_state_pool
 from .parts import MakeRunner, Parts, RunnerParts
 
 logger = logging.getLogger(__name__)
-
-MAX_RECORDED_DRAFTS = 16  # rows for drafts, beside one for each sequence, in recorded steps of the largest size
 
 
 def make_runner(parts: RunnerParts) -> Runner:
@@ -200,7 +198,7 @@ def _make_graphs(parts: RunnerParts) -> DecodeGraphs | None:
     """Make the recorded decode steps if they are configured or faster; else return None."""
     model, config = parts.model, parts.config
     asked = config.cuda_graph_batch_sizes
-    most = config.max_num_seqs if config.speculation == "off" else config.max_num_seqs + MAX_RECORDED_DRAFTS
+    most = config.max_num_seqs if config.speculation == "off" else config.max_num_seqs * (1 + DEPTH)
     sizes = decode_ladder(asked, most, model.device)
     if not sizes:
         return None

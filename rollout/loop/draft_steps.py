@@ -141,6 +141,7 @@ class DraftSteps:
         num_room = self._ledger.plan_draft(
             request, num_known, len(token_ids),
             num_slots_reserved=self._num_slots_reserved, num_blocks_reserved=self._num_blocks_reserved,
+            may_evict=not self._scheduler.num_waiting,  # a waiting request may want what is cached
         )  # fmt: skip
         if num_room <= 0:
             self._set_none(request, NoDraft.NO_BLOCKS)

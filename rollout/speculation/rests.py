@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-FIRST, LONGEST = 4, 256  # steps of a rest: doubled each time that drafts do not pay
-LONGEST_WITHOUT = 8  # where there was no proposal, which costs only the search
+FIRST, LONGEST = 4, 64  # steps of a rest: doubled each time that drafts do not pay
+LONGEST_WITHOUT = 8  # where there was no proposal: it costs only the search,
+SEARCHES = 4  # of which so many may be in vain for each step of a rest
 
 
 class Rests:
@@ -31,7 +32,7 @@ class Rests:
     def next_step(self, num_rows: int) -> bool:
         """Count a step; returns whether it is part of a rest."""
         was_resting = self._left > 0
-        if was_resting and 2 * num_rows <= self._num_rows:
+        if was_resting and 4 * num_rows <= 3 * self._num_rows:
             self._left, self._length = 0, FIRST
         elif was_resting:
             self._left -= 1
@@ -40,10 +41,11 @@ class Rests:
 
     def begin(self, num_rows: int, *, were_proposals: bool) -> None:
         """Begin a rest after this step, in which no draft would have paid."""
-        most = LONGEST if were_proposals else LONGEST_WITHOUT
+        most = LONGEST if were_proposals else min(num_rows // SEARCHES, LONGEST_WITHOUT)
         self._left, self._num_rows = min(self._length, most), num_rows
         self._were_proposals = were_proposals
-        self._length = min(2 * self._length, LONGEST)
+        if were_proposals:
+            self._length = min(2 * self._length, LONGEST)
 
     def paid(self) -> None:
         """Hear that drafts pay: the next rest is short."""

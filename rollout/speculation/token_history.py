@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-LENGTHS = (12, 6, 3, 2)  # of the endings that are looked for, the longest first
+LENGTHS = (12, 6, 3, 2, 1)  # of the endings that are looked for, the longest first
 _SIZE = 4  # bytes of a token
 _MAX_BETWEEN = 64  # occurrences between tokens that a search looks past: a text made for it has one at each token
 _BREAK = array("i", [-1]).tobytes()  # between texts: no token
@@ -59,13 +59,12 @@ class TokenHistory:
         ending: the bytes of a sequence's last tokens. A place at the end of this history, which nothing follows yet,
         does not count. Returns no tokens where not even the shortest part of LENGTHS is found.
         """
-        shortest = self._followers(ending, LENGTHS[-1], most)
-        if not shortest:  # then no longer part has one either, but at the end of a text
-            return [], 0
-        for length in LENGTHS[:-1]:
-            if found := self._followers(ending, length, most):
-                return found, length
-        return shortest, LENGTHS[-1]
+        best: tuple[list[int], int] = [], 0
+        for length in reversed(LENGTHS):  # where a part is not found, no longer one is
+            if not (found := self._followers(ending, length, most)):
+                break
+            best = found, length
+        return best
 
     def _followers(self, ending: bytes, length: int, most: int) -> list[int]:
         """Return up to `most` tokens behind the newest place of the last `length` tokens of an ending."""

@@ -16,14 +16,14 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 END = 0
 _VOCAB_SIZE, _NUM_TOPICS, _FIRST_WORD = 512, 16, 32
 _NUM_PHRASES, _LENGTHS = 40, (8, 16)
-_SUCCESSORS = (0.4, 0.3, 0.2, 0.1)  # chances of a phrase's successors
-_NUM_FREE = 8  # words that may stand in a phrase's free place
+_SUCCESSORS = (0.6, 0.2, 0.1, 0.1)  # chances of a phrase's successors
+_NUM_FREE = 64  # words that may stand in a phrase's free place
 _PROMPT_TOKENS = 16
 _MEDIAN_PHRASES, _SIGMA, _MIN_PHRASES, _MAX_PHRASES = 7, 0.9, 3, 40
 MAX_ANSWER_TOKENS = _MAX_PHRASES * _LENGTHS[1]
 _LAYERS, _WIDTH = 3, 384  # that are trained
-_PADDED_LAYERS, _PADDED_WIDTH = 12, 4096
-_BATCH, _CONTEXT, _STEPS, _LEARNING_RATE = 12, 160, 220, 4e-3
+_PADDED_LAYERS, _PADDED_WIDTH = 12, 12288
+_BATCH, _CONTEXT, _STEPS, _LEARNING_RATE = 12, 160, 260, 4e-3
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PhraseLanguage:
     def _phrase(draw: random.Random, words: range) -> _Phrase:
         length = draw.randint(*_LENGTHS)
         return _Phrase(
-            tuple(draw.sample(words, length)), draw.randrange(2, length - 2), tuple(draw.sample(words, _NUM_FREE)),
+            tuple(draw.sample(words, length)), draw.randrange(1, 3), tuple(draw.sample(words, _NUM_FREE)),
             tuple(draw.sample(range(_NUM_PHRASES), len(_SUCCESSORS))),
         )  # fmt: skip
 
@@ -93,7 +93,7 @@ def _config(num_layers: int, intermediate_size: int) -> Qwen3Config:
 
 
 def _padded(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the same function as a model of 20 M parameters: with layers that add nothing, and wider MLPs whose
+    """Return the same function as a model of 58 M parameters: with layers that add nothing, and wider MLPs whose
     further columns are zero. A step then takes the time of a model, and not that of the program around it."""
     padded, small = Qwen3ForCausalLM(_config(_PADDED_LAYERS, _PADDED_WIDTH)), model.state_dict()
     with torch.no_grad():

@@ -138,11 +138,18 @@ def test_rests_grow_while_nothing_pays_and_end_where_it_does():
     assert [rests.next_step(8) for _ in range(FIRST)] == [True] * (FIRST - 1) + [False]
 
 
-def test_a_rest_ends_where_half_as_many_run_and_is_short_without_proposals():
+def test_a_rest_ends_where_fewer_run():
     rests = Rests()
-    for _ in range(6):
-        rests.begin(8, were_proposals=False)
-    assert [rests.next_step(8) for _ in range(LONGEST_WITHOUT)].count(True) == LONGEST_WITHOUT - 1
     rests.begin(8, were_proposals=True)
-    assert rests.next_step(5) and not rests.next_step(4)
+    assert rests.next_step(7) and not rests.next_step(6)
     assert rests.is_trial
+
+
+@pytest.mark.parametrize(("num_rows", "num_steps"), [(1, 0), (3, 0), (8, 2), (64, FIRST)])
+def test_without_proposals_few_sequences_rest_not_at_all_and_many_shortly(num_rows, num_steps):
+    rests = Rests()
+    for _ in range(6):  # rests grow only where drafts do not pay
+        rests.begin(num_rows, were_proposals=False)
+        assert rests.is_resting == (num_steps > 0)
+        num = sum(rests.next_step(num_rows) for _ in range(LONGEST_WITHOUT))
+        assert num == max(num_steps - 1, 0)
