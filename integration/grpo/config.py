@@ -113,6 +113,7 @@ class JobConfig:
             k_blocks=settings.k_blocks,
             sequence_pipelining=settings.sequence_pipelining,
             rank_timeout_s=settings.rank_timeout_s,
+            speculation=settings.speculation,
         )
 
 

@@ -182,6 +182,7 @@ class GrpoJob:
             "weight_version": str(step + 1),
             "weight_digest": self.engine.weight_digest(),
             "rollout_tokens_per_s": num_tokens / rollout_s,
+            "accepted_drafts": int(self.ranks.total(sum(c.num_accepted_tokens for c in rollouts.completions))),
             "rollout_s": rollout_s,
             "train_s": trained - rolled_out,
             "sync_s": synced - trained,

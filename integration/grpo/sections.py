@@ -212,10 +212,14 @@ class EngineSettings(Section):
     # for any tp. Invariant mode needs a multiple of tp
     sequence_pipelining: bool = True  # a prompt's next chunk may enter a stage while the last one is in a later stage
     rank_timeout_s: int = 60  # silence of a rank of the replica after which a call fails, naming the rank
+    speculation: str = "auto"  # rows for tokens that may come next, which changes no bit: "auto" or "off"
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
-        return too_small(self, "max_num_seqs", "max_num_batched_tokens", "k_blocks", "rank_timeout_s")
+        found = too_small(self, "max_num_seqs", "max_num_batched_tokens", "k_blocks", "rank_timeout_s")
+        if self.speculation not in ("auto", "off"):
+            found.append(("speculation", f'must be "auto" or "off", not {self.speculation!r}'))
+        return found
 
 
 @dataclass(frozen=True)

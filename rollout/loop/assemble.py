@@ -108,7 +108,7 @@ def assemble(
         scheduler=_make_scheduler(config, ledger, limits, runner.num_stages),
         managers=ManagerPair(sequences, runner.workers, runner.on_event),
         grammars=_make_grammars(config, tokenizer, hosted.vocab_size, eos_token_ids),
-        speculation=Speculation.of(config, hosted.vocab_size, runner.computed_rows),
+        speculation=Speculation.of(config, hosted.vocab_size, runner.computed_rows, search_is_dear=runner.begins_ahead),
     )
 
 

@@ -26,6 +26,8 @@ class ReplicaRunner:
     """The runner of a replica. It sends each step once to the followers, with the managers' events since the step
     before, and runs the controller's own share."""
 
+    begins_ahead = False
+
     def __init__(self, ranks: RankChannel, stage: Stage, metrics: Metrics, state_check_steps: int) -> None:
         self.num_stages = ranks.mesh.pp
         self.workers = stage.workers

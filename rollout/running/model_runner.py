@@ -57,7 +57,7 @@ class ModelRunner:
         self._model, self._kv_cache, self._sampler, self._block_size = model, kv_cache, sampler, block_size
         self._state_pool = state_pool
         self._trace, self._graphs, self._overlap = trace, graphs, overlap
-        self._begins_ahead = begins_ahead and graphs is not None
+        self.begins_ahead = begins_ahead and graphs is not None
         has_queue = graphs is not None and model.device.type == "cuda"
         self._thread = ThreadPoolExecutor(1, "lockstep-model") if overlap and not has_queue else None
         self.workers = WorkerSequenceManager(self.num_stages)
@@ -97,7 +97,7 @@ class ModelRunner:
         call `settle` then.
         """
         newest, graphs = self._newest, self._graphs
-        if not self._begins_ahead or newest is None or output.preempted or output.exhausted or output.ignored:
+        if not self.begins_ahead or newest is None or output.preempted or output.exhausted or output.ignored:
             return
         assert not newest.output.has_drafts, "the number of a drafted step's tokens is known after it"
         assert graphs is not None

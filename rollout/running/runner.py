@@ -53,6 +53,7 @@ class Runner(Protocol):
 
     num_stages: int  # the largest number of steps in flight
     workers: WorkerSequenceManager  # this rank's; the caller passes it every event, as it does the controller's manager
+    begins_ahead: bool  # whether an announced step may begin; a step that may have drafts is not announced
     num_forwards: int  # launched or run on this rank since it was last set to 0
 
     @property

@@ -10,7 +10,9 @@ SEARCHES = 4  # of which so many may be in vain for each step of a rest
 class Rests:
     """Count the steps of a rest. It ends early where fewer sequences run, for whom a draft costs less."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, search_is_dear: bool = False) -> None:
+        """Start outside of a rest. search_is_dear: few sequences rest without proposals too, as many do."""
+        self._search_is_dear = search_is_dear
         self._length = FIRST
         self._left = 0
         self._num_rows = 0  # of the step in which it began
@@ -41,11 +43,11 @@ class Rests:
 
     def begin(self, num_rows: int, *, were_proposals: bool) -> None:
         """Begin a rest after this step, in which no draft would have paid."""
-        most = LONGEST if were_proposals else min(num_rows // SEARCHES, LONGEST_WITHOUT)
-        self._left, self._num_rows = min(self._length, most), num_rows
-        self._were_proposals = were_proposals
+        self._num_rows, self._were_proposals = num_rows, were_proposals
         if were_proposals:
-            self._length = min(2 * self._length, LONGEST)
+            self._left, self._length = self._length, min(2 * self._length, LONGEST)
+        else:
+            self._left = LONGEST_WITHOUT if self._search_is_dear else min(num_rows // SEARCHES, LONGEST_WITHOUT)
 
     def paid(self) -> None:
         """Hear that drafts pay: the next rest is short."""

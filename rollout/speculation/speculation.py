@@ -67,10 +67,12 @@ class Speculation:
         max_history_bytes: int,
         vocab_size: int,
         computed_rows: Callable[[int], int] = lambda num_rows: num_rows,
+        *,
+        search_is_dear: bool = False,
     ) -> None:
         """Create it with the sources named in `depths`, each with the largest number of tokens of its drafts.
 
-        computed_rows: the rows that a step of so many computes, padding included.
+        computed_rows: the rows that a step of so many computes, padding included. search_is_dear: see `Rests`.
         """
         self._vocab_size = vocab_size
         past = OwnPast()
@@ -86,19 +88,26 @@ class Speculation:
         # Who is not asked still hears of ends: others read what it keeps.
         hearers: tuple[Proposer, ...] = (Siblings(self.samples), past, *self._sources.values())
         self._hearers = {source.name: source for source in hearers}
-        self._costs, self._acceptance, self._rests = StepCosts(computed_rows), Acceptance(), Rests()
+        self._costs, self._acceptance, self._rests = (
+            StepCosts(computed_rows),
+            Acceptance(),
+            Rests(search_is_dear=search_is_dear),
+        )
         self.lengths: Lengths = BestRate(self._costs)
         self.counts: dict[str, SourceCounts] = {name: SourceCounts() for name in self._sources}
         self.num_without = dict.fromkeys(NoDraft, 0)  # sequences in steps that had no draft, by the reason
 
     @classmethod
-    def of(cls, config: EngineConfig, vocab_size: int, computed_rows: Callable[[int], int]) -> Speculation | None:
+    def of(
+        cls, config: EngineConfig, vocab_size: int, computed_rows: Callable[[int], int], *, search_is_dear: bool
+    ) -> Speculation | None:
         """Create it as an engine is configured; None where it is off."""
         if config.speculation == "off":
             return None
         asked = config.speculation
         depths = dict.fromkeys(SOURCES, DEPTH) if isinstance(asked, str) else asked
-        return cls(depths, config.speculation_memory_mb << 20, vocab_size, computed_rows)
+        num_bytes = config.speculation_memory_mb << 20
+        return cls(depths, num_bytes, vocab_size, computed_rows, search_is_dear=search_is_dear)
 
     def add_source(self, source: Proposer, depth: int = DEPTH) -> None:
         """Ask a further source. Raises ValueError for a name that another has, or a depth out of range."""

@@ -41,7 +41,11 @@ def make_engine(make_model, in_stages):
 
         def make(stages: int = 1, **config: object) -> Engine:
             settings = {"kv_cache": "32 blocks", "max_num_seqs": 3, "max_num_batched_tokens": 256, **config}
-            engine = Engine(make_model("qwen3").train(), EngineConfig(**settings), make_runner=in_stages(stages))
+            engine = Engine(
+                make_model("qwen3").train(),
+                EngineConfig(**{"speculation": "off"} | settings),
+                make_runner=in_stages(stages),
+            )
             phases.callback(engine.parts.runner.close)
             phases.enter_context(engine.model.rollout_phase())
             return engine

@@ -20,6 +20,7 @@ _SUCCESSORS = (0.6, 0.2, 0.1, 0.1)  # chances of a phrase's successors
 _NUM_FREE = 64  # words that may stand in a phrase's free place
 _PROMPT_TOKENS = 16
 _MEDIAN_PHRASES, _SIGMA, _MIN_PHRASES, _MAX_PHRASES = 7, 0.9, 3, 40
+MIN_ANSWER_TOKENS = _LENGTHS[0]  # a phrase: the model would end one answer in fifty before
 MAX_ANSWER_TOKENS = _MAX_PHRASES * _LENGTHS[1]
 _LAYERS, _WIDTH = 3, 384  # that are trained
 _PADDED_LAYERS, _PADDED_WIDTH = 12, 12288

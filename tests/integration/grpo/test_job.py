@@ -155,6 +155,22 @@ def test_a_killed_and_resumed_run_ends_as_an_uninterrupted_one(straight_run, tmp
 
 
 @pytest.mark.slow
+def test_a_job_without_drafts_has_the_same_rewards_and_digests(straight_run, tmp_path):
+    os.symlink(straight_run / ".cache", tmp_path / ".cache")
+    more = ["rollout.max_new_tokens=60", "run.num_steps=6"]  # answers run on in circles: there is much to repeat
+    lines = {}
+    for speculation in ("auto", "off"):
+        (folder := tmp_path / speculation).mkdir()
+        os.symlink(straight_run / ".cache", folder / ".cache")
+        arguments = [str(CONFIG), *SHRUNK, *more, f"engine.speculation={speculation}"]
+        assert finish(torchrun(folder, *arguments)) == 0, (folder / "log").read_text()
+        lines[speculation] = lines_of(folder)
+        log = read_metrics(folder / "runs/arithmetic/metrics.jsonl")
+        assert (sum(line["accepted_drafts"] for line in log) > 0) == (speculation == "auto")
+    assert lines["auto"] == lines["off"]
+
+
+@pytest.mark.slow
 def test_a_job_with_adapters_moves_no_byte_and_resumes_with_the_same_digests(straight_run, tmp_path):
     folders = [tmp_path / "straight", tmp_path / "killed"]
     settings = [*SHRUNK, "train.lora.rank=4", "train.lora.alpha=8", "train.kl_coefficient=0.1"]

@@ -181,7 +181,7 @@ def test_a_live_request_shows_its_drafts_and_why_its_newest_step_had_none(make_e
 
 def test_a_rest_says_how_long_it_is_and_why(make_engine):
     engine = make_engine(speculation={"caller": 4})
-    engine.generate([PROMPT], SamplingParams(max_new_tokens=6, ignore_eos=True))
+    engine.generate([PROMPT] * 16, SamplingParams(max_new_tokens=20, ignore_eos=True))
     assert "nothing was proposed" in of_drafts(engine)["why_not"]
     assert of_drafts(engine)["is_resting"]
     assert of_drafts(engine)["num_without"]["resting"] > 0
@@ -306,10 +306,10 @@ def test_loaded_history_keeps_to_the_memory_for_it(make_engine, tmp_path):
     engine.drafts.save_history(tmp_path / "history.json")
     small = make_engine(speculation={"history": 4})
     assert small.parts.speculation is not None
-    small.parts.speculation.samples.max_bytes = 5 * 4 * 14  # of five samples with their prompts
+    small.parts.speculation.samples.max_bytes = of_drafts(engine)["history_bytes"] // 4  # of five of them
     assert small.drafts.load_history(tmp_path / "history.json") == 20
     assert of_drafts(small)["num_prompts_kept"] == 5
-    assert of_drafts(small)["history_bytes"] == 5 * 4 * 14
+    assert of_drafts(small)["history_bytes"] == of_drafts(engine)["history_bytes"] // 4
 
 
 def test_a_file_that_is_no_history_is_refused_by_name_and_adds_nothing(make_engine, tmp_path):

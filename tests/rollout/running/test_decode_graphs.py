@@ -31,7 +31,7 @@ def _one_thread(restore_threads):
 
 def make_engine(model, *sizes: int, **config: object) -> Engine:
     settings = {"kv_cache": "96 blocks", "max_num_seqs": 8, **config}
-    return Engine(model, EngineConfig(**settings, cuda_graph_batch_sizes=sizes))
+    return Engine(model, EngineConfig(**{"speculation": "off"} | settings, cuda_graph_batch_sizes=sizes))
 
 
 def params(seed: int, **others: object) -> SamplingParams:
@@ -311,8 +311,21 @@ def test_decode_steps_wait_for_nothing_but_their_results_and_allocate_nothing(gp
 
 
 @NATIVE
+def test_steps_begin_ahead_while_no_source_proposes_anything(make_model):
+    model = make_model("qwen3")
+    engine = make_engine(model, 8, overlap=True, speculation={"caller": 4})
+    assert answers(engine) == answers(make_engine(model))
+    assert engine.parts.runner.num_begun > 10
+    engine.close()
+
+
+def test_drafts_have_rows_in_recorded_steps(make_model):
+    config = EngineConfig(kv_cache="8 blocks", max_num_seqs=2)
+    assert graphs_of(Engine(make_model("qwen3"), config)).sizes == (*range(1, 9), *range(10, 17, 2), 18)
+
+
 def test_a_cpu_records_steps_of_modules_that_ask_nothing_of_the_data(make_model):
-    default = EngineConfig(kv_cache="8 blocks", max_num_seqs=2)
+    default = EngineConfig(kv_cache="8 blocks", max_num_seqs=2, speculation="off")
     graphs = graphs_of(Engine(make_model("qwen3"), default))
     assert graphs.sizes == (1, 2) and isinstance(graphs._recorder, CPUGraphs)
     assert graphs_of(Engine(make_model("qwen3_moe"), default)) is None  # the chosen experts depend on the data

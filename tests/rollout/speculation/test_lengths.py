@@ -145,7 +145,7 @@ def test_a_rest_ends_where_fewer_run():
     assert rests.is_trial
 
 
-@pytest.mark.parametrize(("num_rows", "num_steps"), [(1, 0), (3, 0), (8, 2), (64, FIRST)])
+@pytest.mark.parametrize(("num_rows", "num_steps"), [(1, 0), (3, 0), (8, 2), (64, LONGEST_WITHOUT)])
 def test_without_proposals_few_sequences_rest_not_at_all_and_many_shortly(num_rows, num_steps):
     rests = Rests()
     for _ in range(6):  # rests grow only where drafts do not pay
@@ -153,3 +153,9 @@ def test_without_proposals_few_sequences_rest_not_at_all_and_many_shortly(num_ro
         assert rests.is_resting == (num_steps > 0)
         num = sum(rests.next_step(num_rows) for _ in range(LONGEST_WITHOUT))
         assert num == max(num_steps - 1, 0)
+
+
+def test_where_a_search_is_dear_one_sequence_rests_too():
+    rests = Rests(search_is_dear=True)
+    rests.begin(1, were_proposals=False)
+    assert [rests.next_step(1) for _ in range(LONGEST_WITHOUT)].count(True) == LONGEST_WITHOUT - 1
