@@ -22,6 +22,8 @@ from ..speculation.speculation import Planned, Wanted
 from .grammar_steps import GrammarSteps
 from .parts import Parts
 
+MAX_IN_FLIGHT = 64  # steps: more than there are stages
+
 
 class DraftSteps:
     """Add drafts to steps. A part of the loop."""
@@ -31,7 +33,11 @@ class DraftSteps:
         self._scheduler, self._managers, self._ledger = parts.scheduler, parts.managers, parts.ledger
         self._limits, self._metrics = parts.limits, parts.reports.metrics
         self._trace = parts.reports.trace
-        self._planning_s = 0.0  # of the newest step
+        self._planned: dict[
+            int, tuple[StepSize, float]
+        ] = {}  # of steps in flight: size without drafts, search's seconds
+        self._num_accepted = 0  # in the newest committed step
+        self._none_at_all: tuple[NoDraft, int] | None = None  # why no sequence of the newest step has one; how many
         # Steps that are planned before this one is committed need slots of states and blocks: each of them at most one
         # slot a sequence, and the blocks of its rows, with one more for each sequence whose rows begin inside a block.
         num_ahead, limits = parts.runner.num_stages - 1, parts.limits
@@ -48,7 +54,12 @@ class DraftSteps:
         speculation = self._speculation
         if speculation is None or not speculation.is_used:
             return output
-        started, self._planning_s = time.perf_counter(), 0.0
+        started = time.perf_counter()
+        size = StepSize(output.num_rows, len(output.scheduled))
+        if (why := speculation.why_none(size)) is not None:
+            self._set_none_at_all(output, why)
+            return output
+        self._none_at_all = None
         wanted: list[Wanted] = []
         places: list[int] = []
         for index, item in enumerate(output.scheduled):
@@ -59,23 +70,26 @@ class DraftSteps:
             wanted.append(Wanted(request, self._most(request)))
             places.append(index)
         budget = self._scheduler.row_limit.now - output.num_rows
-        size = StepSize(output.num_rows, len(wanted))
         items = list(output.scheduled)
         for index, one, planned in zip(places, wanted, speculation.plan(wanted, size, budget), strict=True):
             if isinstance(planned, Planned):
                 items[index] = self._with_draft(items[index], one.request, planned)
             else:
                 self._set_none(one.request, planned)
-        self._planning_s = time.perf_counter() - started
-        self._metrics.speculation_seconds += self._planning_s
+        planning_s = time.perf_counter() - started
+        self._planned[output.step] = (size, planning_s)
+        for step in [step for step in self._planned if step < output.step - MAX_IN_FLIGHT]:  # it has failed
+            del self._planned[step]
+        self._metrics.speculation_seconds += planning_s
         return replace(output, scheduled=tuple(items)) if any(item.draft.token_ids for item in items) else output
 
     def end(self, output: ScheduleOutput, results: Sequence[SequenceResult]) -> None:
         """Learn from the drafts of a committed step."""
         speculation, engine = self._speculation, self._managers.engine
-        if speculation is None:
+        self._num_accepted = 0
+        if speculation is None or not (output.has_drafts or engine.num_constrained):
             return
-        drafts = {item.id: item.draft for item in output.scheduled if item.draft.token_ids} if output.has_drafts else {}
+        drafts = {item.id: item.draft for item in output.scheduled if item.draft.token_ids}
         by_source: dict[str, list[int]] = {}
         for result in results:
             if result.id not in engine:
@@ -90,6 +104,7 @@ class DraftSteps:
                 request.record.count_draft(draft.source, num_drafted, num_accepted)
                 self._metrics.num_drafted_tokens += num_drafted
                 self._metrics.num_accepted_tokens += num_accepted
+                self._num_accepted += num_accepted
                 so_far = by_source.get(draft.source, (0, 0))
                 by_source[draft.source] = [so_far[0] + num_drafted, so_far[1] + num_accepted]
         if by_source:  # of each: rows that ran, and tokens among them that were the ones drawn
@@ -97,9 +112,12 @@ class DraftSteps:
 
     def on_step_timed(self, output: ScheduleOutput, seconds: float) -> None:
         """Learn the time of a step that holds decodes and drafts only, that of finding the drafts included."""
+        planned = self._planned.pop(output.step, None)
         if self._speculation is not None and all(item.num_tokens == 1 for item in output.scheduled):
-            planning_s = self._planning_s if output.has_drafts else 0.0
-            self._speculation.on_step_timed(output.num_rows, seconds + planning_s)
+            self._speculation.on_step_timed(output.num_rows, seconds)
+            if planned is not None:
+                size, planning_s = planned
+                self._speculation.on_step_planned(size, output.num_rows, self._num_accepted, planning_s)
 
     def on_end(self, request: Request) -> None:
         """Hear that a request has ended, with its final tokens."""
@@ -122,6 +140,15 @@ class DraftSteps:
         sequence = request.sequence
         left = request.params.max_new_tokens - sequence.num_output_tokens
         return min(left, self._limits.max_model_len - sequence.num_tokens) - 1  # one is drawn behind the draft
+
+    def _set_none_at_all(self, output: ScheduleOutput, why: NoDraft) -> None:
+        """Note why no sequence of a step has a draft; in each of them only where that or their number is new."""
+        assert self._speculation is not None
+        self._speculation.num_without[why] += len(output.scheduled)
+        if self._none_at_all != (why, len(output.scheduled)):
+            self._none_at_all = (why, len(output.scheduled))
+            for item in output.scheduled:
+                self._managers.engine.request(item.id).why_no_draft = why.value
 
     def _set_none(self, request: Request, why: NoDraft) -> None:
         assert self._speculation is not None

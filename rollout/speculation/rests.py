@@ -34,7 +34,7 @@ class Rests:
     def next_step(self, num_rows: int) -> bool:
         """Count a step; returns whether it is part of a rest."""
         was_resting = self._left > 0
-        if was_resting and 4 * num_rows <= 3 * self._num_rows:
+        if was_resting and 2 * num_rows <= self._num_rows:
             self._left, self._length = 0, FIRST
         elif was_resting:
             self._left -= 1

@@ -16,7 +16,7 @@ from ..sequences.request import Request
 from .history_file import KEY_BYTES, Histories
 from .own_past import OwnPast
 from .proposer import NO_PROPOSAL, Proposal
-from .token_history import LENGTHS, TokenHistory
+from .token_history import LENGTHS, TOKEN_BYTES, TokenHistory
 
 MAX_SEARCHED = 16  # live siblings for each proposal: a group of hundreds would search for longer than it runs
 MAX_SEARCHED_BYTES = 1 << 16  # of ended ones, and of a history
@@ -33,15 +33,14 @@ class _Prompt:
     history: list[TokenHistory] = field(default_factory=list)  # the newest last
     joined_ended: TokenHistory | None = None  # the newest of them as one, for the search; None: not joined yet
     joined_history: TokenHistory | None = None
+    num_bytes: int = 0  # of all samples
 
     def set(self, ended: list[TokenHistory], history: list[TokenHistory]) -> None:
         self.ended, self.history = ended, history
         self.joined_ended = self.joined_history = None
-
-    @property
-    def num_bytes(self) -> int:
-        samples = (*self.ended, *self.history)
-        return sum(sample.num_bytes + _SAMPLE_BYTES for sample in samples) + _PROMPT_BYTES * bool(samples)
+        samples = (*ended, *history)
+        self.num_bytes = sum([len(sample) for sample in samples]) * TOKEN_BYTES
+        self.num_bytes += _SAMPLE_BYTES * len(samples) + _PROMPT_BYTES * bool(samples)
 
 
 class Samples:
@@ -105,9 +104,9 @@ class Samples:
 
     def _set(self, key: bytes, prompt: _Prompt, ended: list[TokenHistory], history: list[TokenHistory]) -> None:
         """Set the ended samples of a prompt, and drop those of others while they are too large together."""
-        self.num_bytes -= prompt.num_bytes
+        before = prompt.num_bytes
         prompt.set(ended, history)
-        self.num_bytes += prompt.num_bytes
+        self.num_bytes += prompt.num_bytes - before
         victims, num_bytes = [], self.num_bytes
         for other, oldest in self._prompts.items():
             if num_bytes <= self.max_bytes:

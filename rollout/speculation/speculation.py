@@ -14,7 +14,7 @@ from ..sequences.request import Request
 from .acceptance import Acceptance
 from .added_source import AddedSource
 from .caller import CallersDraft
-from .lengths import BestRate, Lengths, StepSize
+from .lengths import FIRST_GAIN, BestRate, Lengths, StepSize
 from .no_draft import NoDraft
 from .own_past import OwnPast
 from .proposer import NO_PROPOSAL, Proposal, Proposer
@@ -25,6 +25,8 @@ from .step_costs import StepCosts
 logger = logging.getLogger(__name__)
 
 DEPTH = 8  # tokens of a draft, at most, of a source without a number of its own
+GAIN_WEIGHT = 0.1  # of the newest step; a rest follows where steps with drafts bring less than steps without
+PAYS = 1.05  # gain with which the next rest is short again
 TRIAL_SHARE = 8  # of so many sequences, one tries a token after a rest
 
 
@@ -93,6 +95,7 @@ class Speculation:
             Acceptance(),
             Rests(search_is_dear=search_is_dear),
         )
+        self._gain = FIRST_GAIN  # of tokens a second by drafts, in recent steps
         self.lengths: Lengths = BestRate(self._costs)
         self.counts: dict[str, SourceCounts] = {name: SourceCounts() for name in self._sources}
         self.num_without = dict.fromkeys(NoDraft, 0)  # sequences in steps that had no draft, by the reason
@@ -134,15 +137,17 @@ class Speculation:
         """Whether the next step may have drafts."""
         return bool(self._sources) and not self._rests.is_resting
 
+    def why_none(self, size: StepSize) -> NoDraft | None:
+        """Count a step, and return why none of its sequences has a draft; None: `plan` drafts. size: without drafts."""
+        if not self.lengths.may_draft(size):
+            return NoDraft.MEASURING
+        return NoDraft.RESTING if self._rests.next_step(size.num_tokens) else None
+
     def plan(self, wanted: Sequence[Wanted], size: StepSize, budget: int) -> list[Planned | NoDraft]:
         """Return a draft for each sequence, or the reason why it has none. size: of the step without drafts; budget:
         rows that it may add."""
         if not wanted or budget <= 0:
             return [NoDraft.NO_ROWS] * len(wanted)
-        if not self.lengths.may_draft(size):
-            return [NoDraft.MEASURING] * len(wanted)
-        if self._rests.next_step(len(wanted)):
-            return [NoDraft.RESTING] * len(wanted)
         names = sorted(self._sources, key=self._acceptance.of_source, reverse=True)
         found = [self._ask(names, one) for one in wanted]
         chances = [tuple(self._acceptance.chances(source, proposal.confidence, len(proposal.token_ids)))
@@ -151,7 +156,7 @@ class Speculation:
         if not any(lengths):
             if self._rests.is_trial:
                 lengths = _trial(chances, budget)
-            self._rests.begin(len(wanted), were_proposals=any(chances))
+            self._rests.begin(size.num_tokens, were_proposals=any(chances))
         return [
             Planned(tuple(proposal.token_ids[:length]), source, proposal.confidence) if length
             else NoDraft.TOO_COSTLY if proposal.token_ids else NoDraft.NO_PROPOSAL
@@ -165,12 +170,24 @@ class Speculation:
         counts.num_drafted += num_drafted
         counts.num_accepted += num_accepted
         self._acceptance.learn(source, confidence, num_drafted, num_accepted)
-        if num_accepted:
-            self._rests.paid()
 
     def on_step_timed(self, num_rows: int, seconds: float) -> None:
         """Learn from a step of decodes and drafts."""
         self._costs.observe(num_rows, seconds)
+
+    def on_step_planned(self, size: StepSize, num_rows: int, num_accepted: int, planning_s: float) -> None:
+        """Learn whether drafts pay, from a step for which `plan` was asked. size: without drafts; num_rows: with them.
+
+        Where they take more time than they save, that of the search included, no source is asked for a while.
+        """
+        if self._rests.is_resting or not size.num_tokens:
+            return
+        self._gain += GAIN_WEIGHT * (self.lengths.gain(size, num_rows, num_accepted, planning_s) - self._gain)
+        if self._gain < 1:
+            self._gain = FIRST_GAIN
+            self._rests.begin(size.num_tokens, were_proposals=True)
+        elif self._gain > PAYS:
+            self._rests.paid()
 
     def on_cut(self, request: Request, num_cut: int) -> None:
         """Hear that a jump has replaced the last tokens of a sequence."""

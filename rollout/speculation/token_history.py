@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 
 LENGTHS = (12, 6, 3, 2, 1)  # of the endings that are looked for, the longest first
-_SIZE = 4  # bytes of a token
+TOKEN_BYTES = 4  # bytes of a token
 _MAX_BETWEEN = 64  # occurrences between tokens that a search looks past: a text made for it has one at each token
 _BREAK = array("i", [-1]).tobytes()  # between texts: no token
 
@@ -24,7 +24,7 @@ class TokenHistory:
         self._bytes = bytearray(array("i", token_ids).tobytes())
 
     def __len__(self) -> int:
-        return len(self._bytes) // _SIZE
+        return len(self._bytes) // TOKEN_BYTES
 
     @property
     def num_bytes(self) -> int:
@@ -35,7 +35,7 @@ class TokenHistory:
 
     def cut(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens."""
-        del self._bytes[num_tokens * _SIZE :]
+        del self._bytes[num_tokens * TOKEN_BYTES :]
 
     @classmethod
     def joined(cls, histories: Sequence[TokenHistory], most: int) -> TokenHistory:
@@ -51,7 +51,7 @@ class TokenHistory:
 
     def last(self, num_tokens: int) -> bytes:
         """Return the bytes of the last tokens, fewer if there are fewer."""
-        return bytes(self._bytes[-num_tokens * _SIZE :])
+        return bytes(self._bytes[-num_tokens * TOKEN_BYTES :])
 
     def after(self, ending: bytes, most: int) -> tuple[list[int], int]:
         """Return up to `most` tokens that followed the longest part of an ending, at its newest place, and its length.
@@ -68,12 +68,12 @@ class TokenHistory:
 
     def _followers(self, ending: bytes, length: int, most: int) -> list[int]:
         """Return up to `most` tokens behind the newest place of the last `length` tokens of an ending."""
-        if length * _SIZE > len(ending):
+        if length * TOKEN_BYTES > len(ending):
             return []
-        end = self._find(ending[-length * _SIZE :], len(self._bytes) - _SIZE)
+        end = self._find(ending[-length * TOKEN_BYTES :], len(self._bytes) - TOKEN_BYTES)
         if end < 0:
             return []
-        found = array("i", bytes(self._bytes[end : end + most * _SIZE])).tolist()
+        found = array("i", bytes(self._bytes[end : end + most * TOKEN_BYTES])).tolist()
         if -1 in found:
             del found[found.index(-1) :]
         return found
@@ -82,7 +82,7 @@ class TokenHistory:
         """Return the end of the newest occurrence of whole tokens before `limit`; -1 without one."""
         at = self._bytes.rfind(part, 0, limit)
         for _ in range(_MAX_BETWEEN):
-            if at <= 0 or not at % _SIZE:
+            if at <= 0 or not at % TOKEN_BYTES:
                 break
             at = self._bytes.rfind(part, 0, at + len(part) - 1)
-        return -1 if at < 0 or at % _SIZE else at + len(part)
+        return -1 if at < 0 or at % TOKEN_BYTES else at + len(part)

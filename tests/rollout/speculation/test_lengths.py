@@ -138,10 +138,10 @@ def test_rests_grow_while_nothing_pays_and_end_where_it_does():
     assert [rests.next_step(8) for _ in range(FIRST)] == [True] * (FIRST - 1) + [False]
 
 
-def test_a_rest_ends_where_fewer_run():
+def test_a_rest_ends_where_half_as_many_run():
     rests = Rests()
     rests.begin(8, were_proposals=True)
-    assert rests.next_step(7) and not rests.next_step(6)
+    assert rests.next_step(5) and not rests.next_step(4)
     assert rests.is_trial
 
 
