@@ -37,7 +37,7 @@ class DraftSteps:
             int, tuple[StepSize, float]
         ] = {}  # of steps in flight: size without drafts, search's seconds
         self._num_accepted = 0  # in the newest committed step
-        self._none_at_all: tuple[NoDraft, int] | None = None  # why no sequence of the newest step has one; how many
+        self._none_at_all: NoDraft | None = None  # why no sequence of the newest step has one
         # Steps that are planned before this one is committed need slots of states and blocks: each of them at most one
         # slot a sequence, and the blocks of its rows, with one more for each sequence whose rows begin inside a block.
         num_ahead, limits = parts.runner.num_stages - 1, parts.limits
@@ -77,7 +77,7 @@ class DraftSteps:
             else:
                 self._set_none(one.request, planned)
         planning_s = time.perf_counter() - started
-        self._planned[output.step] = (size, planning_s)
+        self._planned[output.step] = (size, speculation.num_asked, planning_s)
         for step in [step for step in self._planned if step < output.step - MAX_IN_FLIGHT]:  # it has failed
             del self._planned[step]
         self._metrics.speculation_seconds += planning_s
@@ -116,8 +116,9 @@ class DraftSteps:
         if self._speculation is not None and all(item.num_tokens == 1 for item in output.scheduled):
             self._speculation.on_step_timed(output.num_rows, seconds)
             if planned is not None:
-                size, planning_s = planned
-                self._speculation.on_step_planned(size, output.num_rows, self._num_accepted, planning_s)
+                size, num_asked, planning_s = planned
+                num_drafted = output.num_rows - size.num_rows
+                self._speculation.on_step_planned(size, num_asked, num_drafted, self._num_accepted, planning_s)
 
     def on_end(self, request: Request) -> None:
         """Hear that a request has ended, with its final tokens."""
@@ -142,11 +143,11 @@ class DraftSteps:
         return min(left, self._limits.max_model_len - sequence.num_tokens) - 1  # one is drawn behind the draft
 
     def _set_none_at_all(self, output: ScheduleOutput, why: NoDraft) -> None:
-        """Note why no sequence of a step has a draft; in each of them only where that or their number is new."""
+        """Note why no sequence of a step has a draft; in each of them only in the first of such steps."""
         assert self._speculation is not None
         self._speculation.num_without[why] += len(output.scheduled)
-        if self._none_at_all != (why, len(output.scheduled)):
-            self._none_at_all = (why, len(output.scheduled))
+        if self._none_at_all is not why:
+            self._none_at_all = why
             for item in output.scheduled:
                 self._managers.engine.request(item.id).why_no_draft = why.value
 

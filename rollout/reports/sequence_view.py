@@ -24,7 +24,7 @@ class SequenceView:
     num_tokens_processed: int  # known tokens that have KV
     num_drafted_tokens: int  # rows for tokens that might have come next
     num_accepted_tokens: int  # of those tokens, the ones that did: each saved a step
-    why_no_draft: str | None  # in the newest step, by a name in `NoDraft`; None: it had one, or no step yet
+    why_no_draft: str | None  # in the newest step, by a name in `NoDraft`; None: it had one, or came during a rest
     num_retractions: int
     age_s: float  # since its arrival
     newest_ids: tuple[int, ...]  # the last tokens of prompt and output together

@@ -33,7 +33,7 @@ class Lengths(Protocol):
         """
         ...
 
-    def gain(self, size: StepSize, num_rows: int, num_accepted: int, planning_s: float) -> float:
+    def gain(self, size: StepSize, num_rows: int, num_accepted: float, planning_s: float) -> float:
         """Return how many times as many tokens a second a step brought as one without drafts would have.
 
         size: without drafts; num_rows: with them; planning_s: the time to find and place them, in seconds.
@@ -54,7 +54,7 @@ class WholeDrafts:
             budget -= lengths[-1]
         return lengths
 
-    def gain(self, size: StepSize, num_rows: int, num_accepted: int, planning_s: float) -> float:
+    def gain(self, size: StepSize, num_rows: int, num_accepted: float, planning_s: float) -> float:
         return FIRST_GAIN
 
 
@@ -82,6 +82,6 @@ class BestRate:
             lengths[index] += 1
         return lengths
 
-    def gain(self, size: StepSize, num_rows: int, num_accepted: int, planning_s: float) -> float:
+    def gain(self, size: StepSize, num_rows: int, num_accepted: float, planning_s: float) -> float:
         seconds = self._costs.seconds(num_rows) + planning_s
         return (size.num_tokens + num_accepted) / size.num_tokens * self._costs.seconds(size.num_rows) / seconds

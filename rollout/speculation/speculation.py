@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 DEPTH = 8  # tokens of a draft, at most, of a source without a number of its own
 GAIN_WEIGHT = 0.1  # of the newest step; a rest follows where steps with drafts bring less than steps without
-PAYS = 1.05  # gain with which the next rest is short again
+PAYS = 1.05  # gain with which sources are asked for all sequences, and the next rest is short again
+NUM_ASKED = 8  # sequences for which sources are asked before: a search for hundreds takes a step's time
 TRIAL_SHARE = 8  # of so many sequences, one tries a token after a rest
 
 
@@ -95,6 +96,7 @@ class Speculation:
             Acceptance(),
             Rests(search_is_dear=search_is_dear),
         )
+        self.num_asked = 0  # sequences for which sources were asked in the newest plan
         self._gain = FIRST_GAIN  # of tokens a second by drafts, in recent steps
         self.lengths: Lengths = BestRate(self._costs)
         self.counts: dict[str, SourceCounts] = {name: SourceCounts() for name in self._sources}
@@ -149,7 +151,8 @@ class Speculation:
         if not wanted or budget <= 0:
             return [NoDraft.NO_ROWS] * len(wanted)
         names = sorted(self._sources, key=self._acceptance.of_source, reverse=True)
-        found = [self._ask(names, one) for one in wanted]
+        self.num_asked = len(wanted) if self._gain > PAYS else min(len(wanted), NUM_ASKED)
+        found = [self._ask(names, one) for one in wanted[: self.num_asked]]
         chances = [tuple(self._acceptance.chances(source, proposal.confidence, len(proposal.token_ids)))
                    for source, proposal in found]  # fmt: skip
         lengths = self.lengths.choose(size, chances, budget)
@@ -161,7 +164,7 @@ class Speculation:
             Planned(tuple(proposal.token_ids[:length]), source, proposal.confidence) if length
             else NoDraft.TOO_COSTLY if proposal.token_ids else NoDraft.NO_PROPOSAL
             for (source, proposal), length in zip(found, lengths, strict=True)
-        ]  # fmt: skip
+        ] + [NoDraft.RESTING] * (len(wanted) - self.num_asked)  # fmt: skip
 
     def on_draft(self, source: str, confidence: int, num_drafted: int, num_accepted: int) -> None:
         """Learn from a draft of a committed step."""
@@ -175,14 +178,20 @@ class Speculation:
         """Learn from a step of decodes and drafts."""
         self._costs.observe(num_rows, seconds)
 
-    def on_step_planned(self, size: StepSize, num_rows: int, num_accepted: int, planning_s: float) -> None:
-        """Learn whether drafts pay, from a step for which `plan` was asked. size: without drafts; num_rows: with them.
+    def on_step_planned(
+        self, size: StepSize, num_asked: int, num_drafted: int, num_accepted: int, planning_s: float
+    ) -> None:
+        """Learn whether drafts pay, from a step for which `plan` was asked. size: without drafts; num_asked: sequences
+        for which sources were asked, which stand for all; num_drafted, num_accepted: tokens of theirs.
 
         Where they take more time than they save, that of the search included, no source is asked for a while.
         """
-        if self._rests.is_resting or not size.num_tokens:
+        if self._rests.is_resting or not num_asked:
             return
-        self._gain += GAIN_WEIGHT * (self.lengths.gain(size, num_rows, num_accepted, planning_s) - self._gain)
+        of_all = size.num_tokens / num_asked
+        num_rows = size.num_rows + round(num_drafted * of_all)
+        gain = self.lengths.gain(size, num_rows, num_accepted * of_all, planning_s * of_all)
+        self._gain += GAIN_WEIGHT * (gain - self._gain)
         if self._gain < 1:
             self._gain = FIRST_GAIN
             self._rests.begin(size.num_tokens, were_proposals=True)
