@@ -33,9 +33,8 @@ class DraftSteps:
         self._scheduler, self._managers, self._ledger = parts.scheduler, parts.managers, parts.ledger
         self._limits, self._metrics = parts.limits, parts.reports.metrics
         self._trace = parts.reports.trace
-        self._planned: dict[
-            int, tuple[StepSize, float]
-        ] = {}  # of steps in flight: size without drafts, search's seconds
+        # Steps in flight: size without drafts, sequences that sources were asked for, seconds.
+        self._planned: dict[int, tuple[StepSize, int, float]] = {}
         self._num_accepted = 0  # in the newest committed step
         self._none_at_all: NoDraft | None = None  # why no sequence of the newest step has one
         # Steps that are planned before this one is committed need slots of states and blocks: each of them at most one
