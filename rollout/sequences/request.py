@@ -77,9 +77,7 @@ class Request:
     in_flight: InFlight = field(init=False, default_factory=InFlight)
     next_token: NextToken | None = None
     num_cached_tokens: int = 0
-    why_no_draft: str | None = (
-        None  # in its newest step, by a name in `NoDraft`; None: it had one, or came during a rest
-    )
+    why_no_draft: str | None = None  # in its newest step, a name in `NoDraft`; None: it had one, or came in a rest
     num_retractions: int = 0  # also the incarnation: results of an earlier one are dropped
     finish_reason: FinishReason | None = None
     # Seconds of time.monotonic(); None: not yet.
