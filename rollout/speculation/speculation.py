@@ -149,6 +149,7 @@ class Speculation:
         """Return a draft for each sequence, or the reason why it has none. size: of the step without drafts; budget:
         rows that it may add."""
         if not wanted or budget <= 0:
+            self.num_asked = 0
             return [NoDraft.NO_ROWS] * len(wanted)
         names = sorted(self._sources, key=self._acceptance.of_source, reverse=True)
         self.num_asked = len(wanted) if self._gain > PAYS else min(len(wanted), NUM_ASKED)

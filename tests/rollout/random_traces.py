@@ -205,9 +205,15 @@ class Trace:
             replay(engine.parts.managers.log, manager)
         assert controller.state_hash() == engine.parts.sequences.state_hash()
         assert worker.state_hash() == engine.parts.managers.worker.state_hash() == controller.state_hash()
-        assert len(controller) == len(self.kinds)
+        assert len(controller) == len(engine.parts.sequences)
+        assert state_total(engine.state()) == len(self.kinds)  # those that no step has taken up yet among them
         for request in engine.parts.sequences.requests():
             assert controller.request(request.id).record.logprobs == request.record.logprobs
+
+
+def state_total(state: dict[str, object]) -> int:
+    """Return the number of live requests that a state counts."""
+    return sum(int(str(state[name])) for name in ("num_running", "num_waiting"))
 
 
 # The frequency of each event: steps come most often, so that some requests reach their end.

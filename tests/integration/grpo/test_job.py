@@ -157,7 +157,7 @@ def test_a_killed_and_resumed_run_ends_as_an_uninterrupted_one(straight_run, tmp
 @pytest.mark.slow
 def test_a_job_without_drafts_has_the_same_rewards_and_digests(straight_run, tmp_path):
     os.symlink(straight_run / ".cache", tmp_path / ".cache")
-    more = ["rollout.max_new_tokens=60", "run.num_steps=6"]  # answers run on in circles: there is much to repeat
+    more = ["rollout.max_new_tokens=40", "run.num_steps=6"]  # answers run on in circles: there is much to repeat
     lines = {}
     for speculation in ("auto", "off"):
         (folder := tmp_path / speculation).mkdir()

@@ -60,7 +60,8 @@ class Replica:
     def make(self, **config: Any) -> Engine:
         """Make an engine like the tests' `make_engine`, and close the engine before."""
         self._close()
-        settings = {"kv_cache": "32 blocks", "max_num_seqs": 3, "max_num_batched_tokens": 256, **config, **self._shape}
+        settings = {"kv_cache": "32 blocks", "max_num_seqs": 3, "max_num_batched_tokens": 256, "speculation": "off",
+                    **config, **self._shape}  # fmt: skip
         dist.broadcast_object_list([settings], src=0)
         self._engine = Engine(self._model, EngineConfig(**settings))
         return self._engine
