@@ -160,7 +160,7 @@ def test_aborts_flushes_and_a_full_pool_of_a_replica_lose_nothing(make_model, ru
 @pytest.mark.slow
 @SHAPES
 def test_random_events_at_a_replica_lose_nothing(make_model, run_world, tp, pp):
-    traces = load("test_interruption_random")
+    traces = load("random_traces")
     # As the module's own, with a layer for each of two stages and a head for each of two ranks.
     model = make_model(
         "qwen3", num_hidden_layers=2, vocab_size=64, hidden_size=32, intermediate_size=32, num_attention_heads=2,
