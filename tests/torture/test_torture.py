@@ -198,7 +198,7 @@ def test_our_own_server_holds_for_a_minute(tmp_path):
     attackers = ",".join(name for name in NAMES if name != "crowds")
     command = [sys.executable, "-m", "lockstep.tests.torture.run", "--minutes", "1", "--seed", "15",
                "--attackers", attackers,
-               "--latency-s", "3", "--engine", "grammar_timeout_s=3",
+               "--latency-s", "3", "--engine", "grammar_timeout_s=3", "speculation=off",
                "--record", str(tmp_path / "last.jsonl")]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-4000:]
