@@ -46,6 +46,7 @@ class ForcedText:
     def find_by_bytes(self, limit_s: float | None = None) -> bytes:
         """Return the first `MAX_PIECE_BYTES` bytes of the forced text, in a time that its length does not determine."""
         matcher, found, began = self._matcher, bytearray(), time.thread_time()
+        self.is_late = False
         try:
             while len(found) < MAX_PIECE_BYTES and not matcher.is_completed():
                 if limit_s is not None and time.thread_time() - began > limit_s:

@@ -68,7 +68,9 @@ class GrammarState:
             self._matcher.roll_back(len(followed) - num_same)
             del followed[num_same:]
             self._mask = None
-        for id in output_ids[num_same:]:
+        for index, id in enumerate(output_ids[num_same:]):
+            if index and self.mode == "off":
+                self._rest_of_stretch()  # as if each of these tokens had been waited for: plans are made on the way
             accepted = self._matcher.accept(id)
             assert accepted, f"the grammar refuses token {id} after {len(followed)} that it took"
             followed.append(id)

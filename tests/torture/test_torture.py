@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.rollout.grammars.jump_forward import MAX_ROLLBACK_TOKENS
 from lockstep.tests.torture import grammars, processor
 from lockstep.tests.torture.attackers import Scene
 from lockstep.tests.torture.bodies import COSTLY, MAKERS, Bodies
@@ -189,6 +190,15 @@ def test_grammars_by_the_thousand_are_followed_or_refused_with_a_reason(seed, ca
     assert grammars.main(["--cases", "1000", "--seed", str(seed)]) == 0, capsys.readouterr().out
 
 
+def test_an_aborted_answer_is_a_beginning_but_for_what_a_jump_may_replace():
+    whole = Bits([[1, 2, 3, 4], [5, 6]], [["a", "b", "c", "d"], ["e", "f"]], ["length", "length"])
+    early = Bits([[1, 2, 9], [5]], [["a", "b", "x"], ["e"]], ["abort", "abort"])
+    assert not early.begins(whole) and early.begins(whole, 1)
+    assert not Bits([[1, 9, 3], [5]], [["a", "b", "c"], ["e"]], ["abort", "abort"]).begins(whole, 1)
+    modes = {mode: num_open_tokens({"sampling_params": {"jump_forward": mode}}) for mode in ("text", "exact", "off")}
+    assert modes == {"text": MAX_ROLLBACK_TOKENS, "exact": 0, "off": 0}
+
+
 @pytest.mark.slow
 def test_our_own_server_holds_for_a_minute(tmp_path):
     # One seed, so that a run of the suite says the same as the one before; `make torture` draws its own. Grammars have
@@ -198,7 +208,7 @@ def test_our_own_server_holds_for_a_minute(tmp_path):
     attackers = ",".join(name for name in NAMES if name != "crowds")
     command = [sys.executable, "-m", "lockstep.tests.torture.run", "--minutes", "1", "--seed", "15",
                "--attackers", attackers,
-               "--latency-s", "3", "--engine", "grammar_timeout_s=3", "speculation=off",
+               "--latency-s", "3", "--engine", "grammar_timeout_s=3",
                "--record", str(tmp_path / "last.jsonl")]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-4000:]
