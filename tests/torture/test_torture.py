@@ -17,6 +17,7 @@ import pytest
 
 from lockstep.rollout.grammars.jump_forward import MAX_ROLLBACK_TOKENS
 from lockstep.tests.torture import grammars, processor
+from lockstep.tests.torture.answers import Bits, num_open_tokens
 from lockstep.tests.torture.attackers import Scene
 from lockstep.tests.torture.bodies import COSTLY, MAKERS, Bodies
 from lockstep.tests.torture.patterns import KILLERS, random_schema, valid
