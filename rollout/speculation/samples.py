@@ -135,7 +135,7 @@ class Samples:
 
 
 class Siblings:
-    """A source that knows the other samples of a prompt that is live."""
+    """A source that knows the other samples of a prompt that is live. It hands ended ones on to the store."""
 
     name = "siblings"
 
@@ -143,7 +143,18 @@ class Siblings:
         self._samples = samples
 
     def propose(self, request: Request, most: int) -> Proposal:
-        return _best(self._samples.siblings(request), self._samples.ending(request), most)
+        """Return what followed the longest match; of equally long ones the first."""
+        best, ending = NO_PROPOSAL, self._samples.ending(request)
+        for history in self._found(request):
+            token_ids, length = history.after(ending, most)
+            if token_ids and length > best.confidence:
+                best = Proposal(token_ids, length)
+                if length == LENGTHS[0]:
+                    break
+        return best
+
+    def _found(self, request: Request) -> list[TokenHistory]:
+        return self._samples.siblings(request)
 
     def on_tokens(self, request: Request, num_cut: int) -> None:
         """Do nothing: the source `past` knows the tokens of live requests."""
@@ -152,34 +163,16 @@ class Siblings:
         self._samples.end(request)
 
 
-class History:
+class History(Siblings):
     """A source that knows earlier samples of a prompt, such as those of the last epoch."""
 
     name = "history"
 
-    def __init__(self, samples: Samples) -> None:
-        self._samples = samples
-
-    def propose(self, request: Request, most: int) -> Proposal:
-        return _best(self._samples.history(request), self._samples.ending(request), most)
-
-    def on_tokens(self, request: Request, num_cut: int) -> None:
-        """Do nothing: samples are kept when they have ended."""
+    def _found(self, request: Request) -> list[TokenHistory]:
+        return self._samples.history(request)
 
     def on_end(self, request: Request) -> None:
         """Do nothing: the source `siblings` hands them on."""
-
-
-def _best(histories: list[TokenHistory], ending: bytes, most: int) -> Proposal:
-    """Return what followed the longest match; of equally long ones the first."""
-    best = NO_PROPOSAL
-    for history in histories:
-        token_ids, length = history.after(ending, most)
-        if token_ids and length > best.confidence:
-            best = Proposal(token_ids, length)
-            if length == LENGTHS[0]:
-                break
-    return best
 
 
 def _key(prompt_ids: list[int], extra_key: str) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -127,16 +128,20 @@ def test_an_abort_after_any_step_leaves_a_beginning(start, way):
 def test_a_step_that_fails_at_any_place_changes_no_bit(start, monkeypatch, way, family):
     engine, expected = start(family, **WAYS[way])
     runner, state = engine.parts.runner, {"at": -1, "num": 0}
-    launch = runner.launch
+    monkeypatch.setattr(runner, "launch", failing_at_one(runner.launch, state))
+    assert_failures_change_nothing(engine, expected, state)
 
-    def fail_at_one(output, requests):
+
+def failing_at_one(function: Callable, state: dict[str, int]) -> Callable:
+    """Return the function, which fails at call number `at`; `num` counts its calls."""
+
+    def call(*arguments: object) -> object:
         state["num"] += 1
         if state["num"] == state["at"]:
             raise Expected
-        return launch(output, requests)
+        return function(*arguments)
 
-    monkeypatch.setattr(runner, "launch", fail_at_one)
-    assert_failures_change_nothing(engine, expected, state)
+    return call
 
 
 def assert_failures_change_nothing(engine: Engine, expected: dict[str, tuple], state: dict[str, int]) -> None:
@@ -162,15 +167,7 @@ def assert_failures_change_nothing(engine: Engine, expected: dict[str, tuple], s
 def test_a_source_that_fails_ends_its_step_alone(start, way):
     engine, expected = start(**WAYS[way])
     source, state = engine.parts.speculation._sources["oracle"], {"at": -1, "num": 0}
-    propose = source.propose
-
-    def fail_at_one(request, most):
-        state["num"] += 1
-        if state["num"] == state["at"]:
-            raise Expected
-        return propose(request, most)
-
-    source.propose = fail_at_one
+    source.propose = failing_at_one(source.propose, state)
     assert_failures_change_nothing(engine, expected, state)
 
 
