@@ -72,14 +72,14 @@ class BetweenSteps:
         was_paused, self._gate.pause_mode = self._gate.pause_mode is not None, None
         return ContinueReport(was_paused, self._scheduler.num_running, self._scheduler.num_waiting)
 
-    def abort_all(self, reason: FinishReason | None) -> list[str]:
+    def abort_all(self, reason: FinishReason | None, *, gives_way: bool = True) -> list[str]:
         """Abort every request that is live now; returns their ids. reason: None for SGLang's message by state.
 
-        Of thousands, other threads use the engine between one slice and the next.
+        Of thousands, other threads use the engine between one slice and the next, if it `gives_way`.
         """
         requests, aborted = self._sequences.requests(), []
         for index, request in enumerate(requests):
-            if index and index % SLICE == 0:
+            if gives_way and index and index % SLICE == 0:
                 self.give_way()
             if request.finish_reason is None:  # it may have ended meanwhile
                 self._loop.abort(request, reason or _aborted(request))
@@ -149,8 +149,8 @@ class BetweenSteps:
         """Stop the steps as `StepGate.hold` does; first abort all requests if `abort_all`."""
         reason = FinishReason("abort", message="aborted by a weight update")
         num_aborted = 0
-        while abort_all and len(self._sequences):  # again, if others came in between
-            num_aborted += len(self.abort_all(reason))
+        if abort_all:  # first those of now, then those that came in between, however fast others come
+            num_aborted = len(self.abort_all(reason)) + len(self.abort_all(reason, gives_way=False))
         return replace(self._gate.hold(refusal, before_sampling, keep_running), num_aborted=num_aborted)
 
     def commit_weights(

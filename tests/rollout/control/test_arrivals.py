@@ -158,6 +158,25 @@ def test_a_report_comes_between_while_thousands_of_requests_are_aborted(engine, 
     assert engine.state()["num_waiting"] == 0 and listener.num_answers == MANY
 
 
+def test_a_hold_ends_however_fast_requests_come_while_it_aborts(engine, monkeypatch):
+    """It aborted again until none was left, and let others in each time."""
+    listener, between = Nobody(), engine.requests._between_steps
+    num_waves = 0
+
+    def another_wave() -> None:
+        nonlocal num_waves
+        num_waves += 1
+        assert num_waves < 20, "as long as others come, no weights are written"
+        ask(engine, listener)
+        engine.driver.take_inbox()
+
+    ask(engine, listener)
+    monkeypatch.setattr(between, "give_way", another_wave)
+    report = engine.weights.hold_for_update(refusal=("here", "weights are written"), abort_all=True)
+    assert report.num_aborted == listener.num_answers == (1 + num_waves) * MANY
+    assert engine.state()["num_waiting"] == 0
+
+
 def test_a_command_inside_another_ones_block_lets_nobody_in(engine):
     ask(engine, Nobody())
     with engine.driver.lock:
