@@ -167,7 +167,7 @@ def test_a_hold_ends_however_fast_requests_come_while_it_aborts(engine, monkeypa
         nonlocal num_waves
         num_waves += 1
         assert num_waves < 20, "as long as others come, no weights are written"
-        ask(engine, listener)
+        ask(engine, listener, rid=f"wave {num_waves}")
         engine.driver.take_inbox()
 
     ask(engine, listener)
