@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..rollout.engine import Engine
+from ..rollout.loop.commands import OnCommit, check_in_flight
 from ..rollout.model.adapters.layers import bare_names
 from ..weight_sync.errors import Poisoned, SessionError
 from ..weight_sync.group.registry import GroupRegistry
@@ -153,11 +154,19 @@ class RolloutService(WeightVerbs, LoraVerbs):
 
     # -- weights in place -------------------------------------------------------------------------------------------
 
-    def commit_in_place(self, version: str, *, source: NamedTensors, digest: DigestTime = "now") -> Commit:
+    def commit_in_place(
+        self,
+        version: str,
+        *,
+        source: NamedTensors,
+        digest: DigestTime = "now",
+        in_flight: OnCommit | None = None,
+    ) -> Commit:
         """Publish the weights that the trainer wrote into the shared storage as `version`. Starts a KV epoch.
 
         source: the trainer's parameters by Hugging Face name, checked to be the engine's own memory. With
         `digest="later"` the digest is None until `finish_digest`, which `optimizer_step` calls before the next write.
+        in_flight "verify": requests that have begun are drawn again under the new weights, see `WeightVerbs`.
         Raises ValueError listing tensors that are not shared, Poisoned after a step that failed, SessionError while a
         weight-update session is open; then nothing is committed.
 
@@ -166,6 +175,7 @@ class RolloutService(WeightVerbs, LoraVerbs):
         """
         if digest not in ("now", "later"):
             raise ValueError(f'digest must be "now" or "later", not {digest!r}')
+        check_in_flight(in_flight, abort_all=False, keep_running=False)
         if self.replica.asks_followers:
             raise ValueError("the other ranks follow this one: call commit_in_place on all of them")
 
@@ -182,7 +192,7 @@ class RolloutService(WeightVerbs, LoraVerbs):
         else:
             record = self.engine.between_steps("commit_in_place", planned.run)
         try:
-            return self.sessions.commit_in_place(version, digest, record.bytes_copied)
+            return self.sessions.commit_in_place(version, digest, record.bytes_copied, in_flight)
         finally:
             self.replica.stands()
 

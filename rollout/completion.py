@@ -78,6 +78,7 @@ class Completion:
     masked_probs: tuple[float, ...] | None = None
     num_jump_forward_tokens: int = 0  # tokens that needed no step of their own
     drafts: tuple[DraftCounts, ...] = ()  # by source, of the steps that had a draft; changes no other field
+    num_kept_tokens: int = 0  # first tokens of an answer of other weights that came again under these
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -118,5 +119,6 @@ class StreamChunk:
     weight_version: str = ""  # of the newest token, or of the weights at the end
     top_logprobs: tuple[TopLogprobs, ...] = ()  # of the new ones, if requested
     listed_logprobs: tuple[ListedLogprobs, ...] = ()
-    num_taken_back: int = 0  # number of last tokens of earlier chunks that these replace; their text stays
+    num_taken_back: int = 0  # number of last tokens of earlier chunks that these replace
+    num_chars_taken_back: int = 0  # likewise of the text: 0, unless the answer begins again under new weights
     completion: Completion | None = None  # on the last chunk: the whole answer

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ...rollout.engine import Engine
 from ...rollout.errors import SamplingRefused
-from ...rollout.loop.commands import HoldReport
+from ...rollout.loop.commands import HoldReport, OnCommit
 from ...weight_sync.errors import Poisoned, SessionError
 from ...weight_sync.transaction.host import SessionHost
 from ...weight_sync.transaction.peers import PeerFailed
@@ -32,6 +33,7 @@ class Commit:
     num_blocks_dropped: int  # cached KV blocks of the version before
     num_unpinned: int  # pinned blocks among them
     session: SessionRecord | None = None  # None: committed in place
+    num_verified: int = 0  # sequences that begin again, with their tokens as a draft
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class EngineHost(SessionHost):
         self._next = _Prepared({}, None, frozenset())
         self._transaction: WeightTransaction | None = None  # of the open session
         self._digest_time: DigestTime = "now"
+        self._in_flight: OnCommit | None = None  # of the next commit
 
     # -- callbacks of the manager -----------------------------------------------------------------------------------
 
@@ -109,14 +112,17 @@ class EngineHost(SessionHost):
             lift.append(_TORN)
         version = record.version if record.version is not None else engine.weight_version
         before = _Standing(engine.weight_version, engine.weight_digest, self._roots.undefined, {})
-        report = engine.weights.commit_weights(version, ready.digest, lift=lift, refuse=_refusal_of(ready.undefined))
+        report = engine.weights.commit_weights(
+            version, ready.digest, lift=lift, refuse=_refusal_of(ready.undefined), in_flight=self._in_flight
+        )
         refusals = {key: why for key, why in report.lifted.items() if key != _SESSION}
-        self._before, self._transaction = replace(before, refusals=refusals), None
+        self._before, self._transaction, self._in_flight = replace(before, refusals=refusals), None, None
         self._roots.publish(ready.roots, ready.undefined, owes_digest=ready.digest is None)
         engine.weights.before_sampling = None
         self.last_commit = Commit(
-            version, ready.digest, record.num_bytes, report.num_blocks_dropped, report.num_unpinned, session=record
-        )
+            version, ready.digest, record.num_bytes, report.num_blocks_dropped, report.num_unpinned, record,
+            report.num_verified,
+        )  # fmt: skip
 
     def unpublish(self) -> None:
         """Take the last publication back; see `SessionHost`. Version and digest are again those before the commit."""
@@ -149,7 +155,7 @@ class EngineHost(SessionHost):
 
     def _drop_transaction(self) -> None:
         self._roots.forget_fresh()
-        self._transaction = None
+        self._transaction, self._in_flight = None, None
 
     # -- the engine -------------------------------------------------------------------------------------------------
 
@@ -169,8 +175,18 @@ class EngineHost(SessionHost):
         Raises NotIdle where requests run."""
         self._engine.weights.hold_for_update(
             before_sampling=self._commit_before_sampling, abort_all=options.abort_all_requests,
-            keep_running=options.keep_running, timeout_s=options.timeout_s,
+            keep_running=options.keep_running, in_flight=options.in_flight, timeout_s=options.timeout_s,
         )  # fmt: skip
+        self._in_flight = options.in_flight or self._in_flight
+
+    @contextmanager
+    def committing(self, in_flight: OnCommit | None) -> Iterator[None]:
+        """Commit a session inside the block, with this for sequences that have begun."""
+        self._in_flight = in_flight
+        try:
+            yield
+        finally:
+            self._in_flight = None
 
     def revert(self, take_back: Callable[[], object]) -> str:
         """Refuse to sample while `take_back` restores the old bytes, then publish them. Returns their version."""
@@ -182,11 +198,16 @@ class EngineHost(SessionHost):
             self._engine.weights.allow_sampling(_REVERT)
         return self._before.version
 
-    def commit_in_place(self, version: str, digest: str | None, bytes_copied: int) -> Commit:
+    def commit_in_place(
+        self, version: str, digest: str | None, bytes_copied: int, in_flight: OnCommit | None
+    ) -> Commit:
         """Publish weights that were written without a session."""
-        report = self._engine.weights.commit_weights(version, digest, lift=(_TORN,))
+        report = self._engine.weights.commit_weights(version, digest, lift=(_TORN,), in_flight=in_flight)
         self._roots.owes_digest = digest is None
-        self.last_commit = Commit(version, digest, bytes_copied, report.num_blocks_dropped, report.num_unpinned)
+        self.last_commit = Commit(
+            version, digest, bytes_copied, report.num_blocks_dropped, report.num_unpinned,
+            num_verified=report.num_verified,
+        )  # fmt: skip
         return self.last_commit
 
     def forget_bytes(self) -> None:

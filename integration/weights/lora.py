@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ...rollout.engine import Engine
 from ...rollout.errors import MemoryReleased
+from ...rollout.loop.commands import OnCommit
 from ...rollout.model.adapters.folder import AdapterFolder, AdapterLayers
 from ...weight_sync.errors import SessionError
 from ..service_config import ServiceConfig
@@ -57,6 +58,7 @@ class LoraVerbs:
         weight_version: str | None = None,
         abort_all_requests: bool = False,
         keep_running: bool = False,
+        in_flight: OnCommit | None = None,
         timeout_s: float | None = None,
     ) -> AdapterReport:
         """Load an adapter folder in PEFT's layout. The engine has adapter, version and digest, or is as before.
@@ -67,7 +69,9 @@ class LoraVerbs:
         """
         if not lora_name:
             raise ValueError("lora_name must not be empty")
-        options = UpdateOptions(weight_version, self.config.wait_s(timeout_s), None, abort_all_requests, keep_running)
+        options = UpdateOptions(
+            weight_version, self.config.wait_s(timeout_s), None, abort_all_requests, keep_running, in_flight
+        )
         with self._changing(options.timeout_s):
             former = self._adapter
             if former is not None and not (load_inplace and former[0] == lora_name):
@@ -82,11 +86,14 @@ class LoraVerbs:
         weight_version: str | None = None,
         abort_all_requests: bool = False,
         keep_running: bool = False,
+        in_flight: OnCommit | None = None,
         timeout_s: float | None = None,
     ) -> AdapterReport:
         """Unload the adapter of that name: the engine has its base alone again. Raises ValueError for an adapter that
         is not loaded, and as `load_lora_adapter` does."""
-        options = UpdateOptions(weight_version, self.config.wait_s(timeout_s), None, abort_all_requests, keep_running)
+        options = UpdateOptions(
+            weight_version, self.config.wait_s(timeout_s), None, abort_all_requests, keep_running, in_flight
+        )
         with self._changing(options.timeout_s):
             if lora_name not in self.loaded_adapters:
                 loaded = ", ".join(map(repr, self.loaded_adapters)) or "none"
@@ -116,12 +123,12 @@ class LoraVerbs:
         version = options.weight_version if options.weight_version is not None else self.engine.weight_version
         weights.hold_for_update(
             refusal=(_LOADING, "an adapter is being loaded or unloaded"), abort_all=options.abort_all_requests,
-            keep_running=options.keep_running, timeout_s=options.timeout_s,
+            keep_running=options.keep_running, in_flight=options.in_flight, timeout_s=options.timeout_s,
         )  # fmt: skip
         try:
             former = weights.replace_adapter(content)
             try:
-                commit = self.sessions.commit_adapter(version)
+                commit = self.sessions.commit_adapter(version, options.in_flight)
             except BaseException:
                 weights.replace_adapter(former)
                 self.sessions.renamed()

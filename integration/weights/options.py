@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from ...rollout.loop.commands import OnCommit, check_in_flight
+
 DigestTime = Literal["now", "later"]
 
 
@@ -18,3 +20,7 @@ class UpdateOptions:
     verify: Mapping[str, str] | None = None  # the sender's tensor roots in hex, by name
     abort_all_requests: bool = False  # abort running requests first
     keep_running: bool = False  # let requests that are paused in_place continue with the new weights
+    in_flight: OnCommit | None = None  # what the commit does with sequences that have begun
+
+    def __post_init__(self) -> None:
+        check_in_flight(self.in_flight, abort_all=self.abort_all_requests, keep_running=self.keep_running)

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from ...rollout.engine import Engine
-from ...rollout.loop.commands import HoldReport
+from ...rollout.loop.commands import HoldReport, OnCommit
 from ...weight_sync.layout.sink import Sink
 from ...weight_sync.manifest import TensorSpec
 from ...weight_sync.transaction.receiving import Receive
@@ -82,9 +82,9 @@ class WeightSessions:
             self._manager.verify(digests)
         self.metrics.verified(len(digests))
 
-    def end(self, version: str | None) -> Commit:
+    def end(self, version: str | None, in_flight: OnCommit | None = None) -> Commit:
         """Commit the open session. Raises SessionError where none is open."""
-        with self.metrics.attempt("commit"):
+        with self.metrics.attempt("commit"), self._host.committing(in_flight):
             self._manager.commit(version)
         assert self._host.last_commit is not None
         return self._host.last_commit
@@ -117,6 +117,8 @@ class WeightSessions:
             self._roots.was_written(received)
             return specs
 
+        if options.in_flight is not None and self.is_open:
+            raise ValueError("in a session end_weight_update has in_flight")
         path, verify = path_of(source), options.verify
         with self.metrics.update(path):
             record = self._manager.update(
@@ -184,16 +186,18 @@ class WeightSessions:
         """Forget the digests of frozen parameters too: a trainer has loaded all weights anew."""
         self._host.forget_everything()
 
-    def commit_in_place(self, version: str, digest: DigestTime, bytes_copied: int) -> Commit:
+    def commit_in_place(
+        self, version: str, digest: DigestTime, bytes_copied: int, in_flight: OnCommit | None = None
+    ) -> Commit:
         """Publish weights that were written without a session. Raises SessionError while a session is open."""
         self.let_write("commit_in_place")
         self._roots.owes_digest = False  # the digest of the previous version cannot be computed any more
         value = self._roots.complete() if digest == "now" else None
         self._roots.keep_published()
         self._replica.peers.together("commit_in_place", lambda: None)  # no rank publishes before all can
-        return self._host.commit_in_place(version, value, bytes_copied)
+        return self._host.commit_in_place(version, value, bytes_copied, in_flight)
 
-    def commit_adapter(self, version: str) -> Commit:
+    def commit_adapter(self, version: str, in_flight: OnCommit | None = None) -> Commit:
         """Publish the weights after the engine's adapter was changed. Digests of base tensors are kept that no update
         has written since. Raises SessionError while a session is open."""
         self.renamed()
@@ -201,7 +205,7 @@ class WeightSessions:
         self._roots.owes_digest = False
         digest = self._roots.complete(trusts_marks=True)
         self._roots.keep_published()
-        return self._host.commit_in_place(version, digest, 0)
+        return self._host.commit_in_place(version, digest, 0, in_flight)
 
     def renamed(self) -> None:
         """Note that the engine's tensors have other names."""

@@ -10,7 +10,7 @@ import torch
 
 from ...rollout.engine import Engine
 from ...rollout.errors import MemoryReleased, SamplingRefused
-from ...rollout.loop.commands import ContinueReport, HoldReport
+from ...rollout.loop.commands import ContinueReport, HoldReport, OnCommit, check_in_flight
 from ...weight_sync.delta.apply import Check
 from ...weight_sync.delta.pull import PullRecord, pull_weights
 from ...weight_sync.errors import SessionError
@@ -36,8 +36,10 @@ class WeightVerbs:
 
     Common arguments: weight_version, the label of the weights, published when they are committed; verify, the sender's
     tensor roots (`model_digest.tensor_root`, hex) by name; abort_all_requests, abort running requests first;
-    keep_running, let requests that are paused in_place continue with the new weights (inside a session
-    `begin_weight_update` has both); delta_check, how closely a delta checks the bytes that it changes
+    keep_running, let requests that are paused in_place continue with the new weights; in_flight="verify", draw the
+    tokens of requests that have begun again under the new weights, so that their answers are those that these would
+    have given from the start (inside a session `begin_weight_update` has the first two, `end_weight_update` the third);
+    delta_check, how closely a delta checks the bytes that it changes
     (`delta.apply.Check`); timeout_s, the deadline of every wait.
     """
 
@@ -89,13 +91,14 @@ class WeightVerbs:
         self.sessions.verify(digests)
 
     @on_all_ranks
-    def end_weight_update(self, *, weight_version: str | None = None) -> Commit:
+    def end_weight_update(self, *, weight_version: str | None = None, in_flight: OnCommit | None = None) -> Commit:
         """Commit the open session: its version and digest are published and a KV epoch starts.
 
         Raises SessionError where none is open, ValueError listing the missing tensors of a full session, which stays
         open.
         """
-        return self.sessions.end(weight_version)
+        check_in_flight(in_flight, abort_all=False, keep_running=False)
+        return self.sessions.end(weight_version, in_flight)
 
     @on_all_ranks
     def abort_weight_update(self, why: str = "asked for") -> None:
@@ -186,6 +189,7 @@ class WeightVerbs:
         verify: Mapping[str, str] | None = None,
         abort_all_requests: bool = False,
         keep_running: bool = False,
+        in_flight: OnCommit | None = None,
         timeout_s: float | None = None,
     ) -> UpdateRecord:
         """Receive tensors from rank 0 of a group.
@@ -197,7 +201,7 @@ class WeightVerbs:
         group, timeout_s = self.groups.get(group_name), self.config.wait_s(timeout_s)
         specs = (names or (), dtypes or (), shapes or ())
         receive = from_group(group, load_format, specs, manifest, delta_check, timeout_s)
-        options = UpdateOptions(weight_version, timeout_s, verify, abort_all_requests, keep_running)
+        options = UpdateOptions(weight_version, timeout_s, verify, abort_all_requests, keep_running, in_flight)
         return self._update(f"group {group_name}", receive, options)
 
     # -- by shared memory or CUDA IPC -------------------------------------------------------------------------------
@@ -214,6 +218,7 @@ class WeightVerbs:
         verify: Mapping[str, str] | None = None,
         abort_all_requests: bool = False,
         keep_running: bool = False,
+        in_flight: OnCommit | None = None,
         timeout_s: float | None = None,
     ) -> UpdateRecord:
         """Read tensors from memory of this host. Returns when the copy is complete and nothing refers to them any more.
@@ -231,7 +236,7 @@ class WeightVerbs:
         else:
             payload = self._own(serialized_named_tensors or (), "serialized_named_tensors")
             receive = from_payload(payload, load_format, self.config)
-        options = UpdateOptions(weight_version, timeout_s, verify, abort_all_requests, keep_running)
+        options = UpdateOptions(weight_version, timeout_s, verify, abort_all_requests, keep_running, in_flight)
         return self._update("tensor", receive, options)
 
     def update_weights_from_named_tensors(
@@ -242,6 +247,7 @@ class WeightVerbs:
         verify: Mapping[str, str] | None = None,
         abort_all_requests: bool = False,
         keep_running: bool = False,
+        in_flight: OnCommit | None = None,
         timeout_s: float | None = None,
     ) -> UpdateRecord:
         """Copy tensors of this process, one at a time as the iterator yields them.
@@ -253,7 +259,9 @@ class WeightVerbs:
         if self.replica.asks_followers:
             raise ValueError("the other ranks follow this one: call update_weights_from_named_tensors on all of them")
         receive = from_named_tensors(named_tensors, to_the_end=not self.replica.is_alone)
-        options = UpdateOptions(weight_version, self.config.wait_s(timeout_s), verify, abort_all_requests, keep_running)
+        options = UpdateOptions(
+            weight_version, self.config.wait_s(timeout_s), verify, abort_all_requests, keep_running, in_flight
+        )
         try:
             return self._update("this process", receive, options)
         finally:
@@ -272,6 +280,7 @@ class WeightVerbs:
         keep_pause: bool = False,
         abort_all_requests: bool = False,
         keep_running: bool = False,
+        in_flight: OnCommit | None = None,
         timeout_s: float | None = None,
     ) -> UpdateRecord:
         """Read a folder of safetensors in Hugging Face layout, or a delta folder against the present weights.
@@ -283,7 +292,7 @@ class WeightVerbs:
         digests: dict[str, str] = {}  # filled while reading; compared after the tensors have arrived
         receive = from_folder(path, digests if verify is True else None, delta_check, timeout_s)
         given = digests if isinstance(verify, bool) else verify
-        options = UpdateOptions(weight_version, timeout_s, given, abort_all_requests, keep_running)
+        options = UpdateOptions(weight_version, timeout_s, given, abort_all_requests, keep_running, in_flight)
         record = self._update(f"folder {path}", receive, options)
         if keep_pause and self.engine.is_controller and not self.engine.is_paused:
             self.engine.pause_generation("in_place")

@@ -32,6 +32,7 @@ class Streamed:
     num_tokens: int = 0
     num_chars: int = 0
     num_taken_back: int = 0  # tokens that were replaced since the newest chunk
+    num_chars_taken_back: int = 0  # likewise
 
     def follow(self, record: OutputRecord) -> None:
         """Subtract the tokens that a rollback has replaced since the last call."""
@@ -40,6 +41,11 @@ class Streamed:
             self.num_tokens -= num_replaced
             self.num_taken_back += num_replaced
             record.num_kept = None
+        if record.num_chars_kept is not None:
+            num_replaced = max(self.num_chars - record.num_chars_kept, 0)
+            self.num_chars -= num_replaced
+            self.num_chars_taken_back += num_replaced
+            record.num_chars_kept = None
 
 
 @dataclass(eq=False, slots=True)
@@ -148,11 +154,12 @@ class Mailboxes:
             tuple(record.top_logprobs[first:]),
             tuple(record.listed_logprobs[first:]),
             streamed.num_taken_back,
+            streamed.num_chars_taken_back,
             completion,
         )
         streamed.num_tokens += len(token_ids)
         streamed.num_chars = max(len(text), start)
-        streamed.num_taken_back = 0
+        streamed.num_taken_back = streamed.num_chars_taken_back = 0
         if box.listener is None:
             box.chunks.append(chunk)
             return

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from torch import Tensor
 
 from ..loop.between_steps import BetweenSteps
-from ..loop.commands import CommitReport, HoldReport
+from ..loop.commands import CommitReport, HoldReport, OnCommit, check_in_flight
 from ..loop.gate import StepGate
 from ..loop.parts import Parts
 from ..model.adapters.folder import AdapterFolder, AdapterLayers
@@ -37,15 +37,19 @@ class EngineWeights:
         *,
         lift: Iterable[str] = ("torn",),
         refuse: Mapping[str, str] | None = None,
+        in_flight: OnCommit | None = None,
     ) -> CommitReport:
         """Commit written weights as a new version and start a KV epoch. New tokens are sampled from this version.
 
         version and digest are opaque here. Cached blocks and pins are dropped; refusals under the keys of `lift` end,
-        and those of `refuse` (reason by key) begin. Running sequences go on with their KV.
+        and those of `refuse` (reason by key) begin. Running sequences go on with their KV; with `in_flight="verify"`
+        each sequence that has begun is drawn again under the new weights, with its tokens as a draft, so that its
+        answer is the one that it would have had from the start.
         """
+        check_in_flight(in_flight, abort_all=False, keep_running=False)
         keys, added = tuple(lift), dict(refuse or {})
         return self._driver.command(
-            "commit_weights", lambda: self._between_steps.commit_weights(version, digest, keys, added)
+            "commit_weights", lambda: self._between_steps.commit_weights(version, digest, keys, added, in_flight)
         )
 
     def replace_adapter(self, adapter: AdapterFolder | AdapterLayers) -> AdapterLayers:
@@ -75,6 +79,7 @@ class EngineWeights:
         before_sampling: Callable[[], None] | None = None,
         abort_all: bool = False,
         keep_running: bool = False,
+        in_flight: OnCommit | None = None,
         timeout_s: float | None = None,
     ) -> HoldReport:
         """Stop the steps while weights are written.
@@ -82,11 +87,11 @@ class EngineWeights:
         With a `refusal` (key, reason) they stop until a commit or `allow_sampling` lifts it, otherwise until the next
         step is wanted and `before_sampling` was called. Raises NotIdle, naming the remedies, while requests are running
         or queued, unless they are aborted, or paused by retract, or paused in_place with `keep_running`: then they go
-        on with the new weights.
+        on with the new weights; or unless the commit is to verify them (`in_flight`).
         """
         return self._driver.command(
             "hold_for_update",
-            lambda: self._between_steps.hold(refusal, before_sampling, abort_all, keep_running),
+            lambda: self._between_steps.hold(refusal, before_sampling, abort_all, keep_running, in_flight),
             None,
             timeout_s,
         )

@@ -49,6 +49,7 @@ class GrammarState:
         `exact` and `off` for this vocabulary.
         """
         self.mode = mode
+        self._grammar, self._may_stop = grammar, may_stop
         self._matcher, self._nests = grammar.matcher(), grammar.nests
         self.text = text
         self._plan_stretch = plan_stretch
@@ -57,6 +58,13 @@ class GrammarState:
         self._followed: list[int] = []  # tokens that the matcher has accepted
         self._mask: np.ndarray | None = None  # mask of the token after them, computed at its first use
         self._stretches: list[_Stretch] = []  # in their order, up to the position that was followed furthest
+
+    def begin_again(self) -> GrammarState:
+        """Return the state of the same sequence without output tokens."""
+        return GrammarState(
+            self._grammar, self.text, self.mode, self._plan_stretch,
+            may_stop=self._may_stop, max_rollback=self._max_rollback,
+        )  # fmt: skip
 
     def follow(self, output_ids: Sequence[int]) -> None:
         """Move to the position after these tokens, all of which the grammar allowed."""

@@ -23,6 +23,7 @@ from .commands import (
     EvictReport,
     FlushReport,
     HoldReport,
+    OnCommit,
     PauseMode,
     PauseReport,
 )
@@ -145,27 +146,51 @@ class BetweenSteps:
         before_sampling: Callable[[], None] | None,
         abort_all: bool,
         keep_running: bool,
+        in_flight: OnCommit | None = None,
     ) -> HoldReport:
         """Stop the steps as `StepGate.hold` does; first abort all requests if `abort_all`."""
         reason = FinishReason("abort", message="aborted by a weight update")
         num_aborted = 0
         if abort_all:  # first those of now, then those that came in between, however fast others come
             num_aborted = len(self.abort_all(reason)) + len(self.abort_all(reason, gives_way=False))
-        return replace(self._gate.hold(refusal, before_sampling, keep_running), num_aborted=num_aborted)
+        return replace(self._gate.hold(refusal, before_sampling, keep_running, in_flight), num_aborted=num_aborted)
 
     def commit_weights(
-        self, version: str, digest: str | None, lift: Iterable[str], refuse: Mapping[str, str]
+        self,
+        version: str,
+        digest: str | None,
+        lift: Iterable[str],
+        refuse: Mapping[str, str],
+        in_flight: OnCommit | None = None,
     ) -> CommitReport:
-        """Start a new weight version and a KV epoch; lift refusals by key, and add others."""
+        """Start a new weight version and a KV epoch; lift refusals by key, and add others.
+
+        in_flight "verify": every sequence that has begun begins again, with its tokens as a draft.
+        """
+        num_verified = self.verify_begun() if in_flight == "verify" else 0
         self._sequences.weight_version, self._sequences.weight_digest = version, digest
         lifted = self._gate.lift(lift)
         for key, why in refuse.items():
             self._gate.refuse(key, why)
         self._metrics.num_weight_commits += 1
         self._gate.adapters.committed(digest)
-        report = CommitReport(*self._ledger.start_epoch(), lifted)
+        report = CommitReport(*self._ledger.start_epoch(), lifted, num_verified)
         self._scheduler.forget_under_way()
         return report
+
+    def verify_begun(self) -> int:
+        """Begin every sequence again that has begun; returns their number.
+
+        A sequence whose tokens its caller cannot take back keeps them, and gives its KV back.
+        """
+        begun = [request for request in self._sequences.requests() if request.sequence.state is not State.WAITING]
+        running = set(self._scheduler.running())
+        for request in begun:
+            if request.options.takes_back:
+                self._loop.begin_again(request)
+            elif request in running:
+                self._loop.retract(request)
+        return sum(request.options.takes_back for request in begun)
 
     def replace_adapter(self, adapter: AdapterFolder | AdapterLayers) -> AdapterLayers:
         """Put an adapter into the model, or take it out; see `HostedModel.replace_adapter`. Checks it anew."""

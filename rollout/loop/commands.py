@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 from ..errors import DeadlineExceeded
 
 PauseMode = Literal["abort", "retract", "in_place"]
+OnCommit = Literal["verify"]  # what a commit does with sequences that have begun; None: they go on as they are
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class CommitReport:
     num_blocks_dropped: int  # cached KV of the version before
     num_unpinned: int  # pinned blocks among them: no pin survives a commit
     lifted: Mapping[str, str] = field(default_factory=dict)  # refusals to sample that ended, by key
+    num_verified: int = 0  # sequences that begin again, with their tokens as a draft
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,15 @@ def check_pause(mode: str) -> None:
     """Check the mode of a pause. Raises ValueError naming the allowed modes."""
     if mode not in get_args(PauseMode):
         raise ValueError(f"mode must be one of {', '.join(get_args(PauseMode))}, not {mode!r}")
+
+
+def check_in_flight(in_flight: str | None, *, abort_all: bool, keep_running: bool) -> None:
+    """Check what a commit is to do with sequences that have begun. Raises ValueError."""
+    if in_flight not in (None, *get_args(OnCommit)):
+        raise ValueError(f'in_flight must be "verify" or None, not {in_flight!r}')
+    others = [name for name, given in (("abort_all_requests", abort_all), ("keep_running", keep_running)) if given]
+    if in_flight is not None and others:
+        raise ValueError(f"in_flight={in_flight!r} and {' and '.join(others)} exclude each other")
 
 
 @dataclass(eq=False)

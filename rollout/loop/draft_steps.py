@@ -23,6 +23,7 @@ from .grammar_steps import GrammarSteps
 from .parts import Parts
 
 MAX_IN_FLIGHT = 64  # steps: more than there are stages
+EARLIER = "earlier"  # the source of the tokens of an earlier answer, which are not guesses: all are drawn again
 
 
 class DraftSteps:
@@ -35,6 +36,7 @@ class DraftSteps:
         self._trace = parts.reports.trace
         # Steps in flight: size without drafts, sequences that sources were asked for, seconds.
         self._planned: dict[int, tuple[StepSize, int, float]] = {}
+        self._verified: set[Request] = set()  # whose earlier answer has tokens that were not drawn again yet
         self._num_accepted = 0  # in the newest committed step
         self._none_at_all: NoDraft | None = None  # why no sequence of the newest step has one
         # Steps that are planned before this one is committed need slots of states and blocks: each of them at most one
@@ -46,11 +48,13 @@ class DraftSteps:
     @property
     def may_draft(self) -> bool:
         """Whether the next step may have drafts."""
-        return self._speculation is not None and self._speculation.may_draft
+        return bool(self._verified) or (self._speculation is not None and self._speculation.may_draft)
 
     def prepare(self, output: ScheduleOutput) -> ScheduleOutput:
         """Return the scheduled step with its drafts. Changes the ledger; the managers learn of it from the schedule."""
         speculation = self._speculation
+        if self._verified and (verifying := self._verify(output)).has_drafts:
+            return verifying  # no rows are left for guesses
         if speculation is None or not speculation.is_used:
             return output
         started = time.perf_counter()
@@ -86,7 +90,7 @@ class DraftSteps:
         """Learn from the drafts of a committed step."""
         speculation, engine = self._speculation, self._managers.engine
         self._num_accepted = 0
-        if speculation is None or not (output.has_drafts or engine.num_constrained):
+        if not (output.has_drafts or (speculation is not None and engine.num_constrained)):
             return
         drafts = {item.id: item.draft for item in output.scheduled if item.draft.token_ids}
         by_source: dict[str, list[int]] = {}
@@ -95,15 +99,19 @@ class DraftSteps:
                 continue
             request = engine.request(result.id)
             num_cut = request.record.newest_jump.num_rolled_back if request.grammar is not None else 0
-            if num_cut and result.token_id is not None:
+            if num_cut and result.token_id is not None and speculation is not None:
                 speculation.on_cut(request, num_cut)
             if (draft := drafts.get(result.id)) is not None:
                 num_drafted, num_accepted = len(draft.token_ids), len(result.accepted)
-                speculation.on_draft(draft.source, draft.confidence, num_drafted, num_accepted)
                 request.record.count_draft(draft.source, num_drafted, num_accepted)
-                self._metrics.num_drafted_tokens += num_drafted
-                self._metrics.num_accepted_tokens += num_accepted
-                self._num_accepted += num_accepted
+                if draft.source == EARLIER:
+                    self._metrics.num_verified_tokens += num_drafted
+                else:
+                    assert speculation is not None
+                    speculation.on_draft(draft.source, draft.confidence, num_drafted, num_accepted)
+                    self._metrics.num_drafted_tokens += num_drafted
+                    self._metrics.num_accepted_tokens += num_accepted
+                    self._num_accepted += num_accepted
                 so_far = by_source.get(draft.source, (0, 0))
                 by_source[draft.source] = [so_far[0] + num_drafted, so_far[1] + num_accepted]
         if by_source:  # of each: rows that ran, and tokens among them that were the ones drawn
@@ -119,10 +127,33 @@ class DraftSteps:
                 num_drafted = output.num_rows - size.num_rows
                 self._speculation.on_step_planned(size, num_asked, num_drafted, self._num_accepted, planning_s)
 
+    def on_queued(self, request: Request) -> None:
+        """Hear of a request that waits for its first step."""
+        if request.earlier:
+            self._verified.add(request)
+
     def on_end(self, request: Request) -> None:
-        """Hear that a request has ended, with its final tokens."""
+        """Hear that a request has ended, with its final tokens, or that it begins again."""
+        self._verified.discard(request)
         if self._speculation is not None:
             self._speculation.on_end(request)
+
+    def _verify(self, output: ScheduleOutput) -> ScheduleOutput:
+        """Return the step with as many tokens of earlier answers as it has room for."""
+        items, budget = list(output.scheduled), self._scheduler.row_limit.now - output.num_rows
+        for index, item in enumerate(items):
+            request = self._managers.engine.request(item.id)
+            if budget <= 0 or request not in self._verified or self._why_none(item, request) is not None:
+                continue
+            rest = request.rest_of_earlier
+            if not rest and request.grammar is None:  # with one, a jump may take the output back to it
+                self._verified.discard(request)
+            if rest and self._managers.engine.is_stop(request, rest[-1]):
+                rest = rest[:-1]  # it is drawn behind the others, and nothing behind it
+            if token_ids := rest[: min(self._most(request), budget)]:
+                items[index] = self._with_draft(item, request, Planned(token_ids, EARLIER, 0))
+                budget -= len(items[index].draft.token_ids)
+        return replace(output, scheduled=tuple(items))
 
     def _why_none(self, item: ScheduledSequence, request: Request) -> NoDraft | None:
         """Return why this share of a step may have no draft; None: it may."""
@@ -131,7 +162,7 @@ class DraftSteps:
             return NoDraft.JUMP
         if item.start + item.num_tokens != sequence.num_tokens:
             return NoDraft.PREFILL
-        if not request.options.speculation:
+        if not request.options.speculation and request not in self._verified:
             return NoDraft.REFUSED
         return None if self._most(request) > 0 else NoDraft.LAST_TOKEN
 
@@ -151,8 +182,8 @@ class DraftSteps:
                 self._managers.engine.request(item.id).why_no_draft = why.value
 
     def _set_none(self, request: Request, why: NoDraft) -> None:
-        assert self._speculation is not None
-        self._speculation.num_without[why] += 1
+        if self._speculation is not None:
+            self._speculation.num_without[why] += 1
         request.why_no_draft = why.value
 
     def _with_draft(self, item: ScheduledSequence, request: Request, planned: Planned) -> ScheduledSequence:
@@ -168,7 +199,8 @@ class DraftSteps:
         num_room = self._ledger.plan_draft(
             request, num_known, len(token_ids),
             num_slots_reserved=self._num_slots_reserved, num_blocks_reserved=self._num_blocks_reserved,
-            may_evict=not self._scheduler.num_waiting,  # a waiting request may want what is cached
+            # A waiting request may want what is cached; an earlier answer will take the blocks in any case.
+            may_evict=planned.source == EARLIER or not self._scheduler.num_waiting,
         )  # fmt: skip
         if num_room <= 0:
             self._set_none(request, NoDraft.NO_BLOCKS)

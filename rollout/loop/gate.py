@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from ..errors import MemoryReleased, NotIdle, SamplingRefused
 from .adapter_watch import AdapterWatch
-from .commands import HoldReport, PauseMode
+from .commands import HoldReport, OnCommit, PauseMode
 from .loop import Loop
 from .parts import Parts
 
@@ -63,22 +63,27 @@ class StepGate:
         return {key: self._refusals.pop(key) for key in keys if key in self._refusals}
 
     def hold(
-        self, refusal: tuple[str, str] | None, before_sampling: Callable[[], None] | None, keep_running: bool
+        self,
+        refusal: tuple[str, str] | None,
+        before_sampling: Callable[[], None] | None,
+        keep_running: bool,
+        in_flight: OnCommit | None = None,
     ) -> HoldReport:
         """Stop the steps while weights are written: with this refusal (key, reason), or until `before_sampling` ran.
 
         Raises NotIdle, and changes nothing, if live requests would be hit by the change of weights. Requests that wait
-        would not, where no step can run before the change: while paused, and where the weights hold nothing.
+        would not, where no step can run before the change: while paused, and where the weights hold nothing. With
+        `in_flight` none is hit: the commit begins them again.
         """
         num_running, num_waiting = self._scheduler.num_running, self._scheduler.num_waiting
         num_hit = 0 if keep_running and self.pause_mode is not None else num_running
         if self.pause_mode is None and not self._refusals and self._model.holds_weights:
             num_hit += num_waiting
-        if num_hit:
+        if num_hit and in_flight is None:
             raise NotIdle(
                 f"{num_running} requests are running and {num_waiting} waiting: abort them (abort_all_requests=True) "
                 'or take their KV back first (pause_generation(mode="retract")); paused in_place they can go on with '
-                "the new weights (keep_running=True)"
+                'the new weights (keep_running=True), and the commit can draw their tokens again (in_flight="verify")'
             )
         if refusal is not None:
             self.refuse(*refusal)

@@ -90,6 +90,7 @@ class Loop:
         """Queue a request. Its id must not be live."""
         self._managers.add(request)
         self._scheduler.add(request)
+        self._drafts.on_queued(request)
         self._reports.on_queued(request)
 
     def step(self) -> None:
@@ -149,6 +150,18 @@ class Loop:
         """Free a running request's blocks and queue it again. No step may be in flight."""
         self._managers.preempt(request.id)
         self._scheduler.retract(request)
+        self._reports.on_retraction(request.id)
+
+    def begin_again(self, request: Request) -> None:
+        """Queue a live request as it came, with its tokens so far as a draft. No step may be in flight."""
+        self._drafts.on_end(request)
+        self._scheduler.remove(request)
+        self._runner.forget(request)
+        self._managers.free(request.id)
+        again = request.begin_again()
+        self._managers.add(again)
+        self._scheduler.add(again)
+        self._drafts.on_queued(again)
         self._reports.on_retraction(request.id)
 
     def abort(self, request: Request, reason: FinishReason) -> None:

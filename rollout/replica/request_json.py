@@ -13,7 +13,7 @@ from ..sequences.sequence import Sequence as TokenSequence
 
 _CONTROLLERS_OWN = {"n", "stop", "stop_regex", "stream_interval", "custom_params", "no_stop_trim",
                     "skip_special_tokens", "spaces_between_special_tokens", "json_schema", "regex", "ebnf",
-                    "structural_tag", "jump_forward", "draft_token_ids", "speculation"}  # fmt: skip
+                    "structural_tag", "jump_forward", "draft_token_ids", "speculation", "takes_back"}  # fmt: skip
 
 
 def request_json(request: Request) -> bytes:

@@ -30,6 +30,9 @@ class Metrics:
     num_retokenisations: int = 0  # checks whether a token sampled after a jump joins the text before it
     num_drafted_tokens: int = 0  # rows for proposed tokens
     num_accepted_tokens: int = 0  # proposed tokens that were the ones drawn: steps of one sequence saved
+    num_verified_tokens: int = 0  # rows for tokens of earlier answers
+    num_kept_tokens: int = 0  # tokens of earlier answers that were drawn again
+    num_parted_tokens: int = 0  # tokens of earlier answers from the first one on that was not: thrown away
     speculation_seconds: float = 0.0  # finding drafts and making room for them
     jump_forward_seconds: float = 0.0  # planning jumps and making room for them; part of:
     grammar_seconds: float = 0.0  # masks, forced text and jumps

@@ -39,5 +39,9 @@ class Reports:
         metrics.num_finished += kind in ("stop", "length")
         metrics.num_cached_tokens += request.num_cached_tokens
         metrics.num_output_tokens += request.sequence.num_output_tokens
+        if request.earlier:
+            num_kept = request.num_kept_tokens
+            metrics.num_kept_tokens += num_kept
+            metrics.num_parted_tokens += len(request.earlier) - num_kept
         self.latencies.on_answer(request)
         self.trace.instant("answer", id=request.id, reason=kind)

@@ -95,6 +95,11 @@ class IncrementalDetokenizer:
         self._patterns_from = 0  # first character that patterns may match
         self._match: StopMatch | None = None
 
+    def begin_again(self) -> IncrementalDetokenizer:
+        """Return a decoder of the same sequence without its generated tokens."""
+        prompt_ids = self._ids[: self._num_context]
+        return IncrementalDetokenizer(self._tokenizer, prompt_ids, self._params, self._search_time)
+
     @property
     def text(self) -> str:
         """All text of the tokens so far, without the stop that ended it unless `no_stop_trim`.

@@ -29,7 +29,7 @@ class EngineSequenceManager(SequenceManager):
 
     def add(self, request: Request) -> None:
         """Register a new request. Raises ValueError if a live request has its id."""
-        self._register(request.sequence)
+        self._register(request.sequence, request.num_retractions)
         self._requests[request.id] = request
         self.num_constrained += request.grammar is not None
 
@@ -141,7 +141,8 @@ class EngineSequenceManager(SequenceManager):
             return FinishReason("length", length=num_output)
         return None
 
-    def _is_stop(self, request: Request, token_id: int) -> bool:
+    def is_stop(self, request: Request, token_id: int) -> bool:
+        """Return whether the token ends the request's output."""
         params = request.params
         return token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self.eos_token_ids)
 
@@ -157,7 +158,7 @@ class EngineSequenceManager(SequenceManager):
             return request.finish_reason is not None
         first = len(record.logprobs) - num_new
         token_ids = request.sequence.settled_output(first)[:num_new]
-        if token_ids and not request.params.no_stop_trim and self._is_stop(request, token_ids[-1]):
+        if token_ids and not request.params.no_stop_trim and self.is_stop(request, token_ids[-1]):
             del token_ids[-1]
         if token_ids:
             reason = None

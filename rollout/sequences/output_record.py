@@ -49,6 +49,7 @@ class OutputRecord:
     num_undelivered: int = 0  # tokens of that step, its jump's included, that are not text yet
     drafts: dict[str, DraftCounts] = field(default_factory=dict)  # by source: also of steps whose tokens were cut later
     num_kept: int | None = None  # tokens that no rollback has cut since this was last set to None; None: all
+    num_chars_kept: int | None = None  # likewise of the text, which changes only where an answer begins again
 
     def begin_prompt(self) -> None:
         """Record that the first prompt token has no log-probability."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from ..completion import Completion, FinishReason, NextToken, WeightSpan
 from ..grammars.state import GrammarState
@@ -34,6 +35,7 @@ class RequestOptions:
     extra_key: str = ""  # separates prefix caches: requests share KV, and samples for drafts, only under equal keys
     draft_token_ids: tuple[int, ...] = ()  # an output that may come again, an older answer: changes no bit, only speed
     speculation: bool = True  # False: no drafts for this request
+    takes_back: bool = True  # False: a commit with in_flight="verify" lets its tokens stand, since its caller has them
 
     def __post_init__(self) -> None:
         wrong = []
@@ -44,8 +46,9 @@ class RequestOptions:
         if bad := [id for id in self.token_ids_logprob if id < 0]:
             wrong.append(f"token_ids_logprob must not be negative, not {bad[:5]}")
         wrong += self._wrong_draft()
-        if not isinstance(self.speculation, bool):
-            wrong.append(f"speculation must be true or false, not {self.speculation!r}")
+        for name in ("speculation", "takes_back"):
+            if not isinstance(value := getattr(self, name), bool):
+                wrong.append(f"{name} must be true or false, not {value!r}")
         if wrong:
             raise ValueError("; ".join(wrong))
 
@@ -73,6 +76,7 @@ class Request:
     detokenizer: IncrementalDetokenizer | None
     grammar: GrammarState | None = None  # the grammar that its output follows
     base_id: str = ""  # the id of the request that this is a sample of
+    earlier: tuple[int, ...] = ()  # an answer of other weights, whose tokens are drawn again, as many as stay in a step
     record: OutputRecord = field(init=False)
     in_flight: InFlight = field(init=False, default_factory=InFlight)
     next_token: NextToken | None = None
@@ -143,6 +147,36 @@ class Request:
                 limit = min(limit, max(done - 1, 0))
         return limit
 
+    @property
+    def rest_of_earlier(self) -> tuple[int, ...]:
+        """The tokens of the earlier answer that come next; none where the output has left it."""
+        output = self.sequence.output_ids
+        return self.earlier[len(output) :] if output == list(self.earlier[: len(output)]) else ()
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """The number of first tokens of the earlier answer that were drawn again."""
+        pairs = zip(self.sequence.settled_output(), self.earlier, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def begin_again(self) -> Request:
+        """Return this request as it came, with its output as the earlier answer. The sequence holds no blocks.
+
+        Nothing of its record stays: what its caller has received is taken back.
+        """
+        sequence, output = self.sequence, tuple(self.sequence.settled_output())
+        again = replace(
+            self,
+            sequence=Sequence(self.id, sequence.token_ids[: sequence.num_prompt_tokens]),
+            detokenizer=None if self.detokenizer is None else self.detokenizer.begin_again(),
+            grammar=None if self.grammar is None else self.grammar.begin_again(),
+            earlier=self.earlier if self.earlier[: len(output)] == output else output,
+            num_retractions=self.num_retractions + 1,
+            next_token=None,
+        )
+        again.record.num_kept = again.record.num_chars_kept = 0
+        return again
+
     def cut_output(self, num_tokens: int) -> None:
         """End the output after its first `num_tokens` tokens."""
         self.record.roll_back(len(self.record.logprobs) - num_tokens)
@@ -188,4 +222,5 @@ class Request:
             masked_probs=tuple(record.masked_probs) if self.params.is_constrained else None,
             num_jump_forward_tokens=record.num_jump_forward_tokens,
             drafts=tuple(record.drafts.values()),
+            num_kept_tokens=self.num_kept_tokens,
         )

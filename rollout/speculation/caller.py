@@ -17,7 +17,7 @@ class CallersDraft:
         self._given: dict[Request, TokenHistory] = {}  # of outputs that have left theirs
 
     def propose(self, request: Request, most: int) -> Proposal:
-        given, sequence = request.options.draft_token_ids, request.sequence
+        given, sequence = request.earlier or request.options.draft_token_ids, request.sequence
         if not given:
             return NO_PROPOSAL
         first, num = sequence.num_prompt_tokens, sequence.num_output_tokens

@@ -112,7 +112,8 @@ class Play:
         """Take what has come, and check the ledger and that no draft has left anything."""
         for id in self.texts.keys() - self.answers.keys():
             for chunk in self.engine.mailboxes.take([id]):
-                self.texts[id] += chunk.text
+                num_chars = len(self.texts[id]) - chunk.num_chars_taken_back
+                self.texts[id] = self.texts[id][:num_chars] + chunk.text
                 kept = len(self.tokens[id]) - chunk.num_taken_back
                 self.tokens[id][kept:] = chunk.token_ids
                 if chunk.completion is not None:
