@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from .sampling_params import SamplingParams
+    from .sequences.request import RequestOptions
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,15 @@ class DraftCounts:
 
 
 @dataclass(frozen=True)
+class DrawnWith:
+    """All that an answer follows from besides its prompt, its number and the weights."""
+
+    params: SamplingParams
+    options: RequestOptions
+    seed: int  # of the counter-based noise of this sample
+
+
+@dataclass(frozen=True)
 class Completion:
     """The answer to one sequence of a request."""
 
@@ -79,6 +92,7 @@ class Completion:
     num_jump_forward_tokens: int = 0  # tokens that needed no step of their own
     drafts: tuple[DraftCounts, ...] = ()  # by source, of the steps that had a draft; changes no other field
     num_kept_tokens: int = 0  # first tokens of an answer of other weights that came again under these
+    drawn_with: DrawnWith | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -114,6 +114,10 @@ class Engine:
         them ends or hangs.
         """
         return self.requests.generate(prompts, sampling_params, options)
+
+    def renew(self, completions: Sequence[Completion]) -> list[Completion]:
+        """Return the answers that `generate` gives now to the same requests, bit for bit, as `RequestDesk.renew`."""
+        return self.requests.renew(completions)
 
     async def agenerate(
         self, prompts: Prompts, sampling_params: ManyParams = None, *, options: ManyOptions = None

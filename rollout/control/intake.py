@@ -13,7 +13,7 @@ from ..grammars.catalog import Grammars
 from ..grammars.matcher import CompiledGrammar
 from ..sampling_params import SamplingParams
 from ..sequences.detokenizer import IncrementalDetokenizer
-from ..sequences.request import Request, RequestOptions
+from ..sequences.request import Renewal, Request, RequestOptions
 from ..sequences.search_time import SearchTime
 from ..sequences.sequence import Sequence as TokenSequence
 
@@ -76,7 +76,22 @@ class Intake:
                 raise ValueError(f"{name} names {bad[:5]}, but the vocabulary ends at {self._vocab_size - 1}")
         if (num := len(options.draft_token_ids)) > (limit := self._max_model_len):
             raise ValueError(f"draft_token_ids has {num} tokens, more than the context has, which is {limit}")
+        if options.renewal is not None:
+            self._check_renewal(options.renewal, params)
         return its_ids
+
+    def _check_renewal(self, renewal: Renewal, params: SamplingParams) -> None:
+        """Check an answer that is to be renewed with these settings. Raises ValueError."""
+        if params.n != 1:
+            raise ValueError(f"a renewal is of one sample, and n is {params.n}")
+        if bad := [id for id in renewal.token_ids if type(id) is not int or not 0 <= id < self._vocab_size]:
+            raise ValueError(f"a renewal names tokens {bad[:5]!r}, but the vocabulary ends at {self._vocab_size - 1}")
+        if (num := len(renewal.token_ids)) > params.max_new_tokens:
+            raise ValueError(f"a renewal has {num} tokens, more than max_new_tokens, which is {params.max_new_tokens}")
+        if not -(2**63) <= renewal.seed < 2**63:
+            raise ValueError(f"the seed of a renewal must be an int64, not {renewal.seed}")
+        if renewal.index < 0:
+            raise ValueError(f"the index of a renewal must not be negative, not {renewal.index}")
 
     def numbers(self, num: int) -> int:
         """Reserve numbers for so many requests; returns the one before the first. The caller holds a lock."""
@@ -104,7 +119,10 @@ class Intake:
         self, id: str, its_ids: list[int], params: SamplingParams, options: RequestOptions, index: int, now: float,
         number: int,
     ) -> Request:  # fmt: skip
-        if params.sampling_seed is None:
+        renewal = options.renewal
+        if renewal is not None:
+            seed, index = renewal.seed, renewal.index
+        elif params.sampling_seed is None:
             seed = derive_seed(self._seed, number)
         else:
             seed = derive_seed(params.sampling_seed, index)
@@ -112,7 +130,8 @@ class Intake:
         if self._tokenizer is not None:
             detokenizer = IncrementalDetokenizer(self._tokenizer, its_ids, params, self._search_time)
         sequence = TokenSequence(id, its_ids)
-        return Request(sequence, params, options, index, seed, now, number, detokenizer)
+        earlier = renewal.token_ids if renewal is not None else ()
+        return Request(sequence, params, options, index, seed, now, number, detokenizer, earlier=earlier)
 
 
 def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from ..completion import Completion, FinishReason, StreamChunk
@@ -16,7 +17,7 @@ from ..loop.parts import Parts
 from ..model.loading import media_tokens
 from ..replica.calls import RankCalls
 from ..sampling_params import SamplingParams
-from ..sequences.request import Request, RequestOptions, fresh_ids
+from ..sequences.request import Renewal, Request, RequestOptions, fresh_ids
 from .driver import SLICE, Driver
 from .inbox import Inbox
 from .intake import Intake, Params, Prompt, Settings, as_prompts
@@ -132,6 +133,30 @@ class RequestDesk:
             return self._mailboxes.completions(ids)
         finally:
             self._let_go(ids)
+
+    def renew(self, completions: Sequence[Completion]) -> list[Completion]:
+        """Return the answers that the present weights give to the same requests, in the order of the given ones.
+
+        They are those of `generate` with the same prompts, settings and seeds, bit for bit: tokens that come again cost
+        a prefill, and only what follows the first other one is generated. An aborted answer goes on. All ranks of a
+        replica call this together, as `generate`. Raises ValueError naming each answer that does not say what it was
+        drawn with, or has tokens outside the vocabulary or more than its max_new_tokens.
+        """
+        faults = [f"{one.id}: it does not say what it was drawn with" for one in completions if one.drawn_with is None]
+        prompts, params, options = [], [], []
+        for one in completions:
+            if (drawn := one.drawn_with) is None:
+                continue
+            prompts.append(one.prompt_ids)
+            params.append(replace(drawn.params, n=1))
+            options.append(replace(drawn.options, renewal=Renewal(one.token_ids, drawn.seed, one.index)))
+            try:
+                self._intake.checked(prompts[-1], params[-1], options[-1])
+            except ValueError as error:
+                faults.append(f"{one.id}: {error}")
+        if faults:
+            raise ValueError("cannot renew " + "; ".join(faults))
+        return self.generate(prompts, params, options) if completions else []
 
     async def agenerate(self, prompts: Prompts, params: ManyParams, options: ManyOptions) -> list[Completion]:
         """Complete every prompt as `generate` does, in a coroutine."""

@@ -6,10 +6,10 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
-from ..completion import Completion, DraftCounts, FinishReason, NextToken, WeightSpan
+from ..completion import Completion, DraftCounts, DrawnWith, FinishReason, NextToken, WeightSpan
 from ..errors import RankFailure
 from ..ranks.channel import RankChannel
 from ..ranks.controller_channel import as_controller
@@ -17,8 +17,10 @@ from ..ranks.remote_errors import error_bytes, error_from
 from ..ranks.watch import AWAY
 from ..ranks.wire import Kind
 from ..running.runner import Runner
+from ..sampling_params import SamplingParams
 from .controller import ReplicaRunner
 from .follower import IN_A_CALL, SERVING, End, Follower
+from .request_json import changed, options_of
 from .result_bytes import as_tuples
 
 logger = logging.getLogger(__name__)
@@ -101,7 +103,17 @@ class RankCalls:
 
 def completions_bytes(completions: list[Completion]) -> bytes:
     """Encode completions as JSON. Every number is decoded to the same bits."""
-    return json.dumps([asdict(completion) for completion in completions], separators=(",", ":")).encode()
+    return json.dumps([_plain(completion) for completion in completions], separators=(",", ":"), default=dict).encode()
+
+
+def _plain(completion: Completion) -> dict[str, Any]:
+    values = asdict(replace(completion, drawn_with=None))
+    if (drawn := completion.drawn_with) is not None:
+        options = changed(drawn.options)
+        if drawn.options.renewal is not None:
+            options["renewal"] = asdict(drawn.options.renewal)
+        values["drawn_with"] = [changed(drawn.params), options, drawn.seed]
+    return values
 
 
 def completions_from(data: bytes) -> list[Completion]:
@@ -115,5 +127,8 @@ def _completion(given: dict[str, Any]) -> Completion:
         if given[name] is not None:
             values[name] = kind(**{key: as_tuples(value) for key, value in given[name].items()})
     values["weight_versions"] = tuple(WeightSpan(**span) for span in given["weight_versions"])
+    if given["drawn_with"] is not None:
+        params, options, seed = given["drawn_with"]
+        values["drawn_with"] = DrawnWith(SamplingParams(**params), options_of(options), seed)
     values["drafts"] = tuple(DraftCounts(**counts) for counts in given["drafts"])
     return Completion(**values)

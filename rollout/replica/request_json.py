@@ -8,33 +8,42 @@ from dataclasses import fields
 from typing import Any
 
 from ..sampling_params import SamplingParams
-from ..sequences.request import Request, RequestOptions
+from ..sequences.request import Renewal, Request, RequestOptions
 from ..sequences.sequence import Sequence as TokenSequence
 
 _CONTROLLERS_OWN = {"n", "stop", "stop_regex", "stream_interval", "custom_params", "no_stop_trim",
                     "skip_special_tokens", "spaces_between_special_tokens", "json_schema", "regex", "ebnf",
-                    "structural_tag", "jump_forward", "draft_token_ids", "speculation", "takes_back"}  # fmt: skip
+                    "structural_tag", "jump_forward", "draft_token_ids", "speculation", "renewal",
+                    "takes_back"}  # fmt: skip
 
 
 def request_json(request: Request) -> bytes:
     """Encode a request's settings without the defaults."""
     data: dict[str, Any] = {"id": request.id, "index": request.index, "seed": request.seed}
-    data["params"] = {k: v for k, v in _changed(request.params).items() if k not in _CONTROLLERS_OWN}
-    data["options"] = {k: v for k, v in _changed(request.options).items() if k not in _CONTROLLERS_OWN}
+    data["params"] = {k: v for k, v in changed(request.params).items() if k not in _CONTROLLERS_OWN}
+    data["options"] = {k: v for k, v in changed(request.options).items() if k not in _CONTROLLERS_OWN}
     return json.dumps(data, separators=(",", ":"), default=list).encode()
 
 
 def request_of(data: bytes, token_ids: Sequence[int]) -> Request:
     """Decode a follower's request. It has the fields that a step reads."""
     given = json.loads(data)
-    options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given["options"].items()}
     return Request(
-        TokenSequence(given["id"], token_ids), SamplingParams(**given["params"]), RequestOptions(**options),
+        TokenSequence(given["id"], token_ids), SamplingParams(**given["params"]), options_of(given["options"]),
         given["index"], given["seed"], 0.0, 0, None,
     )  # fmt: skip
 
 
-def _changed(value: Any) -> dict[str, Any]:
+def options_of(given: Mapping[str, Any]) -> RequestOptions:
+    """Decode a request's options from JSON values."""
+    options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    if (renewal := options.get("renewal")) is not None:
+        options["renewal"] = Renewal(tuple(renewal["token_ids"]), renewal["seed"], renewal["index"])
+    return RequestOptions(**options)
+
+
+def changed(value: Any) -> dict[str, Any]:
+    """Return the fields of settings that have not their default."""
     default = type(value)()
     pairs = ((f.name, getattr(value, f.name)) for f in fields(value))
     return {name: dict(v) if isinstance(v, Mapping) else v for name, v in pairs if v != getattr(default, name)}

@@ -7,7 +7,7 @@ from collections import abc
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from ..completion import Completion, FinishReason, NextToken, WeightSpan
+from ..completion import Completion, DrawnWith, FinishReason, NextToken, WeightSpan
 from ..grammars.state import GrammarState
 from ..sampling_params import SamplingParams
 from .detokenizer import IncrementalDetokenizer, StopRegexTimeout
@@ -26,6 +26,15 @@ def fresh_ids(num: int) -> list[str]:
 
 
 @dataclass(frozen=True)
+class Renewal:
+    """An answer of other weights that a request renews, with what its noise follows from."""
+
+    token_ids: tuple[int, ...]  # drawn again, as many as stay in a step
+    seed: int  # of the counter-based noise, int64
+    index: int = 0  # of the sample
+
+
+@dataclass(frozen=True)
 class RequestOptions:
     """A caller's options besides the sampling parameters."""
 
@@ -35,6 +44,7 @@ class RequestOptions:
     extra_key: str = ""  # separates prefix caches: requests share KV, and samples for drafts, only under equal keys
     draft_token_ids: tuple[int, ...] = ()  # an output that may come again, an older answer: changes no bit, only speed
     speculation: bool = True  # False: no drafts for this request
+    renewal: Renewal | None = None  # an answer to draw again; the request has one sample
     takes_back: bool = True  # False: a commit with in_flight="verify" lets its tokens stand, since its caller has them
 
     def __post_init__(self) -> None:
@@ -223,4 +233,5 @@ class Request:
             num_jump_forward_tokens=record.num_jump_forward_tokens,
             drafts=tuple(record.drafts.values()),
             num_kept_tokens=self.num_kept_tokens,
+            drawn_with=DrawnWith(self.params, self.options, self.seed),
         )
