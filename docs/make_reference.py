@@ -104,8 +104,8 @@ def settings_page() -> str:
     from lockstep.integration.router.config import RouterConfig
     from lockstep.integration.service_config import ServiceConfig
     from lockstep.rollout.config import EngineConfig
+    from lockstep.rollout.request_options import RequestOptions
     from lockstep.rollout.sampling_params import SamplingParams
-    from lockstep.rollout.sequences.request import RequestOptions
 
     parts = [
         "# Settings",

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from .request_options import RequestOptions
     from .sampling_params import SamplingParams
-    from .sequences.request import RequestOptions
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from .replica.calls import RankCalls
 from .replica.follower import End
 from .reports.metrics import Metrics
 from .reports.sequence_view import SequenceView, views
-from .sequences.request import RequestOptions
+from .request_options import RequestOptions
 
 T = TypeVar("T")
 

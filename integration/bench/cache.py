@@ -19,8 +19,9 @@ import statistics
 import time
 
 from ...rollout.kv.ledger import KVLedger
+from ...rollout.request_options import RequestOptions
 from ...rollout.sampling_params import SamplingParams
-from ...rollout.sequences.request import Request, RequestOptions
+from ...rollout.sequences.request import Request
 from ...rollout.sequences.sequence import Sequence
 from .parts.load import positive
 

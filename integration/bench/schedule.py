@@ -15,11 +15,12 @@ import statistics
 import time
 
 from ...rollout.kv.ledger import KVLedger
+from ...rollout.request_options import RequestOptions
 from ...rollout.sampling_params import SamplingParams
 from ...rollout.scheduling.policies import POLICIES
 from ...rollout.scheduling.scheduler import Scheduler, StepLimits
 from ...rollout.sequences.engine_manager import EngineSequenceManager
-from ...rollout.sequences.request import Request, RequestOptions
+from ...rollout.sequences.request import Request
 from ...rollout.sequences.sequence import Sequence
 from ...rollout.sequences.step import ScheduleOutput, SequenceResult
 from ...rollout.sequences.worker_manager import WorkerSequenceManager

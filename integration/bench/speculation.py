@@ -29,8 +29,9 @@ from ...kernels.machine.native import compile_flags
 from ...rollout.completion import Completion
 from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
+from ...rollout.request_options import RequestOptions
 from ...rollout.sampling_params import SamplingParams
-from ...rollout.sequences.request import Request, RequestOptions
+from ...rollout.sequences.request import Request
 from ...rollout.speculation.proposer import Proposal
 from .parts.load import positive
 from .parts.phrases import MAX_ANSWER_TOKENS, MIN_ANSWER_TOKENS, PhraseLanguage, train_phrase_model

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ...rollout.loop.commands import OnCommit, check_in_flight
 from ...weight_sync.digests.model_digest import model_root, tensor_roots
 from ...weight_sync.errors import WeightSyncError
 from ...weight_sync.manifest import Manifest, NamedTensors, TensorSpec
@@ -90,24 +91,34 @@ class WeightPusher:
         self._pause_mode, self._dtype, self._timeout_s = pause_mode, dtype, timeout_s
         self._share = share
 
-    def push(self, model: nn.Module, version: str) -> Pushed | None:
+    def push(self, model: nn.Module, version: str, *, in_flight: OnCommit | None = None) -> Pushed | None:
         """Send the model's weights to every target as `version`. Returns None on ranks without targets.
 
-        Raises PushFailed; then every target that can be reached has its old weights, and continues to generate if it
-        did before.
+        in_flight "verify": requests that have begun are drawn again under the new weights, see `WeightVerbs`. Raises
+        PushFailed; then every target that can be reached has its old weights, and continues to generate if it did
+        before.
         """
-        return self.push_tensors(trainer_tensors(model, self._dtype), trainer_specs(model, self._dtype), version)
+        specs = trainer_specs(model, self._dtype)
+        return self.push_tensors(trainer_tensors(model, self._dtype), specs, version, in_flight=in_flight)
 
-    def push_tensors(self, tensors: NamedTensors, specs: Sequence[TensorSpec], version: str) -> Pushed | None:
+    def push_tensors(
+        self,
+        tensors: NamedTensors,
+        specs: Sequence[TensorSpec],
+        version: str,
+        *,
+        in_flight: OnCommit | None = None,
+    ) -> Pushed | None:
         """Push tensors that the caller gathers, as `push` does. They are read to the end in any case, in the order of
         `specs`."""
+        check_in_flight(in_flight, abort_all=self._pause_mode == "abort", keep_running=False)
         tensors = iter(tensors)
         error: Exception | None = None
         pushed = None
         try:
             try:
                 if self.targets:
-                    pushed = self._push(tensors, Manifest(version, tuple(specs)), version)
+                    pushed = self._push(tensors, Manifest(version, tuple(specs)), version, in_flight)
             finally:
                 for _ in tensors:  # the other ranks gather to the end, and would wait for this one
                     pass
@@ -125,7 +136,7 @@ class WeightPusher:
         if self._transport is not None:
             self._transport.close()
 
-    def _push(self, tensors: NamedTensors, manifest: Manifest, version: str) -> Pushed:
+    def _push(self, tensors: NamedTensors, manifest: Manifest, version: str, in_flight: OnCommit | None) -> Pushed:
         assert self._transport is not None
         started, digests = time.perf_counter(), _Digests()
         resume = self._prepare(version)
@@ -140,7 +151,7 @@ class WeightPusher:
             if not isinstance(error, Exception):
                 raise
             raise PushFailed(version, _failures(error), stranded) from error
-        self._commit(version, resume)
+        self._commit(version, resume, in_flight)
         self._transport.committed()
         self._tell(self.targets, "release_weight_undo")
         self._tell(resume, "continue_generation")
@@ -172,10 +183,11 @@ class WeightPusher:
             raise PushFailed(version, {name: str(error) for name, error in failures.items()})
         return resume
 
-    def _commit(self, version: str, resume: Sequence[Target]) -> None:
+    def _commit(self, version: str, resume: Sequence[Target], in_flight: OnCommit | None) -> None:
         """Commit on every target, or on none. All targets have verified, so a failure now means that a target is
         gone."""
-        failures = on_all(self.targets, lambda target: self._call(target, "end_weight_update"))
+        given = {} if in_flight is None else {"in_flight": in_flight}
+        failures = on_all(self.targets, lambda target: self._call(target, "end_weight_update", **given))
         if failures:
             stranded = self._take_back(resume)
             raise PushFailed(version, {name: str(error) for name, error in failures.items()}, stranded)

@@ -11,9 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from ...kernels.sampling.draws import derive_seed
 from ..grammars.catalog import Grammars
 from ..grammars.matcher import CompiledGrammar
+from ..request_options import Renewal, RequestOptions
 from ..sampling_params import SamplingParams
 from ..sequences.detokenizer import IncrementalDetokenizer
-from ..sequences.request import Renewal, Request, RequestOptions
+from ..sequences.request import Request
 from ..sequences.search_time import SearchTime
 from ..sequences.sequence import Sequence as TokenSequence
 

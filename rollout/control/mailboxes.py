@@ -114,7 +114,7 @@ class Mailboxes:
     def on_token(self, request: Request) -> None:
         """Post a request's new tokens if its call wants every chunk."""
         box = self._boxes.get(request.id)
-        if box is not None and box.wants_chunks:
+        if box is not None and box.wants_chunks and not request.options.stream_when_final:
             self._post(box, request, None)
 
     def on_answer(self, request: Request, completion: Completion) -> None:

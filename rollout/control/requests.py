@@ -16,8 +16,9 @@ from ..loop.between_steps import BetweenSteps
 from ..loop.parts import Parts
 from ..model.loading import media_tokens
 from ..replica.calls import RankCalls
+from ..request_options import Renewal, RequestOptions
 from ..sampling_params import SamplingParams
-from ..sequences.request import Renewal, Request, RequestOptions, fresh_ids
+from ..sequences.request import Request, fresh_ids
 from .driver import SLICE, Driver
 from .inbox import Inbox
 from .intake import Intake, Params, Prompt, Settings, as_prompts

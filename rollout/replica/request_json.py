@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from ..request_options import Renewal, RequestOptions
 from ..sampling_params import SamplingParams
-from ..sequences.request import Renewal, Request, RequestOptions
+from ..sequences.request import Request
 from ..sequences.sequence import Sequence as TokenSequence
 
 _CONTROLLERS_OWN = {"n", "stop", "stop_regex", "stream_interval", "custom_params", "no_stop_trim",
                     "skip_special_tokens", "spaces_between_special_tokens", "json_schema", "regex", "ebnf",
                     "structural_tag", "jump_forward", "draft_token_ids", "speculation", "renewal",
-                    "takes_back"}  # fmt: skip
+                    "stream_when_final", "takes_back"}  # fmt: skip
 
 
 def request_json(request: Request) -> bytes:

@@ -24,13 +24,17 @@ ROOMS = {  # room: the rooms that it may import
 # Inside a room: a place (a sub-room, or a module that stands in the folder of a room with sub-rooms) and the places of
 # the same room that it may import. docs/images/rooms.svg shows the same arrows.
 PLACES = {
-    "rollout.engine": "completion config control kv loop ranks replica reports sequences",
-    "rollout.control": "completion errors grammars loop model replica sampling_params sequences speculation",
+    "rollout.engine": "completion config control kv loop ranks replica reports request_options",
+    "rollout.control": (
+        "completion errors grammars loop model replica request_options sampling_params sequences speculation"
+    ),
     "rollout.loop": (
         "check completion config errors grammars kv model ranks replica reports running scheduling sequences "
         "speculation states"
     ),
-    "rollout.replica": "completion errors grammars kv model ranks reports running sampling_params sequences states",
+    "rollout.replica": (
+        "completion errors grammars kv model ranks reports request_options running sampling_params sequences states"
+    ),
     "rollout.running": "completion errors kv model reports sampling_params sequences states",
     "rollout.scheduling": "config kv sequences",
     "rollout.speculation": "config sequences",
@@ -39,11 +43,12 @@ PLACES = {
     "rollout.model": "errors ranks sharding",
     "rollout.check": "model",
     "rollout.reports": "completion sequences",
-    "rollout.sequences": "completion errors grammars sampling_params",
+    "rollout.sequences": "completion errors grammars request_options sampling_params",
     "rollout.sharding": "ranks",
     "rollout.grammars": "errors sampling_params",
     "rollout.ranks": "errors",
-    "rollout.completion": "",
+    "rollout.completion": "request_options sampling_params",
+    "rollout.request_options": "",
     "rollout.config": "",
     "rollout.errors": "",
     "rollout.sampling_params": "stop_patterns",

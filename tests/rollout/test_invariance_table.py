@@ -22,8 +22,8 @@ from lockstep.kernels.sampling.logprobs import scaled_logprobs
 from lockstep.rollout.completion import Completion
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import RequestOptions
 from lockstep.tests.support.covering import covering
 
 TEMPERATURE = 0.7

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
 
@@ -20,7 +22,16 @@ class AdapterBody(AdminBody):
     lora_name: str
     weight_version: str | None = None
     abort_all_requests: bool = False
-    keep_running: bool = True  # as a pause with mode in_place does
+    keep_running: bool | None = None  # default: true, as a pause with mode in_place does, unless there is in_flight
+    in_flight: str | None = None  # "verify": requests that have begun are drawn again under the adapter
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """The verbs' common arguments."""
+        keeps_running = self.in_flight is None if self.keep_running is None else self.keep_running
+        return {"weight_version": self.weight_version, "abort_all_requests": self.abort_all_requests,
+                "keep_running": keeps_running, "in_flight": self.in_flight}  # fmt: skip
+
     lora_int_id: int | None = None  # vLLM's: names say enough here
 
 
@@ -46,16 +57,12 @@ def _changed(report: AdapterReport, **ranks: object) -> Response:
 
 def _load(service: RolloutService, body: LoadBody, seconds_left: float | None) -> AdapterReport:
     return service.load_lora_adapter(
-        body.lora_name, body.lora_path, load_inplace=body.load_inplace, weight_version=body.weight_version,
-        abort_all_requests=body.abort_all_requests, keep_running=body.keep_running, timeout_s=seconds_left,
-    )  # fmt: skip
+        body.lora_name, body.lora_path, load_inplace=body.load_inplace, timeout_s=seconds_left, **body.common
+    )
 
 
 def _unload(service: RolloutService, body: UnloadBody, seconds_left: float | None) -> AdapterReport:
-    return service.unload_lora_adapter(
-        body.lora_name, weight_version=body.weight_version, abort_all_requests=body.abort_all_requests,
-        keep_running=body.keep_running, timeout_s=seconds_left,
-    )  # fmt: skip
+    return service.unload_lora_adapter(body.lora_name, timeout_s=seconds_left, **body.common)
 
 
 @verb(router, LoadBody, writes=True, reply=_changed)

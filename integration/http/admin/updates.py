@@ -1,8 +1,8 @@
 """Endpoints that update weights: from a process group, from memory of this host, from disk.
 
 Names, fields and replies are SGLang's, slime's and Miles' where they have them. In addition `report` has the result of
-the service's verb, and updates take `verify`, `keep_running`, `delta_check` and, for Lockstep's own senders, `manifest`
-and `descriptions`.
+the service's verb, and updates take `verify`, `keep_running`, `in_flight`, `delta_check` and, for Lockstep's own
+senders, `manifest` and `descriptions`.
 
 An update without a session is committed at once if the engine is not paused and has not released its KV. Otherwise
 more buckets may follow, and the commit happens when generation continues or the KV is allocated again.
@@ -35,7 +35,14 @@ class UpdateBody(AdminBody):
     abort_all_requests: bool = False
     torch_empty_cache: bool = False
     selector: str = "all"
-    keep_running: bool = True  # as a pause with mode in_place does
+    keep_running: bool | None = None  # default: true, as a pause with mode in_place does, unless there is in_flight
+    in_flight: str | None = None  # "verify": requests that have begun are drawn again under the new weights
+
+    @property
+    def keeps_running(self) -> bool:
+        """Whether requests that are paused in_place go on with the new weights."""
+        return self.in_flight is None if self.keep_running is None else self.keep_running
+
     delta_check: str = "pre"
 
 
@@ -146,7 +153,7 @@ async def _update(
         engine = service.engine
         service.replica.take_results()  # drop the results of earlier calls on this thread
         before: dict[str, Any] = engine.state()
-        num_kept = before["num_running"] if body.keep_running and not body.abort_all_requests else 0
+        num_kept = before["num_running"] if body.keeps_running and not body.abort_all_requests else 0
         if has_flush and before["paused"] and num_kept:
             raise BadField(
                 "flush_cache", f"cannot flush the cache: {num_kept} requests hold KV; send false to keep them running, "
@@ -157,13 +164,14 @@ async def _update(
                 "weight_version": body.weight_version,
                 "delta_check": body.delta_check,
                 "abort_all_requests": body.abort_all_requests,
-                "keep_running": body.keep_running,
+                "keep_running": body.keeps_running,
+                "in_flight": body.in_flight,
                 "timeout_s": seconds_left,
             }
         )
         if not (service.sessions.is_open or engine.is_paused) and engine.kv_bytes:
             service.commit_implicit_update()
-        if body.flush_cache and not num_kept:
+        if body.flush_cache and not num_kept and body.in_flight is None:  # whose commit drops the cache
             engine.flush_cache()
         if body.torch_empty_cache and engine.model.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -70,6 +70,7 @@ class EndBody(AdminBody):
     """Fields of end_weight_update."""
 
     weight_version: str | None = None
+    in_flight: str | None = None  # "verify": requests that have begun are drawn again under the new weights
 
 
 class AbortUpdateBody(AdminBody):
@@ -182,7 +183,7 @@ def verify_weight_update(service: RolloutService, body: VerifyBody, _: float | N
 @verb(router, EndBody, writes=True, reply=_committed)
 def end_weight_update(service: RolloutService, body: EndBody, _: float | None) -> Commit:
     """Commit the open session."""
-    return service.end_weight_update(weight_version=body.weight_version)
+    return service.end_weight_update(weight_version=body.weight_version, in_flight=body.in_flight)  # type: ignore[arg-type]
 
 
 @verb(router, AbortUpdateBody, writes=True)

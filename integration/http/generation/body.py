@@ -11,8 +11,9 @@ from typing import Any, cast
 from pydantic import Field
 
 from ....rollout.engine import Engine
+from ....rollout.request_options import RequestOptions
 from ....rollout.sampling_params import SamplingParams
-from ....rollout.sequences.request import RequestOptions, fresh_ids
+from ....rollout.sequences.request import fresh_ids
 from ..edge.bodies import Body, fields_of
 from ..edge.errors import BadField
 from .limits import RequestLimits
@@ -53,6 +54,7 @@ class GenerateBody(Body):
         None, description="an output that may come again, or one for each prompt: saves steps, and changes no bit"
     )
     speculation: bool | list[bool] = Field(True, description="false: no drafts for this request")
+    stream_when_final: bool = Field(False, description="nothing is streamed before the answer's end")
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,11 @@ def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimi
     for has_logprobs, start, num_top, listed, extra_key, salt, draft, has_drafts in per_prompt:
         others = (namespace(extra_key, salt), draft, has_drafts)
         if not has_logprobs:
-            options.append(RequestOptions(-1, 0, (), *others))
+            options.append(RequestOptions(-1, 0, (), *others, stream_when_final=body.stream_when_final))
             wanted.append(Wanted())
             continue
         limits.top(num_top, "top_logprobs_num")
-        options.append(RequestOptions(start, num_top, listed, *others))
+        options.append(RequestOptions(start, num_top, listed, *others, stream_when_final=body.stream_when_final))
         wanted.append(Wanted(True, start, num_top > 0, bool(listed), text_of))
     rids = _rids(body.rid, count, is_batch)
     return GenerateRequest(

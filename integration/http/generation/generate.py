@@ -130,6 +130,8 @@ class StreamedAnswer:
         if chunk.num_taken_back:
             for entries in (self._token_ids, *self._lists.values()):
                 entries.take_back(chunk.num_taken_back)
+        if chunk.num_chars_taken_back:
+            self._text.take_back(chunk.num_chars_taken_back)
         self._num_tokens += len(chunk.token_ids) - chunk.num_taken_back
         self._text.append(chunk.text)
         self._token_ids.extend(chunk.token_ids)

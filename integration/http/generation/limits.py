@@ -10,8 +10,8 @@ from itertools import zip_longest
 
 from ....rollout.engine import Engine
 from ....rollout.errors import Overloaded
+from ....rollout.request_options import RequestOptions
 from ....rollout.sampling_params import SamplingParams
-from ....rollout.sequences.request import RequestOptions
 from ..edge.config import HttpConfig
 from ..edge.errors import BadField
 from .tokenising import Tokenising

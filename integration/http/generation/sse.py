@@ -76,6 +76,11 @@ class GrowingText:
     def append(self, text: str) -> None:
         self._json += dumps(text)[1:-1].encode()
 
+    def take_back(self, num_chars: int) -> None:
+        """Remove the last characters."""
+        text: str = json.loads(b'"' + self._json + b'"')
+        self._json = bytearray(dumps(text[: len(text) - num_chars])[1:-1].encode())
+
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """The JSON in pieces, which hold until the next change."""

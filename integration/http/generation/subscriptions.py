@@ -32,8 +32,8 @@ from ....rollout.completion import Completion, StreamChunk
 from ....rollout.engine import Engine
 from ....rollout.errors import EngineStopped
 from ....rollout.grammars.cache import Promise
+from ....rollout.request_options import RequestOptions
 from ....rollout.sampling_params import SamplingParams
-from ....rollout.sequences.request import RequestOptions
 from ..edge.config import HttpConfig
 from ..edge.disconnect import unless_gone
 from ..edge.errors import Draining

@@ -13,8 +13,8 @@ from jinja2 import TemplateError
 from pydantic import Field
 
 from ....rollout.engine import Engine
+from ....rollout.request_options import RequestOptions
 from ....rollout.sampling_params import SamplingParams
-from ....rollout.sequences.request import RequestOptions
 from ..edge.bodies import Body, fields_of
 from ..edge.errors import BadField
 from ..generation.admission import Size
@@ -79,6 +79,9 @@ class CommonBody(Body):
     return_meta_info: bool = False
     draft_token_ids: list[Any] | None = Field(None, description="see POST /generate")
     speculation: bool = True
+    stream_when_final: bool = Field(
+        False, description="nothing is streamed before the answer's end, so that a weight commit may draw it again"
+    )
 
 
 class CompletionBody(CommonBody):
@@ -153,7 +156,10 @@ def read_completion(values: dict[str, object], engine: Engine, model: str, limit
     start = 0 if body.echo and has_logprobs else -1
     drafts = drafts_of(body.draft_token_ids, len(prompts), len(prompts) > 1, limits)
     key = namespace(body.extra_key, body.cache_salt)
-    options = [RequestOptions(start, body.logprobs or 0, (), key, draft, body.speculation) for draft in drafts]
+    options = [
+        RequestOptions(start, body.logprobs or 0, (), key, draft, body.speculation, **_streaming(body))
+        for draft in drafts
+    ]
     id = body.rid or f"cmpl-{uuid.uuid4().hex}"
     rids = [id] if len(prompts) == 1 else [f"{id}_{index}" for index in range(len(prompts))]
 
@@ -193,7 +199,7 @@ def read_chat(values: dict[str, object], engine: Engine, model: str, limits: Req
         raise BadField("prediction", "is a text, and there is no tokenizer, or draft_token_ids are given too")
     [draft] = drafts_of(body.draft_token_ids, 1, False, limits)
     key = namespace(body.extra_key, body.cache_salt)
-    options = RequestOptions(-1, body.top_logprobs, (), key, draft, body.speculation)
+    options = RequestOptions(-1, body.top_logprobs, (), key, draft, body.speculation, **_streaming(body))
     messages = None if body.messages is None else [read_message(message) for message in body.messages]
     contents = [content for message in messages or [] if isinstance(content := message.get("content"), str)]
     limits.characters(sum(map(len, contents)), "messages")
@@ -365,3 +371,8 @@ def _prompts(given: str | list[Any]) -> list[Any]:
     if all(isinstance(entry, str) for entry in given) or all(isinstance(entry, list) for entry in given):
         return given
     raise BadField("prompt", "must be a text, a list of texts, token ids, or a list of lists of token ids")
+
+
+def _streaming(body: CompletionBody | ChatBody) -> dict[str, Any]:
+    """Return the options that follow from a stream, of which a client of OpenAI's API takes nothing back."""
+    return {"stream_when_final": body.stream_when_final, "takes_back": not body.stream or body.stream_when_final}

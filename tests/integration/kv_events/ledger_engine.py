@@ -14,8 +14,9 @@ from lockstep.rollout.kv.events import (
     KVEventLog,
 )
 from lockstep.rollout.kv.ledger import KVLedger
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import Request, RequestOptions
+from lockstep.rollout.sequences.request import Request
 from lockstep.rollout.sequences.sequence import Sequence
 
 zmq = pytest.importorskip("zmq")

@@ -22,8 +22,8 @@ from lockstep.kernels.sampling.draws import scaled_logprobs
 from lockstep.kernels.self_test import attention_is_invariant, heads_are_independent
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import RequestOptions
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")

@@ -13,8 +13,9 @@ import torch
 from lockstep.rollout.completion import Completion, DraftCounts
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import Request, RequestOptions
+from lockstep.rollout.sequences.request import Request
 from lockstep.rollout.speculation.lengths import WholeDrafts
 from lockstep.rollout.speculation.proposer import NO_PROPOSAL, Proposal
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.rollout.sequences.request import RequestOptions
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.tests.rollout.engine.callers import assert_idle, sampled
 
 

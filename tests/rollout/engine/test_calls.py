@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from lockstep.rollout.errors import SamplingRefused
-from lockstep.rollout.sequences.request import RequestOptions
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.tests.rollout.engine.callers import LONG, PROMPTS, assert_idle, sampled
 
 # -- streams and async twins -----------------------------------------------------------------------

@@ -7,8 +7,8 @@ import torch
 
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import RequestOptions
 from lockstep.tests.rollout.engine.callers import LONG, PROMPTS, assert_idle, sampled, trainer_logprobs
 
 # -- prompts and samples -----------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.rollout.errors import MemoryReleased, NotIdle, SamplingRefused
-from lockstep.rollout.sequences.request import RequestOptions
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.tests.rollout.engine.callers import LONG, assert_idle, sampled, trainer_logprobs
 
 

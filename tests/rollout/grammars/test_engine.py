@@ -15,8 +15,8 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.loop.assemble import make_runner
 from lockstep.rollout.loop.parts import MakeRunner
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import RequestOptions
 from lockstep.tests.support.covering import covering
 
 EOS = 0

@@ -13,10 +13,11 @@ from lockstep.rollout.grammars.jump import NO_JUMP, Jump
 from lockstep.rollout.grammars.state import GrammarState
 from lockstep.rollout.grammars.token_text import TokenText
 from lockstep.rollout.kv.ledger import KVLedger
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.scheduling.scheduler import Scheduler, StepLimits
 from lockstep.rollout.sequences.detokenizer import IncrementalDetokenizer
-from lockstep.rollout.sequences.request import Request, RequestOptions
+from lockstep.rollout.sequences.request import Request
 from lockstep.rollout.sequences.sequence import Sequence
 
 

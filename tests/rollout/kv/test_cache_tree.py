@@ -9,8 +9,9 @@ import pytest
 from lockstep.rollout.kv.cache_tree import CacheTree, cache_tree
 from lockstep.rollout.kv.ledger import KVLedger
 from lockstep.rollout.kv.prefix import Prefix
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import Request, RequestOptions
+from lockstep.rollout.sequences.request import Request
 from lockstep.rollout.sequences.sequence import Sequence
 
 SIZE = 4

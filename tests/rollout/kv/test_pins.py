@@ -12,8 +12,9 @@ from lockstep.rollout.kv.ledger import KVLedger
 from lockstep.rollout.kv.pins import PinReport, UnpinReport
 from lockstep.rollout.kv.prefix import Prefix
 from lockstep.rollout.kv.radix_cache import Node
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import Request, RequestOptions
+from lockstep.rollout.sequences.request import Request
 from lockstep.rollout.sequences.sequence import Sequence
 
 SIZE = 4

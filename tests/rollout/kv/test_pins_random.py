@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from lockstep.rollout.kv.events import BlockRemoved, BlockStored, EventBatch, PinEvent
 from lockstep.rollout.kv.ledger import KVLedger
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import Request, RequestOptions
+from lockstep.rollout.sequences.request import Request
 from lockstep.rollout.sequences.sequence import Sequence
 
 SIZE, NUM_BLOCKS = 4, 20

@@ -17,8 +17,8 @@ from lockstep.rollout.completion import Completion
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import BrokenLogits
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import RequestOptions
 from lockstep.tests.support import prepared_python
 from lockstep.tests.support.callers import soon, submit
 

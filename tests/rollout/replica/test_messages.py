@@ -13,9 +13,10 @@ from lockstep.rollout.replica.event_stream import EventReader, EventWriter, Op
 from lockstep.rollout.replica.request_json import request_json, request_of
 from lockstep.rollout.replica.result_bytes import results_bytes
 from lockstep.rollout.replica.result_bytes import results_from as results_of_bytes
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.event_log import fresh_copy
-from lockstep.rollout.sequences.request import Request, RequestOptions
+from lockstep.rollout.sequences.request import Request
 from lockstep.rollout.sequences.sequence import Sequence
 from lockstep.rollout.sequences.step import (
     Draft,

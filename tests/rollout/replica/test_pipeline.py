@@ -12,8 +12,8 @@ import torch
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import BrokenLogits
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import RequestOptions
 from lockstep.tests.support.callers import soon, submit, wait_until
 
 STAGES = pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.slow)])

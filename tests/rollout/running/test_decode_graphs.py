@@ -11,11 +11,11 @@ from lockstep.kernels.attention.cpp import SOURCE
 from lockstep.kernels.machine import native
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.running.cpu_graphs import CPUGraphs
 from lockstep.rollout.running.decode_graphs import DecodeGraphs, decode_ladder
 from lockstep.rollout.running.recorders import CUDAGraphs, PlainCalls, Recorder, Run
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import RequestOptions
 from lockstep.tests.support.covering import covering
 
 CPU = torch.device("cpu")

@@ -11,10 +11,11 @@ from scipy import stats
 
 from lockstep.kernels.sampling.logprobs import scaled_logprobs, selected_logprobs
 from lockstep.rollout.errors import BrokenLogits
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.running.batch import SampledRow
 from lockstep.rollout.running.sampler import Sampler, prompt_logprobs, refuse_broken
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import Request, RequestOptions
+from lockstep.rollout.sequences.request import Request
 from lockstep.rollout.sequences.sequence import Sequence
 
 VOCAB = 24

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from lockstep.rollout.kv.ledger import KVLedger
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.scheduling.scheduler import Scheduler, StepLimits
 from lockstep.rollout.sequences.engine_manager import EngineSequenceManager
-from lockstep.rollout.sequences.request import Request, RequestOptions
+from lockstep.rollout.sequences.request import Request
 from lockstep.rollout.sequences.sequence import Sequence
 from lockstep.rollout.sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
 from lockstep.rollout.sequences.worker_manager import WorkerSequenceManager

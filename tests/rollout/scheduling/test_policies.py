@@ -10,13 +10,14 @@ import pytest
 from lockstep.rollout import config
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.kv.ledger import KVLedger
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.scheduling.policies import POLICIES, Edf, Lrs, find_policy, pick_victim
 from lockstep.rollout.scheduling.prefill_time import PRIOR_ROW_SECONDS, PRIOR_STEP_SECONDS, PrefillTimePredictor
 from lockstep.rollout.scheduling.scheduler import Scheduler, StepLimits
 from lockstep.rollout.scheduling.waiting_queue import OrderedQueue, SlackQueue
 from lockstep.rollout.sequences.engine_manager import EngineSequenceManager
-from lockstep.rollout.sequences.request import Request, RequestOptions
+from lockstep.rollout.sequences.request import Request
 from lockstep.rollout.sequences.sequence import Sequence
 from lockstep.rollout.sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
 

@@ -7,10 +7,11 @@ import random
 import pytest
 
 from lockstep.rollout.kv.ledger import KVLedger
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.scheduling.policies import fcfs, find_policy, pick_victim
 from lockstep.rollout.scheduling.scheduler import Scheduler
-from lockstep.rollout.sequences.request import Request, RequestOptions
+from lockstep.rollout.sequences.request import Request
 from lockstep.rollout.sequences.sequence import Sequence, State
 from lockstep.tests.rollout.scheduling.scripted_loop import SIZE, Loop, rows
 from lockstep.tests.support.covering import covering

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from lockstep.rollout.completion import FinishReason
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.engine_manager import EngineSequenceManager
 from lockstep.rollout.sequences.event_log import Event, ManagerPair
 from lockstep.rollout.sequences.manager import SequenceManager
-from lockstep.rollout.sequences.request import Request, RequestOptions
+from lockstep.rollout.sequences.request import Request
 from lockstep.rollout.sequences.sequence import Sequence, State
 from lockstep.rollout.sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
 from lockstep.rollout.sequences.worker_manager import WorkerSequenceManager

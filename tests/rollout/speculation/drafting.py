@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from lockstep.rollout.completion import Completion
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.engine_manager import EngineSequenceManager
 from lockstep.rollout.sequences.event_log import replay
-from lockstep.rollout.sequences.request import Request, RequestOptions
+from lockstep.rollout.sequences.request import Request
 from lockstep.rollout.sequences.worker_manager import WorkerSequenceManager
 from lockstep.rollout.speculation.lengths import WholeDrafts
 from lockstep.rollout.speculation.proposer import Proposal

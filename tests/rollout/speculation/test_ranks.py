@@ -6,8 +6,8 @@ import pytest
 
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import RequestOptions
 from lockstep.tests.rollout.speculation.conftest import VOCAB
 from lockstep.tests.rollout.speculation.drafting import Oracle, counts, draft_always, record
 from lockstep.tests.support.covering import covering

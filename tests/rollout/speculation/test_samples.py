@@ -8,8 +8,9 @@ import tracemalloc
 
 import pytest
 
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import Request, RequestOptions
+from lockstep.rollout.sequences.request import Request
 from lockstep.rollout.sequences.sequence import Sequence
 from lockstep.rollout.speculation.caller import CallersDraft
 from lockstep.rollout.speculation.history_file import read_histories, write_histories

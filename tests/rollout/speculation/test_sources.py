@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import RequestOptions
 from lockstep.rollout.speculation.proposer import Proposal
 from lockstep.tests.rollout.speculation.conftest import VOCAB
 from lockstep.tests.rollout.speculation.drafting import (

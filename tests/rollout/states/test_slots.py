@@ -8,8 +8,9 @@ import pytest
 
 from lockstep.rollout.errors import LedgerError
 from lockstep.rollout.kv.ledger import KVLedger
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import Request, RequestOptions
+from lockstep.rollout.sequences.request import Request
 from lockstep.rollout.sequences.sequence import Sequence
 from lockstep.rollout.states.slots import SlotLedger
 

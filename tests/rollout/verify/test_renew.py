@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lockstep.rollout.replica.calls import completions_bytes, completions_from
+from lockstep.rollout.request_options import Renewal, RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import Renewal, RequestOptions
 from lockstep.tests.rollout.speculation.drafting import Case, record
 from lockstep.tests.rollout.speculation.test_equality import FAMILIES, GROUPS, WAYS
 from lockstep.tests.rollout.verify.test_commit import changed

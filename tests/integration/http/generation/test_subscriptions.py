@@ -18,8 +18,8 @@ from lockstep.rollout.completion import Completion, StreamChunk
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import EngineStopped, Overloaded
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import RequestOptions
 
 PATIENCE = 30.0
 PROMPTS = [[5, 6, 7], [8, 9]]

@@ -23,8 +23,8 @@ from lockstep.integration.http.server import BackgroundServer, serve_in_backgrou
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import RequestOptions
 from lockstep.rollout.speculation.lengths import WholeDrafts
 from lockstep.weight_sync.digests.model_digest import model_digest
 

@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.server import BackgroundServer, serve_in_background
 from lockstep.rollout.reports.latencies import REQUEST_BOUNDS, TOKEN_BOUNDS, Histogram
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.request import RequestOptions
 from lockstep.rollout.speculation.lengths import WholeDrafts
 from lockstep.tests.support.callers import PATIENCE, soon, submit
 from lockstep.weight_sync.digests.model_digest import tensor_roots

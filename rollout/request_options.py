@@ -1,0 +1,54 @@
+"""The options of a request besides its sampling parameters."""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Renewal:
+    """An answer of other weights that a request renews, with what its noise follows from."""
+
+    token_ids: tuple[int, ...]  # drawn again, as many as stay in a step
+    seed: int  # of the counter-based noise, int64
+    index: int = 0  # of the sample
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """A caller's options besides the sampling parameters."""
+
+    logprob_start_len: int = -1  # prompt log-probabilities from this position on; -1: none
+    top_logprobs_num: int = 0  # number of alternatives to report at each position
+    token_ids_logprob: tuple[int, ...] = ()  # tokens whose log-probabilities to report at each position
+    extra_key: str = ""  # separates prefix caches: requests share KV, and samples for drafts, only under equal keys
+    draft_token_ids: tuple[int, ...] = ()  # an output that may come again, an older answer: changes no bit, only speed
+    speculation: bool = True  # False: no drafts for this request
+    renewal: Renewal | None = None  # an answer to draw again; the request has one sample
+    stream_when_final: bool = False  # nothing is streamed before the answer's end, when no commit can change it
+    takes_back: bool = True  # False: a commit with in_flight="verify" lets its tokens stand, since its caller has them
+
+    def __post_init__(self) -> None:
+        wrong = []
+        if self.logprob_start_len < -1:
+            wrong.append(f"logprob_start_len must be -1 or more, not {self.logprob_start_len}")
+        if self.top_logprobs_num < 0:
+            wrong.append(f"top_logprobs_num must not be negative, not {self.top_logprobs_num}")
+        if bad := [id for id in self.token_ids_logprob if id < 0]:
+            wrong.append(f"token_ids_logprob must not be negative, not {bad[:5]}")
+        wrong += self._wrong_draft()
+        for name in ("speculation", "stream_when_final", "takes_back"):
+            if not isinstance(value := getattr(self, name), bool):
+                wrong.append(f"{name} must be true or false, not {value!r}")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+
+    def _wrong_draft(self) -> list[str]:
+        """Return what is wrong with the draft. Makes a tuple of it."""
+        given: object = self.draft_token_ids
+        if isinstance(given, str) or not isinstance(given, abc.Sequence):
+            return [f"draft_token_ids must be a sequence of token ids, not {given!r}"]
+        object.__setattr__(self, "draft_token_ids", tuple(given))
+        bad = [id for id in given if type(id) is not int or id < 0]
+        return [f"draft_token_ids must be token ids, not {bad[:5]!r}"] if bad else []
