@@ -16,7 +16,7 @@ from ..sequences.request import Request
 from .history_file import KEY_BYTES, Histories
 from .own_past import OwnPast
 from .proposer import NO_PROPOSAL, Proposal
-from .token_history import LENGTHS, TOKEN_BYTES, TokenHistory
+from .token_history import LENGTHS, TokenHistory, token_bytes
 
 MAX_SEARCHED = 16  # live siblings for each proposal: a group of hundreds would search for longer than it runs
 MAX_SEARCHED_BYTES = 1 << 16  # of ended ones, and of a history
@@ -29,18 +29,49 @@ class _Prompt:
     """The samples of one prompt."""
 
     live: dict[Request, None] = field(default_factory=dict)
-    ended: list[TokenHistory] = field(default_factory=list)  # siblings
-    history: list[TokenHistory] = field(default_factory=list)  # the newest last
+    # Bytes, which the collector of garbage does not look at: there are many.
+    ended: list[bytes] = field(default_factory=list)  # siblings
+    history: list[bytes] = field(default_factory=list)  # the newest last
     joined_ended: TokenHistory | None = None  # the newest of them as one, for the search; None: not joined yet
     joined_history: TokenHistory | None = None
-    num_bytes: int = 0  # of all samples
+    num_sample_bytes: int = 0
 
-    def set(self, ended: list[TokenHistory], history: list[TokenHistory]) -> None:
-        self.ended, self.history = ended, history
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all samples, with the objects around them."""
+        return self.num_sample_bytes + _PROMPT_BYTES * bool(self.ended or self.history)
+
+    def keep(self, sample: bytes) -> None:
+        """Keep the output of a sibling that has ended."""
+        self.ended.append(sample)
+        self.num_sample_bytes += len(sample) + _SAMPLE_BYTES
+        self._cut(self.ended)
+        self.joined_ended = None
+
+    def end(self) -> None:
+        """Make the siblings history: the last live one has ended."""
+        self.history += self.ended
+        self.ended = []
+        self._cut(self.history)
         self.joined_ended = self.joined_history = None
-        samples = (*ended, *history)
-        self.num_bytes = sum([len(sample) for sample in samples]) * TOKEN_BYTES
-        self.num_bytes += _SAMPLE_BYTES * len(samples) + _PROMPT_BYTES * bool(samples)
+
+    def add_history(self, earlier: list[bytes]) -> None:
+        """Put samples before those of the history."""
+        self.history = earlier + self.history
+        self.num_sample_bytes += sum(map(len, earlier)) + _SAMPLE_BYTES * len(earlier)
+        self._cut(self.history)
+        self.joined_history = None
+
+    def forget(self) -> None:
+        """Drop all samples."""
+        self.ended, self.history = [], []
+        self.joined_ended = self.joined_history = None
+        self.num_sample_bytes = 0
+
+    def _cut(self, samples: list[bytes]) -> None:
+        dropped = samples[: max(len(samples) - MAX_SAMPLES, 0)]
+        self.num_sample_bytes -= sum(map(len, dropped)) + _SAMPLE_BYTES * len(dropped)
+        del samples[: len(dropped)]
 
 
 class Samples:
@@ -90,22 +121,18 @@ class Samples:
     def end(self, request: Request) -> None:
         """Keep the output of a request that has ended."""
         sequence, prompt = request.sequence, self.live(request)
-        key = self._keys.pop(request)
+        key, before = self._keys.pop(request), prompt.num_bytes
         del prompt.live[request]
-        ended = list(prompt.ended)
         if sequence.num_output_tokens and self.max_bytes:
             # With the end of the prompt, so that the first tokens are found too.
             first = max(sequence.num_prompt_tokens - LENGTHS[0], 0)
-            ended = [*ended, TokenHistory(sequence.token_ids[first:])][-MAX_SAMPLES:]
-        if prompt.live:
-            self._set(key, prompt, ended, prompt.history)
-        else:
-            self._set(key, prompt, [], (prompt.history + ended)[-MAX_SAMPLES:])
+            prompt.keep(token_bytes(sequence.token_ids[first:]))
+        if not prompt.live:
+            prompt.end()
+        self._changed(key, prompt, before)
 
-    def _set(self, key: bytes, prompt: _Prompt, ended: list[TokenHistory], history: list[TokenHistory]) -> None:
-        """Set the ended samples of a prompt, and drop those of others while they are too large together."""
-        before = prompt.num_bytes
-        prompt.set(ended, history)
+    def _changed(self, key: bytes, prompt: _Prompt, before: int) -> None:
+        """Count the samples of a prompt that had `before` bytes, and drop the oldest while all are too large."""
         self.num_bytes += prompt.num_bytes - before
         victims, num_bytes = [], self.num_bytes
         for other, oldest in self._prompts.items():
@@ -114,7 +141,7 @@ class Samples:
             num_bytes -= oldest.num_bytes
             victims.append((other, oldest))
         for _, oldest in victims:
-            oldest.set([], [])
+            oldest.forget()
         self.num_bytes = num_bytes
         for other, one in (*victims, (key, prompt)):
             if not (one.live or one.ended or one.history):
@@ -122,16 +149,16 @@ class Samples:
 
     def histories(self) -> dict[bytes, list[bytes]]:
         """Return the bytes of each prompt's earlier samples, the newest last. The prompt that was used last is last."""
-        kept = ((key, prompt.history) for key, prompt in self._prompts.items() if prompt.history)
-        return {key: [sample.last(len(sample)) for sample in history] for key, history in kept}
+        return {key: list(prompt.history) for key, prompt in self._prompts.items() if prompt.history}
 
     def add_histories(self, histories: Histories) -> None:
         """Add samples before those that are known of a prompt. The prompts count as used now."""
         for key, samples in histories.items():
             prompt = self._prompts.pop(key, None) or _Prompt()
             self._prompts[key] = prompt
-            added = [TokenHistory(array("i", sample)) for sample in samples if sample]
-            self._set(key, prompt, prompt.ended, (added + prompt.history)[-MAX_SAMPLES:])
+            before = prompt.num_bytes
+            prompt.add_history([bytes(sample) for sample in samples if sample])
+            self._changed(key, prompt, before)
 
 
 class Siblings:

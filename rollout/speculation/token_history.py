@@ -15,6 +15,11 @@ _MAX_BETWEEN = 64  # occurrences between tokens that a search looks past: a text
 _BREAK = array("i", [-1]).tobytes()  # between texts: no token
 
 
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Return the bytes of tokens."""
+    return array("i", token_ids).tobytes()
+
+
 class TokenHistory:
     """Tokens in the order of their arrival, and the places in them."""
 
@@ -26,10 +31,6 @@ class TokenHistory:
     def __len__(self) -> int:
         return len(self._bytes) // TOKEN_BYTES
 
-    @property
-    def num_bytes(self) -> int:
-        return len(self._bytes)
-
     def extend(self, token_ids: Sequence[int]) -> None:
         self._bytes += array("i", token_ids).tobytes()
 
@@ -38,15 +39,15 @@ class TokenHistory:
         del self._bytes[num_tokens * TOKEN_BYTES :]
 
     @classmethod
-    def joined(cls, histories: Sequence[TokenHistory], most: int) -> TokenHistory:
-        """Return several histories as one, the last ones of them up to `most` bytes, and at least the last. No ending
-        is found across their borders."""
-        num_bytes, first = 0, len(histories)
-        while first and (first == len(histories) or num_bytes + histories[first - 1].num_bytes <= most):
+    def joined(cls, samples: Sequence[bytes], most: int) -> TokenHistory:
+        """Return the bytes of several texts as one, the last ones of them up to `most` bytes, and at least the last.
+        No ending is found across their borders."""
+        num_bytes, first = 0, len(samples)
+        while first and (first == len(samples) or num_bytes + len(samples[first - 1]) <= most):
             first -= 1
-            num_bytes += histories[first].num_bytes
+            num_bytes += len(samples[first])
         whole = cls()
-        whole._bytes = bytearray(_BREAK.join(history._bytes for history in histories[first:]))
+        whole._bytes = bytearray(_BREAK.join(samples[first:]))
         return whole
 
     def last(self, num_tokens: int) -> bytes:
