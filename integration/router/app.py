@@ -196,4 +196,5 @@ def _add_generation(app: FastAPI) -> None:
         return ProxyResponse(router_of(request))
 
     app.add_api_route("/generate", generate, methods=["POST", "PUT"])
+    app.add_api_route("/renew", generate, methods=["POST"])
     app.add_api_route("/v1/{path:path}", generate, methods=["GET", "POST"])

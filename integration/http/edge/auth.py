@@ -26,7 +26,7 @@ from .errors import HttpError, error_response
 
 OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ready", "/ping", "/metrics"})
 NORMAL_PATHS = frozenset(
-    {"/generate", "/model_info", "/get_model_info", "/server_info", "/get_server_info", "/get_weight_version",
+    {"/generate", "/renew", "/model_info", "/get_model_info", "/server_info", "/get_server_info", "/get_weight_version",
      "/parallelism_config", "/state", "/openapi.json", "/docs"}
 )  # fmt: skip
 NORMAL_PREFIX = "/v1/"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import marshal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, cast
 
 from pydantic import Field
 
 from ....rollout.engine import Engine
-from ....rollout.request_options import RequestOptions
+from ....rollout.request_options import Renewal, RequestOptions
 from ....rollout.sampling_params import SamplingParams
 from ....rollout.sequences.request import fresh_ids
 from ..edge.bodies import Body, fields_of
@@ -55,6 +55,16 @@ class GenerateBody(Body):
     )
     speculation: bool | list[bool] = Field(True, description="false: no drafts for this request")
     stream_when_final: bool = Field(False, description="nothing is streamed before the answer's end")
+
+
+class RenewBody(GenerateBody):
+    """Fields of POST /renew: those of the /generate request, and for each prompt the answer that is renewed."""
+
+    output_ids: list[list[int]] = Field(description="of each answer")
+    seeds: list[Annotated[int, Field(ge=-(2**63), lt=2**63)]] = Field(description="`seed` in each answer's meta_info")
+    sample_indexes: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None, description="`sample_index` in each answer's meta_info; default: 0"
+    )
 
 
 @dataclass(frozen=True)
@@ -127,6 +137,24 @@ def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimi
     return GenerateRequest(
         prompts, field, is_batch, params, options, wanted, rids, body.stream, body.return_prompt_token_ids, limits
     )
+
+
+def read_renew(values: dict[str, object], engine: Engine, limits: RequestLimits) -> GenerateRequest:
+    """Read and check the fields of a renewal. Raises BadField, or ValueError naming the field."""
+    limits.lists(values, ("output_ids", "seeds", "sample_indexes"))
+    body = fields_of(RenewBody, values)
+    asked = read_generate(values, engine, limits)
+    count = len(asked.prompts)
+    indexes = body.sample_indexes if body.sample_indexes is not None else [0] * count
+    given = {"output_ids": body.output_ids, "seeds": body.seeds, "sample_indexes": indexes}
+    for name, one in given.items():
+        if len(one) != count:
+            raise BadField(name, f"has {len(one)} entries for {count} prompts")
+    for token_ids in body.output_ids:
+        limits.draft(token_ids, "output_ids")
+    renewals = map(Renewal, map(tuple, body.output_ids), body.seeds, indexes)
+    options = [replace(one, renewal=renewal) for one, renewal in zip(asked.options, renewals, strict=True)]
+    return replace(asked, params=[replace(params, n=1) for params in asked.params], options=options)
 
 
 def has_stop_regex(values: Mapping[str, object]) -> bool:

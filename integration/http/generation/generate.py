@@ -16,7 +16,7 @@ from ....rollout.errors import EngineStopped
 from ..edge.bodies import describe, read_as
 from ..edge.errors import HttpError, as_http_error
 from .admission import Size
-from .body import GenerateBody, GenerateRequest, has_stop_regex, read_generate
+from .body import GenerateBody, GenerateRequest, RenewBody, has_stop_regex, read_generate, read_renew
 from .encoding import chunk_cost, completion_cost, copy_cost
 from .meta import Wanted, meta_info, stream_meta
 from .sse import DONE, GrowingList, GrowingText, Piece, dumps, event, event_of
@@ -33,6 +33,17 @@ async def generate(request: Request) -> Response:
     hub = hub_of(request.app)
     hub.refuse_if_draining()
     read = partial(read_generate, engine=hub.engine, limits=hub.limits)
+    ask = await read_as(request, read, is_slow=has_stop_regex, ends_with_client=True)
+    return await hub.answer(request, GenerateReply(ask, hub.engine, received))
+
+
+@router.post("/renew", openapi_extra=describe(RenewBody))
+async def renew(request: Request) -> Response:
+    """Answer as /generate would now, with the noise of earlier answers: their tokens that come again cost a prefill."""
+    received = time.monotonic()
+    hub = hub_of(request.app)
+    hub.refuse_if_draining()
+    read = partial(read_renew, engine=hub.engine, limits=hub.limits)
     ask = await read_as(request, read, is_slow=has_stop_regex, ends_with_client=True)
     return await hub.answer(request, GenerateReply(ask, hub.engine, received))
 
@@ -59,7 +70,10 @@ class GenerateReply:
     def size(self) -> Size:
         """See `Reply.size`."""
         samples = (params.n for params in self.request.params)
-        return Size.of(self.request.prompts, samples, (options.draft_token_ids for options in self.request.options))
+        renewals = [one.renewal for one in self.request.options]
+        drafts = [one.draft_token_ids for one in self.request.options]
+        known = [r.token_ids if r is not None else draft for r, draft in zip(renewals, drafts, strict=True)]
+        return Size.of(self.request.prompts, samples, known)
 
     def asked(self) -> Asked:
         """See `Reply.asked`."""

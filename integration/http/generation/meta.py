@@ -64,6 +64,10 @@ def meta_info(completion: Completion, wanted: Wanted, received: float) -> dict[s
         ],
         "response_sent_to_client_ts": time.time(),
     }
+    if c.drawn_with is not None:  # for /renew
+        info |= {"seed": c.drawn_with.seed, "sample_index": c.index}
+    if c.num_kept_tokens:
+        info["num_kept_tokens"] = c.num_kept_tokens
     if c.forced is not None:
         info["num_jump_forward_tokens"] = c.num_jump_forward_tokens
     if c.drafts:

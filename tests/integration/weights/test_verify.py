@@ -206,3 +206,42 @@ def test_a_stream_of_openais_api_keeps_its_tokens_unless_it_waits(service, new, 
 def test_a_folder_of_safetensors_is_read_too(service, new, tmp_path):
     save_folder(tmp_path / "new", new.named_parameters(), "new")
     assert service.update_weights_from_disk(tmp_path / "new", **NEW).num_bytes > 0
+
+
+# -- renewals over HTTP -----------------------------------------------------------------------------------------------
+
+
+def test_answers_are_renewed_over_http(service, new, tmp_path):
+    new.save_pretrained(tmp_path / "new")
+    params = {"max_new_tokens": 20, "ignore_eos": True, "n": 2}  # without a seed: the engine draws one
+    ask = {"input_ids": PROMPTS, "sampling_params": params, "return_logprob": True, "extra_key": "k"}
+    with serve_in_background(service, HttpConfig(port=0)) as server, httpx.Client(base_url=server.url) as client:
+        old = client.post("/generate", json=ask).json()
+        again = {
+            **ask, "input_ids": [prompt for prompt in PROMPTS for _ in range(2)],
+            "output_ids": [one["output_ids"] for one in old],
+            "seeds": [one["meta_info"]["seed"] for one in old],
+            "sample_indexes": [one["meta_info"]["sample_index"] for one in old],
+        }  # fmt: skip
+        same = client.post("/renew", json=again).json()
+        assert client.post("/update_weights_from_disk", json={"model_path": str(tmp_path / "new")}).status_code == 200
+        renewed = client.post("/renew", json=again).json()
+        from_nothing = client.post("/renew", json={**again, "output_ids": [[]] * 4}).json()
+        refused = {
+            field: client.post("/renew", json={**again, field: value})
+            for field, value in {
+                "output_ids": [[1]], "seeds": [1], "sample_indexes": [0, 0], "stream": "perhaps",
+            }.items()
+        }  # fmt: skip
+        wrong_tokens = client.post("/renew", json={**again, "output_ids": [[999]] * 4})
+        missing = client.post("/renew", json=ask)
+    values = [
+        [(one["output_ids"], one["text"], one["meta_info"]["output_token_logprobs"]) for one in answers]
+        for answers in (old, same, renewed, from_nothing)
+    ]
+    assert values[0] == values[1] and values[2] == values[3] != values[0]
+    assert [one["meta_info"]["num_kept_tokens"] for one in same] == [20] * 4
+    for field, answer in refused.items():
+        assert answer.status_code == 400 and field in answer.text
+    assert wrong_tokens.status_code == 400 and "999" in wrong_tokens.text
+    assert missing.status_code == 400 and "output_ids" in missing.text

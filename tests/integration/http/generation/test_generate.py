@@ -333,8 +333,8 @@ def test_live_request_id_is_refused_and_its_owner_unharmed(server):
 
 def test_stream_is_cumulative_and_ends_as_the_whole_answer(server):
     ask = {
-        "text": PROMPT, "sampling_params": GREEDY, "return_logprob": True, "top_logprobs_num": 2,
-        "token_ids_logprob": [9], "logprob_start_len": 0,
+        "text": PROMPT, "sampling_params": {**GREEDY, "sampling_seed": 1}, "return_logprob": True,
+        "top_logprobs_num": 2, "token_ids_logprob": [9], "logprob_start_len": 0,
         "speculation": False,  # the second answer would come in one step
     }  # fmt: skip
     whole, chunks = server.ok(**ask), server.stream(**ask)

@@ -332,8 +332,8 @@ def test_the_logprobs_of_all_open_requests_are_limited(service, until):
 
 
 def test_a_large_answer_is_the_answer_that_a_small_one_would_be(client, served, service, monkeypatch):
-    ask = {"text": ["1 + 2", "3"], "sampling_params": {**SHORT, "n": 2}, "return_logprob": True, "top_logprobs_num": 5,
-           "return_text_in_logprobs": True, "speculation": False}  # fmt: skip
+    ask = {"text": ["1 + 2", "3"], "sampling_params": {**SHORT, "n": 2, "sampling_seed": 1}, "return_logprob": True,
+           "top_logprobs_num": 5, "return_text_in_logprobs": True, "speculation": False}  # fmt: skip
     small = client.post("/generate", json=ask)
     monkeypatch.setattr(encoding, "QUICK_COST", 3)
     large = client.post("/generate", json=ask)
