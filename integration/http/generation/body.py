@@ -146,7 +146,7 @@ def read_renew(values: dict[str, object], engine: Engine, limits: RequestLimits)
     asked = read_generate(values, engine, limits)
     count = len(asked.prompts)
     indexes = body.sample_indexes if body.sample_indexes is not None else [0] * count
-    given = {"output_ids": body.output_ids, "seeds": body.seeds, "sample_indexes": indexes}
+    given: dict[str, Sequence[object]] = {"output_ids": body.output_ids, "seeds": body.seeds, "sample_indexes": indexes}
     for name, one in given.items():
         if len(one) != count:
             raise BadField(name, f"has {len(one)} entries for {count} prompts")

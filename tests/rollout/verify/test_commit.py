@@ -96,3 +96,40 @@ def test_a_verified_answer_is_the_one_from_the_start(
     assert num_all > 0
     assert num_kept > 10 or change == "fresh" or speculation == "auto"  # with drafts most have ended before the commit
     engine.close()
+
+
+@covering(
+    1, rest="exhaustive", way=["plain", "overlap", "2 stages"], family=["qwen3", "qwen3_5"], group=[0, 1],
+    mode=["in_place", "retract", None], room=[{"kv_cache": 14}, {"max_num_batched_tokens": 20}, {"max_num_seqs": 2}],
+)  # fmt: skip
+def test_commits_while_a_commit_is_verified(small, make_engine, way, family, group, mode, room):
+    model, cases = small(family), GROUPS[group]
+    expected = from_the_start(make_engine, model, "small", cases)
+    engine = make_engine(model, speculation="off", **{"chunked_prefill_size": 16, **WAYS[way], **room})
+    num_steps = 0
+    run = Play(engine)
+    with engine.model.rollout_phase():
+        run.add(cases, "m")
+
+        def commit_often(play: Play) -> None:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps > 24 or num_steps % 5 not in (1, 2):  # two commits with one step between them
+                return
+            if mode is not None:
+                engine.pause_generation(mode)
+            engine.weights.commit_weights("old", None, in_flight="verify")
+            engine.continue_generation()
+
+        for _ in range(12):
+            if engine.has_work:
+                commit_often(run)
+                run.step()
+        with changed(model, "small"):
+            engine.driver.drain()
+            run.look()
+            engine.weights.commit_weights("new", None, in_flight="verify")
+            run.to_the_end(lambda play: engine.weights.commit_weights("new", None, in_flight="verify")
+                           if play.num_steps in (14, 15, 19) else None)  # fmt: skip
+    assert compare(run, expected, "m")[1] > 0
+    engine.close()
