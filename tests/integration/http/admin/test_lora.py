@@ -112,7 +112,7 @@ def test_failed_load_leaves_no_trace(folders, served, make_model, monkeypatch):
         assert answer.status_code == 400 and message in answer.text, answer.text
         assert tokens(client) == known["one"][1]
 
-    def fail(version):
+    def fail(*_):
         raise ValueError("no digest today")
 
     monkeypatch.setattr(service.sessions, "commit_adapter", fail)
