@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from ..rollout.completion import Completion
 from ..rollout.engine import Engine
 from ..rollout.loop.commands import OnCommit, check_in_flight
 from ..rollout.model.adapters.layers import bare_names
@@ -151,6 +152,12 @@ class RolloutService(WeightVerbs, LoraVerbs):
         `.data`. They may be committed, also after a failed step, and each digest is computed anew."""
         self._torn = None
         self.sessions.forget_frozen()
+
+    # -- answers ----------------------------------------------------------------------------------------------------
+
+    def renew(self, completions: Sequence[Completion]) -> list[Completion]:
+        """Return the answers that the present weights give to the same requests, see `RequestDesk.renew`."""
+        return self.engine.renew(completions)
 
     # -- weights in place -------------------------------------------------------------------------------------------
 
