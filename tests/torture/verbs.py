@@ -103,6 +103,8 @@ def _load(on: Verbs, draw: random.Random) -> None:
     if on.scene.model_folder:
         options = {"abort_all_requests": draw.random() < 0.2, "keep_running": draw.random() < 0.5,
                    "weight_version": f"v{draw.randrange(9)}", "flush_cache": draw.random() < 0.5}  # fmt: skip
+        if draw.random() < 0.4:  # the same weights: every token that is drawn again is the one that was there
+            options = {"in_flight": "verify", "weight_version": f"v{draw.randrange(9)}"}
         on.verb("update_weights_from_disk", model_path=on.scene.model_folder, **options)
 
 
