@@ -15,6 +15,7 @@ from .admin.recorder import Profiler
 from .edge import errors
 from .edge.auth import AuthMiddleware
 from .edge.config import HttpConfig
+from .edge.turns import TurnsMiddleware
 from .generation import generate
 from .observe import debug_page, health, loads, metrics, model_info, server_info, state
 from .observe.traffic import Traffic, TrafficMiddleware
@@ -67,6 +68,7 @@ def create_app(service: RolloutService, config: HttpConfig | None = None) -> Fas
     routes = [route for module in ROUTERS for route in module.router.routes]
     app.state.plain_paths = frozenset(path for route in routes if "{" not in (path := getattr(route, "path", "{")))
     errors.install(app)
+    app.add_middleware(TurnsMiddleware)  # the innermost: requests that others refuse take no turn
     app.add_middleware(AuthMiddleware, config=config)
     app.add_middleware(errors.EndingMiddleware)
     app.add_middleware(TrafficMiddleware, traffic=app.state.traffic)

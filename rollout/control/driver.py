@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -90,6 +90,20 @@ class Driver:
     def take_inbox(self, limit: int | None = None) -> None:
         """Queue the posted requests, at most `limit`. The caller holds the lock."""
         self.inbox.hand_over(self._loop.queue, limit)
+
+    def take_posted(self) -> None:
+        """Queue all requests that are posted by now. Between slices of them other threads have the engine, and steps
+        run, unless an outer block of the caller holds the lock."""
+        for at in range(0, len(self.inbox), SLICE):
+            if at:
+                self.lock.give_way()
+            self.take_inbox(SLICE)
+
+    def take_back(self, ids: Iterable[str]) -> None:
+        """Remove those of these requests that are not queued yet, and wake the callers that wait for a change."""
+        with self._wake:
+            self.inbox.take_back(ids)
+            self._wake.notify_all()
 
     # -- health, without waiting -------------------------------------------------------------------------------------
 
@@ -296,7 +310,7 @@ class Driver:
 
         def drained() -> T:
             with self._reports.trace.span(name):
-                self.take_inbox()
+                self.take_posted()
                 self._loop.drain()
                 try:
                     return run()

@@ -106,8 +106,10 @@ class RequestDesk:
     def withdraw(self, listeners: Collection[Listener]) -> list[str]:
         """Abort the requests that these listeners wait for, and call them no more; returns the ids."""
         self._driver.check_process()
-        with self._driver.lock, self._inbox.lock:
-            ids = self._mailboxes.ids_of(listeners)
+        with self._driver.lock:
+            with self._inbox.lock:
+                ids = self._mailboxes.ids_of(listeners)
+            self._driver.take_back(ids)  # all at once, before a command below queues them
         for at in range(0, len(ids), SLICE):  # steps run in between
             self._let_go(ids[at : at + SLICE])
         return ids
@@ -280,15 +282,18 @@ class RequestDesk:
             return
         reason = FinishReason("abort", message="the caller went away")
         with self._driver.lock:
-            self._driver.take_inbox()
+            self._driver.take_back(ids)  # to queue them only to abort them would keep the lock for long
             live = [id for id in ids if id in self._parts.sequences]
-            for id in live:
-                self._mailboxes.close(id)
-            self._mailboxes.open(live, streamed=False)  # their answers are dropped with the boxes
-            if live:
-                self._driver.command("abort_request", partial(self._between_steps.abort_listed, live, reason))
             for id in ids:
                 self._mailboxes.close(id)
+            self._mailboxes.open(live, streamed=False)  # their answers are dropped with the boxes
+        try:
+            if live:
+                self._driver.command("abort_request", partial(self._between_steps.abort_listed, live, reason))
+        finally:
+            with self._driver.lock:
+                for id in live:
+                    self._mailboxes.close(id)
 
     def _take_news(self, ids: Sequence[str]) -> list[StreamChunk]:
         with self._driver.lock:

@@ -97,9 +97,10 @@ class BetweenSteps:
         return AbortReport(tuple(r.id for r in found), () if found else (rid,))
 
     def abort_listed(self, ids: Iterable[str], reason: FinishReason) -> None:
-        """Abort the requests with these ids."""
+        """Abort the requests with these ids that have not ended."""
         for id in ids:
-            self._loop.abort(self._sequences.request(id), reason)
+            if id in self._sequences:
+                self._loop.abort(self._sequences.request(id), reason)
 
     # -- the prefix cache -------------------------------------------------------------------------------------------
 

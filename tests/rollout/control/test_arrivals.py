@@ -120,7 +120,9 @@ def test_ids_of_requests_that_cannot_be_made_are_free_again(engine, monkeypatch)
 def test_requests_of_a_caller_that_leaves_are_aborted_a_bounded_number_at_a_time(engine, monkeypatch):
     listener, sizes = Nobody(), []
     ids, abort = ask(engine, listener), engine.requests._between_steps.abort_listed
-    engine.driver.run_step()
+    for _ in range(4):
+        engine.driver.run_step()
+    assert len(engine.parts.sequences.requests()) == MANY
 
     def counted(these: list[str], reason: object) -> None:
         sizes.append(len(these))
@@ -130,6 +132,46 @@ def test_requests_of_a_caller_that_leaves_are_aborted_a_bounded_number_at_a_time
     assert sorted(engine.requests.withdraw({listener})) == sorted(ids)
     assert sizes == [SLICE, SLICE, SLICE, 5] and listener.num_answers == 0
     assert not engine.parts.sequences.requests() and len(engine.mailboxes) == 0
+
+
+def test_requests_of_a_caller_that_leaves_are_not_queued_before_they_are_aborted(engine, monkeypatch):
+    """Thousands were, under the lock that a report waits for."""
+    listener, other = Nobody(), Nobody()
+    ids, [kept] = ask(engine, listener), ask(engine, other, 1, "other")
+    monkeypatch.setattr(engine.driver._loop, "queue", lambda request: pytest.fail(f"{request.id} is queued"))
+    assert engine.requests.withdraw({listener}) == ids
+    assert [request.id for request in engine.driver.inbox.posted()] == [kept]
+    assert len(engine.mailboxes) == 1 and listener.num_answers == 0
+
+
+def test_a_sequence_that_ends_before_its_caller_has_left_is_passed_over(engine, monkeypatch):
+    listener, abort = Nobody(), engine.requests._between_steps.abort_listed
+    ids = ask(engine, listener, 3)
+    engine.driver.run_step()
+
+    def after_another(these: list[str], reason: object) -> None:
+        engine.abort_request(ids[0])
+        abort(these, reason)
+
+    monkeypatch.setattr(engine.requests._between_steps, "abort_listed", after_another)
+    assert engine.requests.withdraw({listener}) == ids
+    assert not engine.parts.sequences.requests() and len(engine.mailboxes) == 0
+
+
+def test_a_report_is_made_between_slices_of_the_requests_that_a_command_queues(engine, monkeypatch):
+    """The command took up all that were posted in one go, with the lock held."""
+    ask(engine, Nobody())
+    reports, queue = [], engine.driver._loop.queue
+
+    def first_starts_a_report(request: Request) -> None:
+        if not reports:
+            reports.append(submit(engine.driver.look, lambda: len(engine.parts.sequences.requests())))
+            wait_until(lambda: engine.driver.lock._turnstile.locked())
+        queue(request)
+
+    monkeypatch.setattr(engine.driver._loop, "queue", first_starts_a_report)
+    assert len(engine.abort_request(abort_all=True).aborted) == MANY
+    assert soon(reports[0]) == SLICE
 
 
 @pytest.mark.parametrize("how", ["abort", "pause", "hold"])
