@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from ..completion import FinishReason
 from ..errors import DeadlineExceeded, EngineStopped, ForkedProcess, SamplingRefused
 from ..loop.answers import Answers
 from ..loop.commands import Command
@@ -100,9 +101,13 @@ class Driver:
             self.take_inbox(SLICE)
 
     def take_back(self, ids: Iterable[str]) -> None:
-        """Remove those of these requests that are not queued yet, and wake the callers that wait for a change."""
+        """Remove those of these requests that are not queued yet, which count as aborted, and wake the callers that
+        wait for a change."""
         with self._wake:
-            self.inbox.take_back(ids)
+            for request in self.inbox.take_back(ids):
+                request.finish_reason = FinishReason("abort", message="the caller went away")
+                self._reports.on_queued(request)
+                self._reports.on_answer(request)
             self._wake.notify_all()
 
     # -- health, without waiting -------------------------------------------------------------------------------------

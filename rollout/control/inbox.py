@@ -45,12 +45,11 @@ class Inbox:
         """Add requests. The caller holds `lock` and has checked that their ids are free."""
         self._requests.update((request.id, request) for request in requests)
 
-    def take_back(self, ids: Iterable[str]) -> None:
-        """Remove those of these requests that the loop has not taken. The caller holds the engine's lock, under which
-        the loop takes them."""
+    def take_back(self, ids: Iterable[str]) -> list[Request]:
+        """Remove and return those of these requests that the loop has not taken. The caller holds the engine's lock,
+        under which the loop takes them."""
         with self.lock:
-            for id in ids:
-                self._requests.pop(id, None)
+            return [self._requests.pop(id) for id in ids if id in self._requests]
 
     def posted(self) -> list[Request]:
         """Return the requests that the loop has not taken, in order of arrival."""
