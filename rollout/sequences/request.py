@@ -119,6 +119,8 @@ class Request:
     @property
     def num_kept_tokens(self) -> int:
         """The number of first tokens of the earlier answer that were drawn again."""
+        if not self.earlier:  # as of nearly every request
+            return 0
         pairs = zip(self.sequence.settled_output(), self.earlier, strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

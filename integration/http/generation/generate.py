@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,22 +29,21 @@ router = APIRouter()
 @router.post("/generate", openapi_extra=describe(GenerateBody), operation_id="generate_post")
 async def generate(request: Request) -> Response:
     """Complete one prompt or several. An aborted request is answered too, with its output so far."""
-    received = time.monotonic()
-    hub = hub_of(request.app)
-    hub.refuse_if_draining()
-    read = partial(read_generate, engine=hub.engine, limits=hub.limits)
-    ask = await read_as(request, read, is_slow=has_stop_regex, ends_with_client=True)
-    return await hub.answer(request, GenerateReply(ask, hub.engine, received))
+    return await _answer(request, read_generate)
 
 
 @router.post("/renew", openapi_extra=describe(RenewBody))
 async def renew(request: Request) -> Response:
     """Answer as /generate would now, with the noise of earlier answers: their tokens that come again cost a prefill."""
+    return await _answer(request, read_renew)
+
+
+async def _answer(request: Request, read: Callable[..., GenerateRequest]) -> Response:
     received = time.monotonic()
     hub = hub_of(request.app)
     hub.refuse_if_draining()
-    read = partial(read_renew, engine=hub.engine, limits=hub.limits)
-    ask = await read_as(request, read, is_slow=has_stop_regex, ends_with_client=True)
+    reads = partial(read, engine=hub.engine, limits=hub.limits)
+    ask = await read_as(request, reads, is_slow=has_stop_regex, ends_with_client=True)
     return await hub.answer(request, GenerateReply(ask, hub.engine, received))
 
 

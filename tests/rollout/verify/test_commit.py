@@ -94,7 +94,8 @@ def test_a_verified_answer_is_the_one_from_the_start(
         kept, all_tokens = compare(run, expected, f"c{at}-")
         num_kept, num_all = num_kept + kept, num_all + all_tokens
     assert num_all > 0
-    assert num_kept > 10 or change == "fresh" or speculation == "auto"  # with drafts most have ended before the commit
+    if speculation == "off" and change != "fresh":  # with drafts most have ended before the commit
+        assert num_kept > (10 if change == "small" else 20)  # after a large change some part at their first tokens
     engine.close()
 
 
