@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, cast
 
-from pydantic import Field
+from pydantic import Field, StrictInt
 
 from ....rollout.engine import Engine
 from ....rollout.request_options import Renewal, RequestOptions
@@ -60,9 +60,11 @@ class GenerateBody(Body):
 class RenewBody(GenerateBody):
     """Fields of POST /renew: those of the /generate request, and for each prompt the answer that is renewed."""
 
-    output_ids: list[list[int]] = Field(description="of each answer")
-    seeds: list[Annotated[int, Field(ge=-(2**63), lt=2**63)]] = Field(description="`seed` in each answer's meta_info")
-    sample_indexes: list[Annotated[int, Field(ge=0)]] | None = Field(
+    output_ids: list[list[StrictInt]] = Field(description="of each answer")
+    seeds: list[Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]] = Field(
+        description="`seed` in each answer's meta_info"
+    )
+    sample_indexes: list[Annotated[StrictInt, Field(ge=0, lt=2**31)]] | None = Field(
         None, description="`sample_index` in each answer's meta_info; default: 0"
     )
 
