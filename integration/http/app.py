@@ -9,12 +9,13 @@ from ..version import version
 from .admin import cache, control, lora, profile, unsupported, updates, verbs, weights
 from .admin.common import DOCUMENTED
 from .admin.flushes import Flushes
-from .admin.operations import Operations, Threads, UpdateGate
+from .admin.operations import Operations, UpdateGate
 from .admin.pause_lease import PauseLease
 from .admin.recorder import Profiler
 from .edge import errors
 from .edge.auth import AuthMiddleware
 from .edge.config import HttpConfig
+from .edge.threads import Threads
 from .edge.turns import TurnsMiddleware
 from .generation import generate
 from .observe import debug_page, health, loads, metrics, model_info, server_info, state

@@ -23,7 +23,7 @@ from ..service import RolloutService
 from .app import create_app
 from .edge.config import HttpConfig
 from .edge.connections import Connection, Connections
-from .generation.subscriptions import stop_taking
+from .generation.subscriptions import hub_of, stop_taking
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         # The event loop waits for the lock after each send and receive, hundreds of times in a busy second.
         sys.setswitchinterval(min(sys.getswitchinterval(), _TURN_S))
+        assert isinstance(self.config.app, FastAPI)
+        hub_of(self.config.app)  # its threads start now, not when a request needs them
         await super().startup(sockets)
         self._on_listening()
 

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..http.edge.auth import Level, check_key, check_origin, level_of
-from ..http.edge.bodies import parse_object_off_loop, read_object
+from ..http.edge.bodies import parse_object_off_loop, read_object, start_parsers
 from ..http.edge.errors import BadField, EndingMiddleware, HttpError, error_response, install
 from .changes.broadcast import broadcast
 from .changes.journal import UpdateJournal
@@ -34,6 +34,7 @@ def create_app(config: RouterConfig, journal: UpdateJournal, roster: Roster) -> 
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        start_parsers()
         app.state.router = router = Router(config, journal, roster)
         router.start()
         try:

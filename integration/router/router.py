@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
@@ -14,6 +13,7 @@ from fastapi import Request
 from ..http.edge.bodies import read_bytes
 from ..http.edge.disconnect import first_of
 from ..http.edge.errors import HttpError
+from ..http.edge.threads import start_pool
 from .budget import Budget
 from .calls import WorkerCall, headers_of
 from .changes.admin import Admin
@@ -45,7 +45,7 @@ class Router:
         self.administering = Wire(verify, config.connect_timeout_s, num_kept=0)
         self.proxy = Proxy(self.registry, self._generating, config, self.counters)
         self.bodies = Budget(config.max_open_body_bytes)  # of open generation requests
-        self._peeking = ThreadPoolExecutor(1, "peek")  # one: more would only take the interpreter from the event loop
+        self._peeking = start_pool(1, "peek")  # one: more would only take the interpreter from the event loop
         self._health = HealthChecks(self.registry, self.administering, config, self.proxy.forget)
         updates = Updates(self.registry, self._health, journal, config)
         self.admin = Admin(

@@ -6,7 +6,7 @@ import asyncio
 
 from ....rollout.engine import Engine
 from ....rollout.loop.commands import FlushReport
-from .operations import Threads
+from ..edge.threads import Threads
 
 _LOOK_AGAIN_S = 0.02  # between two attempts: no event reports that all requests have ended
 

@@ -1,4 +1,4 @@
-"""Threads for blocking calls, operations that run once per op_id and under a deadline, and the gate of updates."""
+"""Operations that run once per op_id and under a deadline, and the gate of updates."""
 
 from __future__ import annotations
 
@@ -9,39 +9,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
 
 from ....rollout.control.once_per_id import OncePerId
 from ....rollout.errors import DeadlineExceeded
-from ..edge.errors import Busy, forget_frames, is_expected
+from ..edge.errors import Busy
 from ..edge.json_slices import encode_in_slices
+from ..edge.threads import Threads, fulfil, start_pool
 
 logger = logging.getLogger(__name__)
 
 _KEYED = json.JSONEncoder(sort_keys=True, default=str)
 T = TypeVar("T")
-
-
-class Threads:
-    """Run calls that may block, each on a daemon thread of its own: a call that never returns does not keep the process
-    from ending.
-
-    Neither asyncio's executor nor a pool is enough: coroutines that wait for completions fill the executor, and a few
-    calls that wait in a rendezvous would fill a pool.
-    """
-
-    def __init__(self, limit: int) -> None:
-        """Set the limit of calls that run at a time; further calls wait for their turn."""
-        self._turns = asyncio.Semaphore(limit)
-
-    async def run(self, call: Callable[[], T], name: str = "lockstep-http") -> T:
-        """Return or raise the result of `call`. The call runs to its end also when the waiting task is cancelled."""
-        async with self._turns:
-            future: Future[T] = Future()
-            threading.Thread(target=_fulfil, args=(future, call), name=name, daemon=True).start()
-            return await asyncio.shield(asyncio.wrap_future(future))
 
 
 class Operations:
@@ -50,6 +30,7 @@ class Operations:
     def __init__(self, threads: Threads, once_per_id: OncePerId) -> None:
         self._threads = threads
         self._once_per_id = once_per_id
+        self._digesting = start_pool(1, "lockstep-digests")  # not behind operations that wait
 
     async def run(
         self,
@@ -76,11 +57,14 @@ class Operations:
         if op_id is None:
             return await self._threads.run(begin)
         # Only a hash of the arguments is kept, and long ones are hashed beside the event loop.
-        answer, is_new = self._once_per_id.claim(op_id, path, await asyncio.to_thread(_digest, arguments))
+        answer, is_new = self._once_per_id.claim(op_id, path, await self._digest(arguments))
         if is_new:
-            task = asyncio.ensure_future(self._threads.run(lambda: _fulfil(answer, begin)))
+            task = asyncio.ensure_future(self._threads.run(lambda: fulfil(answer, begin)))
             task.add_done_callback(_log_failure)  # logs a failure of the task itself
         return await asyncio.shield(asyncio.wrap_future(answer))
+
+    async def _digest(self, arguments: object) -> str:
+        return await asyncio.get_running_loop().run_in_executor(self._digesting, _digest, arguments)
 
 
 class UpdateGate:
@@ -116,15 +100,6 @@ def _digest(arguments: object) -> str:
     for part in encode_in_slices(arguments, _KEYED.encode, sorts=True):
         sha.update(part.encode())
     return sha.hexdigest()
-
-
-def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - a thread boundary: the waiting caller gets the error
-        if is_expected(error):  # kept under an op_id, and not logged
-            forget_frames(error)
-        future.set_exception(error)
 
 
 def _log_failure(task: asyncio.Future[None]) -> None:

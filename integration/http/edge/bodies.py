@@ -30,6 +30,7 @@ from .config import HttpConfig
 from .disconnect import unless_gone
 from .errors import BadField, HttpError
 from .json_slices import TooManyLists, parse_in_slices
+from .threads import start_pool
 
 MAX_TIMEOUT_S = 7 * 86400.0
 QUICK_BYTES = 1 << 12  # a body up to this length, with few lists and objects, is parsed and checked on the event loop
@@ -58,11 +59,30 @@ class _Parsers:
         os.register_at_fork(after_in_child=self.make)  # a forked process has no thread of its parent
 
     def make(self) -> None:
-        self.medium = ThreadPoolExecutor(1, "lockstep-bodies")
-        self.long = ThreadPoolExecutor(1, "lockstep-long-bodies")
+        self._medium: ThreadPoolExecutor | None = None
+        self._long: ThreadPoolExecutor | None = None
+
+    @property
+    def medium(self) -> ThreadPoolExecutor:
+        """The thread for bodies up to a length of `_LONG_BYTES`; starts with its first use."""
+        if self._medium is None:
+            self._medium = start_pool(1, "lockstep-bodies")
+        return self._medium
+
+    @property
+    def long(self) -> ThreadPoolExecutor:
+        """The thread for longer bodies; starts with its first use."""
+        if self._long is None:
+            self._long = start_pool(1, "lockstep-long-bodies")
+        return self._long
 
 
 _PARSERS = _Parsers()
+
+
+def start_parsers() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+    """Start the threads that parse bodies, so that no request has to. Idempotent."""
+    return _PARSERS.medium, _PARSERS.long
 
 
 def _end_lists_at_first_error(schema: Any) -> None:

@@ -7,10 +7,10 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from ....rollout.completion import Completion, StreamChunk
 from ..edge.json_slices import encode_in_slices
+from ..edge.threads import start_pool
 
 QUICK_COST = 500  # an answer or event that costs more is made in the thread
 _TURN_S = 0.005  # of each pass of the event loop, all answers and events together take about so long
@@ -29,7 +29,7 @@ class Encoder:
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "lockstep-answers")
+        self._thread = start_pool(1, "lockstep-answers")
         self._waiting: deque[tuple[Callable[[], bytes], asyncio.Future[bytes]]] = deque()
         self._left_s = _TURN_S
         self._will_renew = False

@@ -18,7 +18,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,9 +33,11 @@ from ....rollout.errors import EngineStopped
 from ....rollout.grammars.cache import Promise
 from ....rollout.request_options import RequestOptions
 from ....rollout.sampling_params import SamplingParams
+from ..edge.bodies import start_parsers
 from ..edge.config import HttpConfig
 from ..edge.disconnect import unless_gone
 from ..edge.errors import Draining
+from ..edge.threads import start_pool
 from .admission import Admission, Size
 from .answers import Answer
 from .encoding import Encoder, completion_cost, encode
@@ -157,8 +158,9 @@ class Hub:
         self.encoder = Encoder()
         self.is_draining = False  # new requests are refused: the server will end
         self.open: set[Subscription] = set()  # admitted, and neither answered nor left
-        self._intake = ThreadPoolExecutor(_INTAKE_THREADS, "lockstep-intake")
-        self._leaving_thread = ThreadPoolExecutor(1, "lockstep-leaving")
+        start_parsers()
+        self._intake = start_pool(_INTAKE_THREADS, "lockstep-intake")
+        self._leaving_thread = start_pool(1, "lockstep-leaving")
         self._leaving: deque[Subscription] = deque()
         self._news: deque[tuple[Subscription, StreamChunk | EngineStopped]] = deque()
         self._is_waking = False
@@ -351,7 +353,7 @@ def stop_taking(app: Starlette) -> None:
 
 
 def hub_of(app: Starlette) -> Hub:
-    """Return the hub of the running event loop; make it with the first request."""
+    """Return the hub of the running event loop; make it, with its threads, at the first call."""
     hub = getattr(app.state, "hub", None)
     if hub is None or hub.loop is not asyncio.get_running_loop():
         hub = app.state.hub = Hub(app.state.service.engine, app.state.config)

@@ -24,8 +24,8 @@ from prometheus_client.registry import Collector
 
 from ....rollout.reports.latencies import Histogram
 from ...service import RolloutService
-from ..admin.operations import Threads
 from ..edge.config import HttpConfig
+from ..edge.threads import Threads
 from .model_info import served_name
 from .traffic import Traffic, TrafficCollector
 

@@ -17,10 +17,11 @@ import weakref
 import httpx
 import pytest
 
-from lockstep.integration.http.admin.operations import Operations, Threads, UpdateGate
+from lockstep.integration.http.admin.operations import Operations, UpdateGate
 from lockstep.integration.http.edge.bodies import Body, fields_of, parse_object
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.edge.errors import BadField, Busy, HttpError
+from lockstep.integration.http.edge.threads import Threads
 from lockstep.integration.http.server import serve_in_background
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
