@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from ..sequences.request import Request
 from ..sequences.sequence import State
@@ -10,15 +11,35 @@ from ..speculation.speculation import OFF
 from .gate import StepGate
 from .parts import Parts
 
+T = TypeVar("T")
 
-def state_report(parts: Parts, gate: StepGate, posted: Sequence[Request]) -> dict[str, object]:
+
+def state_report(
+    parts: Parts, gate: StepGate, posted: Callable[[], list[Request]], look: Callable[[Callable[[], T]], T]
+) -> dict[str, object]:
     """Return counts, modes and versions of an engine as plain values. Changes nothing.
 
-    posted: the requests that the loop has not taken yet; they wait behind the others.
+    posted: returns the requests that the loop has not taken yet; they wait behind the others. look: calls a function
+    under the engine's lock. What thousands of waiting requests make long is done without it.
     """
+
+    def read() -> tuple[dict[str, object], list[Request]]:
+        arrived = posted()
+        return _report(parts, gate, arrived), [*parts.scheduler.waiting(), *arrived]
+
+    report, waiting = look(read)  # type: ignore[arg-type, misc]
+    return report | {
+        "num_waiting": len(waiting),
+        "num_retracted": sum(r.sequence.state is State.WAITING_PREEMPT for r in waiting),  # among them
+        "num_waiting_tokens": sum(len(r.sequence.token_ids) for r in waiting),
+        "waiting_ids": [r.id for r in waiting],
+    }
+
+
+def _report(parts: Parts, gate: StepGate, posted: Sequence[Request]) -> dict[str, object]:
+    """Return what is reported, but for the waiting requests."""
     scheduler, ledger, model = parts.scheduler, parts.ledger, parts.model
     usage, grammars = ledger.usage, parts.grammars.cache
-    waiting = [*scheduler.waiting(), *posted]  # once: thousands are sorted
     metrics = parts.reports.metrics.as_dict()
     metrics["num_requests"] += len(posted)
     metrics["num_prompt_tokens"] += sum(request.sequence.num_prompt_tokens for request in posted)
@@ -29,11 +50,7 @@ def state_report(parts: Parts, gate: StepGate, posted: Sequence[Request]) -> dic
         "holds_weights": model.holds_weights,
         "weight_bytes": model.weight_bytes,
         "num_running": scheduler.num_running,  # RUNNING and PAUSED: they hold blocks
-        "num_waiting": len(waiting),
-        "num_retracted": sum(r.sequence.state is State.WAITING_PREEMPT for r in waiting),  # among them
-        "num_waiting_tokens": sum(r.sequence.num_tokens for r in waiting),
         "running_ids": [r.id for r in scheduler.running()],
-        "waiting_ids": [r.id for r in waiting],
         "num_blocks": usage.num_blocks,
         "num_free_blocks": usage.num_free,
         "num_cached_blocks": usage.num_cached,

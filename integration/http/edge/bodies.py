@@ -30,7 +30,7 @@ from .config import HttpConfig
 from .disconnect import unless_gone
 from .errors import BadField, HttpError
 from .json_slices import TooManyLists, parse_in_slices
-from .threads import start_pool
+from .threads import run_giving_way, start_pool
 
 MAX_TIMEOUT_S = 7 * 86400.0
 QUICK_BYTES = 1 << 12  # a body up to this length, with few lists and objects, is parsed and checked on the event loop
@@ -228,9 +228,11 @@ async def parsed(
     loop = asyncio.get_running_loop()
     if is_quick(data):
         values = parse_object(data)
-        return await loop.run_in_executor(_PARSERS.medium, then, values) if is_slow(values) else then(values)
+        if not is_slow(values):
+            return then(values)
+        return await loop.run_in_executor(_PARSERS.medium, run_giving_way, loop, lambda: then(values))
     thread = _PARSERS.medium if len(data) <= _LONG_BYTES else _PARSERS.long
-    return await loop.run_in_executor(thread, lambda: then(parse_object(data, max_lists)))
+    return await loop.run_in_executor(thread, run_giving_way, loop, lambda: then(parse_object(data, max_lists)))
 
 
 async def parse_object_off_loop(data: bytes, max_lists: int) -> dict[str, object]:

@@ -10,6 +10,8 @@ import json
 import re
 from collections.abc import Callable, Iterator
 
+from .threads import give_way
+
 _WINDOW = 1 << 14  # characters of a slice
 _ROW = 16  # entries of a long list that are encoded together
 _SPACE = re.compile(r"[ \t\n\r]*+")
@@ -122,6 +124,7 @@ class _Parser:
 
     def _next(self, at: int, closing: str) -> tuple[int, bool]:
         """Read a comma or the closing mark. Returns the place after it, and whether it was the closing one."""
+        give_way()
         at = self.skip(at)
         mark = self._text[at : at + 1]
         if mark == closing:
@@ -151,6 +154,7 @@ def _num_lists(value: object) -> int:
 
 def encode_in_slices(value: object, encode: Callable[[object], str], *, sorts: bool = False) -> Iterator[str]:
     """Encode a plain value as JSON, piece by piece. `encode` encodes a part, without blanks. sorts: by key."""
+    give_way()
     if isinstance(value, dict):
         yield "{"
         for index, (key, entry) in enumerate(sorted(value.items()) if sorts else value.items()):
@@ -167,6 +171,7 @@ def encode_in_slices(value: object, encode: Callable[[object], str], *, sorts: b
     elif isinstance(value, list | tuple) and len(value) > _ROW:
         yield "["
         for index in range(0, len(value), _ROW):
+            give_way()
             yield f"{',' if index else ''}{encode(value[index : index + _ROW])[1:-1]}"
         yield "]"
     else:

@@ -10,6 +10,7 @@ import _thread  # the only start that does not wait
 import asyncio
 import logging
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 _KEPT_S = 10.0  # a thread without a call ends after so long, but for the first
 _START_S = 60.0
+_SLICE_S = 0.001
+_LONGEST_WAIT_S = 0.05  # a busy event loop delays a thread that gives way by so much for each slice
+_turn = threading.local()
 T = TypeVar("T")
 
 
@@ -114,6 +118,33 @@ def start_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
     except threading.BrokenBarrierError:
         raise TimeoutError(f"the threads {name} did not start within {_START_S:g} s") from None
     return pool
+
+
+def run_giving_way(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
+    """Return or raise the result of `call`, in which `give_way` lets this event loop go first."""
+    _turn.loop, _turn.began = loop, time.monotonic()
+    try:
+        return call()
+    finally:
+        _turn.loop = None
+
+
+def give_way() -> None:
+    """Wait until the event loop has run what is ready, if this thread has computed for a while.
+
+    The interpreter's lock goes round in turns: a thread that computes would delay each system call of the event loop,
+    which gives the lock up for it, by the time of a turn. Called often; does nothing outside `run_giving_way`.
+    """
+    loop: asyncio.AbstractEventLoop | None = getattr(_turn, "loop", None)
+    if loop is None or time.monotonic() - _turn.began < _SLICE_S:
+        return
+    has_run = threading.Event()
+    try:
+        loop.call_soon_threadsafe(has_run.set)
+    except RuntimeError:  # it is closed: nobody waits
+        return
+    has_run.wait(_LONGEST_WAIT_S)
+    _turn.began = time.monotonic()
 
 
 def fulfil(future: Future[T], call: Callable[[], T]) -> None:

@@ -16,6 +16,7 @@ from ....rollout.sampling_params import SamplingParams
 from ....rollout.sequences.request import fresh_ids
 from ..edge.bodies import Body, fields_of
 from ..edge.errors import BadField
+from ..edge.threads import give_way
 from .limits import RequestLimits
 from .meta import Wanted
 from .subscriptions import Asked
@@ -209,6 +210,7 @@ def _all_params(given: list[Any], limits: RequestLimits) -> list[SamplingParams]
     last: object = None
     found: list[SamplingParams] = []
     for one in given:
+        give_way()
         if one is not last or not found:
             if isinstance(one, dict):
                 limits.given_params(one, "sampling_params")

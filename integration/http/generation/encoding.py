@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ....rollout.completion import Completion, StreamChunk
 from ..edge.json_slices import encode_in_slices
-from ..edge.threads import start_pool
+from ..edge.threads import run_giving_way, start_pool
 
 QUICK_COST = 500  # an answer or event that costs more is made in the thread
 _TURN_S = 0.005  # of each pass of the event loop, all answers and events together take about so long
@@ -48,7 +48,8 @@ class Encoder:
     async def _in_thread(self, make: Callable[[], bytes]) -> bytes:
         jobs = [make]  # emptied where the client leaves: the thread's queue must not keep what belongs to the job
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: jobs.pop()())
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, run_giving_way, loop, lambda: jobs.pop()())
         except asyncio.CancelledError:
             jobs.clear()
             raise

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from lockstep.integration.http.edge import threads as module
-from lockstep.integration.http.edge.threads import Threads, start_pool
+from lockstep.integration.http.edge.threads import Threads, give_way, run_giving_way, start_pool
 
 PATIENCE = 10
 
@@ -126,3 +126,71 @@ def test_a_pool_whose_threads_do_not_start_says_so(monkeypatch):
     monkeypatch.setattr(module.ThreadPoolExecutor, "submit", lambda self, *call: None)
     with pytest.raises(TimeoutError, match=r"the threads dead-ones did not start within 0\.1 s"):
         start_pool(2, "dead-ones")
+
+
+def test_a_thread_that_gives_way_computes_a_slice_while_the_event_loop_runs_all_that_is_ready(monkeypatch):
+    """A document is parsed: without giving way the thread goes on while the event loop has work."""
+    monkeypatch.setattr(module, "_LONGEST_WAIT_S", PATIENCE)
+    monkeypatch.setattr(module, "_SLICE_S", 0.0)
+    pool, gone_on = start_pool(1, "parser"), []
+
+    def compute() -> int:
+        for index in range(20):
+            gone_on.append(index)
+            give_way()
+        return len(gone_on)
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        seen = []
+        computing = loop.run_in_executor(pool, run_giving_way, loop, compute)
+        while not gone_on:
+            await asyncio.sleep(0)
+        for _ in range(5):
+            first = len(gone_on)
+            busy_until = time.monotonic() + 0.02
+            while time.monotonic() < busy_until:  # one pass of the event loop, in which system calls give the lock up
+                time.sleep(0)
+            seen.append(len(gone_on) - first)
+            await asyncio.sleep(0.001)
+        assert max(seen) <= 1
+        assert await computing == 20
+
+    asyncio.run(scenario())
+    pool.shutdown()
+
+
+def test_a_busy_event_loop_delays_a_thread_that_gives_way_no_longer_than_the_limit(monkeypatch):
+    monkeypatch.setattr(module, "_LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr(module, "_SLICE_S", 0.0)
+    pool, gone_on = start_pool(1, "parser"), threading.Event()
+
+    def compute() -> None:
+        give_way()
+        gone_on.set()
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        computing = loop.run_in_executor(pool, run_giving_way, loop, compute)
+        assert gone_on.wait(PATIENCE)  # the event loop stands meanwhile
+        await computing
+
+    asyncio.run(scenario())
+    pool.shutdown()
+
+
+def test_nothing_gives_way_elsewhere_or_to_a_loop_that_has_ended():
+    began = time.monotonic()
+    for _ in range(1000):
+        give_way()
+    loop = asyncio.new_event_loop()
+    loop.close()
+
+    def compute() -> int:
+        until = time.monotonic() + 0.01
+        while time.monotonic() < until:
+            give_way()
+        return 3
+
+    assert run_giving_way(loop, compute) == 3
+    assert time.monotonic() - began < PATIENCE
