@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from ...rollout.config import EngineConfig
 from .reading import apply_override, build
@@ -75,6 +76,10 @@ class JobConfig:
             found += self._refused_with_adapters()
         if self.model.path and self.warm_start.enabled:
             found.append(("warm_start.enabled", "must be false with model.path: only the built model is warm-started"))
+        if self.rollout.keep_kv and self.engines != "separate":
+            found.append(
+                ("rollout.keep_kv", 'needs engines="separate": others release their KV while the trainer trains')
+            )
         if self.http.port and self.engines == "separate":
             found.append(("http.port", 'must be 0 with engines="separate": they are not in the ranks'))
         return found
@@ -98,6 +103,11 @@ class JobConfig:
     def folder(self) -> Path:
         """The folder of the run's results."""
         return Path(self.run.dir) / self.run.name
+
+    @property
+    def in_flight(self) -> Literal["verify"] | None:
+        """What a commit does with the samples of coming steps, as the weight verbs name it."""
+        return "verify" if self.rollout.ahead and self.rollout.on_commit == "verify" else None
 
     def engine_config(self) -> EngineConfig:
         """Build the settings of each rank's engine. Raises ValueError naming the values that are out of range."""

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from ...kernels.sampling.draws import derive_seed
 from ...rollout.completion import Completion
+from ...rollout.control.ahead import AheadCounts
 from ...rollout.control.drafts import EngineDrafts
 from ...rollout.model.loading import auto_class
 from ...rollout.sampling_params import SamplingParams
@@ -82,6 +83,8 @@ class GrpoJob:
         self.backend = make_backend(config, ranks)
         # The engine comes before the trainer, which may shard the module that the engine hosts or copies.
         self.engine = make_engine(config, self.model, folder, self.tokenizer, ranks, self.backend)
+        self._num_begun = 0  # steps whose prompts the engine has
+        self._counts = AheadCounts()  # at the end of the step before
         self.first_step = self.step = 0  # step: number of the current step, from 1
         try:
             self.trainer = GrpoTrainer(
@@ -164,7 +167,8 @@ class GrpoJob:
         started = time.perf_counter()
         rollouts = self._rollout(step)
         rolled_out = time.perf_counter()
-        stats = self.trainer.update(self._samples(rollouts), step)
+        samples = self._samples(rollouts, step)
+        stats = self.trainer.update(samples, step)
         trained = time.perf_counter()
         num_bytes = self.engine.sync(str(step + 1))
         synced = time.perf_counter()
@@ -186,6 +190,32 @@ class GrpoJob:
             "rollout_s": rollout_s,
             "train_s": trained - rolled_out,
             "sync_s": synced - trained,
+            **self._lag(rollouts, step),
+            **self._ahead(rollout_s),
+        }
+
+    def _lag(self, rollouts: Rollouts, step: int) -> dict[str, object]:
+        """Return how many commits ago the step's tokens were drawn."""
+        spans = [(step - int(s.version), s.end - s.start) for c in rollouts.completions for s in c.weight_versions]
+        num_tokens = self.ranks.total(sum(num for _, num in spans))
+        return {
+            "lag_mean": self.ranks.total(sum(lag * num for lag, num in spans)) / num_tokens,
+            "lag_max": int(self.ranks.largest(max(lag for lag, _ in spans))),
+        }
+
+    def _ahead(self, rollout_s: float) -> dict[str, object]:
+        """Return what was verified and dropped since the step before, and where the engine's time went."""
+        counts = self.engine.counts()
+        new, self._counts = counts - self._counts, counts
+        num_kept, num_parted = (int(self.ranks.total(n)) for n in (new.num_kept_tokens, new.num_parted_tokens))
+        return {
+            "verified_tokens": int(self.ranks.total(new.num_verified_tokens)),
+            "redrawn_tokens": num_parted,
+            "dropped_tokens": int(self.ranks.total(new.num_dropped_tokens)),
+            "kept_share": num_kept / (num_kept + num_parted) if num_kept + num_parted else None,
+            "generate_s": self.ranks.largest(new.step_seconds - new.verify_seconds),
+            "verify_s": self.ranks.largest(new.verify_seconds),
+            "wait_s": rollout_s if self.engine.service is None else 0.0,  # for an engine in a process of its own
         }
 
     @property
@@ -195,8 +225,27 @@ class GrpoJob:
     def _rollout(self, step: int) -> Rollouts:
         """Sample a group for each of this rank's prompts of the step, and score the samples."""
         rollout, ranks = self.config.rollout, self.ranks
-        problems = list(self.task.train_problems(step, rollout.prompts_per_step))
-        mine = range(ranks.rank, len(problems), ranks.num_ranks)
+        last = min(step + rollout.steps_begun_ahead, self.config.run.num_steps - 1)
+        for coming in range(max(step, self._num_begun), last + 1):
+            self._begin(coming)
+        completions = self.engine.finish(step)
+        problems, mine = self._problems(step)
+        owners = [problems[i] for i in mine for _ in range(rollout.group_size)]
+        rewards = torch.tensor(self._score(owners, completions))
+        if rollout.shuffle_rewards:
+            generator = torch.Generator().manual_seed(derive_seed(self.config.run.seed, step, ranks.rank))
+            rewards = rewards[torch.randperm(len(rewards), generator=generator)]
+        return Rollouts(completions, rewards.view(len(mine), rollout.group_size))
+
+    def _problems(self, step: int) -> tuple[list[Problem], range]:
+        """Return the problems of a step, and the indexes of this rank's among them."""
+        problems = list(self.task.train_problems(step, self.config.rollout.prompts_per_step))
+        return problems, range(self.ranks.rank, len(problems), self.ranks.num_ranks)
+
+    def _begin(self, step: int) -> None:
+        """Queue this rank's prompts of a step."""
+        rollout = self.config.rollout
+        problems, mine = self._problems(step)
         params = [
             SamplingParams(
                 n=rollout.group_size,
@@ -206,18 +255,19 @@ class GrpoJob:
             )
             for index in mine
         ]
-        completions = self.engine.generate([problems[i].prompt for i in mine], params)
-        owners = [problems[i] for i in mine for _ in range(rollout.group_size)]
-        rewards = torch.tensor(self._score(owners, completions))
-        if rollout.shuffle_rewards:
-            generator = torch.Generator().manual_seed(derive_seed(self.config.run.seed, step, ranks.rank))
-            rewards = rewards[torch.randperm(len(rewards), generator=generator)]
-        return Rollouts(completions, rewards.view(len(mine), rollout.group_size))
+        self.engine.begin(step, [problems[i].prompt for i in mine], params)
+        self._num_begun = step + 1
 
-    def _samples(self, rollouts: Rollouts) -> list[Sample]:
+    def _samples(self, rollouts: Rollouts, step: int) -> list[Sample]:
         advantages = group_advantages(rollouts.rewards, self.config.train.scale_by_std).flatten().tolist()
         return [
-            Sample(completion.prompt_ids, completion.token_ids, completion.logprobs, advantage)
+            Sample(
+                completion.prompt_ids,
+                completion.token_ids,
+                completion.logprobs,
+                advantage,
+                sum(span.end - span.start for span in completion.weight_versions if span.version != str(step)),
+            )
             for completion, advantage in zip(rollouts.completions, advantages, strict=True)
         ]
 

@@ -3,6 +3,8 @@
 Dimension letters: P prompts, G samples of one prompt. Sampled tokens have any layout, with a mask.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +90,35 @@ def policy_loss(
         num_clipped = (clipped * advantages < ratio * advantages).sum().item()
         deviation = (ratio - 1.0).abs().amax().item() if ratio.numel() else 0.0
     return PolicyLoss(loss=loss, clip_fraction=num_clipped / num_tokens, kl=kl.item(), ratio_deviation=deviation)
+
+
+def importance_weights(
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    is_older: Tensor,
+    lengths: Sequence[int],
+    bound: float,
+    sequence_bound: float = 0.0,
+) -> Tensor:
+    """Compute the weights with which tokens of older weights count: min(p / p_behaviour, bound); 1.0 for the others.
+
+    logprobs: of the trainer's weights before its first step on the batch; behaviour_logprobs: those with which the
+    tokens were drawn; is_older: bool; all [M], the tokens of one sequence after those of another, `lengths` of each.
+    sequence_bound: above 1, the tokens of a sequence count nothing if the product of its ratios is above it or below
+    its inverse; 0: all count. Returns float32 [M], without gradient.
+
+    Sources: truncated importance sampling, Ionides, "Truncated Importance Sampling", 2008 (JCGS 17:2); the weight as a
+    factor of a surrogate around the trainer's own weights ("decoupled"), Hilton et al., "Batch size-invariance for
+    policy optimization", 2021, section 3 (arXiv 2110.00641), and Fu et al., "AReaL", 2025, section 5 (arXiv
+    2505.24298).
+    """
+    log_ratio = torch.where(is_older, logprobs.detach() - behaviour_logprobs, 0.0)
+    weights = log_ratio.exp().clamp(max=bound)
+    if sequence_bound:
+        sums = torch.stack([part.sum() for part in log_ratio.split(list(lengths))])
+        counts = torch.tensor(lengths, device=weights.device)
+        weights = torch.where((sums.abs() > math.log(sequence_bound)).repeat_interleave(counts), 0.0, weights)
+    return weights
 
 
 def kl_k3(reference_log_ratio: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ class Sample:
     token_ids: tuple[int, ...]  # the sampled tokens, at least one
     logprobs: tuple[float, ...]  # from the engine, one per sampled token
     advantage: float
+    num_older: int = 0  # first tokens, which older weights have drawn
 
     @property
     def num_rows(self) -> int:
@@ -35,6 +36,8 @@ class PackedBatch:
     targets: Tensor  # int64 [M]
     logprobs: Tensor  # float32 [M]: of the behaviour policy
     advantages: Tensor  # float32 [M]
+    is_older: Tensor  # bool [M]: drawn by older weights than the trainer's
+    lengths: tuple[int, ...]  # number of sampled tokens of each sequence
 
     @property
     def num_tokens(self) -> int:
@@ -88,4 +91,6 @@ def pack(samples: Sequence[Sample], device: torch.device) -> PackedBatch:
         advantages=torch.tensor(
             [s.advantage for s in samples for _ in s.token_ids], dtype=torch.float32, device=device
         ),
+        is_older=torch.tensor([i < s.num_older for s in samples for i in range(len(s.token_ids))], device=device),
+        lengths=tuple(len(s.token_ids) for s in samples),
     )

@@ -134,6 +134,7 @@ def describe_plan(config: JobConfig, num_ranks: int) -> str:
         f"weights    {_sync(config)}",
         f"batch      {prompts} prompts x {group} samples a step, {prompts // num_ranks} x {group} a rank, "
         f"up to {config.rollout.max_new_tokens} new tokens each",
+        *_ahead(config),
         f"steps      {config.run.num_steps}, {config.train.epochs_per_step} optimizer step(s) on each",
         f"memory     per rank: {_weight_memory(config, model, num_ranks)}; activations about "
         f"{activations / mib:.0f} MiB for {rows} rows; KV pool {config.engine.kv_cache} at {kv_per_token} bytes a "
@@ -141,6 +142,27 @@ def describe_plan(config: JobConfig, num_ranks: int) -> str:
         f"results    {config.folder}",
     ]
     return "\n".join(lines)
+
+
+def _ahead(config: JobConfig) -> list[str]:
+    """Describe which steps are begun before their turn, and when they run."""
+    rollout, num = config.rollout, config.rollout.steps_begun_ahead
+    if not num:
+        return []
+    steps = "the next step" if num == 1 else f"the next {num} steps"
+    when = (
+        "beside training too" if config.engines == "separate" else "within the rollout phase only, not beside training"
+    )
+    rules = {
+        "verify": "drawn again at a commit: the run is the one with rollout.ahead=0",
+        "keep": f"kept at a commit, with {'their KV' if rollout.keep_kv else 'KV computed anew'}: "
+        f"tokens of up to {num} commits ago",
+        "drop": f"kept at a commit, and groups begun more than {rollout.max_lag} commits ago are drawn anew",
+    }
+    return [
+        f"ahead      prompts of {steps} fill the places that a step leaves, {when}",
+        f"           {rules[rollout.on_commit]}",
+    ]
 
 
 def _trainer(config: JobConfig) -> str:

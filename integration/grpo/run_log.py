@@ -70,9 +70,15 @@ class RunLog:
     def _summary(self) -> str:
         last, accuracy = self._lines[-1], self.heldout_accuracy
         heldout = "-" if accuracy is None else f"{accuracy:.1%}"
+        ahead = f"lag {last['lag_mean']:.2f} | " if last["lag_mean"] else ""
+        if last["kept_share"] is not None:
+            ahead += f"kept {last['kept_share']:.1%} of {last['verified_tokens']} verified | "
+        if last["dropped_tokens"]:
+            ahead += f"dropped {last['dropped_tokens']} | "
         return (
             f"reward {last['reward_mean']:.3f} | held-out {heldout} | logprob_gap {last['logprob_gap']} | "
-            f"{last['rollout_tokens_per_s']:.0f} tok/s | rollout {last['rollout_s']:.2f}s train {last['train_s']:.2f}s "
+            f"{ahead}{last['rollout_tokens_per_s']:.0f} tok/s | "
+            f"rollout {last['rollout_s']:.2f}s train {last['train_s']:.2f}s "
             f"sync {last['sync_s']:.3f}s | v{last['weight_version']} {str(last['weight_digest'])[:8]}"
         )
 
@@ -130,15 +136,18 @@ def drop_lines_after(path: Path, num_steps: int) -> list[dict[str, Any]]:
 
 
 def plot(lines: list[dict[str, Any]], path: Path) -> None:
-    """Plot reward, held-out accuracy, log-probability gap and seconds against the step, as a PNG."""
+    """Plot reward, held-out accuracy, log-probability gap and seconds against the step, as a PNG; where rollouts ran
+    ahead of training also the lag, and the share of tokens that commits kept."""
     import matplotlib  # an extra, and slow to import
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     steps = [line["step"] for line in lines]
+    ran_ahead = any(line.get("lag_mean") or line.get("kept_share") is not None for line in lines)
     evaluated = [line for line in lines if "heldout_accuracy" in line]
-    figure, (quality, gap, seconds) = pyplot.subplots(3, 1, sharex=True, figsize=(8, 9))
+    figure, axes = pyplot.subplots(3 + ran_ahead, 1, sharex=True, figsize=(8, 9 + 3 * ran_ahead))
+    quality, gap, seconds = axes[:3]
     quality.plot(steps, [line["reward_mean"] for line in lines], label="reward, sampled", alpha=0.6)
     quality.plot(
         [line["step"] for line in evaluated], [line["heldout_accuracy"] for line in evaluated],
@@ -148,10 +157,15 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
     quality.legend()
     gap.plot(steps, [line["logprob_gap"] for line in lines])
     gap.set_ylabel("logprob_gap")
-    for name in ("rollout_s", "train_s", "sync_s"):
-        seconds.plot(steps, [line[name] for line in lines], label=name)
-    seconds.set_xlabel("step")
+    for name in ("rollout_s", "train_s", "sync_s", *(("generate_s", "verify_s", "wait_s") if ran_ahead else ())):
+        seconds.plot(steps, [line.get(name, float("nan")) for line in lines], label=name)
     seconds.legend()
+    if ran_ahead:
+        for name, label in (("lag_mean", "lag of a token, in commits"), ("kept_share", "share of tokens kept")):
+            values = [line.get(name) for line in lines]
+            axes[3].plot(steps, [float("nan") if value is None else value for value in values], label=label)
+        axes[3].legend()
+    axes[-1].set_xlabel("step")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ...rollout.config import parse_kv_size
 
 DTYPES = ("float32", "bfloat16")
+ON_COMMITS = ("verify", "keep", "drop")
 UNDOS = ("tensors", "none")
 MAX_ZERO_STAGE = 3
 
@@ -116,11 +117,28 @@ class RolloutSettings(Section):
     group_size: int = 16  # samples of each prompt
     max_new_tokens: int = 16  # longest sample, in tokens
     temperature: float = 1.0  # temperature of sampling, and of the engine's and the trainer's log-probabilities
+    ahead: int = 0  # how many steps beyond the current one may be begun while it runs out, and with separate engines
+    # while the trainer trains; 0: none
+    on_commit: str = "verify"  # what a commit does with samples that were begun ahead: "verify" draws them again, so
+    # that the run is the one with ahead=0; "keep" trains on samples of older weights; "drop" on those up to max_lag
+    max_lag: int = 1  # for "keep" and "drop": largest number of commits between a sample's first token and its training
+    keep_kv: bool = False  # for "keep" and "drop": go on with the KV of older weights; then logprob_gap is not 0.0
     shuffle_rewards: bool = False  # permute the rewards of a step's samples at random, as a control experiment
+
+    @property
+    def steps_begun_ahead(self) -> int:
+        """Largest number of steps that are begun beyond the current one."""
+        return min(self.ahead, self.max_lag) if self.on_commit == "keep" else self.ahead
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
         found = too_small(self, "prompts_per_step", "group_size", "max_new_tokens") + not_positive(self, "temperature")
+        for name in ("ahead", "max_lag"):
+            if getattr(self, name) < 0:
+                found.append((name, f"must not be negative, not {getattr(self, name)}"))
+        found += not_among(self, "on_commit", ON_COMMITS)
+        if self.keep_kv and self.on_commit == "verify":
+            found.append(("keep_kv", 'must be false with on_commit="verify", which computes all KV anew'))
         if self.group_size < 2:
             found.append(("group_size", "must be at least 2: advantages compare the samples of a group"))
         return found
@@ -157,6 +175,9 @@ class TrainSettings(Section):
     microbatch_tokens: int = 16384  # rows of one micro-batch; a longer sample has a micro-batch of its own
     clip_low: float = 0.2  # the probability ratio is clipped from below at 1 - clip_low
     clip_high: float = 0.2  # the probability ratio is clipped from above at 1 + clip_high
+    importance_bound: float = 2.0  # largest weight p / p_behaviour of a token that older weights have drawn
+    sequence_bound: float = 0.0  # samples of older weights whose product of ratios is beyond it count nothing; 0: all
+    # count
     kl_coefficient: float = 0.0  # weight of the KL to the model at the start, of which a copy is kept unless
     # adapters are trained: then it is the base; 0: none
     scale_by_std: bool = True  # divide advantages by the group's standard deviation
@@ -165,7 +186,9 @@ class TrainSettings(Section):
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
         found = too_small(self, "epochs_per_step", "microbatch_tokens")
-        found += not_positive(self, "learning_rate", "max_grad_norm")
+        found += not_positive(self, "learning_rate", "max_grad_norm", "importance_bound")
+        if self.sequence_bound and not self.sequence_bound > 1:
+            found.append(("sequence_bound", f"must be 0 or more than 1, not {self.sequence_bound}"))
         return found + [(f"lora.{key}", why) for key, why in self.lora.faults()]
 
 

@@ -18,7 +18,7 @@ from .backends.ddp import DdpBackend
 from .backends.deepspeed import DeepSpeedBackend
 from .backends.fsdp2 import Fsdp2Backend
 from .config import JobConfig
-from .loss import PolicyLoss, policy_loss
+from .loss import PolicyLoss, importance_weights, policy_loss
 from .packing import PackedBatch, Sample, microbatches, pack
 from .sections import TrainSettings
 
@@ -27,7 +27,8 @@ from .sections import TrainSettings
 class TrainStats:
     """The numbers of one update, over all ranks."""
 
-    logprob_gap: float  # largest |engine - trainer| over the step's sampled tokens, before the first optimizer step
+    logprob_gap: float  # largest |engine - trainer| over the step's tokens that these weights have drawn, before the
+    # first optimizer step
     loss: float
     kl: float
     clip_fraction: float
@@ -86,8 +87,9 @@ class GrpoTrainer:
         self.backend.set_learning_rate(self._settings.learning_rate * factor)
         gap = norm = 0.0
         self._hosted.trained_module.train()
+        proximal: list[Tensor | None] = [None] * len(batches)
         for epoch in range(self._settings.epochs_per_step):
-            losses, epoch_gap = self._backward(batches, references, num_tokens)
+            losses, epoch_gap = self._backward(batches, references, proximal, num_tokens)
             gap = epoch_gap if epoch == 0 else gap
             with self._announce_step():
                 norm = self.backend.step()
@@ -100,24 +102,37 @@ class GrpoTrainer:
         )
 
     def _backward(
-        self, batches: list[PackedBatch], references: list[Tensor | None], num_tokens: int
+        self,
+        batches: list[PackedBatch],
+        references: list[Tensor | None],
+        proximal: list[Tensor | None],
+        num_tokens: int,
     ) -> tuple[list[PolicyLoss], float]:
-        """Accumulate the gradients of one pass. Returns its losses and the largest gap in its forwards."""
+        """Accumulate the gradients of one pass. Returns its losses and the largest gap in its forwards.
+
+        proximal: log-probabilities of each batch before the first optimizer step, which the first pass fills in.
+        """
         losses, gap = [], 0.0
         num_forwards = len(batches)
         if self.backend.talks_in_forward:
             num_forwards = int(self._ranks.largest(num_forwards))
         for index in range(num_forwards):
             # Other ranks may have more micro-batches, and their collectives need this rank. Its numbers do not count.
-            is_extra = index >= len(batches)
-            batch, reference = (batches[-1], references[-1]) if is_extra else (batches[index], references[index])
+            is_extra, at = index >= len(batches), min(index, len(batches) - 1)
+            batch, reference = batches[at], references[at]
             with self._hosted.training_numerics(), self.backend.microbatch(is_last=index + 1 == num_forwards):
                 logits = self.backend.forward(**batch.model_inputs())[0]
                 logprobs = selected_logprobs(logits, batch.targets, self._temperature)
+                if (before := proximal[at]) is None:
+                    before = proximal[at] = logprobs.detach()
+                weights = importance_weights(
+                    before, batch.logprobs, batch.is_older, batch.lengths,
+                    self._settings.importance_bound, self._settings.sequence_bound,
+                )  # fmt: skip
                 loss = policy_loss(
                     logprobs,
-                    batch.logprobs,
-                    batch.advantages,
+                    torch.where(batch.is_older, before, batch.logprobs),
+                    batch.advantages * weights,
                     torch.ones_like(batch.targets, dtype=torch.bool),
                     num_tokens,
                     self._settings.clip_low,
@@ -129,7 +144,9 @@ class GrpoTrainer:
                 weight = 0 if is_extra else self._ranks.num_ranks
                 self.backend.backward(loss.loss * weight)
             if not is_extra:
-                gap = max(gap, (logprobs.detach() - batch.logprobs).abs().max().item())
+                # Of older weights' tokens, the log-probabilities differ because the weights do.
+                gaps = torch.where(batch.is_older, 0.0, logprobs.detach() - batch.logprobs)
+                gap = max(gap, gaps.abs().max().item())
                 losses.append(loss)
         return losses, gap
 

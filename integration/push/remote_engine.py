@@ -17,9 +17,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
+from ...rollout.completion import Completion
+from ...rollout.control.ahead import AheadCounts, RolloutsAhead
+from ...rollout.replica.calls import completions_bytes, completions_from
 from ...weight_sync.target import TargetError
 
 logger = logging.getLogger(__name__)
@@ -66,9 +70,17 @@ class RemoteEngine(RemoteTarget):
     """An engine process that this process starts and ends."""
 
     def __init__(
-        self, model: str | Path, folder: Path, name: str, settings: Mapping[str, object], *, timeout_s: float = 120.0
+        self,
+        model: str | Path,
+        folder: Path,
+        name: str,
+        settings: Mapping[str, object],
+        options: Sequence[str] = (),
+        *,
+        timeout_s: float = 120.0,
     ) -> None:
-        """Start the process on a model folder and wait until it answers. folder: of its socket and its log.
+        """Start the process on a model folder and wait until it answers. folder: of its socket and its log; options:
+        of its command line.
 
         Raises TargetError, with the end of its log, when it is not ready within `timeout_s`.
         """
@@ -77,7 +89,7 @@ class RemoteEngine(RemoteTarget):
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / f"{name}.log"
         command = [sys.executable, "-m", "lockstep.integration.push.remote_engine", "--model", str(model)]
-        command += ["--socket", str(folder / f"{name}.sock")]
+        command += ["--socket", str(folder / f"{name}.sock"), *options]
         command += [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
@@ -87,10 +99,25 @@ class RemoteEngine(RemoteTarget):
 
     def generate(
         self, prompts: Sequence[object], sampling_params: Sequence[Mapping[str, object]], timeout_s: float
-    ) -> list[dict[str, object]]:
-        """Generate completions and return them as plain values, in the order of the prompts."""
-        answer = self.call("generate", timeout_s=timeout_s, prompts=prompts, sampling_params=sampling_params)
-        return cast("list[dict[str, object]]", answer["completions"])
+    ) -> list[Completion]:
+        """Generate completions, in the order of the prompts."""
+        return _completions(
+            self.call("generate", timeout_s=timeout_s, prompts=prompts, sampling_params=sampling_params)
+        )
+
+    def begin(
+        self, key: int, prompts: Sequence[object], params: Sequence[Mapping[str, object]], timeout_s: float
+    ) -> None:
+        """Queue a batch, see `RolloutsAhead.begin`."""
+        self.call("begin", timeout_s=timeout_s, key=key, prompts=prompts, params=params)
+
+    def finish(self, key: int, timeout_s: float) -> list[Completion]:
+        """Return the samples of a batch, see `RolloutsAhead.finish`."""
+        return _completions(self.call("finish", timeout_s=timeout_s, key=key))
+
+    def counts(self, timeout_s: float) -> AheadCounts:
+        """Return the counts of its batches."""
+        return AheadCounts(**self.call("ahead_counts", timeout_s=timeout_s))  # type: ignore[arg-type]
 
     def close(self) -> None:
         """End the process by closing its standard input; kill it where that does not help within 10 s. Does nothing in
@@ -119,6 +146,10 @@ class RemoteEngine(RemoteTarget):
             self.process.communicate()
             tail = "".join(self._log.read_text().splitlines(keepends=True)[-20:])
             raise TargetError(self.name, "start", f"{why}; its log ends:\n{tail}")
+
+
+def _completions(answer: Mapping[str, object]) -> list[Completion]:
+    return completions_from(cast(str, answer["completions"]).encode())
 
 
 def _environment() -> dict[str, str]:
@@ -190,6 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", required=True, help="a model folder")
     parser.add_argument("--socket", required=True, type=Path, help="where to listen")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--on-commit", choices=("verify", "keep", "drop"), default="verify", help="of batches ahead")
+    parser.add_argument("--max-lag", type=int, help="with drop: commits that a batch may have seen")
     parser.add_argument("settings", nargs="*", metavar="setting=value", help="of the engine, values as JSON")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(name)s: %(message)s")
@@ -197,7 +230,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from ...rollout.config import EngineConfig
     from ...rollout.engine import Engine
-    from ..plain_values import plain
     from ..service import RolloutService
     from .local_target import run_verb
 
@@ -206,9 +238,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     service = RolloutService(Engine(options.model, EngineConfig.from_dict(settings)))
     service.engine.start()
 
+    ahead = RolloutsAhead(service.engine, options.on_commit, options.max_lag)
+
     def run(verb: str, timeout_s: float, arguments: dict[str, Any]) -> dict[str, object]:
-        if verb == "generate":
-            return {"completions": plain(service.engine.generate(**arguments))}
+        if verb == "begin":
+            ahead.begin(**arguments)
+            return {}
+        if verb == "ahead_counts":
+            return asdict(ahead.counts)
+        if verb in ("generate", "finish"):
+            made = service.engine.generate(**arguments) if verb == "generate" else ahead.finish(**arguments)
+            return {"completions": completions_bytes(made).decode()}
         return run_verb(service, verb, timeout_s, arguments)
 
     server = VerbServer(options.socket, run)

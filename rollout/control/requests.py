@@ -118,11 +118,15 @@ class RequestDesk:
 
     def generate(self, prompts: Prompts | None, params: ManyParams, options: ManyOptions) -> list[Completion]:
         """Complete every prompt, together with the other ranks of the replica."""
+        return self.together(lambda: self._generate(prompts, params, options))
+
+    def together(self, complete: Callable[[], list[Completion]]) -> list[Completion]:
+        """Return what `complete` returns at the controller, on all ranks of the replica. Raises its errors."""
         if not self._parts.ranks.mesh.is_controller:
             with self._parts.model.rollout_phase():
                 return self._calls.join()
         with self._calls.call(self._driver.drain) as end_with:
-            completions = self._generate(prompts, params, options)
+            completions = complete()
             end_with(completions)
         return completions
 
@@ -148,15 +152,16 @@ class RequestDesk:
         faults = [f"{one.id}: it does not say what it was drawn with" for one in completions if one.drawn_with is None]
         prompts, params, options = [], [], []
         for one in completions:
-            if (drawn := one.drawn_with) is None:
+            if one.drawn_with is None:
                 continue
-            prompts.append(one.prompt_ids)
-            params.append(replace(drawn.params, n=1))
-            options.append(replace(drawn.options, renewal=Renewal(one.token_ids, drawn.seed, one.index)))
+            prompt, its_params, its_options = renewal_of(one)
             try:
-                self._intake.checked(prompts[-1], params[-1], options[-1])
+                self._intake.checked(prompt, its_params, its_options)
             except ValueError as error:
                 faults.append(f"{one.id}: {error}")
+            prompts.append(prompt)
+            params.append(its_params)
+            options.append(its_options)
         if faults:
             raise ValueError("cannot renew " + "; ".join(faults))
         return self.generate(prompts, params, options) if completions else []
@@ -298,3 +303,12 @@ class RequestDesk:
     def _take_news(self, ids: Sequence[str]) -> list[StreamChunk]:
         with self._driver.lock:
             return self._mailboxes.take(ids)
+
+
+def renewal_of(completion: Completion) -> tuple[tuple[int, ...], SamplingParams, RequestOptions]:
+    """Return the request that draws an answer again: prompt, parameters, options. It must say what it was drawn
+    with."""
+    drawn = completion.drawn_with
+    assert drawn is not None
+    renewal = Renewal(completion.token_ids, drawn.seed, completion.index)
+    return completion.prompt_ids, replace(drawn.params, n=1), replace(drawn.options, renewal=renewal)

@@ -11,7 +11,7 @@ step is committed, before another one is scheduled.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ..sequences.request import Request
@@ -37,6 +37,7 @@ class DraftSteps:
         # Steps in flight: size without drafts, sequences that sources were asked for, seconds.
         self._planned: dict[int, tuple[StepSize, int, float]] = {}
         self._verified: set[Request] = set()  # whose earlier answer has tokens that were not drawn again yet
+        self._shares: dict[int, float] = {}  # of steps in flight: share of their rows that verify earlier answers
         self._num_accepted = 0  # in the newest committed step
         self._none_at_all: NoDraft | None = None  # why no sequence of the newest step has one
         # Steps that are planned before this one is committed need slots of states and blocks: each of them at most one
@@ -53,8 +54,11 @@ class DraftSteps:
     def prepare(self, output: ScheduleOutput) -> ScheduleOutput:
         """Return the scheduled step with its drafts. Changes the ledger; the managers learn of it from the schedule."""
         speculation = self._speculation
-        if self._verified and (verifying := self._verify(output)).has_drafts:
-            return verifying  # no rows are left for guesses
+        if self._verified:
+            verified = {item.id for item in output.scheduled} & {request.id for request in self._verified}
+            if (verifying := self._verify(output)).has_drafts:  # no rows are left for guesses
+                self._note_share(verifying, verified)
+                return verifying
         if speculation is None or not speculation.is_used:
             return output
         started = time.perf_counter()
@@ -120,6 +124,7 @@ class DraftSteps:
     def on_step_timed(self, output: ScheduleOutput, seconds: float) -> None:
         """Learn the time of a step that holds decodes and drafts only, that of finding the drafts included."""
         planned = self._planned.pop(output.step, None)
+        self._metrics.verify_seconds += self._shares.pop(output.step, 0.0) * seconds
         if self._speculation is not None and all(item.num_tokens == 1 for item in output.scheduled):
             self._speculation.on_step_timed(output.num_rows, seconds)
             if planned is not None:
@@ -154,6 +159,13 @@ class DraftSteps:
                 items[index] = self._with_draft(item, request, Planned(token_ids, EARLIER, 0))
                 budget -= len(items[index].draft.token_ids)
         return replace(output, scheduled=tuple(items))
+
+    def _note_share(self, output: ScheduleOutput, verified: Collection[str]) -> None:
+        """Note which share of a step's rows belongs to these sequences."""
+        num_rows = sum(item.num_tokens + len(item.draft.token_ids) for item in output.scheduled if item.id in verified)
+        self._shares[output.step] = num_rows / output.num_rows
+        for step in [step for step in self._shares if step < output.step - MAX_IN_FLIGHT]:  # it has failed
+            del self._shares[step]
 
     def _why_none(self, item: ScheduledSequence, request: Request) -> NoDraft | None:
         """Return why this share of a step may have no draft; None: it may."""

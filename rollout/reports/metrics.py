@@ -33,6 +33,7 @@ class Metrics:
     num_verified_tokens: int = 0  # rows for tokens of earlier answers
     num_kept_tokens: int = 0  # tokens of earlier answers that were drawn again
     num_parted_tokens: int = 0  # tokens of earlier answers from the first one on that was not: thrown away
+    verify_seconds: float = 0.0  # of step_seconds, the share of the rows of earlier answers and what they follow
     speculation_seconds: float = 0.0  # finding drafts and making room for them
     jump_forward_seconds: float = 0.0  # planning jumps and making room for them; part of:
     grammar_seconds: float = 0.0  # masks, forced text and jumps

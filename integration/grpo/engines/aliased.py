@@ -21,12 +21,12 @@ class AliasedEngine(LocalEngine):
     ) -> None:
         self.service = RolloutService(Engine(model, config.engine_config(), tokenizer=tokenizer))
         self.hosted = self.service.engine.model
-        self._backend = backend
+        self._backend, self._config = backend, config
 
     def sync(self, version: str) -> int:
         """See `JobEngine.sync`."""
-        commit = self.service.commit_in_place(version, source=self._backend.named_tensors())
-        return commit.bytes_copied
+        tensors = self._backend.named_tensors()
+        return self.service.commit_in_place(version, source=tensors, in_flight=self._config.in_flight).bytes_copied
 
     def announce_step(self) -> AbstractContextManager[None]:
         """See `JobEngine.announce_step`."""

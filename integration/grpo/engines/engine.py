@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ....rollout.completion import Completion
 from ....rollout.config import EngineConfig
+from ....rollout.control.ahead import AheadCounts, OnCommitPolicy, RolloutsAhead
 from ....rollout.engine import Engine
 from ....rollout.model.hosted_model import HostedModel
 from ....rollout.ranks.channel import RankChannel
@@ -37,6 +39,18 @@ class JobEngine(ABC):
         """Complete every prompt with the weights of the last sync."""
 
     @abstractmethod
+    def begin(self, step: int, prompts: Sequence[str], params: Sequence[SamplingParams]) -> None:
+        """Queue the prompts of a step, which may be a coming one, without waiting; see `RolloutsAhead`."""
+
+    @abstractmethod
+    def finish(self, step: int) -> list[Completion]:
+        """Wait for the samples of a step that was begun, and return them."""
+
+    @abstractmethod
+    def counts(self) -> AheadCounts:
+        """Return what the engine has counted so far."""
+
+    @abstractmethod
     def sync(self, version: str) -> int:
         """Bring the trainer's weights into the engine as `version`. Returns how many bytes this rank moved."""
 
@@ -57,6 +71,24 @@ class LocalEngine(JobEngine):
     """Base class of the engines in this process."""
 
     service: RolloutService
+    _config: JobConfig
+
+    @cached_property
+    def _ahead(self) -> RolloutsAhead:
+        return rollouts_ahead(self.service.engine, self._config)
+
+    def begin(self, step: int, prompts: Sequence[str], params: Sequence[SamplingParams]) -> None:
+        """See `JobEngine.begin`."""
+        self._ahead.begin(step, prompts, params)
+
+    def finish(self, step: int) -> list[Completion]:
+        """See `JobEngine.finish`."""
+        with self.service.rollout(release_kv=True):
+            return self._ahead.finish(step)
+
+    def counts(self) -> AheadCounts:
+        """See `JobEngine.counts`."""
+        return self._ahead.counts
 
     def generate(self, prompts: Sequence[str], params: Sequence[SamplingParams] | SamplingParams) -> list[Completion]:
         """See `JobEngine.generate`."""
@@ -84,6 +116,13 @@ class OtherModelEngine(JobEngine):
         self._config = config
 
 
+def rollouts_ahead(engine: Engine, config: JobConfig) -> RolloutsAhead:
+    """Make the queue of an engine's coming steps, as the job's settings say."""
+    rollout = config.rollout
+    on_commit = cast(OnCommitPolicy, rollout.on_commit)  # checked where it was read
+    return RolloutsAhead(engine, on_commit, rollout.max_lag if on_commit == "drop" else None)
+
+
 def copied_service(config: JobConfig, folder: Path, ranks: Ranks) -> RolloutService:
     """Make an engine with its own copy of the weights, in this process."""
     settings = asdict(config.engine_config()) | {"dtype": config.model.dtype, "device": str(ranks.device)}
@@ -94,8 +133,14 @@ def write_gathered(service: RolloutService, backend: TrainerBackend, config: Job
     """Update an engine that has a copy or a part of the weights, with the whole tensors that all ranks gather one after
     another. Returns the number of bytes that were written on this rank."""
     undo = cast(Undo, config.weights.undo)  # checked where it was read
+    engine = service.engine
+    pauses = engine.is_controller and not engine.is_paused
+    if pauses:  # requests of coming steps wait
+        engine.pause_generation("retract")
     service.begin_weight_update(weight_version=version, undo=undo)
     record = service.update_weights_from_named_tensors(backend.named_tensors())
-    service.end_weight_update()
+    service.end_weight_update(in_flight=config.in_flight)
     service.release_weight_undo()
+    if pauses:
+        engine.continue_generation()
     return record.num_bytes

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import secrets
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ....rollout.completion import Completion, FinishReason
+from ....rollout.completion import Completion
+from ....rollout.control.ahead import AheadCounts, RolloutsAhead
 from ....rollout.sampling_params import SamplingParams
 from ....weight_sync.disk.claims import claimed_folder
 from ....weight_sync.target import Target
@@ -30,7 +30,7 @@ from ...ranks import Ranks
 from ..backends.backend import TrainerBackend
 from ..config import JobConfig
 from ..run_folder import SOCKETS
-from .engine import OtherModelEngine, copied_service
+from .engine import OtherModelEngine, copied_service, rollouts_ahead
 
 _GENERATE_TIMEOUT_S = 3600.0
 
@@ -43,6 +43,7 @@ class PushedEngine(OtherModelEngine):
     ) -> None:
         super().__init__(config, model, backend)
         self._ranks = ranks
+        self._ahead: RolloutsAhead | None = None  # of an engine in this process
         with ExitStack() as self._exit:
             self._open(config, folder, ranks)
             self._exit = self._exit.pop_all()  # it is all open; an error before closes what was
@@ -53,10 +54,14 @@ class PushedEngine(OtherModelEngine):
         if config.engines == "separate":
             settings = {k: v for k, v in asdict(config.engine_config()).items() if v is not None}
             settings["dtype"] = config.model.dtype
-            self._target: RemoteEngine | LocalTarget = RemoteEngine(folder, sockets, own.stem, settings)
+            rollout = config.rollout
+            options = ["--on-commit", rollout.on_commit]
+            options += ["--max-lag", str(rollout.max_lag)] if rollout.on_commit == "drop" else []
+            self._target: RemoteEngine | LocalTarget = RemoteEngine(folder, sockets, own.stem, settings, options)
             self._exit.callback(self._target.close)
         else:
             service = self.service = copied_service(config, folder, ranks)
+            self._ahead = rollouts_ahead(service.engine, config)
             self._exit.callback(service.close)
             self._target = LocalTarget(service, own.stem)
             if not ranks.is_first:  # rank 0 calls it from another process
@@ -66,9 +71,10 @@ class PushedEngine(OtherModelEngine):
         dist.barrier()  # from here on, every socket exists
         others = [RemoteTarget(_socket(sockets, rank)) for rank in range(1, ranks.num_ranks)]
         targets: list[Target] = [self._target, *others] if ranks.is_first else []
+        pause_mode = "in_place" if config.rollout.keep_kv else "retract"
         self._pusher = WeightPusher(
             targets, make_transport(config, ranks) if targets else None, verify=config.weights.verify,
-            undo=config.weights.undo, timeout_s=config.weights.timeout_s, share=self._share,
+            undo=config.weights.undo, pause_mode=pause_mode, timeout_s=config.weights.timeout_s, share=self._share,
         )  # fmt: skip
         self._exit.callback(self._pusher.close)
 
@@ -79,13 +85,37 @@ class PushedEngine(OtherModelEngine):
                 return self.service.engine.generate(prompts, params)
         assert isinstance(self._target, RemoteEngine)
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        answers = self._target.generate(list(prompts), [asdict(p) for p in each], _GENERATE_TIMEOUT_S)
-        return [completion_from_plain(answer) for answer in answers]
+        return self._target.generate(list(prompts), [asdict(p) for p in each], _GENERATE_TIMEOUT_S)
+
+    def begin(self, step: int, prompts: Sequence[str], params: Sequence[SamplingParams]) -> None:
+        """See `JobEngine.begin`."""
+        if self._ahead is not None:
+            self._ahead.begin(step, prompts, params)
+        else:
+            assert isinstance(self._target, RemoteEngine)
+            self._target.begin(step, list(prompts), [asdict(p) for p in params], _GENERATE_TIMEOUT_S)
+
+    def finish(self, step: int) -> list[Completion]:
+        """See `JobEngine.finish`."""
+        if self.service is not None and self._ahead is not None:
+            with self.service.rollout(release_kv=True):
+                return self._ahead.finish(step)
+        assert isinstance(self._target, RemoteEngine)
+        return self._target.finish(step, _GENERATE_TIMEOUT_S)
+
+    def counts(self) -> AheadCounts:
+        """See `JobEngine.counts`."""
+        if self._ahead is not None:
+            return self._ahead.counts
+        assert isinstance(self._target, RemoteEngine)
+        return self._target.counts(self._config.weights.timeout_s)
 
     def sync(self, version: str) -> int:
         """See `JobEngine.sync`. Raises FileFailed on rank 0 where there is no room for the weights on their way."""
         try:
-            pushed = self._pusher.push_tensors(self._backend.named_tensors(), self._specs, version)
+            pushed = self._pusher.push_tensors(
+                self._backend.named_tensors(), self._specs, version, in_flight=self._config.in_flight
+            )
         except PushFailed as error:
             if isinstance(error.__cause__, OSError):
                 raise file_failure(error.__cause__, self._config.folder, f"synced to version {version}") from error
@@ -135,18 +165,6 @@ def make_transport(config: JobConfig, ranks: Ranks) -> Transport:
         ),
     }
     return makers[config.sync]()
-
-
-def completion_from_plain(values: Mapping[str, Any]) -> Completion:
-    """Build a completion from JSON values, with only the fields that the job reads."""
-    reason = values["finish_reason"]
-    kept: dict[str, Any] = {
-        "finish_reason": None if reason is None else FinishReason(**reason),
-        "weight_versions": (),
-        **{name: tuple(values[name]) for name in ("prompt_ids", "token_ids", "logprobs")},
-    }
-    names = ("id", "index", "text", "num_cached_tokens", "num_retractions", "weight_version", "weight_digest")
-    return Completion(**{name: values[name] for name in names}, **kept)
 
 
 def _socket(folder: Path, rank: int) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -15,6 +15,15 @@ from ...service import RolloutService
 from ..backends.backend import TrainerBackend
 from ..config import JobConfig
 from .engine import LocalEngine, write_gathered
+
+
+@dataclass(frozen=True)
+class _Brought:
+    """The prompts of all ranks of a replica."""
+
+    prompts: list[str]
+    params: list[SamplingParams]
+    own_samples: slice  # this rank's, among the samples of all
 
 
 class ShardedEngine(LocalEngine):
@@ -29,22 +38,39 @@ class ShardedEngine(LocalEngine):
         self.hosted = self.service.engine.model  # this rank's part; its `trained_module` is the whole model
         self.ranks = self.service.engine.ranks
         self._backend, self._config = backend, config
+        self._own_samples: dict[int, slice] = {}  # of the steps that were begun
 
     def generate(self, prompts: Sequence[str], params: Sequence[SamplingParams] | SamplingParams) -> list[Completion]:
         """See `JobEngine.generate`. All ranks of the replica call it together."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        own = {"prompts": list(prompts), "params": [asdict(p) for p in each]}
-        # Rank 0 may call this later than the others: it writes logs and checkpoints.
-        brought = self.ranks.gather_json(own, timeout_s=self._config.run.timeout_s)
-        all_params = [SamplingParams(**plain) for of_rank in brought for plain in of_rank["params"]]
-        if not all_params:
+        brought = self._gather(prompts, each)
+        if not brought.params:
             return []
         with self.service.rollout(release_kv=True):
-            all_prompts = [prompt for of_rank in brought for prompt in of_rank["prompts"]]
-            completions = self.service.engine.generate(all_prompts, all_params)
+            return self.service.engine.generate(brought.prompts, brought.params)[brought.own_samples]
+
+    def begin(self, step: int, prompts: Sequence[str], params: Sequence[SamplingParams]) -> None:
+        """See `JobEngine.begin`. All ranks of the replica call it together."""
+        brought = self._gather(prompts, params)
+        self._own_samples[step] = brought.own_samples
+        self._ahead.begin(step, brought.prompts, brought.params)
+
+    def finish(self, step: int) -> list[Completion]:
+        """See `JobEngine.finish`. All ranks of the replica call it together."""
+        return super().finish(step)[self._own_samples.pop(step)]
+
+    def _gather(self, prompts: Sequence[str], params: Sequence[SamplingParams]) -> _Brought:
+        """Bring the prompts of all ranks of the replica to each of them."""
+        own = {"prompts": list(prompts), "params": [asdict(p) for p in params]}
+        # Rank 0 may call this later than the others: it writes logs and checkpoints.
+        brought = self.ranks.gather_json(own, timeout_s=self._config.run.timeout_s)
         num_samples = [sum(plain["n"] for plain in of_rank["params"]) for of_rank in brought]
         first = sum(num_samples[: self.ranks.mesh.local_rank])
-        return completions[first : first + num_samples[self.ranks.mesh.local_rank]]
+        return _Brought(
+            [prompt for of_rank in brought for prompt in of_rank["prompts"]],
+            [SamplingParams(**plain) for of_rank in brought for plain in of_rank["params"]],
+            slice(first, first + num_samples[self.ranks.mesh.local_rank]),
+        )
 
     def sync(self, version: str) -> int:
         """See `JobEngine.sync`."""

@@ -1,0 +1,242 @@
+"""Batches of samples that are begun before their turn, so that rollouts run ahead of training.
+
+A sample is a function of its prompt, seed, settings and weights. One that was begun under older weights is therefore
+drawn again under the present ones: what is in flight at a commit by the commit itself (`in_flight="verify"`), what has
+ended before it when its batch's turn comes. As far as the tokens come out equal that costs a prefill. A batch is
+always the samples that the present weights draw, whatever was begun when.
+
+The other policies are those of asynchronous training elsewhere: "keep" returns samples of older weights as they are,
+"drop" draws those groups anew that were begun more than `max_lag` commits ago.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Literal
+
+from ..completion import Completion, StreamChunk
+from ..engine import Engine
+from ..errors import EngineStopped
+from ..request_options import RequestOptions
+from ..sampling_params import SamplingParams
+from .intake import Params, Prompt, as_params, prompt_ids
+from .requests import renewal_of
+
+OnCommitPolicy = Literal["verify", "keep", "drop"]
+
+
+@dataclass(frozen=True)
+class AheadCounts:
+    """What verifying and dropping has cost an engine so far, and its time in steps."""
+
+    num_verified_tokens: int = 0  # rows for tokens of older weights
+    num_kept_tokens: int = 0  # of those tokens, the ones that the newer weights drew again
+    num_parted_tokens: int = 0  # the ones from the first difference on: thrown away
+    num_dropped_tokens: int = 0  # of samples that "drop" has thrown away
+    step_seconds: float = 0.0
+    verify_seconds: float = 0.0  # of these, the share of the rows that verified
+
+    def __sub__(self, other: AheadCounts) -> AheadCounts:
+        """Return what was added since `other`."""
+        return AheadCounts(*(mine - its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(eq=False)
+class _Group:
+    """The samples of one prompt, and the receiver of their answers."""
+
+    prompt: list[int]
+    params: SamplingParams
+    options: RequestOptions
+    on_answer: Callable[[], None]
+    on_error: Callable[[EngineStopped], None]
+    epoch_now: Callable[[], int]
+    begun_in: int | None = None  # epoch of its submission; None: not submitted yet
+    answers: dict[int, Completion] = field(default_factory=dict)  # by index of the sample
+    epochs: dict[int, int] = field(default_factory=dict)  # in which they ended
+
+    @property
+    def num_open(self) -> int:
+        """Number of samples that were submitted and have not ended."""
+        return 0 if self.begun_in is None else self.params.n - len(self.answers)
+
+    def on_chunk(self, chunk: StreamChunk) -> None:
+        """Take an answer; see `Listener`."""
+        assert chunk.completion is not None  # nothing is streamed
+        self.answers[chunk.index] = chunk.completion
+        self.epochs[chunk.index] = self.epoch_now()
+        self.on_answer()
+
+    def on_failure(self, error: EngineStopped) -> None:
+        """Take the error that ended the loop; see `Listener`."""
+        self.on_error(error)
+
+
+class RolloutsAhead:
+    """The batches of one engine, in the order of their turns.
+
+    Example, with one batch begun beyond the current one:
+
+        ahead = RolloutsAhead(engine)
+        for step in range(num_steps):
+            for coming in range(step, min(step + 2, num_steps)):
+                if coming not in ahead:
+                    ahead.begin(coming, *prompts_and_params(coming))
+            completions = ahead.finish(step)
+            ...  # train, and commit with in_flight="verify"
+
+    All ranks of a replica make one; `begin` counts on its controller alone, and `finish` is called on all together.
+    """
+
+    def __init__(self, engine: Engine, on_commit: OnCommitPolicy = "verify", max_lag: int | None = None) -> None:
+        """Begin nothing yet. max_lag: for "drop", the largest number of commits that a kept group has seen."""
+        if (max_lag is not None) != (on_commit == "drop"):
+            raise ValueError(f'max_lag goes with on_commit="drop", not {on_commit!r} and max_lag={max_lag}')
+        self._engine = engine
+        self._on_commit, self._max_lag = on_commit, max_lag
+        self._batches: dict[int, list[_Group]] = {}  # guarded by the engine's lock
+        self._width = 0  # number of sequences of the largest batch so far
+        self._failure: EngineStopped | None = None
+        self._num_dropped_tokens = 0
+
+    @property
+    def verifies(self) -> bool:
+        """Whether commits are to draw again what is in flight."""
+        return self._on_commit == "verify"
+
+    @property
+    def counts(self) -> AheadCounts:
+        """The counts so far."""
+        metrics = self._engine.metrics
+        return AheadCounts(
+            metrics.num_verified_tokens, metrics.num_kept_tokens, metrics.num_parted_tokens, self._num_dropped_tokens,
+            metrics.step_seconds, metrics.verify_seconds,
+        )  # fmt: skip
+
+    def __contains__(self, key: int) -> bool:
+        """Return whether a batch was begun, and is not finished."""
+        return key in self._batches
+
+    def begin(
+        self,
+        key: int,
+        prompts: Sequence[Prompt],
+        params: Sequence[Params],
+        options: Sequence[RequestOptions] | None = None,
+    ) -> None:
+        """Queue a batch behind the ones before it, without waiting.
+
+        Its prompts run, in their order, as the batches before it leave places: there are as many as the largest batch
+        has samples. Raises ValueError for a key that is taken and for bad prompts and settings; then nothing is queued.
+        """
+        engine = self._engine
+        if not engine.is_controller:
+            return
+        options = options or [RequestOptions()] * len(prompts)
+        if not len(prompts) == len(params) == len(options):
+            raise ValueError(f"{len(prompts)} prompts, but {len(params)} params and {len(options)} options")
+        groups = [self._group(*asked) for asked in zip(prompts, params, options, strict=True)]
+        with engine.driver.lock:
+            if key in self._batches:
+                raise ValueError(f"batch {key} has been begun already")
+            self._batches[key] = groups
+            self._width = max(self._width, sum(group.params.n for group in groups))
+            self._feed()
+
+    def finish(self, key: int) -> list[Completion]:
+        """Return the samples of a batch, those of a prompt side by side; the batch is over then.
+
+        Runs the steps itself where no thread does. With "verify" all of them are the present weights' samples, tokens
+        and log-probabilities bit for bit. Raises KeyError for a batch that was not begun, and EngineStopped.
+        """
+        return self._engine.requests.together(lambda: self._finish(key))
+
+    def close(self) -> None:
+        """Abort everything that was begun and not finished."""
+        if not self._engine.is_controller:
+            return
+        with self._engine.driver.lock:
+            groups = [group for batch in self._batches.values() for group in batch]
+            self._batches.clear()
+        self._engine.requests.withdraw(set(groups))
+
+    # -- helpers; the caller holds the engine's lock, but for the first two -------------------------------------------
+
+    def _group(self, prompt: Prompt, params: Params, options: RequestOptions) -> _Group:
+        engine = self._engine
+        ids = prompt_ids(prompt, engine.tokenizer, engine.model.vocab_size)
+        return _Group(ids, as_params(params), options, self._feed, self._fail, lambda: engine.epoch)
+
+    def _finish(self, key: int) -> list[Completion]:
+        engine = self._engine
+        batch = self._batches[key]
+        with engine.model.rollout_phase():
+            with engine.driver.lock:
+                self._drop_old()
+                for group in batch:
+                    if group.begun_in is None:
+                        self._submit(group)
+            while True:
+                engine.driver.wait_until(lambda: self._failure is not None or not any(g.num_open for g in batch))
+                with engine.driver.lock:
+                    if self._failure is not None:
+                        raise EngineStopped("the engine's loop has ended") from self._failure
+                    if not self._renew_old(batch):
+                        del self._batches[key]
+                        self._feed()
+                        return [group.answers[index] for group in batch for index in range(group.params.n)]
+
+    def _feed(self) -> None:
+        """Submit the next groups, as far as there are places."""
+        num_open = 0
+        for batch in self._batches.values():
+            for group in batch:
+                if group.begun_in is None:
+                    if num_open and num_open + group.params.n > self._width:
+                        return
+                    self._submit(group)
+                num_open += group.num_open
+
+    def _submit(self, group: _Group) -> None:
+        group.begun_in = self._engine.epoch
+        self._engine.requests.submit([group.prompt], [group.params], group, options=[group.options], streamed=False)
+
+    def _renew_old(self, batch: Sequence[_Group]) -> bool:
+        """Draw answers of older weights again; returns whether there are some."""
+        found = False
+        now = self._engine.epoch
+        for group in batch if self.verifies else ():
+            old = [index for index, epoch in group.epochs.items() if epoch != now]
+            if not old:
+                continue
+            asked = [renewal_of(group.answers[index]) for index in old]
+            for index in old:
+                del group.answers[index], group.epochs[index]
+            prompts, params, options = zip(*asked, strict=True)
+            self._engine.requests.submit(prompts, params, group, options=options, streamed=False)
+            found = True
+        return found
+
+    def _drop_old(self) -> None:
+        """Begin groups anew that are too old."""
+        if self._max_lag is None:
+            return
+        oldest = self._engine.epoch - self._max_lag
+        old = [g for batch in self._batches.values() for g in batch if g.begun_in is not None and g.begun_in < oldest]
+        if not old:
+            return
+        open_ids = self._engine.mailboxes.ids_of(set(old))
+        sequences = self._engine.parts.sequences
+        self._num_dropped_tokens += sum(answer.num_completion_tokens for g in old for answer in g.answers.values())
+        self._num_dropped_tokens += sum(
+            sequences.request(id).sequence.num_output_tokens for id in open_ids if id in sequences
+        )
+        self._engine.requests.withdraw(set(old))
+        for group in old:
+            group.answers.clear()
+            group.epochs.clear()
+            group.begun_in = None
+
+    def _fail(self, error: EngineStopped) -> None:
+        self._failure = error

@@ -1,0 +1,157 @@
+"""The main job with rollouts ahead of training: digests and rewards are those of the job without."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from lockstep.integration.grpo.config import load_config
+from lockstep.integration.grpo.plan import describe_plan
+from lockstep.tests.integration.grpo import test_job
+from lockstep.tests.support.job_launcher import CONFIG, log_of, run_jobs
+
+SAME = ("reward_mean", "loss", "kl", "grad_norm", "heldout_accuracy", "weight_version", "weight_digest", "logprob_gap")
+# Large steps, so that many tokens differ after each of them, and answers of many lengths.
+MORE = (
+    "run.num_steps=20 run.eval_every=7 rollout.max_new_tokens=14 train.learning_rate=2e-3 reward=slow_rewards:by_text"
+)
+AHEAD = {
+    "shared": "rollout.ahead=2",
+    "pushed": "sync=tensor rollout.ahead=1",
+    "separate": "sync=distributed engines=separate rollout.ahead=1",
+    "far": "sync=tensor engines=separate rollout.ahead=3 engine.max_num_seqs=10",
+}
+# Delays at random in the trainer, and in the engine's process where it has one of its own. They change no value.
+SLOW_REWARDS = """
+import os, random, signal, threading, time
+from pathlib import Path
+
+draw = random.Random(os.getpid())
+
+def engines():
+    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        if "remote_engine" in Path(f"/proc/{pid}/cmdline").read_text():
+            yield int(pid)
+
+def by_text(prompt, completion, answer):
+    if draw.random() < 0.05:
+        time.sleep(draw.uniform(0, 0.1))
+    if draw.random() < 0.05:
+        for pid in engines():
+            os.kill(pid, signal.SIGSTOP)
+            threading.Timer(draw.uniform(0, 0.3), os.kill, (pid, signal.SIGCONT)).start()
+    return float(sum(map(ord, completion)) % 3)
+"""
+
+
+def lines_of(folder: Path, name: str) -> list[dict[str, object]]:
+    return [{key: line.get(key) for key in SAME} for line in log_of(folder, name)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_ranks", "trainer", "runs"),
+    [
+        pytest.param(1, "ddp", AHEAD, id="one rank"),
+        pytest.param(2, "ddp", AHEAD | {"tp2": "parallel.tp=2 rollout.ahead=1"}, id="two ranks"),
+        pytest.param(2, "fsdp2", {"gathered": "rollout.ahead=1"}, id="fsdp2", marks=pytest.mark.exhaustive),
+        pytest.param(2, "ddp", {"pp2": "parallel.pp=2 rollout.ahead=2"}, id="pp2", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_run_ahead_has_the_rewards_and_digests_of_the_run_without(tmp_path, num_ranks, trainer, runs):
+    (tmp_path / "slow_rewards.py").write_text(SLOW_REWARDS)
+    settings = {"plain": ""} | runs
+    run_jobs(tmp_path, num_ranks, {name: f"{MORE} trainer={trainer} {more}" for name, more in settings.items()})
+    expected = lines_of(tmp_path, "plain")
+    assert len({line["weight_digest"] for line in expected}) == 20, "every step changes the weights"
+    assert all(line["verified_tokens"] == 0 for line in log_of(tmp_path, "plain"))
+    for name in runs:
+        assert lines_of(tmp_path, name) == expected, name
+        lines = log_of(tmp_path, name)
+        assert all(line["logprob_gap"] == 0.0 and line["lag_max"] == 0 for line in lines), name
+        if name in ("separate", "far"):  # they went on beside training
+            assert sum(line["verified_tokens"] for line in lines) > 0, name
+            assert any(line["kept_share"] not in (None, 1.0) for line in lines), name
+            assert any(line["wait_s"] > 0 for line in lines), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [["rollout.ahead=2"], ["engines=separate", "sync=distributed", "rollout.ahead=1"]], ids=" ".join
+)
+def test_a_run_ahead_that_is_killed_and_resumed_ends_as_one_without(tmp_path, settings):
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    straight.mkdir()
+    killed.mkdir()
+    first = test_job.torchrun(straight, str(test_job.CONFIG), *test_job.SHRUNK)
+    assert test_job.finish(first) == 0, (straight / "log").read_text()
+    os.symlink(straight / ".cache", killed / ".cache")
+    arguments = [str(test_job.CONFIG), *test_job.SHRUNK, *settings]
+    process = test_job.torchrun(killed, *arguments, KILL_AFTER_STEP=3)
+    assert test_job.finish(process) == -signal.SIGKILL
+    assert test_job.finish(test_job.torchrun(killed, *arguments, "--resume")) == 0, (killed / "log").read_text()
+    expected, lines = test_job.lines_of(straight), test_job.lines_of(killed)
+    for line in (*expected, *lines):
+        del line["sync_bytes"]  # they differ between shared and separate engines
+    assert lines == expected
+
+
+@pytest.mark.slow
+def test_keep_and_drop_train_on_tokens_of_older_weights_and_say_so(tmp_path):
+    (tmp_path / "slow_rewards.py").write_text(SLOW_REWARDS)
+    separate = f"{MORE} sync=tensor engines=separate run.num_steps=8"
+    run_jobs(tmp_path, 1, {
+        "keep": f"{separate} rollout.ahead=2 rollout.on_commit=keep rollout.max_lag=2",
+        "capped": f"{separate} rollout.ahead=2 rollout.on_commit=keep rollout.max_lag=1 train.sequence_bound=3.0",
+        "keep_kv": f"{separate} rollout.ahead=1 rollout.on_commit=keep rollout.keep_kv=true",
+        "drop": f"{separate} rollout.ahead=3 rollout.on_commit=drop rollout.max_lag=1",
+        "shared": f"{MORE} run.num_steps=8 rollout.ahead=1 rollout.on_commit=keep",
+    })  # fmt: skip
+    logs = {name: log_of(tmp_path, name) for name in ("keep", "capped", "keep_kv", "drop", "shared")}
+    assert all(len(lines) == 8 for lines in logs.values())
+    assert max(line["lag_max"] for line in logs["keep"]) == 2
+    assert max(line["lag_max"] for line in logs["capped"]) == 1
+    assert max(line["lag_max"] for line in logs["drop"]) == 1
+    assert sum(line["dropped_tokens"] for line in logs["drop"]) > 0
+    assert all(line["verified_tokens"] == 0 for lines in logs.values() for line in lines)
+    for name in ("keep", "capped", "drop", "shared"):  # of tokens that the present weights have drawn
+        assert all(line["logprob_gap"] == 0.0 for line in logs[name]), name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.ahead=-1"], "rollout.ahead must not be negative, not -1"),
+        (["rollout.max_lag=-2"], "rollout.max_lag must not be negative, not -2"),
+        (["rollout.on_commit=throw"], 'rollout.on_commit must be "verify", "keep" or "drop", not \'throw\''),
+        (["rollout.keep_kv=true"], 'rollout.keep_kv must be false with on_commit="verify"'),
+        (["rollout.keep_kv=true", "rollout.on_commit=keep"], 'rollout.keep_kv needs engines="separate"'),
+        (["train.sequence_bound=0.5"], "train.sequence_bound must be 0 or more than 1, not 0.5"),
+        (["train.importance_bound=0"], "train.importance_bound must be positive"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(overrides, message):
+    with pytest.raises(ValueError) as refused:
+        load_config(CONFIG, overrides)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rollout.ahead=1"], ["the next step fill the places", "within the rollout phase only", "rollout.ahead=0"]),
+        (["rollout.ahead=2", "engines=separate", "sync=tensor"], ["the next 2 steps", "beside training too"]),
+        (
+            ["rollout.ahead=4", "rollout.on_commit=keep"],
+            ["the next step", "KV computed anew: tokens of up to 1 commits"],
+        ),
+        (["rollout.ahead=4", "rollout.on_commit=drop"], ["the next 4 steps", "begun more than 1 commits ago"]),
+    ],
+)
+def test_the_plan_says_what_overlaps(overrides, said):
+    plan = describe_plan(load_config(CONFIG, overrides), 2)
+    assert all(text in plan for text in said), plan
+    assert "ahead" not in describe_plan(load_config(CONFIG), 2)

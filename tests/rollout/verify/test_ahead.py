@@ -1,0 +1,230 @@
+"""Batches that are begun before their turn are those that an engine draws which has their weights from the start."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from lockstep.rollout.completion import Completion
+from lockstep.rollout.control.ahead import RolloutsAhead
+from lockstep.rollout.errors import EngineStopped
+from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.rollout.speculation.drafting import record
+
+NUM_BATCHES, PROMPTS, SAMPLES = 6, 4, 3
+PATIENCE = 60
+
+
+def batch(step: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Return the prompts of a step: some of its samples are far longer than the others."""
+    draw = random.Random(step)
+    prompts = [[draw.randrange(3, 80) for _ in range(draw.randrange(2, 12))] for _ in range(PROMPTS)]
+    lengths = [draw.choice([2, 3, 5, 40]) for _ in range(PROMPTS)]
+    return prompts, [
+        SamplingParams(n=SAMPLES, max_new_tokens=length, sampling_seed=100 * step + index, ignore_eos=True)
+        for index, length in enumerate(lengths)
+    ]
+
+
+def train(model, step: int) -> None:
+    """Change the weights as a training step would."""
+    torch.manual_seed(step)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.003 * torch.randn_like(parameter))
+
+
+@pytest.fixture
+def weights(small) -> Iterator[Callable]:
+    """Return a function that brings a model's first weights back; they are brought back at the end too."""
+    model = small("qwen3", torch.float32)
+    first = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def restore():
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(first[name])
+        return model
+
+    yield restore
+    restore()
+
+
+def synchronous(make_engine, model) -> list[list[tuple]]:
+    """Return the records of a run that begins nothing ahead."""
+    engine, steps = make_engine(model, speculation="off"), []
+    for step in range(NUM_BATCHES):
+        steps.append([record(one) for one in engine.generate(*batch(step))])
+        train(model, step)
+        engine.weights.commit_weights(str(step + 1), None)
+    engine.close()
+    return steps
+
+
+def run_ahead(
+    engine, model, num_ahead: int, ahead: RolloutsAhead, between: Callable[[], None] = lambda: None
+) -> list[list[Completion]]:
+    steps = []
+    for step in range(NUM_BATCHES):
+        for coming in range(step, min(step + num_ahead + 1, NUM_BATCHES)):
+            if coming not in ahead:
+                ahead.begin(coming, *batch(coming))
+        steps.append(ahead.finish(step))
+        between()
+        engine.pause_generation("retract")
+        train(model, step)
+        engine.weights.commit_weights(str(step + 1), None, in_flight="verify" if ahead.verifies else None)
+        engine.continue_generation()
+    return steps
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 3])
+@pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 5}, {"kv_cache": "40 blocks"}, {"overlap": True}])
+def test_batches_are_those_of_a_synchronous_run(make_engine, weights, num_ahead, settings):
+    expected = synchronous(make_engine, weights())
+    model = weights()
+    engine = make_engine(model, **settings)
+    ahead = RolloutsAhead(engine)
+    with engine.model.rollout_phase():
+        steps = run_ahead(engine, model, num_ahead, ahead)
+        assert [[record(one) for one in step] for step in steps] == expected
+        assert not engine.has_work
+        engine.check_integrity()
+    if num_ahead:
+        assert engine.metrics.num_kept_tokens > 0
+        assert engine.metrics.num_parted_tokens > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_batches_are_those_of_a_synchronous_run_whatever_the_timing_was(make_engine, weights, seed):
+    expected = synchronous(make_engine, weights())
+    model = weights()
+    engine = make_engine(model, max_num_seqs=7)
+    draw, ahead = random.Random(seed), RolloutsAhead(engine)
+
+    def train_for_some_steps() -> None:
+        last = engine.metrics.num_steps + draw.choice([0, 1, 5, 30])
+        come = threading.Event()
+        engine.driver.at_step(last, come.set)
+        while not come.wait(0.02) and engine.has_work:
+            pass
+
+    with engine.model.rollout_phase():
+        engine.start()
+        steps = run_ahead(engine, model, 2, ahead, train_for_some_steps)
+    assert [[record(one) for one in step] for step in steps] == expected
+    engine.close()
+
+
+def test_a_commit_while_a_batch_is_being_finished_is_no_exception(make_engine, weights):
+    model = weights()
+    engine = make_engine(model)
+    ahead, results = RolloutsAhead(engine), []
+    with engine.model.rollout_phase():
+        ahead.begin(0, *batch(0))
+        engine.start()
+        committed = threading.Event()
+        engine.driver.at_step(engine.metrics.num_steps + 6, committed.set)  # some samples have ended, some have not
+        caller = threading.Thread(target=lambda: results.append(ahead.finish(0)))
+        caller.start()
+        assert committed.wait(PATIENCE)
+        engine.pause_generation("in_place")
+        train(model, 0)
+        engine.weights.commit_weights("1", None, in_flight="verify")
+        engine.continue_generation()
+        caller.join(PATIENCE)
+        fresh = [record(one) for one in engine.generate(*batch(0))]
+    assert [record(one) for one in results[0]] == fresh
+    assert {one.weight_version for one in results[0]} == {"1"}
+    engine.close()
+
+
+def test_coming_batches_take_the_places_that_the_current_one_leaves_and_no_more(make_engine, weights):
+    engine = make_engine(weights())
+    ahead, most = RolloutsAhead(engine), PROMPTS * SAMPLES
+    with engine.model.rollout_phase():
+        for step in range(3):
+            ahead.begin(step, *batch(step))
+        assert len(engine.live_sequences()) == most, "the second batch waits until the first leaves places"
+        seen = []
+        while engine.has_work:
+            engine.step()
+            seen.append(len(engine.live_sequences()))
+        assert max(seen) <= most
+        steps = [ahead.finish(step) for step in range(3)]
+    assert [len(step) for step in steps] == [most] * 3
+    assert engine.metrics.num_verified_tokens == 0  # no commit came in between
+    engine.close()
+
+
+def test_keep_returns_the_tokens_of_older_weights_with_their_versions(make_engine, weights):
+    expected = synchronous(make_engine, weights())
+    model = weights()
+    engine = make_engine(model)
+    with engine.model.rollout_phase():
+        steps = run_ahead(engine, model, 1, RolloutsAhead(engine, "keep"))
+    numbers = {"default": 0} | {str(step): step for step in range(NUM_BATCHES)}
+    versions = [[{numbers[span.version] for span in one.weight_versions} for one in step] for step in steps]
+    assert all(step - 1 <= min(of_one) <= step for step, each in enumerate(versions) for of_one in each)
+    assert any(min(of_one) < step for step, each in enumerate(versions) for of_one in each)
+    assert [[record(one) for one in step] for step in steps] != expected
+    assert engine.metrics.num_verified_tokens == 0
+    engine.close()
+
+
+def test_drop_draws_groups_anew_that_are_too_old(make_engine, weights):
+    expected = synchronous(make_engine, weights())
+    model = weights()
+    engine = make_engine(model)
+    ahead = RolloutsAhead(engine, "drop", 0)
+    with engine.model.rollout_phase():
+        steps = run_ahead(engine, model, 2, ahead)
+    assert [[record(one) for one in step] for step in steps] == expected  # nothing of older weights is left
+    assert ahead.counts.num_dropped_tokens > 0
+    engine.close()
+
+
+def test_what_cannot_be_begun_is_refused_by_name_and_leaves_nothing(make_engine, weights):
+    engine = make_engine(weights())
+    ahead = RolloutsAhead(engine)
+    prompts, params = batch(0)
+    ahead.begin(0, prompts, params)
+    with pytest.raises(ValueError, match="batch 0 has been begun already"):
+        ahead.begin(0, prompts, params)
+    with pytest.raises(ValueError, match="4 prompts, but 3 params and 4 options"):
+        ahead.begin(1, prompts, params[1:])
+    with pytest.raises(ValueError, match="prompt token ids must be integers"):
+        ahead.begin(1, [*prompts[1:], [10**6]], params)
+    with pytest.raises(KeyError):
+        ahead.finish(1)
+    assert 1 not in ahead
+    with pytest.raises(ValueError, match="max_lag goes with on_commit"):
+        RolloutsAhead(engine, "drop")
+    with pytest.raises(ValueError, match="max_lag goes with on_commit"):
+        RolloutsAhead(engine, "verify", 2)
+    ahead.close()
+    assert 0 not in ahead
+    assert not engine.has_work
+    engine.close()
+
+
+def test_a_loop_that_ends_with_an_error_ends_the_wait_for_a_batch(make_engine, weights, monkeypatch):
+    engine = make_engine(weights())
+    ahead = RolloutsAhead(engine)
+
+    def fail(*_):
+        raise RuntimeError("broken on purpose")
+
+    with engine.model.rollout_phase():
+        ahead.begin(0, *batch(0))
+        monkeypatch.setattr(engine.gate, "step", fail)
+        engine.start()
+        with pytest.raises(EngineStopped):
+            ahead.finish(0)
+    monkeypatch.undo()
+    engine.close()
