@@ -6,8 +6,6 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +14,6 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from ...kernels.sampling.draws import derive_seed
-from ...rollout.completion import Completion
-from ...rollout.control.ahead import AheadCounts
 from ...rollout.control.drafts import EngineDrafts
 from ...rollout.model.loading import auto_class
 from ...rollout.sampling_params import SamplingParams
@@ -37,11 +32,9 @@ from .checkpoint import (
 )
 from .config import JobConfig
 from .engines.factory import make_engine
-from .loss import group_advantages
-from .packing import Sample
 from .plan import model_spec
-from .problems import Problem
 from .rewards import load_reward
+from .rollouts import Rollouts, StepSamples
 from .run_folder import say
 from .run_log import RunLog
 from .task import build_task
@@ -56,14 +49,6 @@ logger = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class Rollouts:
-    """The samples of one step on this rank, with their rewards."""
-
-    completions: list[Completion]
-    rewards: torch.Tensor  # float32 [prompts, group]
-
-
 class GrpoJob:
     """Model, engine and trainer of one rank."""
 
@@ -72,7 +57,6 @@ class GrpoJob:
         self.config = config
         self.ranks = ranks
         self.task = build_task(config)
-        self.reward = load_reward(config.reward)
         folder = Path(config.model.path) if config.model.path else self._built_model()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         loader = auto_class(AutoConfig.from_pretrained(folder))
@@ -83,8 +67,7 @@ class GrpoJob:
         self.backend = make_backend(config, ranks)
         # The engine comes before the trainer, which may shard the module that the engine hosts or copies.
         self.engine = make_engine(config, self.model, folder, self.tokenizer, ranks, self.backend)
-        self._num_begun = 0  # steps whose prompts the engine has
-        self._counts = AheadCounts()  # at the end of the step before
+        self.rollouts = Rollouts(config, ranks, self.engine, self.task, load_reward(config.reward))
         self.first_step = self.step = 0  # step: number of the current step, from 1
         try:
             self.trainer = GrpoTrainer(
@@ -165,18 +148,16 @@ class GrpoJob:
     def _step(self, step: int) -> dict[str, object]:
         """Generate, score, train and commit. Returns the step's metrics."""
         started = time.perf_counter()
-        rollouts = self._rollout(step)
-        rolled_out = time.perf_counter()
-        samples = self._samples(rollouts, step)
-        stats = self.trainer.update(samples, step)
+        done = StepSamples()
+        stats = self.trainer.update(self.rollouts.samples(step, done), step)
         trained = time.perf_counter()
         num_bytes = self.engine.sync(str(step + 1))
         synced = time.perf_counter()
-        num_tokens = self.ranks.total(sum(c.num_completion_tokens for c in rollouts.completions))
-        rollout_s = self.ranks.largest(rolled_out - started)
+        num_tokens = self.ranks.total(sum(c.num_completion_tokens for c in done.completions))
+        rollout_s = self.ranks.largest(done.waited_s)
         return {
             "step": step + 1,
-            "reward_mean": self.ranks.total(rollouts.rewards.sum().item()) / self._num_samples,
+            "reward_mean": self.ranks.total(sum(done.rewards)) / self.ranks.total(len(done.rewards)),
             "logprob_gap": stats.logprob_gap,
             "loss": stats.loss,
             "kl": stats.kl,
@@ -186,101 +167,20 @@ class GrpoJob:
             "weight_version": str(step + 1),
             "weight_digest": self.engine.weight_digest(),
             "rollout_tokens_per_s": num_tokens / rollout_s,
-            "accepted_drafts": int(self.ranks.total(sum(c.num_accepted_tokens for c in rollouts.completions))),
+            "accepted_drafts": int(self.ranks.total(sum(c.num_accepted_tokens for c in done.completions))),
             "rollout_s": rollout_s,
-            "train_s": trained - rolled_out,
+            "train_s": trained - started - done.waited_s,
             "sync_s": synced - trained,
-            **self._lag(rollouts, step),
-            **self._ahead(rollout_s),
+            **self.rollouts.lag(step, done),
+            **self.rollouts.ahead(rollout_s),
         }
-
-    def _lag(self, rollouts: Rollouts, step: int) -> dict[str, object]:
-        """Return how many commits ago the step's tokens were drawn."""
-        spans = [(step - int(s.version), s.end - s.start) for c in rollouts.completions for s in c.weight_versions]
-        num_tokens = self.ranks.total(sum(num for _, num in spans))
-        return {
-            "lag_mean": self.ranks.total(sum(lag * num for lag, num in spans)) / num_tokens,
-            "lag_max": int(self.ranks.largest(max(lag for lag, _ in spans))),
-        }
-
-    def _ahead(self, rollout_s: float) -> dict[str, object]:
-        """Return what was verified and dropped since the step before, and where the engine's time went."""
-        counts = self.engine.counts()
-        new, self._counts = counts - self._counts, counts
-        num_kept, num_parted = (int(self.ranks.total(n)) for n in (new.num_kept_tokens, new.num_parted_tokens))
-        return {
-            "verified_tokens": int(self.ranks.total(new.num_verified_tokens)),
-            "redrawn_tokens": num_parted,
-            "dropped_tokens": int(self.ranks.total(new.num_dropped_tokens)),
-            "kept_share": num_kept / (num_kept + num_parted) if num_kept + num_parted else None,
-            "generate_s": self.ranks.largest(new.step_seconds - new.verify_seconds),
-            "verify_s": self.ranks.largest(new.verify_seconds),
-            "wait_s": rollout_s if self.engine.service is None else 0.0,  # for an engine in a process of its own
-        }
-
-    @property
-    def _num_samples(self) -> int:
-        return self.config.rollout.prompts_per_step * self.config.rollout.group_size
-
-    def _rollout(self, step: int) -> Rollouts:
-        """Sample a group for each of this rank's prompts of the step, and score the samples."""
-        rollout, ranks = self.config.rollout, self.ranks
-        last = min(step + rollout.steps_begun_ahead, self.config.run.num_steps - 1)
-        for coming in range(max(step, self._num_begun), last + 1):
-            self._begin(coming)
-        completions = self.engine.finish(step)
-        problems, mine = self._problems(step)
-        owners = [problems[i] for i in mine for _ in range(rollout.group_size)]
-        rewards = torch.tensor(self._score(owners, completions))
-        if rollout.shuffle_rewards:
-            generator = torch.Generator().manual_seed(derive_seed(self.config.run.seed, step, ranks.rank))
-            rewards = rewards[torch.randperm(len(rewards), generator=generator)]
-        return Rollouts(completions, rewards.view(len(mine), rollout.group_size))
-
-    def _problems(self, step: int) -> tuple[list[Problem], range]:
-        """Return the problems of a step, and the indexes of this rank's among them."""
-        problems = list(self.task.train_problems(step, self.config.rollout.prompts_per_step))
-        return problems, range(self.ranks.rank, len(problems), self.ranks.num_ranks)
-
-    def _begin(self, step: int) -> None:
-        """Queue this rank's prompts of a step."""
-        rollout = self.config.rollout
-        problems, mine = self._problems(step)
-        params = [
-            SamplingParams(
-                n=rollout.group_size,
-                temperature=rollout.temperature,
-                max_new_tokens=rollout.max_new_tokens,
-                sampling_seed=derive_seed(self.config.run.seed, step, index),  # the same on any number of ranks
-            )
-            for index in mine
-        ]
-        self.engine.begin(step, [problems[i].prompt for i in mine], params)
-        self._num_begun = step + 1
-
-    def _samples(self, rollouts: Rollouts, step: int) -> list[Sample]:
-        advantages = group_advantages(rollouts.rewards, self.config.train.scale_by_std).flatten().tolist()
-        return [
-            Sample(
-                completion.prompt_ids,
-                completion.token_ids,
-                completion.logprobs,
-                advantage,
-                sum(span.end - span.start for span in completion.weight_versions if span.version != str(step)),
-            )
-            for completion, advantage in zip(rollouts.completions, advantages, strict=True)
-        ]
-
-    def _score(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float]:
-        pairs = zip(problems, completions, strict=True)
-        return [self.reward(problem.prompt, completion.text, problem.answer) for problem, completion in pairs]
 
     def heldout_accuracy(self) -> float:
         """Measure the mean reward of greedy answers to the held-out problems. The ranks share the problems."""
         mine = list(self.task.heldout[self.ranks.rank :: self.ranks.num_ranks])
         params = SamplingParams(temperature=0.0, max_new_tokens=self.config.rollout.max_new_tokens)
         completions = self.engine.generate([p.prompt for p in mine], params)
-        total = sum(self._score(mine, completions))
+        total = sum(self.rollouts.score(mine, completions))
         return self.ranks.total(total) / len(self.task.heldout)
 
     # -- files of the run -------------------------------------------------------------------------------------------

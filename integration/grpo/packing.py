@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,18 +55,21 @@ class PackedBatch:
         }
 
 
-def microbatches(samples: Sequence[Sample], max_rows: int) -> Iterator[list[Sample]]:
-    """Divide samples, in order, into runs of at most `max_rows` rows. A longer sample is a run by itself."""
+def microbatches(samples: Iterable[Sample], max_rows: int) -> Iterator[tuple[list[Sample], bool]]:
+    """Divide samples, in order, into runs of at most `max_rows` rows, and say of each whether it is the last.
+
+    A longer sample is a run by itself. A run is yielded as soon as the sample behind it is there.
+    """
     run: list[Sample] = []
     num_rows = 0
     for sample in samples:
         if run and num_rows + sample.num_rows > max_rows:
-            yield run
+            yield run, False
             run, num_rows = [], 0
         run.append(sample)
         num_rows += sample.num_rows
     if run:
-        yield run
+        yield run, True
 
 
 def pack(samples: Sequence[Sample], device: torch.device) -> PackedBatch:

@@ -70,10 +70,10 @@ class RunLog:
     def _summary(self) -> str:
         last, accuracy = self._lines[-1], self.heldout_accuracy
         heldout = "-" if accuracy is None else f"{accuracy:.1%}"
-        ahead = f"lag {last['lag_mean']:.2f} | " if last["lag_mean"] else ""
-        if last["kept_share"] is not None:
+        ahead = f"lag {last['lag_mean']:.2f} | " if last.get("lag_mean") else ""
+        if last.get("kept_share") is not None:
             ahead += f"kept {last['kept_share']:.1%} of {last['verified_tokens']} verified | "
-        if last["dropped_tokens"]:
+        if last.get("dropped_tokens"):
             ahead += f"dropped {last['dropped_tokens']} | "
         return (
             f"reward {last['reward_mean']:.3f} | held-out {heldout} | logprob_gap {last['logprob_gap']} | "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -22,6 +22,10 @@ from .loss import PolicyLoss, importance_weights, policy_loss
 from .packing import PackedBatch, Sample, microbatches, pack
 from .sections import TrainSettings
 
+# Losses are divided by it while the number of tokens is not known yet, and the gradients are scaled at the end. A power
+# of two: it rounds nothing.
+_NORMALISER = 1024
+
 
 @dataclass(frozen=True)
 class TrainStats:
@@ -33,6 +37,23 @@ class TrainStats:
     kl: float
     clip_fraction: float
     grad_norm: float
+
+
+@dataclass
+class _Batch:
+    """A micro-batch, with values that do not change from one pass to the next."""
+
+    packed: PackedBatch
+    is_last: bool
+    reference: Tensor | None
+    proximal: Tensor | None = None  # its log-probabilities before the first optimizer step; the first pass sets it
+
+
+def _kept(batches: Iterator[_Batch], into: list[_Batch]) -> Iterator[_Batch]:
+    """Yield the batches, and keep them."""
+    for batch in batches:
+        into.append(batch)
+        yield batch
 
 
 def make_backend(config: JobConfig, ranks: Ranks) -> TrainerBackend:
@@ -78,77 +99,95 @@ class GrpoTrainer:
             )
         backend.wrap(hosted.trained_module)
 
-    def update(self, samples: Sequence[Sample], step: int) -> TrainStats:
-        """Update the model with one step's samples (this rank's share of them). All ranks call it together."""
-        num_tokens = int(self._ranks.total(sum(len(s.token_ids) for s in samples)))
-        batches = [pack(run, self._ranks.device) for run in microbatches(samples, self._settings.microbatch_tokens)]
-        references = [self._reference_logprobs(batch) for batch in batches]
-        factor = min(1.0, (step + 1) / self._settings.num_warmup_steps) if self._settings.num_warmup_steps else 1.0
-        self.backend.set_learning_rate(self._settings.learning_rate * factor)
-        gap = norm = 0.0
+    def update(self, samples: Iterable[Sample], step: int) -> TrainStats:
+        """Update the model with one step's samples (this rank's share of them). All ranks call it together.
+
+        Samples may come while the first of them are trained on, if the backend does not need all ranks in each forward.
+        """
+        settings = self._settings
+        factor = min(1.0, (step + 1) / settings.num_warmup_steps) if settings.num_warmup_steps else 1.0
+        self.backend.set_learning_rate(settings.learning_rate * factor)
         self._hosted.trained_module.train()
-        proximal: list[Tensor | None] = [None] * len(batches)
-        for epoch in range(self._settings.epochs_per_step):
-            losses, epoch_gap = self._backward(batches, references, proximal, num_tokens)
+        batches: list[_Batch] = []
+        if self.backend.needs_all_batches:
+            batches += self._packed(samples)
+            passing: Iterable[_Batch] = batches
+            normaliser = int(self._ranks.total(sum(batch.packed.num_tokens for batch in batches)))
+        else:
+            passing, normaliser = _kept(self._packed(samples), batches), _NORMALISER
+        gap = norm = 0.0
+        for epoch in range(settings.epochs_per_step):
+            losses, epoch_gap = self._backward(passing, normaliser)
             gap = epoch_gap if epoch == 0 else gap
+            passing = batches
+            num_tokens = int(self._ranks.total(sum(batch.packed.num_tokens for batch in batches)))
             with self._announce_step():
-                norm = self.backend.step()
+                norm = self.backend.step(normaliser / num_tokens)
+        scale = normaliser / num_tokens
         return TrainStats(
             logprob_gap=self._ranks.largest(gap),
-            loss=self._ranks.total(sum(item.loss.item() for item in losses)),
-            kl=self._ranks.total(sum(item.kl for item in losses)),
-            clip_fraction=self._ranks.total(sum(item.clip_fraction for item in losses)),
+            loss=self._ranks.total(sum(item.loss.item() for item in losses)) * scale,
+            kl=self._ranks.total(sum(item.kl for item in losses)) * scale,
+            clip_fraction=self._ranks.total(sum(item.clip_fraction for item in losses)) * scale,
             grad_norm=norm,
         )
 
-    def _backward(
-        self,
-        batches: list[PackedBatch],
-        references: list[Tensor | None],
-        proximal: list[Tensor | None],
-        num_tokens: int,
-    ) -> tuple[list[PolicyLoss], float]:
-        """Accumulate the gradients of one pass. Returns its losses and the largest gap in its forwards.
+    def _packed(self, samples: Iterable[Sample]) -> Iterator[_Batch]:
+        for run, is_last in microbatches(samples, self._settings.microbatch_tokens):
+            packed = pack(run, self._ranks.device)
+            yield _Batch(packed, is_last, self._reference_logprobs(packed))
 
-        proximal: log-probabilities of each batch before the first optimizer step, which the first pass fills in.
-        """
+    def _backward(self, batches: Iterable[_Batch], normaliser: int) -> tuple[list[PolicyLoss], float]:
+        """Accumulate the gradients of one pass. Returns its losses and the largest gap in its forwards."""
         losses, gap = [], 0.0
-        num_forwards = len(batches)
-        if self.backend.talks_in_forward:
-            num_forwards = int(self._ranks.largest(num_forwards))
-        for index in range(num_forwards):
-            # Other ranks may have more micro-batches, and their collectives need this rank. Its numbers do not count.
-            is_extra, at = index >= len(batches), min(index, len(batches) - 1)
-            batch, reference = batches[at], references[at]
-            with self._hosted.training_numerics(), self.backend.microbatch(is_last=index + 1 == num_forwards):
-                logits = self.backend.forward(**batch.model_inputs())[0]
-                logprobs = selected_logprobs(logits, batch.targets, self._temperature)
-                if (before := proximal[at]) is None:
-                    before = proximal[at] = logprobs.detach()
-                weights = importance_weights(
-                    before, batch.logprobs, batch.is_older, batch.lengths,
-                    self._settings.importance_bound, self._settings.sequence_bound,
-                )  # fmt: skip
-                loss = policy_loss(
-                    logprobs,
-                    torch.where(batch.is_older, before, batch.logprobs),
-                    batch.advantages * weights,
-                    torch.ones_like(batch.targets, dtype=torch.bool),
-                    num_tokens,
-                    self._settings.clip_low,
-                    self._settings.clip_high,
-                    reference,
-                    self._settings.kl_coefficient,
-                )
+        for batch, is_last, is_extra in self._in_turn(batches):
+            with self._hosted.training_numerics(), self.backend.microbatch(is_last=is_last):
+                logprobs, loss = self._loss(batch, normaliser)
                 # The backend averages over ranks, and the loss is a sum of the ranks' shares.
-                weight = 0 if is_extra else self._ranks.num_ranks
-                self.backend.backward(loss.loss * weight)
+                self.backend.backward(loss.loss * (0 if is_extra else self._ranks.num_ranks))
             if not is_extra:
                 # Of older weights' tokens, the log-probabilities differ because the weights do.
-                gaps = torch.where(batch.is_older, 0.0, logprobs.detach() - batch.logprobs)
+                gaps = torch.where(batch.packed.is_older, 0.0, logprobs.detach() - batch.packed.logprobs)
                 gap = max(gap, gaps.abs().max().item())
                 losses.append(loss)
         return losses, gap
+
+    def _in_turn(self, batches: Iterable[_Batch]) -> Iterator[tuple[_Batch, bool, bool]]:
+        """Yield each batch, whether it is the last, and whether its numbers do not count.
+
+        Other ranks may have more micro-batches, and their collectives in the forward need this rank.
+        """
+        if self.backend.talks_in_forward:
+            own = list(batches)
+            num_forwards = int(self._ranks.largest(len(own)))
+            for index in range(num_forwards):
+                yield own[min(index, len(own) - 1)], index + 1 == num_forwards, index >= len(own)
+            return
+        for batch in batches:
+            yield batch, batch.is_last, False
+
+    def _loss(self, batch: _Batch, normaliser: int) -> tuple[Tensor, PolicyLoss]:
+        """Compute the log-probabilities of a batch's tokens, and its share of the loss."""
+        packed, settings = batch.packed, self._settings
+        logits = self.backend.forward(**packed.model_inputs())[0]
+        logprobs = selected_logprobs(logits, packed.targets, self._temperature)
+        if batch.proximal is None:
+            batch.proximal = logprobs.detach()
+        weights = importance_weights(
+            batch.proximal, packed.logprobs, packed.is_older, packed.lengths,
+            settings.importance_bound, settings.sequence_bound,
+        )  # fmt: skip
+        return logprobs, policy_loss(
+            logprobs,
+            torch.where(packed.is_older, batch.proximal, packed.logprobs),
+            packed.advantages * weights,
+            torch.ones_like(packed.targets, dtype=torch.bool),
+            normaliser,
+            settings.clip_low,
+            settings.clip_high,
+            batch.reference,
+            settings.kl_coefficient,
+        )
 
     def _reference_logprobs(self, batch: PackedBatch) -> Tensor | None:
         """Compute the log-probabilities of the model at the start: a copy, or the base without its adapters."""

@@ -111,9 +111,9 @@ class RemoteEngine(RemoteTarget):
         """Queue a batch, see `RolloutsAhead.begin`."""
         self.call("begin", timeout_s=timeout_s, key=key, prompts=prompts, params=params)
 
-    def finish(self, key: int, timeout_s: float) -> list[Completion]:
-        """Return the samples of a batch, see `RolloutsAhead.finish`."""
-        return _completions(self.call("finish", timeout_s=timeout_s, key=key))
+    def finish_group(self, key: int, index: int, timeout_s: float) -> list[Completion]:
+        """Return the samples of one prompt of a batch, see `RolloutsAhead.finish_group`."""
+        return _completions(self.call("finish_group", timeout_s=timeout_s, key=key, index=index))
 
     def counts(self, timeout_s: float) -> AheadCounts:
         """Return the counts of its batches."""
@@ -246,8 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return {}
         if verb == "ahead_counts":
             return asdict(ahead.counts)
-        if verb in ("generate", "finish"):
-            made = service.engine.generate(**arguments) if verb == "generate" else ahead.finish(**arguments)
+        if verb in ("generate", "finish_group"):
+            made = service.engine.generate(**arguments) if verb == "generate" else ahead.finish_group(**arguments)
             return {"completions": completions_bytes(made).decode()}
         return run_verb(service, verb, timeout_s, arguments)
 

@@ -55,6 +55,7 @@ class _Group:
     begun_in: int | None = None  # epoch of its submission; None: not submitted yet
     answers: dict[int, Completion] = field(default_factory=dict)  # by index of the sample
     epochs: dict[int, int] = field(default_factory=dict)  # in which they ended
+    is_taken: bool = False
 
     @property
     def num_open(self) -> int:
@@ -150,7 +151,12 @@ class RolloutsAhead:
         Runs the steps itself where no thread does. With "verify" all of them are the present weights' samples, tokens
         and log-probabilities bit for bit. Raises KeyError for a batch that was not begun, and EngineStopped.
         """
-        return self._engine.requests.together(lambda: self._finish(key))
+        return self._engine.requests.together(lambda: self._take(key, 0, len(self._batches[key])))
+
+    def finish_group(self, key: int, index: int) -> list[Completion]:
+        """Return the samples of one prompt of a batch, while further ones of it still run. The batch is over with its
+        last prompt. Raises as `finish`, and IndexError."""
+        return self._engine.requests.together(lambda: self._take(key, index, index + 1))
 
     def close(self) -> None:
         """Abort everything that was begun and not finished."""
@@ -168,28 +174,39 @@ class RolloutsAhead:
         ids = prompt_ids(prompt, engine.tokenizer, engine.model.vocab_size)
         return _Group(ids, as_params(params), options, self._feed, self._fail, lambda: engine.epoch)
 
-    def _finish(self, key: int) -> list[Completion]:
-        engine = self._engine
-        batch = self._batches[key]
+    def _take(self, key: int, first: int, end: int) -> list[Completion]:
+        """Wait for the prompts `first` to `end` - 1 of a batch."""
+        engine, batch = self._engine, self._batches[key]
+        wanted = batch[first:end]
+        if len(wanted) != end - first:
+            raise IndexError(f"batch {key} has {len(batch)} prompts, not {end}")
         with engine.model.rollout_phase():
             with engine.driver.lock:
                 self._drop_old()
                 for group in batch:
                     if group.begun_in is None:
                         self._submit(group)
+                self._renew_old(batch[first:])  # also those whose turn comes next
             while True:
-                engine.driver.wait_until(lambda: self._failure is not None or not any(g.num_open for g in batch))
+                engine.driver.wait_until(lambda: self._failure is not None or not any(g.num_open for g in wanted))
                 with engine.driver.lock:
                     if self._failure is not None:
                         raise EngineStopped("the engine's loop has ended") from self._failure
-                    if not self._renew_old(batch):
-                        del self._batches[key]
-                        self._feed()
-                        return [group.answers[index] for group in batch for index in range(group.params.n)]
+                    if not self._renew_old(wanted):
+                        return self._taken(key, wanted)
+
+    def _taken(self, key: int, wanted: Sequence[_Group]) -> list[Completion]:
+        """Return the answers of some prompts, and let others take their places."""
+        for group in wanted:
+            group.is_taken = True
+        if all(group.is_taken for group in self._batches[key]):
+            del self._batches[key]
+        self._feed()
+        return [group.answers[number] for group in wanted for number in range(group.params.n)]
 
     def _feed(self) -> None:
-        """Submit the next groups, as far as there are places."""
-        num_open = 0
+        """Submit the next groups, as far as there are places. An answer that is to be drawn again will need one."""
+        num_open, now = 0, self._engine.epoch
         for batch in self._batches.values():
             for group in batch:
                 if group.begun_in is None:
@@ -197,6 +214,8 @@ class RolloutsAhead:
                         return
                     self._submit(group)
                 num_open += group.num_open
+                if self.verifies and not group.is_taken:
+                    num_open += sum(epoch != now for epoch in group.epochs.values())
 
     def _submit(self, group: _Group) -> None:
         group.begun_in = self._engine.epoch
@@ -223,7 +242,8 @@ class RolloutsAhead:
         if self._max_lag is None:
             return
         oldest = self._engine.epoch - self._max_lag
-        old = [g for batch in self._batches.values() for g in batch if g.begun_in is not None and g.begun_in < oldest]
+        begun = [g for batch in self._batches.values() for g in batch if g.begun_in is not None and not g.is_taken]
+        old = [group for group in begun if group.begun_in < oldest]  # type: ignore[operator]
         if not old:
             return
         open_ids = self._engine.mailboxes.ids_of(set(old))

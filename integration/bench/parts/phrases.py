@@ -67,8 +67,11 @@ class PhraseLanguage:
         return [*tokens, END]
 
 
-def train_phrase_model(language: PhraseLanguage, dtype: torch.dtype) -> PreTrainedModel:
-    """Train a model of 3 layers of width 128 on answers of the language. Takes half a minute on two cores."""
+def train_phrase_model(
+    language: PhraseLanguage, dtype: torch.dtype, num_layers: int = _PADDED_LAYERS, mlp_width: int = _PADDED_WIDTH
+) -> PreTrainedModel:
+    """Train a model of 3 layers of width 128 on answers of the language, and return it with so many layers of so wide
+    MLPs. Takes half a minute on two cores."""
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(_config(_LAYERS, _WIDTH))
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
@@ -82,7 +85,7 @@ def train_phrase_model(language: PhraseLanguage, dtype: torch.dtype) -> PreTrain
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    return _padded(model).eval().to(dtype)
+    return _padded(model, num_layers, mlp_width).eval().to(dtype)
 
 
 def _config(num_layers: int, intermediate_size: int) -> Qwen3Config:
@@ -93,10 +96,11 @@ def _config(num_layers: int, intermediate_size: int) -> Qwen3Config:
     )  # fmt: skip
 
 
-def _padded(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the same function as a model of 58 M parameters: with layers that add nothing, and wider MLPs whose
-    further columns are zero. A step then takes the time of a model, and not that of the program around it."""
-    padded, small = Qwen3ForCausalLM(_config(_PADDED_LAYERS, _PADDED_WIDTH)), model.state_dict()
+def _padded(model: PreTrainedModel, num_layers: int, mlp_width: int) -> PreTrainedModel:
+    """Return the same function as a model of more parameters, 58 M by default: with layers that add nothing, and wider
+    MLPs whose further columns are zero. A step then takes the time of a model, and not that of the program around
+    it."""
+    padded, small = Qwen3ForCausalLM(_config(num_layers, mlp_width)), model.state_dict()
     with torch.no_grad():
         for name, parameter in padded.named_parameters():
             known = small.get(name)

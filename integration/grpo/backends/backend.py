@@ -37,6 +37,9 @@ class TrainerBackend(ABC):
     shares_storage: bool
     # Whether every micro-batch runs collectives. Then all ranks need the same number of micro-batches.
     talks_in_forward: bool
+    # Whether all micro-batches of a step have to be known before the first: for collectives in each forward, or because
+    # its gradients cannot be scaled afterwards.
+    needs_all_batches: bool = True
 
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
@@ -66,9 +69,15 @@ class TrainerBackend(ABC):
         for group in self.optimizer.param_groups:
             group["lr"] = value
 
-    def step(self) -> float:
-        """Clip the gradients, update the parameters and drop the gradients. Returns the gradients' norm before
-        clipping."""
+    def step(self, scale: float = 1.0) -> float:
+        """Multiply the gradients by `scale`, clip them, update the parameters and drop the gradients. Returns the
+        gradients' norm before clipping. Raises ValueError for a scale where `needs_all_batches`."""
+        if scale != 1.0:
+            if self.needs_all_batches:
+                raise ValueError(f"{type(self).__name__} does not scale gradients")
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
         norm = clip(self.model.parameters(), self.settings.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

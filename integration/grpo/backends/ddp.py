@@ -19,6 +19,7 @@ class DdpBackend(TrainerBackend):
 
     shares_storage = True
     talks_in_forward = False
+    needs_all_batches = False
 
     def wrap(self, model: PreTrainedModel) -> None:
         device = self.ranks.device

@@ -81,7 +81,9 @@ class DeepSpeedBackend(TrainerBackend):
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)
 
-    def step(self) -> float:
+    def step(self, scale: float = 1.0) -> float:
+        if scale != 1.0:
+            raise ValueError("DeepSpeed's gradients are not scaled here")
         norm = None if self._clips_itself else clip(self.model.parameters(), self.settings.max_grad_norm)
         self._engine.step()  # also drops the gradients
         return float(self._engine.get_global_grad_norm()) if norm is None else norm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import cached_property
@@ -43,8 +43,8 @@ class JobEngine(ABC):
         """Queue the prompts of a step, which may be a coming one, without waiting; see `RolloutsAhead`."""
 
     @abstractmethod
-    def finish(self, step: int) -> list[Completion]:
-        """Wait for the samples of a step that was begun, and return them."""
+    def groups(self, step: int, num_groups: int) -> Iterator[list[Completion]]:
+        """Wait for the samples of a step that was begun, and yield those of each prompt. Iterated to the end."""
 
     @abstractmethod
     def counts(self) -> AheadCounts:
@@ -81,8 +81,11 @@ class LocalEngine(JobEngine):
         """See `JobEngine.begin`."""
         self._ahead.begin(step, prompts, params)
 
-    def finish(self, step: int) -> list[Completion]:
-        """See `JobEngine.finish`."""
+    def groups(self, step: int, num_groups: int) -> Iterator[list[Completion]]:
+        """See `JobEngine.groups`. All are there before the first is yielded: then the trainer has the process."""
+        return divided(self._finish(step), num_groups)
+
+    def _finish(self, step: int) -> list[Completion]:
         with self.service.rollout(release_kv=True):
             return self._ahead.finish(step)
 
@@ -114,6 +117,12 @@ class OtherModelEngine(JobEngine):
         self._specs = outgoing_specs(unwrapped(model))  # before it is sharded
         self._backend = backend
         self._config = config
+
+
+def divided(completions: list[Completion], num_groups: int) -> Iterator[list[Completion]]:
+    """Yield the completions of each of so many prompts."""
+    size = len(completions) // max(num_groups, 1)
+    return (completions[at : at + size] for at in range(0, len(completions), size or 1))
 
 
 def rollouts_ahead(engine: Engine, config: JobConfig) -> RolloutsAhead:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +30,7 @@ from ...ranks import Ranks
 from ..backends.backend import TrainerBackend
 from ..config import JobConfig
 from ..run_folder import SOCKETS
-from .engine import OtherModelEngine, copied_service, rollouts_ahead
+from .engine import OtherModelEngine, copied_service, divided, rollouts_ahead
 
 _GENERATE_TIMEOUT_S = 3600.0
 
@@ -95,13 +95,16 @@ class PushedEngine(OtherModelEngine):
             assert isinstance(self._target, RemoteEngine)
             self._target.begin(step, list(prompts), [asdict(p) for p in params], _GENERATE_TIMEOUT_S)
 
-    def finish(self, step: int) -> list[Completion]:
-        """See `JobEngine.finish`."""
+    def groups(self, step: int, num_groups: int) -> Iterator[list[Completion]]:
+        """See `JobEngine.groups`."""
         if self.service is not None and self._ahead is not None:
             with self.service.rollout(release_kv=True):
-                return self._ahead.finish(step)
+                completions = self._ahead.finish(step)
+            yield from divided(completions, num_groups)
+            return
         assert isinstance(self._target, RemoteEngine)
-        return self._target.finish(step, _GENERATE_TIMEOUT_S)
+        for index in range(num_groups):
+            yield self._target.finish_group(step, index, _GENERATE_TIMEOUT_S)
 
     def counts(self) -> AheadCounts:
         """See `JobEngine.counts`."""

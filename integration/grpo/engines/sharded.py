@@ -55,9 +55,9 @@ class ShardedEngine(LocalEngine):
         self._own_samples[step] = brought.own_samples
         self._ahead.begin(step, brought.prompts, brought.params)
 
-    def finish(self, step: int) -> list[Completion]:
-        """See `JobEngine.finish`. All ranks of the replica call it together."""
-        return super().finish(step)[self._own_samples.pop(step)]
+    def _finish(self, step: int) -> list[Completion]:
+        """Wait for a step's samples; all ranks of the replica call it together. Returns this rank's."""
+        return super()._finish(step)[self._own_samples.pop(step)]
 
     def _gather(self, prompts: Sequence[str], params: Sequence[SamplingParams]) -> _Brought:
         """Bring the prompts of all ranks of the replica to each of them."""

@@ -22,6 +22,6 @@ def test_rows_positions_and_targets_of_two_samples():
 
 
 def test_microbatches_keep_order_and_bound_rows_except_for_one_long_sample():
-    assert list(microbatches([A, B, A], 7)) == [[A, B], [A]]
-    assert list(microbatches([A, B], 3)) == [[A], [B]]
+    assert list(microbatches([A, B, A], 7)) == [([A, B], False), ([A], True)]
+    assert list(microbatches([A, B], 3)) == [([A], False), ([B], True)]
     assert list(microbatches([], 3)) == []

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from lockstep.integration.grpo.arithmetic import build_tokenizer
 from lockstep.integration.http.edge.config import HttpConfig
@@ -24,7 +25,9 @@ from lockstep.tests.rollout.speculation.drafting import record
 from lockstep.tests.support.framework_sender import serialize_for_engine
 from lockstep.tests.support.random_models import random_model
 from lockstep.weight_sync.disk.folder import save_folder
+from lockstep.weight_sync.transports.delta import DeltaTransport
 from lockstep.weight_sync.transports.disk import DiskTransport
+from lockstep.weight_sync.transports.same_host import TensorTransport
 
 PROMPTS = [[3, 14, 15], [9, 26, 5, 35]]
 PARAMS = [SamplingParams(max_new_tokens=24, sampling_seed=seed, ignore_eos=True) for seed in range(2)]
@@ -84,7 +87,20 @@ def push(service, new, tmp_path):
     pusher.close()
 
 
-@pytest.mark.parametrize("update", [named_tensors, tensors_of_a_framework, disk, session, push])
+def shared_memory(service, new, tmp_path):
+    pusher = WeightPusher([LocalTarget(service)], TensorTransport(bucket_bytes=1 << 16))
+    pusher.push(new, "new", in_flight="verify")
+    pusher.close()
+
+
+def delta(service, new, tmp_path):
+    pusher = WeightPusher([LocalTarget(service)], DeltaTransport(TensorTransport(), check="touched"))
+    pusher.push(AutoModelForCausalLM.from_pretrained(tmp_path / "old"), "old", in_flight="verify")
+    pusher.push(new, "new", in_flight="verify")
+    pusher.close()
+
+
+@pytest.mark.parametrize("update", [named_tensors, tensors_of_a_framework, disk, session, push, shared_memory, delta])
 def test_every_path_of_an_update_verifies(service, new, tmp_path, update: Callable[..., None]):
     engine = service.engine
     with RolloutServiceOf(new) as fresh:

@@ -162,6 +162,51 @@ def test_coming_batches_take_the_places_that_the_current_one_leaves_and_no_more(
     engine.close()
 
 
+def test_answers_that_will_be_drawn_again_have_places_before_coming_batches(make_engine, weights):
+    model = weights()
+    engine = make_engine(model)
+    ahead = RolloutsAhead(engine)
+    with engine.model.rollout_phase():
+        ahead.begin(0, *batch(0))
+        while engine.has_work:
+            engine.step()
+        engine.pause_generation("retract")
+        train(model, 0)
+        engine.weights.commit_weights("1", None, in_flight="verify")
+        engine.continue_generation()
+        ahead.begin(1, *batch(1))
+        assert not engine.live_sequences(), "all places are those of the first batch"
+        ahead.finish(0)
+        assert engine.live_sequences(), "those of the second batch"
+        ahead.finish(1)
+    engine.close()
+
+
+def test_a_batch_is_taken_prompt_by_prompt_while_others_run(make_engine, weights):
+    model = weights()
+    engine = make_engine(model)
+    expected = [record(one) for one in engine.generate(*batch(0))]
+    ahead = RolloutsAhead(engine)
+    with engine.model.rollout_phase():
+        ahead.begin(0, *batch(0))
+        lengths = [params.max_new_tokens for params in batch(0)[1]]
+        order = sorted(range(PROMPTS), key=lambda index: lengths[index])
+        assert lengths[order[0]] < lengths[order[-1]]
+        found: dict[int, list[tuple]] = {}
+        for index in order:
+            found[index] = [record(one) for one in ahead.finish_group(0, index)]
+            assert engine.has_work == (index != order[-1] and lengths[index] < lengths[order[-1]])
+        assert 0 not in ahead
+        with pytest.raises(KeyError):
+            ahead.finish_group(0, 0)
+        ahead.begin(1, *batch(1))
+        with pytest.raises(IndexError, match="batch 1 has 4 prompts, not 5"):
+            ahead.finish_group(1, 4)
+        ahead.close()
+    assert [one for index in range(PROMPTS) for one in found[index]] == expected
+    engine.close()
+
+
 def test_keep_returns_the_tokens_of_older_weights_with_their_versions(make_engine, weights):
     expected = synchronous(make_engine, weights())
     model = weights()

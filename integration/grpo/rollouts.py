@@ -1,0 +1,138 @@
+"""The samples of a step on one rank: prompts to the engine, answers to the trainer, group by group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ...kernels.sampling.draws import derive_seed
+from ...rollout.completion import Completion
+from ...rollout.control.ahead import AheadCounts
+from ...rollout.sampling_params import SamplingParams
+from ..ranks import Ranks
+from .config import JobConfig
+from .engines.engine import JobEngine
+from .loss import group_advantages
+from .packing import Sample
+from .problems import Problem
+from .rewards import RewardFunction
+from .task import Task
+
+
+@dataclass
+class StepSamples:
+    """The answers of one step so far, with their rewards."""
+
+    completions: list[Completion] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)  # of each completion
+    waited_s: float = 0.0  # for the engine, or while it generated in this process
+
+
+class Rollouts:
+    """Samplings of the steps of a job, of which coming ones may be begun before their turn."""
+
+    def __init__(self, config: JobConfig, ranks: Ranks, engine: JobEngine, task: Task, reward: RewardFunction) -> None:
+        self._config, self._ranks, self._engine, self._task, self._reward = config, ranks, engine, task, reward
+        self._num_begun = 0  # steps whose prompts the engine has
+        self._counts = AheadCounts()  # at the end of the step before
+
+    def samples(self, step: int, into: StepSamples) -> Iterator[Sample]:
+        """Yield this rank's samples of a step in order, waiting for each group; note their answers in `into`.
+
+        The steps that may be begun by now are begun.
+        """
+        rollout, num_steps = self._config.rollout, self._config.run.num_steps
+        for coming in range(max(step, self._num_begun), min(step + rollout.steps_begun_ahead, num_steps - 1) + 1):
+            self._begin(coming)
+        problems = self._problems(step)
+        groups = waited(self._engine.groups(step, len(problems)), into)
+        scored: Iterator[tuple[list[Completion], list[float]]] = (
+            (answers, self._scores(problem, answers, into)) for problem, answers in zip(problems, groups, strict=True)
+        )
+        if rollout.shuffle_rewards:
+            scored = self._shuffled(step, list(scored))
+        for answers, rewards in scored:
+            into.rewards += rewards
+            advantages = group_advantages(torch.tensor([rewards]), self._config.train.scale_by_std)[0].tolist()
+            for answer, advantage in zip(answers, advantages, strict=True):
+                num_older = sum(span.end - span.start for span in answer.weight_versions if span.version != str(step))
+                yield Sample(answer.prompt_ids, answer.token_ids, answer.logprobs, advantage, num_older)
+
+    def score(self, problems: Sequence[Problem], answers: Sequence[Completion]) -> list[float]:
+        """Return the rewards of answers to these problems."""
+        pairs = zip(problems, answers, strict=True)
+        return [self._reward(problem.prompt, answer.text, problem.answer) for problem, answer in pairs]
+
+    def lag(self, step: int, samples: StepSamples) -> dict[str, object]:
+        """Return how many commits ago the step's tokens were drawn, over all ranks."""
+        spans = [(step - int(s.version), s.end - s.start) for c in samples.completions for s in c.weight_versions]
+        num_tokens = self._ranks.total(sum(num for _, num in spans))
+        return {
+            "lag_mean": self._ranks.total(sum(lag * num for lag, num in spans)) / num_tokens,
+            "lag_max": int(self._ranks.largest(max(lag for lag, _ in spans))),
+        }
+
+    def ahead(self, waited_s: float) -> dict[str, object]:
+        """Return what was verified and dropped since the last call, and where the engine's time went, over all
+        ranks."""
+        counts, total, largest = self._engine.counts(), self._ranks.total, self._ranks.largest
+        new, self._counts = counts - self._counts, counts
+        num_kept, num_parted = int(total(new.num_kept_tokens)), int(total(new.num_parted_tokens))
+        return {
+            "verified_tokens": int(total(new.num_verified_tokens)),
+            "redrawn_tokens": num_parted,
+            "dropped_tokens": int(total(new.num_dropped_tokens)),
+            "kept_share": num_kept / (num_kept + num_parted) if num_kept + num_parted else None,
+            "generate_s": largest(new.step_seconds - new.verify_seconds),
+            "verify_s": largest(new.verify_seconds),
+            "wait_s": waited_s if self._engine.service is None else 0.0,  # for an engine in a process of its own
+        }
+
+    def _begin(self, step: int) -> None:
+        """Queue this rank's prompts of a step."""
+        rollout, ranks = self._config.rollout, self._ranks
+        problems = self._problems(step)
+        params = [
+            SamplingParams(
+                n=rollout.group_size,
+                temperature=rollout.temperature,
+                max_new_tokens=rollout.max_new_tokens,
+                # The same on any number of ranks.
+                sampling_seed=derive_seed(self._config.run.seed, step, ranks.rank + number * ranks.num_ranks),
+            )
+            for number in range(len(problems))
+        ]
+        self._engine.begin(step, [problem.prompt for problem in problems], params)
+        self._num_begun = step + 1
+
+    def _problems(self, step: int) -> list[Problem]:
+        """Return this rank's problems of a step."""
+        problems = self._task.train_problems(step, self._config.rollout.prompts_per_step)
+        return list(problems)[self._ranks.rank :: self._ranks.num_ranks]
+
+    def _scores(self, problem: Problem, answers: list[Completion], into: StepSamples) -> list[float]:
+        into.completions += answers
+        return self.score([problem] * len(answers), answers)
+
+    def _shuffled(
+        self, step: int, scored: list[tuple[list[Completion], list[float]]]
+    ) -> Iterator[tuple[list[Completion], list[float]]]:
+        """Permute the rewards of all groups of a step at random."""
+        rewards = torch.tensor([reward for _, its in scored for reward in its])
+        generator = torch.Generator().manual_seed(derive_seed(self._config.run.seed, step, self._ranks.rank))
+        permuted = iter(rewards[torch.randperm(len(rewards), generator=generator)].tolist())
+        return ((answers, [next(permuted) for _ in its]) for answers, its in scored)
+
+
+def waited(groups: Iterator[list[Completion]], into: StepSamples) -> Iterator[list[Completion]]:
+    """Yield the groups, and note how long each was waited for."""
+    while True:
+        began = time.perf_counter()
+        answers = next(groups, None)
+        into.waited_s += time.perf_counter() - began
+        if answers is None:
+            return
+        yield answers
