@@ -46,8 +46,8 @@ from .parts.phrases import MAX_ANSWER_TOKENS, MIN_ANSWER_TOKENS, PhraseLanguage,
 from .parts.presets import DTYPES
 
 _SEPARATE, _TAIL = 1.3, {True: 1.15, False: 1.05}  # bars; of `tail` with AMX, without
-_MAX_PROMPTS = 24
-_GROUP = 8
+_MAX_PROMPTS = 48
+_GROUP = 8  # samples of a prompt; of `separate` half as many, so that more groups come one after another
 
 Prompts = list[list[int]]
 Load = Callable[[int], tuple[Prompts, list[SamplingParams]]]  # of a step
@@ -221,7 +221,7 @@ def _separate(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace)
     def load_of(num_prompts: int) -> Load:
         return lambda step: (
             [language.prompt(step * num_prompts + index) for index in range(num_prompts)],
-            [_params(options.new_tokens, step, index, ignore_eos=True) for index in range(num_prompts)],
+            [_params(_GROUP // 2, options.new_tokens, step, index, ignore_eos=True) for index in range(num_prompts)],
         )
 
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-ahead-") as folder, ExitStack() as exit:
@@ -233,20 +233,20 @@ def _separate(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace)
             return engine
 
         def run_of(num_prompts: int, ahead: int) -> Run:
-            config = _config(options, folder, num_prompts, options.new_tokens, ahead)
+            config = _config(options, folder, num_prompts, _GROUP // 2, options.new_tokens, ahead)
             # A group is verified in one step of the engine, so the trainer has the first one soon.
-            its_engine = replace(config.engine, max_num_batched_tokens=_GROUP * (options.new_tokens + 16))
+            its_engine = replace(config.engine, max_num_batched_tokens=_GROUP // 2 * (options.new_tokens + 16))
             separate = replace(config, engines="separate", sync="tensor", engine=its_engine)
             return Run(separate, copy.deepcopy(model), make, load_of(num_prompts))
 
         num_prompts = _balanced(run_of)
         off, on = run_of(num_prompts, 0), run_of(num_prompts, options.ahead)
-        return _by_turns(off, on, options, {"prompts": num_prompts, "group": _GROUP, "tokens": options.new_tokens})
+        return _by_turns(off, on, options, {"prompts": num_prompts, "group": _GROUP // 2, "tokens": options.new_tokens})
 
 
 def _balanced(run_of: Callable[[int, int], Run]) -> int:
     """Find the number of prompts with which generating takes as long as training: both grow linearly with it."""
-    trial = {num_prompts: run_of(num_prompts, 0) for num_prompts in (2, 6)}
+    trial = {num_prompts: run_of(num_prompts, 0) for num_prompts in (4, 12)}
     found = {}
     for num_prompts, one in trial.items():
         one.go_on(1)  # warms up
@@ -258,8 +258,8 @@ def _balanced(run_of: Callable[[int, int], Run]) -> int:
     _say(f"generating and training {few} prompts: {at_few.rollout_s:.2f} s and {at_few.train_s:.2f} s; "
          f"{many} prompts: {at_many.rollout_s:.2f} s and {at_many.train_s:.2f} s")  # fmt: skip
     if slope >= 0:  # generating takes longer, and the more so the more prompts there are; or the reverse
-        return 1 if difference[few] > 0 else _MAX_PROMPTS
-    return min(max(round(few - difference[few] / slope), 1), _MAX_PROMPTS)
+        return 2 if difference[few] > 0 else _MAX_PROMPTS
+    return min(max(round(few - difference[few] / slope), 2), _MAX_PROMPTS)
 
 
 def _tail(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace) -> Pairs:
@@ -268,12 +268,12 @@ def _tail(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace) -> 
 
     def load(step: int) -> tuple[Prompts, list[SamplingParams]]:
         prompts = [language.prompt(step * num_prompts + index) for index in range(num_prompts)]
-        return prompts, [_params(MAX_ANSWER_TOKENS, step, index) for index in range(num_prompts)]
+        return prompts, [_params(_GROUP, MAX_ANSWER_TOKENS, step, index) for index in range(num_prompts)]
 
     def make(config: JobConfig, its_model: PreTrainedModel, backend: DdpBackend) -> JobEngine:
         return AliasedEngine(config, its_model, None, backend)  # type: ignore[arg-type]  # prompts are token ids
 
-    config = _config(options, "", num_prompts, MAX_ANSWER_TOKENS, 0)
+    config = _config(options, "", num_prompts, _GROUP, MAX_ANSWER_TOKENS, 0)
     off = Run(config, copy.deepcopy(model), make, load)
     on = Run(replace(config, rollout=replace(config.rollout, ahead=options.ahead)), copy.deepcopy(model), make, load)
     try:
@@ -283,22 +283,24 @@ def _tail(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace) -> 
         on.engine.close()
 
 
-def _config(options: argparse.Namespace, folder: str, num_prompts: int, num_tokens: int, ahead: int) -> JobConfig:
-    num_sequences = num_prompts * _GROUP
+def _config(
+    options: argparse.Namespace, folder: str, num_prompts: int, group: int, num_tokens: int, ahead: int
+) -> JobConfig:
+    num_sequences = num_prompts * group
     num_blocks = 2 * num_sequences * -(-(num_tokens + 64) // 16)
     return JobConfig(
         run=RunSettings("bench-ahead", dir=folder or "."),
         model=ModelSettings(dtype=options.dtype),
-        rollout=RolloutSettings(num_prompts, _GROUP, num_tokens, ahead=ahead),
+        rollout=RolloutSettings(num_prompts, group, num_tokens, ahead=ahead),
         # A group is trained on while the next ones are verified.
-        train=TrainSettings(options.learning_rate, num_warmup_steps=0, microbatch_tokens=_GROUP * (num_tokens + 16)),
+        train=TrainSettings(options.learning_rate, num_warmup_steps=0, microbatch_tokens=group * (num_tokens + 16)),
         engine=EngineSettings(device="cpu", kv_cache=f"{num_blocks} blocks", max_num_seqs=max(num_sequences, 2)),
     )
 
 
-def _params(num_tokens: int, step: int, index: int, *, ignore_eos: bool = False) -> SamplingParams:
+def _params(group: int, num_tokens: int, step: int, index: int, *, ignore_eos: bool = False) -> SamplingParams:
     return SamplingParams(
-        n=_GROUP, min_new_tokens=0 if ignore_eos else MIN_ANSWER_TOKENS, max_new_tokens=num_tokens,
+        n=group, min_new_tokens=0 if ignore_eos else MIN_ANSWER_TOKENS, max_new_tokens=num_tokens,
         ignore_eos=ignore_eos, sampling_seed=derive_seed(0, step, index),
     )  # fmt: skip
 

@@ -83,7 +83,7 @@ class LocalEngine(JobEngine):
 
     def groups(self, step: int, num_groups: int) -> Iterator[list[Completion]]:
         """See `JobEngine.groups`. All are there before the first is yielded: then the trainer has the process."""
-        return divided(self._finish(step), num_groups)
+        yield from divided(self._finish(step), num_groups)
 
     def _finish(self, step: int) -> list[Completion]:
         with self.service.rollout(release_kv=True):
