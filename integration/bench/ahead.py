@@ -55,7 +55,7 @@ Load = Callable[[int], tuple[Prompts, list[SamplingParams]]]  # of a step
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, default=8, help="of one run of a pair")
-    parser.add_argument("--pairs", type=positive, default=3)
+    parser.add_argument("--pairs", type=positive, default=3, help="of `separate`; half as many of `tail`")
     parser.add_argument("--ahead", type=positive, default=1, help="steps that may be begun beyond the current one")
     parser.add_argument("--new-tokens", type=positive, default=96, help="of each sample of `separate`")
     parser.add_argument("--groups", type=positive, default=4, help="prompts of a step of `tail`")
@@ -197,10 +197,10 @@ class Pairs:
         }
 
 
-def _by_turns(off: Run, on: Run, options: argparse.Namespace, load: dict[str, object]) -> Pairs:
+def _by_turns(off: Run, on: Run, options: argparse.Namespace, num_pairs: int, load: dict[str, object]) -> Pairs:
     """Run a short stretch of both to warm up, then pairs. Raises RuntimeError where the weights differ."""
     pairs = Pairs([], [], load)
-    for number in range(options.pairs + 1):
+    for number in range(num_pairs + 1):
         num_steps = options.steps if number else 2
         first, second = off.go_on(num_steps), on.go_on(num_steps)
         if first.digests != second.digests:
@@ -241,7 +241,13 @@ def _separate(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace)
 
         num_prompts = _balanced(run_of)
         off, on = run_of(num_prompts, 0), run_of(num_prompts, options.ahead)
-        return _by_turns(off, on, options, {"prompts": num_prompts, "group": _GROUP // 2, "tokens": options.new_tokens})
+        return _by_turns(
+            off,
+            on,
+            options,
+            options.pairs,
+            {"prompts": num_prompts, "group": _GROUP // 2, "tokens": options.new_tokens},
+        )
 
 
 def _balanced(run_of: Callable[[int, int], Run]) -> int:
@@ -277,7 +283,9 @@ def _tail(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace) -> 
     off = Run(config, copy.deepcopy(model), make, load)
     on = Run(replace(config, rollout=replace(config.rollout, ahead=options.ahead)), copy.deepcopy(model), make, load)
     try:
-        return _by_turns(off, on, options, {"prompts": num_prompts, "group": _GROUP, "lengths": "lognormal"})
+        return _by_turns(
+            off, on, options, -(-options.pairs // 2), {"prompts": num_prompts, "group": _GROUP, "lengths": "lognormal"}
+        )
     finally:
         off.engine.close()
         on.engine.close()
