@@ -28,7 +28,7 @@ from .loop.commands import AbortReport, ContinueReport, EvictReport, FlushReport
 from .loop.gate import StepGate
 from .loop.loop import Loop
 from .loop.parts import MakeRunner
-from .loop.state import state_report
+from .loop.state import state_report, with_waiting
 from .ranks.mesh import Mesh
 from .replica.calls import RankCalls
 from .replica.follower import End
@@ -385,7 +385,8 @@ class Engine:
 
     def state(self) -> dict[str, object]:
         """Return counts and modes of the engine's parts as plain values. Changes nothing."""
-        return state_report(self.parts, self.gate, self.driver.inbox.posted, self.driver.look)
+        read = self.driver.look
+        return with_waiting(*read(lambda: state_report(self.parts, self.gate, self.driver.inbox.posted())))
 
     def live_sequences(self, num_newest: int = 16, limit: int | None = None) -> list[SequenceView]:
         """Return the running sequences, then the waiting ones, in order, at most `limit` of each. Changes nothing.

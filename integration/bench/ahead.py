@@ -28,16 +28,16 @@ from transformers import PreTrainedModel
 
 from ...kernels.machine.native import compile_flags
 from ...kernels.sampling.draws import derive_seed
-from ...rollout.control.ahead import AheadCounts
+from ...rollout.ahead import AheadCounts
 from ...rollout.sampling_params import SamplingParams
 from ..grpo.backends.ddp import DdpBackend
 from ..grpo.config import JobConfig
 from ..grpo.engines.aliased import AliasedEngine
 from ..grpo.engines.engine import JobEngine
 from ..grpo.engines.pushed import PushedEngine
+from ..grpo.engines.rollouts import StepSamples, waited
 from ..grpo.loss import group_advantages
 from ..grpo.packing import Sample
-from ..grpo.rollouts import StepSamples, waited
 from ..grpo.sections import EngineSettings, ModelSettings, RolloutSettings, RunSettings, TrainSettings
 from ..grpo.trainer import GrpoTrainer
 from ..ranks import Ranks, process_group

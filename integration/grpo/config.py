@@ -106,7 +106,7 @@ class JobConfig:
 
     @property
     def in_flight(self) -> Literal["verify"] | None:
-        """What a commit does with the samples of coming steps, as the weight verbs name it."""
+        """The treatment of the samples of coming steps at a commit, as the weight verbs name it."""
         return "verify" if self.rollout.ahead and self.rollout.on_commit == "verify" else None
 
     def engine_config(self) -> EngineConfig:

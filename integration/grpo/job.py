@@ -32,9 +32,9 @@ from .checkpoint import (
 )
 from .config import JobConfig
 from .engines.factory import make_engine
+from .engines.rollouts import Rollouts, StepSamples
 from .plan import model_spec
 from .rewards import load_reward
-from .rollouts import Rollouts, StepSamples
 from .run_folder import say
 from .run_log import RunLog
 from .task import build_task

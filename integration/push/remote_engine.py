@@ -21,8 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
+from ...rollout.ahead import AheadCounts, RolloutsAhead
 from ...rollout.completion import Completion
-from ...rollout.control.ahead import AheadCounts, RolloutsAhead
 from ...rollout.replica.calls import completions_bytes, completions_from
 from ...weight_sync.target import TargetError
 

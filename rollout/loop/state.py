@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from ..sequences.request import Request
 from ..sequences.sequence import State
@@ -11,23 +10,18 @@ from ..speculation.speculation import OFF
 from .gate import StepGate
 from .parts import Parts
 
-T = TypeVar("T")
 
+def state_report(parts: Parts, gate: StepGate, posted: list[Request]) -> tuple[dict[str, object], list[Request]]:
+    """Return counts, modes and versions of an engine as plain values, but for the waiting requests, and these. Changes
+    nothing.
 
-def state_report(
-    parts: Parts, gate: StepGate, posted: Callable[[], list[Request]], look: Callable[[Callable[[], T]], T]
-) -> dict[str, object]:
-    """Return counts, modes and versions of an engine as plain values. Changes nothing.
-
-    posted: returns the requests that the loop has not taken yet; they wait behind the others. look: calls a function
-    under the engine's lock. What thousands of waiting requests make long is done without it.
+    posted: the requests that the loop has not taken yet; they wait behind the others.
     """
+    return _report(parts, gate, posted), [*parts.scheduler.waiting(), *posted]
 
-    def read() -> tuple[dict[str, object], list[Request]]:
-        arrived = posted()
-        return _report(parts, gate, arrived), [*parts.scheduler.waiting(), *arrived]
 
-    report, waiting = look(read)  # type: ignore[arg-type, misc]
+def with_waiting(report: dict[str, object], waiting: Sequence[Request]) -> dict[str, object]:
+    """Return the report with what thousands of waiting requests make long: it needs no lock."""
     return report | {
         "num_waiting": len(waiting),
         "num_retracted": sum(r.sequence.state is State.WAITING_PREEMPT for r in waiting),  # among them

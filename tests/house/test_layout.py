@@ -24,6 +24,7 @@ ROOMS = {  # room: the rooms that it may import
 # Inside a room: a place (a sub-room, or a module that stands in the folder of a room with sub-rooms) and the places of
 # the same room that it may import. docs/images/rooms.svg shows the same arrows.
 PLACES = {
+    "rollout.ahead": "completion control engine errors request_options sampling_params",
     "rollout.engine": "completion config control kv loop ranks replica reports request_options",
     "rollout.control": (
         "completion errors grammars loop model replica request_options sampling_params sequences speculation"
@@ -69,14 +70,17 @@ PLACES = {
     "weight_sync.workers": "",
     "integration.grpo.__main__": "grpo.main launcher",
     "integration.grpo.main": "grpo.config failures grpo.job grpo.plan grpo.run_folder lost_ranks ranks",
+    "integration.bench.ahead": (
+        "bench.parts grpo.backends grpo.config grpo.engines grpo.loss grpo.packing grpo.sections grpo.trainer ranks"
+    ),
     "integration.bench.serve": "bench.parts http.edge http.server service",
     "integration.cli": (
         "failures grpo.config grpo.plan http.edge http.server launcher lost_ranks ranks router.config router.server "
         "service service_config version"
     ),
     "integration.grpo.job": (
-        "grpo.arithmetic grpo.backends grpo.checkpoint grpo.config grpo.engines failures grpo.loss grpo.packing "
-        "grpo.plan grpo.problems grpo.rewards grpo.run_folder grpo.run_log grpo.task grpo.trainer grpo.warm_start "
+        "grpo.arithmetic grpo.backends grpo.checkpoint grpo.config grpo.engines failures "
+        "grpo.plan grpo.rewards grpo.run_folder grpo.run_log grpo.task grpo.trainer grpo.warm_start "
         "http.edge http.server ranks"
     ),
     "integration.http.server": "http.app http.edge http.generation service",
@@ -103,8 +107,8 @@ PLACES = {
     "integration.router.worker_paths": "http.edge router.fleet router.router",
     "integration.bench.parts": "push.local_target push.remote_engine service",
     "integration.grpo.engines": (
-        "grpo.backends grpo.config failures grpo.run_folder push.adapters push.local_target push.pusher "
-        "push.remote_engine ranks service"
+        "grpo.backends grpo.config failures grpo.loss grpo.packing grpo.problems grpo.rewards grpo.run_folder "
+        "grpo.task push.adapters push.local_target push.pusher push.remote_engine ranks service"
     ),
     "integration.http.observe": "http.admin http.edge service version",
     "integration.router.generation": "http.edge router.budget router.fleet router.proxy router.router",
@@ -113,7 +117,7 @@ PLACES = {
         "router.metrics router.proxy router.wire"
     ),
     "integration.http.admin": "http.edge plain_values push.local_target service weights",
-    "integration.push.remote_engine": "plain_values push.local_target service",
+    "integration.push.remote_engine": "push.local_target service",
     "integration.router.metrics": "router.changes router.counters router.fleet",
     "integration.router.proxy": (
         "http.edge router.budget router.calls router.config router.counters router.fleet router.relay router.wire"

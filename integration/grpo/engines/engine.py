@@ -12,9 +12,9 @@ from typing import cast
 
 from transformers import PreTrainedModel
 
+from ....rollout.ahead import AheadCounts, OnCommitPolicy, RolloutsAhead
 from ....rollout.completion import Completion
 from ....rollout.config import EngineConfig
-from ....rollout.control.ahead import AheadCounts, OnCommitPolicy, RolloutsAhead
 from ....rollout.engine import Engine
 from ....rollout.model.hosted_model import HostedModel
 from ....rollout.ranks.channel import RankChannel

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from ....rollout.ahead import AheadCounts, RolloutsAhead
 from ....rollout.completion import Completion
-from ....rollout.control.ahead import AheadCounts, RolloutsAhead
 from ....rollout.sampling_params import SamplingParams
 from ....weight_sync.disk.claims import claimed_folder
 from ....weight_sync.target import Target

@@ -141,7 +141,7 @@ def give_way() -> None:
     has_run = threading.Event()
     try:
         loop.call_soon_threadsafe(has_run.set)
-    except RuntimeError:  # it is closed: nobody waits
+    except RuntimeError:  # it is closed
         return
     has_run.wait(_LONGEST_WAIT_S)
     _turn.began = time.monotonic()

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from lockstep.rollout.ahead import RolloutsAhead
 from lockstep.rollout.completion import Completion
-from lockstep.rollout.control.ahead import RolloutsAhead
 from lockstep.rollout.errors import EngineStopped
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.rollout.speculation.drafting import record

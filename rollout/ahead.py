@@ -15,20 +15,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Literal
 
-from ..completion import Completion, StreamChunk
-from ..engine import Engine
-from ..errors import EngineStopped
-from ..request_options import RequestOptions
-from ..sampling_params import SamplingParams
-from .intake import Params, Prompt, as_params, prompt_ids
-from .requests import renewal_of
+from .completion import Completion, StreamChunk
+from .control.intake import Params, Prompt, as_params, prompt_ids
+from .control.requests import renewal_of
+from .engine import Engine
+from .errors import EngineStopped
+from .request_options import RequestOptions
+from .sampling_params import SamplingParams
 
 OnCommitPolicy = Literal["verify", "keep", "drop"]
 
 
 @dataclass(frozen=True)
 class AheadCounts:
-    """What verifying and dropping has cost an engine so far, and its time in steps."""
+    """The cost of verifying and dropping so far, and the time of an engine's steps."""
 
     num_verified_tokens: int = 0  # rows for tokens of older weights
     num_kept_tokens: int = 0  # of those tokens, the ones that the newer weights drew again

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...kernels.sampling.draws import derive_seed
-from ...rollout.completion import Completion
-from ...rollout.control.ahead import AheadCounts
-from ...rollout.sampling_params import SamplingParams
-from ..ranks import Ranks
-from .config import JobConfig
-from .engines.engine import JobEngine
-from .loss import group_advantages
-from .packing import Sample
-from .problems import Problem
-from .rewards import RewardFunction
-from .task import Task
+from ....kernels.sampling.draws import derive_seed
+from ....rollout.ahead import AheadCounts
+from ....rollout.completion import Completion
+from ....rollout.sampling_params import SamplingParams
+from ...ranks import Ranks
+from ..config import JobConfig
+from ..loss import group_advantages
+from ..packing import Sample
+from ..problems import Problem
+from ..rewards import RewardFunction
+from ..task import Task
+from .engine import JobEngine
 
 
 @dataclass
