@@ -385,8 +385,7 @@ class Engine:
 
     def state(self) -> dict[str, object]:
         """Return counts and modes of the engine's parts as plain values. Changes nothing."""
-        read = self.driver.look
-        return with_waiting(*read(lambda: state_report(self.parts, self.gate, self.driver.inbox.posted())))
+        return with_waiting(*self.driver.look(lambda: state_report(self.parts, self.gate, self.driver.inbox)))
 
     def live_sequences(self, num_newest: int = 16, limit: int | None = None) -> list[SequenceView]:
         """Return the running sequences, then the waiting ones, in order, at most `limit` of each. Changes nothing.

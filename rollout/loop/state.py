@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from ..sequences.request import Request
 from ..sequences.sequence import State
@@ -11,12 +12,20 @@ from .gate import StepGate
 from .parts import Parts
 
 
-def state_report(parts: Parts, gate: StepGate, posted: list[Request]) -> tuple[dict[str, object], list[Request]]:
+class Posted(Protocol):
+    """The inbox of an engine."""
+
+    def posted(self) -> list[Request]:
+        """Return the requests that the loop has not taken."""
+
+
+def state_report(parts: Parts, gate: StepGate, inbox: Posted) -> tuple[dict[str, object], list[Request]]:
     """Return counts, modes and versions of an engine as plain values, but for the waiting requests, and these. Changes
     nothing.
 
-    posted: the requests that the loop has not taken yet; they wait behind the others.
+    inbox: of requests that the loop has not taken yet; they wait behind the others.
     """
+    posted = inbox.posted()
     return _report(parts, gate, posted), [*parts.scheduler.waiting(), *posted]
 
 
