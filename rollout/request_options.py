@@ -16,6 +16,17 @@ class Renewal:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """The beginning of an answer that a request goes on with: its tokens stand, whichever weights have drawn them."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # one per token
+    spans: tuple[tuple[str, str | None, int], ...]  # weight version, digest and first token of each run of them
+    seed: int  # of the counter-based noise, int64
+    index: int = 0  # of the sample
+
+
+@dataclass(frozen=True)
 class RequestOptions:
     """A caller's options besides the sampling parameters."""
 
@@ -26,6 +37,7 @@ class RequestOptions:
     draft_token_ids: tuple[int, ...] = ()  # an output that may come again, an older answer: changes no bit, only speed
     speculation: bool = True  # False: no drafts for this request
     renewal: Renewal | None = None  # an answer to draw again; the request has one sample
+    begun: Begun | None = None  # an answer to go on with; the request has one sample, no grammar and no alternatives
     stream_when_final: bool = False  # nothing is streamed before the answer's end, when no commit can change it
     takes_back: bool = True  # False: a commit with in_flight="verify" lets its tokens stand, since its caller has them
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from ...kernels.machine.native import compile_flags
 from ...kernels.sampling.draws import derive_seed
-from ...rollout.ahead import AheadCounts
+from ...rollout.ahead.rollouts import AheadCounts
 from ...rollout.sampling_params import SamplingParams
 from ..grpo.backends.ddp import DdpBackend
 from ..grpo.config import JobConfig

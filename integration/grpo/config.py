@@ -76,6 +76,11 @@ class JobConfig:
             found += self._refused_with_adapters()
         if self.model.path and self.warm_start.enabled:
             found.append(("warm_start.enabled", "must be false with model.path: only the built model is warm-started"))
+        if self.run.replay_schedule and not self.depends_on_timing:
+            why = 'repeats runs with rollout.ahead and rollout.on_commit "keep" or "drop": others need no schedule'
+            found.append(("run.replay_schedule", why))
+        if self.run.replay_schedule and self.rollout.keep_kv:
+            found.append(("rollout.keep_kv", "must be false with run.replay_schedule, which computes all KV anew"))
         if self.rollout.keep_kv and self.engines != "separate":
             found.append(
                 ("rollout.keep_kv", 'needs engines="separate": others release their KV while the trainer trains')
@@ -103,6 +108,11 @@ class JobConfig:
     def folder(self) -> Path:
         """The folder of the run's results."""
         return Path(self.run.dir) / self.run.name
+
+    @property
+    def depends_on_timing(self) -> bool:
+        """Whether samples are kept that older weights have drawn."""
+        return self.rollout.steps_begun_ahead > 0 and self.rollout.on_commit != "verify"
 
     @property
     def in_flight(self) -> Literal["verify"] | None:

@@ -33,10 +33,11 @@ from .checkpoint import (
 from .config import JobConfig
 from .engines.factory import make_engine
 from .engines.rollouts import Rollouts, StepSamples
+from .engines.schedule import SCHEDULE
 from .plan import model_spec
 from .rewards import load_reward
 from .run_folder import say
-from .run_log import RunLog
+from .run_log import RunLog, drop_lines_after
 from .task import build_task
 from .trainer import GrpoTrainer, make_backend
 from .warm_start import WarmStartProgress, WarmStartSpec, warm_start
@@ -103,6 +104,8 @@ class GrpoJob:
         config, log, is_writable = self.config, None, True
         before = self._accuracy_before()
         if self.ranks.is_first:
+            if config.depends_on_timing:
+                drop_lines_after(config.folder / SCHEDULE, self.first_step)
             log = RunLog(config.folder, config.run.num_steps, self.first_step, tensorboard=config.run.tensorboard)
         try:
             for step in range(self.first_step, config.run.num_steps):
@@ -151,6 +154,7 @@ class GrpoJob:
         done = StepSamples()
         stats = self.trainer.update(self.rollouts.samples(step, done), step)
         trained = time.perf_counter()
+        self.rollouts.end(step, done)
         num_bytes = self.engine.sync(str(step + 1))
         synced = time.perf_counter()
         num_tokens = self.ranks.total(sum(c.num_completion_tokens for c in done.completions))

@@ -17,6 +17,7 @@ from ..ranks import Ranks
 from .arithmetic import CONTEXT_TOKENS, build_tokenizer
 from .backends.lora import add_adapters, missing_package
 from .config import JobConfig
+from .engines.schedule import read_schedule
 from .rewards import load_reward
 from .task import build_task, check_lengths
 from .trainer import make_backend
@@ -61,6 +62,8 @@ def check_job(config: JobConfig, num_ranks: int) -> None:
     if wrong:
         raise ValueError("; ".join(wrong))
     config.engine_config()
+    if config.run.replay_schedule:
+        read_schedule(config.run.replay_schedule)
     load_reward(config.reward)
     model_spec(config)
     task = build_task(config)

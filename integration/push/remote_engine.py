@@ -21,7 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
-from ...rollout.ahead import AheadCounts, RolloutsAhead
+from ...rollout.ahead.group import Spans
+from ...rollout.ahead.rollouts import AheadCounts, RolloutsAhead
 from ...rollout.completion import Completion
 from ...rollout.replica.calls import completions_bytes, completions_from
 from ...weight_sync.target import TargetError
@@ -106,10 +107,19 @@ class RemoteEngine(RemoteTarget):
         )
 
     def begin(
-        self, key: int, prompts: Sequence[object], params: Sequence[Mapping[str, object]], timeout_s: float
+        self,
+        key: int,
+        prompts: Sequence[object],
+        params: Sequence[Mapping[str, object]],
+        schedule: Sequence[Sequence[Spans]] | None,
+        timeout_s: float,
     ) -> None:
         """Queue a batch, see `RolloutsAhead.begin`."""
-        self.call("begin", timeout_s=timeout_s, key=key, prompts=prompts, params=params)
+        self.call("begin", timeout_s=timeout_s, key=key, prompts=prompts, params=params, schedule=schedule)
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait for the present weights' share of a schedule, see `RolloutsAhead.settle`."""
+        self.call("settle", timeout_s=timeout_s)
 
     def finish_group(self, key: int, index: int, timeout_s: float) -> list[Completion]:
         """Return the samples of one prompt of a batch, see `RolloutsAhead.finish_group`."""
@@ -243,6 +253,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def run(verb: str, timeout_s: float, arguments: dict[str, Any]) -> dict[str, object]:
         if verb == "begin":
             ahead.begin(**arguments)
+            return {}
+        if verb == "settle":
+            ahead.settle()
             return {}
         if verb == "ahead_counts":
             return asdict(ahead.counts)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from ...kernels.sampling.draws import derive_seed
 from ..grammars.catalog import Grammars
 from ..grammars.matcher import CompiledGrammar
-from ..request_options import Renewal, RequestOptions
+from ..request_options import Begun, Renewal, RequestOptions
 from ..sampling_params import SamplingParams
 from ..sequences.detokenizer import IncrementalDetokenizer
 from ..sequences.request import Request
@@ -79,7 +79,27 @@ class Intake:
             raise ValueError(f"draft_token_ids has {num} tokens, more than the context has, which is {limit}")
         if options.renewal is not None:
             self._check_renewal(options.renewal, params)
+        if options.begun is not None:
+            self._check_begun(options.begun, params, options)
         return its_ids
+
+    def _check_begun(self, begun: Begun, params: SamplingParams, options: RequestOptions) -> None:
+        """Check an answer that is to go on with these settings. Raises ValueError."""
+        faults = []
+        if params.n != 1 or options.renewal is not None:
+            faults.append("is of one sample, which is not renewed")
+        if params.is_constrained or options.top_logprobs_num or options.token_ids_logprob:
+            faults.append("has no grammar and no alternatives")
+        if len(begun.token_ids) >= max(params.max_new_tokens, 1):
+            faults.append(f"has fewer tokens than max_new_tokens={params.max_new_tokens}, not {len(begun.token_ids)}")
+        if len(begun.logprobs) != len(begun.token_ids):
+            faults.append(f"has a log-probability for each of its {len(begun.token_ids)} tokens")
+        if bad := [id for id in begun.token_ids if type(id) is not int or not 0 <= id < self._vocab_size]:
+            faults.append(f"names tokens below {self._vocab_size}, not {bad[:5]!r}")
+        if begun.token_ids and (not begun.spans or begun.spans[0][2] != 0):
+            faults.append("says from which weights its first token came")
+        if faults:
+            raise ValueError(f"a begun answer {'; '.join(faults)}")
 
     def _check_renewal(self, renewal: Renewal, params: SamplingParams) -> None:
         """Check an answer that is to be renewed with these settings. Raises ValueError."""
@@ -120,9 +140,9 @@ class Intake:
         self, id: str, its_ids: list[int], params: SamplingParams, options: RequestOptions, index: int, now: float,
         number: int,
     ) -> Request:  # fmt: skip
-        renewal = options.renewal
-        if renewal is not None:
-            seed, index = renewal.seed, renewal.index
+        renewal, begun = options.renewal, options.begun
+        if (given := renewal or begun) is not None:
+            seed, index = given.seed, given.index
         elif params.sampling_seed is None:
             seed = derive_seed(self._seed, number)
         else:
@@ -132,7 +152,10 @@ class Intake:
             detokenizer = IncrementalDetokenizer(self._tokenizer, its_ids, params, self._search_time)
         sequence = TokenSequence(id, its_ids)
         earlier = renewal.token_ids if renewal is not None else ()
-        return Request(sequence, params, options, index, seed, now, number, detokenizer, earlier=earlier)
+        request = Request(sequence, params, options, index, seed, now, number, detokenizer, earlier=earlier)
+        if begun is not None:
+            request.go_on_with(begun)
+        return request
 
 
 def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:

@@ -112,6 +112,8 @@ def _plain(completion: Completion) -> dict[str, Any]:
         options = changed(drawn.options)
         if drawn.options.renewal is not None:
             options["renewal"] = asdict(drawn.options.renewal)
+        if drawn.options.begun is not None:
+            options["begun"] = asdict(drawn.options.begun)
         values["drawn_with"] = [changed(drawn.params), options, drawn.seed]
     return values
 

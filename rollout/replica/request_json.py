@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from ..request_options import Renewal, RequestOptions
+from ..request_options import Begun, Renewal, RequestOptions
 from ..sampling_params import SamplingParams
 from ..sequences.request import Request
 from ..sequences.sequence import Sequence as TokenSequence
 
 _CONTROLLERS_OWN = {"n", "stop", "stop_regex", "stream_interval", "custom_params", "no_stop_trim",
                     "skip_special_tokens", "spaces_between_special_tokens", "json_schema", "regex", "ebnf",
-                    "structural_tag", "jump_forward", "draft_token_ids", "speculation", "renewal",
+                    "structural_tag", "jump_forward", "draft_token_ids", "speculation", "renewal", "begun",
                     "stream_when_final", "takes_back"}  # fmt: skip
 
 
@@ -22,6 +22,8 @@ def request_json(request: Request) -> bytes:
     """Encode a request's settings without the defaults."""
     data: dict[str, Any] = {"id": request.id, "index": request.index, "seed": request.seed}
     data["params"] = {k: v for k, v in changed(request.params).items() if k not in _CONTROLLERS_OWN}
+    if num_output := request.sequence.num_output_tokens:  # of an answer that goes on
+        data["num_output"] = num_output
     data["options"] = {k: v for k, v in changed(request.options).items() if k not in _CONTROLLERS_OWN}
     return json.dumps(data, separators=(",", ":"), default=list).encode()
 
@@ -29,8 +31,10 @@ def request_json(request: Request) -> bytes:
 def request_of(data: bytes, token_ids: Sequence[int]) -> Request:
     """Decode a follower's request. It has the fields that a step reads."""
     given = json.loads(data)
+    sequence = TokenSequence(given["id"], token_ids)
+    sequence.num_prompt_tokens -= given.get("num_output", 0)
     return Request(
-        TokenSequence(given["id"], token_ids), SamplingParams(**given["params"]), options_of(given["options"]),
+        sequence, SamplingParams(**given["params"]), options_of(given["options"]),
         given["index"], given["seed"], 0.0, 0, None,
     )  # fmt: skip
 
@@ -40,6 +44,10 @@ def options_of(given: Mapping[str, Any]) -> RequestOptions:
     options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
     if (renewal := options.get("renewal")) is not None:
         options["renewal"] = Renewal(tuple(renewal["token_ids"]), renewal["seed"], renewal["index"])
+    if (begun := options.get("begun")) is not None:
+        spans = tuple((version, digest, start) for version, digest, start in begun["spans"])
+        token_ids, logprobs = tuple(begun["token_ids"]), tuple(begun["logprobs"])
+        options["begun"] = Begun(token_ids, logprobs, spans, begun["seed"], begun["index"])
     return RequestOptions(**options)
 
 

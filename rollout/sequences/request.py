@@ -8,11 +8,11 @@ from itertools import takewhile
 
 from ..completion import Completion, DrawnWith, FinishReason, NextToken, WeightSpan
 from ..grammars.state import GrammarState
-from ..request_options import RequestOptions
+from ..request_options import Begun, RequestOptions
 from ..sampling_params import SamplingParams
 from .detokenizer import IncrementalDetokenizer, StopRegexTimeout
 from .in_flight import InFlight
-from .output_record import OutputRecord
+from .output_record import OutputRecord, SpanStart
 from .sequence import Sequence
 
 _ID_BYTES = 16
@@ -141,6 +141,14 @@ class Request:
         )
         again.record.num_kept = again.record.num_chars_kept = 0
         return again
+
+    def go_on_with(self, begun: Begun) -> None:
+        """Take the beginning of an answer as this request's output so far. Nothing of it has run here."""
+        self.sequence.token_ids += begun.token_ids
+        self.record.logprobs += begun.logprobs
+        self.record.span_starts += [SpanStart(*span) for span in begun.spans]
+        if self.detokenizer is not None:
+            self.detokenizer.append(begun.token_ids)
 
     def cut_output(self, num_tokens: int) -> None:
         """End the output after its first `num_tokens` tokens."""

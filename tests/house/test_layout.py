@@ -123,7 +123,8 @@ PLACES = {
         "http.edge router.budget router.calls router.config router.counters router.fleet router.relay router.wire"
     ),
     "integration.grpo.plan": (
-        "grpo.arithmetic grpo.backends grpo.config grpo.rewards grpo.task grpo.trainer grpo.warm_start ranks"
+        "grpo.arithmetic grpo.backends grpo.config grpo.engines grpo.rewards grpo.task grpo.trainer "
+        "grpo.warm_start ranks"
     ),
     "integration.push.local_target": "plain_values service",
     "integration.router.changes": "http.edge router.calls router.config router.counters router.fleet router.wire",

@@ -12,7 +12,8 @@ from typing import cast
 
 from transformers import PreTrainedModel
 
-from ....rollout.ahead import AheadCounts, OnCommitPolicy, RolloutsAhead
+from ....rollout.ahead.group import Spans
+from ....rollout.ahead.rollouts import AheadCounts, OnCommitPolicy, RolloutsAhead
 from ....rollout.completion import Completion
 from ....rollout.config import EngineConfig
 from ....rollout.engine import Engine
@@ -39,8 +40,18 @@ class JobEngine(ABC):
         """Complete every prompt with the weights of the last sync."""
 
     @abstractmethod
-    def begin(self, step: int, prompts: Sequence[str], params: Sequence[SamplingParams]) -> None:
+    def begin(
+        self,
+        step: int,
+        prompts: Sequence[str],
+        params: Sequence[SamplingParams],
+        schedule: Sequence[Sequence[Spans]] | None = None,
+    ) -> None:
         """Queue the prompts of a step, which may be a coming one, without waiting; see `RolloutsAhead`."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until a schedule's tokens of the present weights are drawn; before a sync of a run that is repeated."""
 
     @abstractmethod
     def groups(self, step: int, num_groups: int) -> Iterator[list[Completion]]:
@@ -77,9 +88,20 @@ class LocalEngine(JobEngine):
     def _ahead(self) -> RolloutsAhead:
         return rollouts_ahead(self.service.engine, self._config)
 
-    def begin(self, step: int, prompts: Sequence[str], params: Sequence[SamplingParams]) -> None:
+    def begin(
+        self,
+        step: int,
+        prompts: Sequence[str],
+        params: Sequence[SamplingParams],
+        schedule: Sequence[Sequence[Spans]] | None = None,
+    ) -> None:
         """See `JobEngine.begin`."""
-        self._ahead.begin(step, prompts, params)
+        self._ahead.begin(step, prompts, params, schedule=schedule)
+
+    def settle(self) -> None:
+        """See `JobEngine.settle`."""
+        with self.service.rollout(release_kv=True):
+            self._ahead.settle()
 
     def groups(self, step: int, num_groups: int) -> Iterator[list[Completion]]:
         """See `JobEngine.groups`. All are there before the first is yielded: then the trainer has the process."""
@@ -129,6 +151,8 @@ def rollouts_ahead(engine: Engine, config: JobConfig) -> RolloutsAhead:
     """Make the queue of an engine's coming steps, as the job's settings say."""
     rollout = config.rollout
     on_commit = cast(OnCommitPolicy, rollout.on_commit)  # checked where it was read
+    if config.run.replay_schedule:
+        return RolloutsAhead(engine, "keep")  # what was dropped is not drawn again
     return RolloutsAhead(engine, on_commit, rollout.max_lag if on_commit == "drop" else None)
 
 

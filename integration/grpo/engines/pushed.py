@@ -12,7 +12,8 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ....rollout.ahead import AheadCounts, RolloutsAhead
+from ....rollout.ahead.group import Spans
+from ....rollout.ahead.rollouts import AheadCounts, RolloutsAhead
 from ....rollout.completion import Completion
 from ....rollout.sampling_params import SamplingParams
 from ....weight_sync.disk.claims import claimed_folder
@@ -55,8 +56,9 @@ class PushedEngine(OtherModelEngine):
             settings = {k: v for k, v in asdict(config.engine_config()).items() if v is not None}
             settings["dtype"] = config.model.dtype
             rollout = config.rollout
-            options = ["--on-commit", rollout.on_commit]
-            options += ["--max-lag", str(rollout.max_lag)] if rollout.on_commit == "drop" else []
+            on_commit = "keep" if config.run.replay_schedule else rollout.on_commit
+            options = ["--on-commit", on_commit]
+            options += ["--max-lag", str(rollout.max_lag)] if on_commit == "drop" else []
             self._target: RemoteEngine | LocalTarget = RemoteEngine(folder, sockets, own.stem, settings, options)
             self._exit.callback(self._target.close)
         else:
@@ -87,13 +89,28 @@ class PushedEngine(OtherModelEngine):
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         return self._target.generate(list(prompts), [asdict(p) for p in each], _GENERATE_TIMEOUT_S)
 
-    def begin(self, step: int, prompts: Sequence[str], params: Sequence[SamplingParams]) -> None:
+    def begin(
+        self,
+        step: int,
+        prompts: Sequence[str],
+        params: Sequence[SamplingParams],
+        schedule: Sequence[Sequence[Spans]] | None = None,
+    ) -> None:
         """See `JobEngine.begin`."""
         if self._ahead is not None:
-            self._ahead.begin(step, prompts, params)
+            self._ahead.begin(step, prompts, params, schedule=schedule)
         else:
             assert isinstance(self._target, RemoteEngine)
-            self._target.begin(step, list(prompts), [asdict(p) for p in params], _GENERATE_TIMEOUT_S)
+            self._target.begin(step, list(prompts), [asdict(p) for p in params], schedule, _GENERATE_TIMEOUT_S)
+
+    def settle(self) -> None:
+        """See `JobEngine.settle`."""
+        if self.service is not None and self._ahead is not None:
+            with self.service.rollout(release_kv=True):
+                self._ahead.settle()
+        else:
+            assert isinstance(self._target, RemoteEngine)
+            self._target.settle(_GENERATE_TIMEOUT_S)
 
     def groups(self, step: int, num_groups: int) -> Iterator[list[Completion]]:
         """See `JobEngine.groups`."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ....kernels.sampling.draws import derive_seed
-from ....rollout.ahead import AheadCounts
+from ....rollout.ahead.rollouts import AheadCounts
 from ....rollout.completion import Completion
 from ....rollout.sampling_params import SamplingParams
 from ...ranks import Ranks
@@ -20,6 +20,7 @@ from ..problems import Problem
 from ..rewards import RewardFunction
 from ..task import Task
 from .engine import JobEngine
+from .schedule import SCHEDULE, append_step, read_schedule, step_spans
 
 
 @dataclass
@@ -38,6 +39,8 @@ class Rollouts:
         self._config, self._ranks, self._engine, self._task, self._reward = config, ranks, engine, task, reward
         self._num_begun = 0  # steps whose prompts the engine has
         self._counts = AheadCounts()  # at the end of the step before
+        path = config.run.replay_schedule
+        self._replayed = read_schedule(path) if path else None
 
     def samples(self, step: int, into: StepSamples) -> Iterator[Sample]:
         """Yield this rank's samples of a step in order, waiting for each group; note their answers in `into`.
@@ -60,6 +63,16 @@ class Rollouts:
             for answer, advantage in zip(answers, advantages, strict=True):
                 num_older = sum(span.end - span.start for span in answer.weight_versions if span.version != str(step))
                 yield Sample(answer.prompt_ids, answer.token_ids, answer.logprobs, advantage, num_older)
+
+    def end(self, step: int, samples: StepSamples) -> None:
+        """Log what the samples of a step depend on beyond the settings, and wait for what a schedule still wants of
+        these weights. All ranks call it together, before the weights change."""
+        if self._config.depends_on_timing:
+            spans = step_spans(samples.completions, self._config.rollout.group_size, self._ranks)
+            if self._ranks.is_first:
+                append_step(self._config.folder / SCHEDULE, step + 1, spans)
+        if self._replayed is not None:
+            self._engine.settle()
 
     def score(self, problems: Sequence[Problem], answers: Sequence[Completion]) -> list[float]:
         """Return the rewards of answers to these problems."""
@@ -105,7 +118,14 @@ class Rollouts:
             )
             for number in range(len(problems))
         ]
-        self._engine.begin(step, [problem.prompt for problem in problems], params)
+        schedule = None
+        if self._replayed is not None:
+            spans = self._replayed.get(step + 1)
+            if spans is None or len(spans) != self._config.rollout.prompts_per_step:
+                path, num = self._config.run.replay_schedule, self._config.rollout.prompts_per_step
+                raise ValueError(f"run.replay_schedule: {path!r} has no step {step + 1} of {num} prompts")
+            schedule = spans[ranks.rank :: ranks.num_ranks]
+        self._engine.begin(step, [problem.prompt for problem in problems], params, schedule)
         self._num_begun = step + 1
 
     def _problems(self, step: int) -> list[Problem]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ....rollout.ahead.group import Spans
 from ....rollout.completion import Completion
 from ....rollout.engine import Engine
 from ....rollout.ranks.channel import RankChannel
@@ -24,6 +25,7 @@ class _Brought:
     prompts: list[str]
     params: list[SamplingParams]
     own_samples: slice  # this rank's, among the samples of all
+    schedule: list[Sequence[Spans]] | None
 
 
 class ShardedEngine(LocalEngine):
@@ -49,19 +51,30 @@ class ShardedEngine(LocalEngine):
         with self.service.rollout(release_kv=True):
             return self.service.engine.generate(brought.prompts, brought.params)[brought.own_samples]
 
-    def begin(self, step: int, prompts: Sequence[str], params: Sequence[SamplingParams]) -> None:
+    def begin(
+        self,
+        step: int,
+        prompts: Sequence[str],
+        params: Sequence[SamplingParams],
+        schedule: Sequence[Sequence[Spans]] | None = None,
+    ) -> None:
         """See `JobEngine.begin`. All ranks of the replica call it together."""
-        brought = self._gather(prompts, params)
+        brought = self._gather(prompts, params, schedule)
         self._own_samples[step] = brought.own_samples
-        self._ahead.begin(step, brought.prompts, brought.params)
+        self._ahead.begin(step, brought.prompts, brought.params, schedule=brought.schedule)
 
     def _finish(self, step: int) -> list[Completion]:
         """Wait for a step's samples; all ranks of the replica call it together. Returns this rank's."""
         return super()._finish(step)[self._own_samples.pop(step)]
 
-    def _gather(self, prompts: Sequence[str], params: Sequence[SamplingParams]) -> _Brought:
+    def _gather(
+        self,
+        prompts: Sequence[str],
+        params: Sequence[SamplingParams],
+        schedule: Sequence[Sequence[Spans]] | None = None,
+    ) -> _Brought:
         """Bring the prompts of all ranks of the replica to each of them."""
-        own = {"prompts": list(prompts), "params": [asdict(p) for p in params]}
+        own = {"prompts": list(prompts), "params": [asdict(p) for p in params], "schedule": schedule}
         # Rank 0 may call this later than the others: it writes logs and checkpoints.
         brought = self.ranks.gather_json(own, timeout_s=self._config.run.timeout_s)
         num_samples = [sum(plain["n"] for plain in of_rank["params"]) for of_rank in brought]
@@ -70,6 +83,7 @@ class ShardedEngine(LocalEngine):
             [prompt for of_rank in brought for prompt in of_rank["prompts"]],
             [SamplingParams(**plain) for of_rank in brought for plain in of_rank["params"]],
             slice(first, first + num_samples[self.ranks.mesh.local_rank]),
+            None if schedule is None else [spans for of_rank in brought for spans in of_rank["schedule"]],
         )
 
     def sync(self, version: str) -> int:

@@ -121,9 +121,31 @@ def test_keep_and_drop_train_on_tokens_of_older_weights_and_say_so(tmp_path):
         assert all(line["logprob_gap"] == 0.0 for line in logs[name]), name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_runs_that_were_timed_are_repeated_from_their_schedules(tmp_path, num_ranks):
+    (tmp_path / "slow_rewards.py").write_text(SLOW_REWARDS)
+    runs = {
+        "keep": "sync=tensor engines=separate rollout.ahead=2 rollout.on_commit=keep rollout.max_lag=2",
+        "drop": "sync=tensor engines=separate rollout.ahead=3 rollout.on_commit=drop rollout.max_lag=1",
+        "shared": "rollout.ahead=1 rollout.on_commit=keep",
+    }
+    common = f"{MORE} run.num_steps=8"
+    run_jobs(tmp_path, num_ranks, {name: f"{common} {settings}" for name, settings in runs.items()})
+    again = {f"{name}-again": f"{common} {settings} run.replay_schedule=runs/{name}/schedule.jsonl"
+             for name, settings in runs.items()}  # fmt: skip
+    again["elsewhere"] = f"{again['keep-again']} engines=local"  # not beside training, and yet the same
+    run_jobs(tmp_path, num_ranks, again)
+    for name in again:
+        of = name.removesuffix("-again") if name != "elsewhere" else "keep"
+        assert lines_of(tmp_path, name) == lines_of(tmp_path, of), name
+    assert any(line["lag_mean"] > 0 for line in log_of(tmp_path, "keep"))
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (["run.replay_schedule=x"], "run.replay_schedule repeats runs with rollout.ahead"),
         (["rollout.ahead=-1"], "rollout.ahead must not be negative, not -1"),
         (["rollout.max_lag=-2"], "rollout.max_lag must not be negative, not -2"),
         (["rollout.on_commit=throw"], 'rollout.on_commit must be "verify", "keep" or "drop", not \'throw\''),

@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
-from lockstep.rollout.ahead import RolloutsAhead
+from lockstep.rollout.ahead.group import ReplayDiverged
+from lockstep.rollout.ahead.rollouts import RolloutsAhead
 from lockstep.rollout.completion import Completion
 from lockstep.rollout.errors import EngineStopped
+from lockstep.rollout.request_options import Begun, RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.rollout.speculation.drafting import record
 
@@ -231,6 +234,88 @@ def test_drop_draws_groups_anew_that_are_too_old(make_engine, weights):
         steps = run_ahead(engine, model, 2, ahead)
     assert [[record(one) for one in step] for step in steps] == expected  # nothing of older weights is left
     assert ahead.counts.num_dropped_tokens > 0
+    engine.close()
+
+
+def repeat(engine, model, steps: list[list[Completion]], num_ahead: int) -> list[list[Completion]]:
+    """Run again with the schedule of a run."""
+    ahead, repeated = RolloutsAhead(engine, "keep"), []
+    for step in range(NUM_BATCHES):
+        for coming in range(step, min(step + num_ahead + 1, NUM_BATCHES)):
+            if coming not in ahead:
+                ahead.begin(coming, *batch(coming), schedule=schedule_of(steps[coming]))
+        repeated.append(ahead.finish(step))
+        ahead.settle()
+        engine.pause_generation("retract")
+        train(model, step)
+        engine.weights.commit_weights(str(step + 1), None)
+        engine.continue_generation()
+    return repeated
+
+
+def schedule_of(answers: list[Completion]) -> list[list[list[tuple[str, int]]]]:
+    spans = [[(span.version, span.end - span.start) for span in one.weight_versions] for one in answers]
+    return [spans[at : at + SAMPLES] for at in range(0, len(spans), SAMPLES)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"speculation": "off", "overlap": True}, {"stages": 2}])
+@pytest.mark.parametrize("policy", [("keep",), ("drop", 1)])
+def test_a_run_that_was_timed_is_repeated_from_its_schedule(make_engine, weights, policy, settings):
+    model = weights()
+    engine = make_engine(model, **settings)
+    draw = random.Random(1)
+
+    def train_for_some_steps() -> None:
+        for _ in range(draw.choice([0, 2, 9])):
+            engine.step()
+
+    with engine.model.rollout_phase():
+        steps = run_ahead(engine, model, 2, RolloutsAhead(engine, *policy), train_for_some_steps)
+    engine.close()
+    model = weights()
+    engine = make_engine(model, **settings)
+    with engine.model.rollout_phase():
+        repeated = repeat(engine, model, steps, 2)
+        assert not engine.has_work
+        engine.check_integrity()
+    engine.close()
+    assert [[record(one) for one in step] for step in repeated] == [[record(one) for one in step] for step in steps]
+    assert any(len(one.weight_versions) > 1 for step in steps for one in step)
+
+
+def test_a_schedule_of_another_run_is_noticed(make_engine, weights):
+    engine = make_engine(weights())
+    prompts, params = batch(0)
+    ahead = RolloutsAhead(engine, "keep")
+    with pytest.raises(ValueError, match="4 prompts, but a schedule of 1"):
+        ahead.begin(0, prompts, params, schedule=[[]])
+    with pytest.raises(ValueError, match="a schedule is of samples with a seed: 1 for n=3"):
+        ahead.begin(0, prompts, params, schedule=[[[("default", 3)]]] * 4)
+    with engine.model.rollout_phase():
+        ahead.begin(0, prompts, params, schedule=[[[("default", 1)]] * SAMPLES] * PROMPTS)
+        with pytest.raises(ReplayDiverged, match="has 2 tokens after version default, and 1 in the schedule"):
+            ahead.finish(0)
+    engine.close()
+
+
+def test_an_answer_goes_on_from_its_beginning(make_engine, weights):
+    engine = make_engine(weights())
+    params = SamplingParams(max_new_tokens=12, sampling_seed=4, ignore_eos=True)
+    [whole] = engine.generate([[3, 4, 5]], params)
+    [part] = engine.generate([[3, 4, 5]], replace(params, max_new_tokens=5))
+    begun = Begun(part.token_ids, part.logprobs, (("default", None, 0),), part.drawn_with.seed, 0)
+    [rest] = engine.generate([[3, 4, 5]], params, options=RequestOptions(begun=begun))
+    assert record(rest) == record(whole)
+    for wrong, message in (
+        (replace(begun, token_ids=(1,) * 12, logprobs=(0.0,) * 12), "fewer tokens than max_new_tokens=12, not 12"),
+        (replace(begun, logprobs=()), "a log-probability for each of its 5 tokens"),
+        (replace(begun, token_ids=(-1,) * 5), r"names tokens below 1024, not \[-1, -1"),
+        (replace(begun, spans=()), "from which weights its first token came"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.generate([[3, 4, 5]], params, options=RequestOptions(begun=wrong))
+    with pytest.raises(ValueError, match="no alternatives"):
+        engine.generate([[3, 4, 5]], params, options=RequestOptions(begun=begun, top_logprobs_num=1))
     engine.close()
 
 

@@ -11,17 +11,15 @@ The other policies are those of asynchronous training elsewhere: "keep" returns 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import Literal
 
-from .completion import Completion, StreamChunk
-from .control.intake import Params, Prompt, as_params, prompt_ids
-from .control.requests import renewal_of
-from .engine import Engine
-from .errors import EngineStopped
-from .request_options import RequestOptions
-from .sampling_params import SamplingParams
+from ..completion import Completion
+from ..control.intake import Params, Prompt, as_params, prompt_ids
+from ..engine import Engine
+from ..request_options import RequestOptions
+from .group import Group, ReplayedGroup, Spans
 
 OnCommitPolicy = Literal["verify", "keep", "drop"]
 
@@ -40,38 +38,6 @@ class AheadCounts:
     def __sub__(self, other: AheadCounts) -> AheadCounts:
         """Return what was added since `other`."""
         return AheadCounts(*(mine - its for mine, its in zip(astuple(self), astuple(other), strict=True)))
-
-
-@dataclass(eq=False)
-class _Group:
-    """The samples of one prompt, and the receiver of their answers."""
-
-    prompt: list[int]
-    params: SamplingParams
-    options: RequestOptions
-    on_answer: Callable[[], None]
-    on_error: Callable[[EngineStopped], None]
-    epoch_now: Callable[[], int]
-    begun_in: int | None = None  # epoch of its submission; None: not submitted yet
-    answers: dict[int, Completion] = field(default_factory=dict)  # by index of the sample
-    epochs: dict[int, int] = field(default_factory=dict)  # in which they ended
-    is_taken: bool = False
-
-    @property
-    def num_open(self) -> int:
-        """Number of samples that were submitted and have not ended."""
-        return 0 if self.begun_in is None else self.params.n - len(self.answers)
-
-    def on_chunk(self, chunk: StreamChunk) -> None:
-        """Take an answer; see `Listener`."""
-        assert chunk.completion is not None  # nothing is streamed
-        self.answers[chunk.index] = chunk.completion
-        self.epochs[chunk.index] = self.epoch_now()
-        self.on_answer()
-
-    def on_failure(self, error: EngineStopped) -> None:
-        """Take the error that ended the loop; see `Listener`."""
-        self.on_error(error)
 
 
 class RolloutsAhead:
@@ -96,9 +62,9 @@ class RolloutsAhead:
             raise ValueError(f'max_lag goes with on_commit="drop", not {on_commit!r} and max_lag={max_lag}')
         self._engine = engine
         self._on_commit, self._max_lag = on_commit, max_lag
-        self._batches: dict[int, list[_Group]] = {}  # guarded by the engine's lock
+        self._batches: dict[int, list[Group]] = {}  # guarded by the engine's lock
         self._width = 0  # number of sequences of the largest batch so far
-        self._failure: EngineStopped | None = None
+        self._failure: Exception | None = None
         self._num_dropped_tokens = 0
 
     @property
@@ -125,11 +91,16 @@ class RolloutsAhead:
         prompts: Sequence[Prompt],
         params: Sequence[Params],
         options: Sequence[RequestOptions] | None = None,
+        *,
+        schedule: Sequence[Sequence[Spans]] | None = None,
     ) -> None:
         """Queue a batch behind the ones before it, without waiting.
 
         Its prompts run, in their order, as the batches before it leave places: there are as many as the largest batch
         has samples. Raises ValueError for a key that is taken and for bad prompts and settings; then nothing is queued.
+
+        schedule: repeat another run: for each prompt and sample the weight versions and how many tokens each drew.
+        Needs `sampling_seed`; `settle` is called before each commit.
         """
         engine = self._engine
         if not engine.is_controller:
@@ -137,7 +108,10 @@ class RolloutsAhead:
         options = options or [RequestOptions()] * len(prompts)
         if not len(prompts) == len(params) == len(options):
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} params and {len(options)} options")
-        groups = [self._group(*asked) for asked in zip(prompts, params, options, strict=True)]
+        if schedule is not None and len(schedule) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but a schedule of {len(schedule)}")
+        spans: Sequence[Sequence[Spans] | None] = schedule or [None] * len(prompts)
+        groups = [self._group(*asked) for asked in zip(prompts, params, options, spans, strict=True)]
         with engine.driver.lock:
             if key in self._batches:
                 raise ValueError(f"batch {key} has been begun already")
@@ -158,6 +132,18 @@ class RolloutsAhead:
         last prompt. Raises as `finish`, and IndexError."""
         return self._engine.requests.together(lambda: self._take(key, index, index + 1))
 
+    def settle(self) -> None:
+        """Wait until all that a schedule gives the present weights is drawn; before each commit of a run that is
+        repeated."""
+        engine = self._engine
+        replayed = [g for batch in self._batches.values() for g in batch if isinstance(g, ReplayedGroup)]
+        with engine.model.rollout_phase():
+            with engine.driver.lock:
+                self._advance()
+            engine.driver.wait_until(lambda: self._failure is not None or not any(g.running for g in replayed))
+        if self._failure is not None:
+            raise self._failure
+
     def close(self) -> None:
         """Abort everything that was begun and not finished."""
         if not self._engine.is_controller:
@@ -169,10 +155,15 @@ class RolloutsAhead:
 
     # -- helpers; the caller holds the engine's lock, but for the first two -------------------------------------------
 
-    def _group(self, prompt: Prompt, params: Params, options: RequestOptions) -> _Group:
-        engine = self._engine
+    def _group(self, prompt: Prompt, params: Params, options: RequestOptions, spans: Sequence[Spans] | None) -> Group:
+        engine, checked = self._engine, as_params(params)
         ids = prompt_ids(prompt, engine.tokenizer, engine.model.vocab_size)
-        return _Group(ids, as_params(params), options, self._feed, self._fail, lambda: engine.epoch)
+        if spans is None:
+            return Group(engine, ids, checked, options, self._feed, self._fail)
+        if checked.sampling_seed is None or len(spans) != checked.n:
+            raise ValueError(f"a schedule is of samples with a seed: {len(spans)} for n={checked.n}, "
+                             f"sampling_seed={checked.sampling_seed}")  # fmt: skip
+        return ReplayedGroup(engine, ids, checked, options, self._feed, self._fail, spans=spans)
 
     def _take(self, key: int, first: int, end: int) -> list[Completion]:
         """Wait for the prompts `first` to `end` - 1 of a batch."""
@@ -183,19 +174,20 @@ class RolloutsAhead:
         with engine.model.rollout_phase():
             with engine.driver.lock:
                 self._drop_old()
+                self._advance()
                 for group in batch:
                     if group.begun_in is None:
-                        self._submit(group)
+                        group.submit()
                 self._renew_old(batch[first:])  # also those whose turn comes next
             while True:
                 engine.driver.wait_until(lambda: self._failure is not None or not any(g.num_open for g in wanted))
                 with engine.driver.lock:
                     if self._failure is not None:
-                        raise EngineStopped("the engine's loop has ended") from self._failure
+                        raise self._failure
                     if not self._renew_old(wanted):
                         return self._taken(key, wanted)
 
-    def _taken(self, key: int, wanted: Sequence[_Group]) -> list[Completion]:
+    def _taken(self, key: int, wanted: Sequence[Group]) -> list[Completion]:
         """Return the answers of some prompts, and let others take their places."""
         for group in wanted:
             group.is_taken = True
@@ -210,32 +202,22 @@ class RolloutsAhead:
         for batch in self._batches.values():
             for group in batch:
                 if group.begun_in is None:
-                    if num_open and num_open + group.params.n > self._width:
+                    if num_open and num_open + group.params.n > self._width and not isinstance(group, ReplayedGroup):
                         return
-                    self._submit(group)
+                    group.submit()
                 num_open += group.num_open
                 if self.verifies and not group.is_taken:
                     num_open += sum(epoch != now for epoch in group.epochs.values())
 
-    def _submit(self, group: _Group) -> None:
-        group.begun_in = self._engine.epoch
-        self._engine.requests.submit([group.prompt], [group.params], group, options=[group.options], streamed=False)
+    def _advance(self) -> None:
+        for batch in self._batches.values():
+            for group in batch:
+                group.advance()
 
-    def _renew_old(self, batch: Sequence[_Group]) -> bool:
+    def _renew_old(self, groups: Sequence[Group]) -> bool:
         """Draw answers of older weights again; returns whether there are some."""
-        found = False
-        now = self._engine.epoch
-        for group in batch if self.verifies else ():
-            old = [index for index, epoch in group.epochs.items() if epoch != now]
-            if not old:
-                continue
-            asked = [renewal_of(group.answers[index]) for index in old]
-            for index in old:
-                del group.answers[index], group.epochs[index]
-            prompts, params, options = zip(*asked, strict=True)
-            self._engine.requests.submit(prompts, params, group, options=options, streamed=False)
-            found = True
-        return found
+        renewed = [group.renew_old() for group in groups if self.verifies]
+        return any(renewed)
 
     def _drop_old(self) -> None:
         """Begin groups anew that are too old."""
@@ -254,9 +236,7 @@ class RolloutsAhead:
         )
         self._engine.requests.withdraw(set(old))
         for group in old:
-            group.answers.clear()
-            group.epochs.clear()
-            group.begun_in = None
+            group.forget()
 
-    def _fail(self, error: EngineStopped) -> None:
+    def _fail(self, error: Exception) -> None:
         self._failure = error

@@ -1,0 +1,54 @@
+"""The schedule of a run whose samples depend on timing: under which commit each token was drawn. Its file repeats it.
+
+A line of `schedule.jsonl` is a step: {"step": 3, "spans": [prompt][sample][[version, number of tokens], ...]}, prompts
+in the order of the step, whatever rank they were on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ....rollout.ahead.group import Spans
+from ....rollout.completion import Completion
+from ...failures import files_of
+from ...ranks import Ranks
+
+SCHEDULE = "schedule.jsonl"
+StepSpans = list[list[Spans]]  # of each prompt and sample
+
+
+def step_spans(completions: list[Completion], group_size: int, ranks: Ranks) -> StepSpans:
+    """Return the spans of a step's samples, over all ranks. All ranks call it together."""
+    spans = [[(span.version, span.end - span.start) for span in one.weight_versions] for one in completions]
+    own = [spans[at : at + group_size] for at in range(0, len(spans), group_size)]
+    if ranks.num_ranks == 1:
+        return own  # type: ignore[return-value]
+    found: list[StepSpans] = [[]] * ranks.num_ranks
+    dist.all_gather_object(found, own)
+    return [found[index % ranks.num_ranks][index // ranks.num_ranks] for index in range(sum(map(len, found)))]
+
+
+def append_step(path: Path, step: int, spans: StepSpans) -> None:
+    """Append a step, counted from 1, to the file. Raises FileFailed."""
+    with files_of(path), open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, "spans": spans}) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_schedule(path: str) -> dict[int, StepSpans]:
+    """Read the spans of each step, counted from 1. Raises ValueError naming the file."""
+    try:
+        lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        return {
+            line["step"]: [[[(str(v), int(n)) for v, n in spans] for spans in prompt] for prompt in line["spans"]]
+            for line in lines
+        }
+    except OSError as error:
+        raise ValueError(f"run.replay_schedule: {path!r} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"run.replay_schedule: {path!r} is no schedule of a run: {error}") from error

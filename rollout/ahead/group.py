@@ -1,0 +1,149 @@
+"""The samples of one prompt of a batch, and the receiver of their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ...kernels.sampling.draws import derive_seed
+from ..completion import Completion, StreamChunk
+from ..control.requests import renewal_of
+from ..engine import Engine
+from ..errors import EngineStopped
+from ..request_options import Begun, RequestOptions
+from ..sampling_params import SamplingParams
+
+Spans = Sequence[tuple[str, int]]  # weight versions of a sample, in order, and how many tokens each drew
+
+
+class ReplayDiverged(ValueError):
+    """A sample that is drawn again by a schedule has not the length that the schedule says."""
+
+
+@dataclass(eq=False)
+class Group:
+    """The samples of one prompt. Its methods are called under the engine's lock."""
+
+    engine: Engine
+    prompt: list[int]
+    params: SamplingParams
+    options: RequestOptions
+    on_answer: Callable[[], None]
+    on_error: Callable[[Exception], None]
+    begun_in: int | None = None  # epoch of its submission; None: not submitted yet
+    answers: dict[int, Completion] = field(default_factory=dict)  # by index of the sample
+    epochs: dict[int, int] = field(default_factory=dict)  # in which they ended
+    is_taken: bool = False
+
+    @property
+    def num_open(self) -> int:
+        """Number of samples that were submitted and have not ended."""
+        return 0 if self.begun_in is None else self.params.n - len(self.answers)
+
+    def submit(self) -> None:
+        """Queue the samples."""
+        self.begun_in = self.engine.epoch
+        self._queue([self.prompt], [self.params], [self.options])
+
+    def advance(self) -> None:
+        """Queue what the present weights are to draw, beyond what runs."""
+
+    def renew_old(self) -> bool:
+        """Queue answers of older weights to be drawn again; returns whether there are some."""
+        now = self.engine.epoch
+        old = [index for index, epoch in self.epochs.items() if epoch != now]
+        if old:
+            asked = [renewal_of(self.answers[index]) for index in old]
+            for index in old:
+                del self.answers[index], self.epochs[index]
+            self._queue(*zip(*asked, strict=True))
+        return bool(old)
+
+    def forget(self) -> None:
+        """Forget all answers; the group is not submitted then."""
+        self.answers.clear()
+        self.epochs.clear()
+        self.begun_in = None
+
+    def on_chunk(self, chunk: StreamChunk) -> None:
+        """Take an answer; see `Listener`."""
+        assert chunk.completion is not None  # nothing is streamed
+        self._keep(chunk.completion)
+        self.on_answer()
+
+    def on_failure(self, error: EngineStopped) -> None:
+        """Take the error that ended the loop; see `Listener`."""
+        self.on_error(error)
+
+    def _keep(self, answer: Completion) -> None:
+        self.answers[answer.index] = answer
+        self.epochs[answer.index] = self.engine.epoch
+
+    def _queue(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], options: Sequence[RequestOptions]
+    ) -> None:
+        self.engine.requests.submit(prompts, params, self, options=options, streamed=False)
+
+
+@dataclass(eq=False)
+class ReplayedGroup(Group):
+    """A group of which each version of the weights draws as many tokens of each sample as a schedule says."""
+
+    spans: Sequence[Spans] = ()  # of each sample
+    parts: dict[int, Completion] = field(default_factory=dict)  # what older weights have drawn, by sample
+    running: set[int] = field(default_factory=set)  # samples of which a part is being drawn
+
+    def submit(self) -> None:
+        """Queue what the present weights are to draw."""
+        self.begun_in = self.engine.epoch
+        self.advance()
+
+    def advance(self) -> None:
+        """Queue what the present weights are to draw, beyond what runs."""
+        if self.begun_in is None:
+            return
+        for index, spans in enumerate(self.spans):
+            part = self.parts.get(index)
+            num_drawn = 0 if part is None else part.num_completion_tokens
+            version, end = _next_span(spans, num_drawn)
+            if index in self.answers or index in self.running or version != self.engine.weight_version:
+                continue
+            is_last = end == sum(num for _, num in spans)
+            self.running.add(index)
+            self._queue(
+                [self.prompt],
+                [replace(self.params, n=1, max_new_tokens=self.params.max_new_tokens if is_last else end)],
+                [replace(self.options, begun=self._begun(index, part))],
+            )
+
+    def _begun(self, index: int, part: Completion | None) -> Begun:
+        if part is None:
+            assert self.params.sampling_seed is not None  # checked where the group was made
+            return Begun((), (), (), derive_seed(self.params.sampling_seed, index), index)
+        spans = tuple((span.version, span.digest, span.start) for span in part.weight_versions)
+        assert part.drawn_with is not None
+        return Begun(part.token_ids, part.logprobs, spans, part.drawn_with.seed, index)
+
+    def _keep(self, answer: Completion) -> None:
+        index, spans = answer.index, self.spans[answer.index]
+        self.running.discard(index)
+        num_before = 0 if (part := self.parts.get(index)) is None else part.num_completion_tokens
+        _, end = _next_span(spans, num_before)
+        if answer.num_completion_tokens != end:
+            found = f"sample {index} of a prompt of {len(self.prompt)} tokens has {answer.num_completion_tokens} tokens"
+            why = f"after version {answer.weight_version}, and {end} in the schedule: that is of another run"
+            self.on_error(ReplayDiverged(f"{found} {why}"))
+        elif end == sum(num for _, num in spans):
+            super()._keep(answer)
+        else:
+            self.parts[index] = answer
+
+
+def _next_span(spans: Spans, num_drawn: int) -> tuple[str, int]:
+    """Return the version that draws the token behind the first `num_drawn`, and the tokens at its end."""
+    end = 0
+    for version, num in spans:
+        end += num
+        if end > num_drawn:
+            return version, end
+    return "", end
