@@ -158,6 +158,7 @@ class RolloutsAhead:
     def _group(self, prompt: Prompt, params: Params, options: RequestOptions, spans: Sequence[Spans] | None) -> Group:
         engine, checked = self._engine, as_params(params)
         ids = prompt_ids(prompt, engine.tokenizer, engine.model.vocab_size)
+        engine.requests.check(ids, checked, options)  # later it is submitted by a thread that must not fail
         if spans is None:
             return Group(engine, ids, checked, options, self._feed, self._fail)
         if checked.sampling_seed is None or len(spans) != checked.n:

@@ -90,6 +90,12 @@ class RequestDesk:
 
         return self._post(prompts, settings, options, rids, connect)
 
+    def check(self, prompt: Prompt, params: Params, options: RequestOptions) -> None:
+        """Raise the ValueError that `submit` would raise for this prompt. Compiles its grammar: a later `submit` of it
+        does not wait."""
+        [(checked, _)] = self._intake.settings([params])
+        self._intake.checked(prompt, checked, options)
+
     def ask_grammars(self, params: Iterable[SamplingParams]) -> list[Promise]:
         """Start to compile the grammars of these parameters; returns the unfinished ones at once.
 

@@ -330,6 +330,8 @@ def test_what_cannot_be_begun_is_refused_by_name_and_leaves_nothing(make_engine,
         ahead.begin(1, prompts, params[1:])
     with pytest.raises(ValueError, match="prompt token ids must be integers"):
         ahead.begin(1, [*prompts[1:], [10**6]], params)
+    with pytest.raises(ValueError, match="logit_bias names tokens"):
+        ahead.begin(1, prompts, [*params[1:], SamplingParams(logit_bias={10**6: 1.0})])
     with pytest.raises(KeyError):
         ahead.finish(1)
     assert 1 not in ahead
