@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lockstep.integration.grpo.loss import group_advantages, kl_k3, policy_loss
+from lockstep.integration.grpo.loss import group_advantages, importance_weights, kl_k3, policy_loss
 
 
 def ones_mask(tensor):
@@ -141,3 +141,23 @@ def test_every_fault_of_a_call_is_named():
         "reference_logprobs",
     ):
         assert part in str(error.value)
+
+
+def test_importance_weights_are_cut_at_the_bound_and_1_for_the_current_weights_tokens():
+    now = torch.tensor([-1.0, -0.5, -2.0, -0.1, -3.0], requires_grad=True)
+    then = torch.tensor([-1.5, -3.0, -1.0, -0.4, -3.2])
+    is_older = torch.tensor([True, True, True, False, False])
+    weights = importance_weights(now, then, is_older, [3, 2], bound=2.0)
+    assert weights.tolist() == pytest.approx([math.exp(0.5), 2.0, math.exp(-1.0), 1.0, 1.0])
+    assert not weights.requires_grad
+    assert weights[3:].tolist() == [1.0, 1.0]  # to the bit: the current weights' loss is the same as without
+
+
+@pytest.mark.parametrize(("bound", "counts"), [(0.0, True), (math.exp(2.1), True), (math.exp(1.9), False)])
+def test_a_sequence_beyond_its_bound_counts_nothing(bound, counts):
+    now, then = torch.tensor([-1.0, -0.5, -2.0, -0.1]), torch.tensor([-1.5, -2.0, -2.0, -9.0])
+    for sign in (1, -1):  # above the bound, or below its inverse
+        is_older = torch.tensor([True, True, True, False])
+        weights = importance_weights(sign * now, sign * then, is_older, [3, 1], bound=100.0, sequence_bound=bound)
+        assert (weights[:3] > 0).all() == counts
+        assert weights[3] == 1.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -130,3 +132,28 @@ def test_an_advantage_pushes_its_tokens_up(group, make_model):
     before = logprob()
     trainer.update([Sample(s.prompt_ids, s.token_ids, s.logprobs, float(s is best)) for s in samples], 0)
     assert logprob() > before
+
+
+def test_tokens_of_older_weights_do_not_count_in_the_gap(group, make_model):
+    service, trainer = make_trainer(make_model("qwen3"))
+    others = [replace(s, logprobs=(*(p - 0.5 for p in s.logprobs[:4]), *s.logprobs[4:])) for s in sample(service)]
+    assert trainer.update([replace(s, num_older=4) for s in others], 0).logprob_gap == 0.0
+    service.commit_in_place("1", source=service.engine.model.trained_module.named_parameters())
+    assert trainer.update([replace(s, num_older=0) for s in others], 1).logprob_gap > 0.4
+
+
+def test_the_first_samples_are_trained_on_before_the_last_ones_are_there(group, make_model, monkeypatch):
+    service, trainer = make_trainer(make_model("qwen3"), TrainSettings(num_warmup_steps=0, microbatch_tokens=40))
+    samples, forwards, seen = sample(service), [], []
+    forward = trainer.backend.forward
+    monkeypatch.setattr(trainer.backend, "forward", lambda **given: forwards.append(1) or forward(**given))
+
+    def come():
+        for one in samples:
+            seen.append(len(forwards))
+            yield one
+
+    stats = trainer.update(come(), 0)
+    assert stats.logprob_gap == 0.0
+    assert seen[0] == 0 and seen[-1] > 0
+    assert len(forwards) > seen[-1]
