@@ -24,6 +24,7 @@ AHEAD = {
     "separate": "sync=distributed engines=separate rollout.ahead=1",
     "far": "sync=tensor engines=separate rollout.ahead=3 engine.max_num_seqs=10",
 }
+TP2 = "parallel.tp=2 rollout.ahead=1"
 # Delays at random in the trainer, and in the engine's process where it has one of its own. They change no value.
 SLOW_REWARDS = """
 import os, random, signal, threading, time
@@ -53,20 +54,25 @@ def lines_of(folder: Path, name: str) -> list[dict[str, object]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_ranks", "trainer", "runs"),
+    ("num_ranks", "num_steps", "trainer", "runs"),
     [
-        pytest.param(1, "ddp", AHEAD, id="one rank"),
-        pytest.param(2, "ddp", AHEAD | {"tp2": "parallel.tp=2 rollout.ahead=1"}, id="two ranks"),
-        pytest.param(2, "fsdp2", {"gathered": "rollout.ahead=1"}, id="fsdp2", marks=pytest.mark.exhaustive),
-        pytest.param(2, "ddp", {"pp2": "parallel.pp=2 rollout.ahead=2"}, id="pp2", marks=pytest.mark.exhaustive),
+        pytest.param(1, 10, "ddp", {name: AHEAD[name] for name in ("pushed", "far")}, id="one rank"),
+        pytest.param(2, 6, "ddp", {name: AHEAD[name] for name in ("shared", "separate")} | {"tp2": TP2}, id="two ranks"),
+        *(
+            pytest.param(*case, id=f"{case[2]} {number}", marks=pytest.mark.exhaustive)
+            for number, case in enumerate([
+                (1, 20, "ddp", AHEAD), (2, 20, "ddp", AHEAD | {"tp2": TP2, "pp2": "parallel.pp=2 rollout.ahead=2"}),
+                (2, 20, "fsdp2", {"gathered": "rollout.ahead=1"}),
+            ])
+        ),
     ],
-)
-def test_a_run_ahead_has_the_rewards_and_digests_of_the_run_without(tmp_path, num_ranks, trainer, runs):
+)  # fmt: skip
+def test_a_run_ahead_has_the_rewards_and_digests_of_the_run_without(tmp_path, num_ranks, num_steps, trainer, runs):
     (tmp_path / "slow_rewards.py").write_text(SLOW_REWARDS)
-    settings = {"plain": ""} | runs
-    run_jobs(tmp_path, num_ranks, {name: f"{MORE} trainer={trainer} {more}" for name, more in settings.items()})
+    common = f"{MORE} run.num_steps={num_steps} trainer={trainer}"
+    run_jobs(tmp_path, num_ranks, {name: f"{common} {more}" for name, more in ({"plain": ""} | runs).items()})
     expected = lines_of(tmp_path, "plain")
-    assert len({line["weight_digest"] for line in expected}) == 20, "every step changes the weights"
+    assert len({line["weight_digest"] for line in expected}) == num_steps, "every step changes the weights"
     assert all(line["verified_tokens"] == 0 for line in log_of(tmp_path, "plain"))
     for name in runs:
         assert lines_of(tmp_path, name) == expected, name
@@ -80,7 +86,11 @@ def test_a_run_ahead_has_the_rewards_and_digests_of_the_run_without(tmp_path, nu
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings", [["rollout.ahead=2"], ["engines=separate", "sync=distributed", "rollout.ahead=1"]], ids=" ".join
+    "settings",
+    [
+        pytest.param(["rollout.ahead=2"], id="shared", marks=pytest.mark.exhaustive),
+        pytest.param(["engines=separate", "sync=distributed", "rollout.ahead=1"], id="separate"),
+    ],
 )
 def test_a_run_ahead_that_is_killed_and_resumed_ends_as_one_without(tmp_path, settings):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
@@ -102,27 +112,26 @@ def test_a_run_ahead_that_is_killed_and_resumed_ends_as_one_without(tmp_path, se
 @pytest.mark.slow
 def test_keep_and_drop_train_on_tokens_of_older_weights_and_say_so(tmp_path):
     (tmp_path / "slow_rewards.py").write_text(SLOW_REWARDS)
-    separate = f"{MORE} sync=tensor engines=separate run.num_steps=8"
+    separate = f"{MORE} sync=tensor engines=separate run.num_steps=5"
     run_jobs(tmp_path, 1, {
         "keep": f"{separate} rollout.ahead=2 rollout.on_commit=keep rollout.max_lag=2",
         "capped": f"{separate} rollout.ahead=2 rollout.on_commit=keep rollout.max_lag=1 train.sequence_bound=3.0",
         "keep_kv": f"{separate} rollout.ahead=1 rollout.on_commit=keep rollout.keep_kv=true",
         "drop": f"{separate} rollout.ahead=3 rollout.on_commit=drop rollout.max_lag=1",
-        "shared": f"{MORE} run.num_steps=8 rollout.ahead=1 rollout.on_commit=keep",
     })  # fmt: skip
-    logs = {name: log_of(tmp_path, name) for name in ("keep", "capped", "keep_kv", "drop", "shared")}
-    assert all(len(lines) == 8 for lines in logs.values())
+    logs = {name: log_of(tmp_path, name) for name in ("keep", "capped", "keep_kv", "drop")}
+    assert all(len(lines) == 5 for lines in logs.values())
     assert max(line["lag_max"] for line in logs["keep"]) == 2
     assert max(line["lag_max"] for line in logs["capped"]) == 1
     assert max(line["lag_max"] for line in logs["drop"]) == 1
     assert sum(line["dropped_tokens"] for line in logs["drop"]) > 0
     assert all(line["verified_tokens"] == 0 for lines in logs.values() for line in lines)
-    for name in ("keep", "capped", "drop", "shared"):  # of tokens that the present weights have drawn
+    for name in ("keep", "capped", "drop"):  # of tokens that the present weights have drawn
         assert all(line["logprob_gap"] == 0.0 for line in logs[name]), name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_runs_that_were_timed_are_repeated_from_their_schedules(tmp_path, num_ranks):
     (tmp_path / "slow_rewards.py").write_text(SLOW_REWARDS)
     runs = {
@@ -130,7 +139,7 @@ def test_runs_that_were_timed_are_repeated_from_their_schedules(tmp_path, num_ra
         "drop": "sync=tensor engines=separate rollout.ahead=3 rollout.on_commit=drop rollout.max_lag=1",
         "shared": "rollout.ahead=1 rollout.on_commit=keep",
     }
-    common = f"{MORE} run.num_steps=8"
+    common = f"{MORE} run.num_steps=6"
     run_jobs(tmp_path, num_ranks, {name: f"{common} {settings}" for name, settings in runs.items()})
     again = {f"{name}-again": f"{common} {settings} run.replay_schedule=runs/{name}/schedule.jsonl"
              for name, settings in runs.items()}  # fmt: skip
