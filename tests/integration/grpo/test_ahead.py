@@ -57,7 +57,7 @@ def lines_of(folder: Path, name: str) -> list[dict[str, object]]:
     ("num_ranks", "num_steps", "trainer", "runs"),
     [
         pytest.param(1, 10, "ddp", {name: AHEAD[name] for name in ("pushed", "far")}, id="one rank"),
-        pytest.param(2, 6, "ddp", {name: AHEAD[name] for name in ("shared", "separate")} | {"tp2": TP2}, id="two ranks"),
+        pytest.param(2, 6, "ddp", {n: AHEAD[n] for n in ("shared", "separate")} | {"tp2": TP2}, id="two ranks"),
         *(
             pytest.param(*case, id=f"{case[2]} {number}", marks=pytest.mark.exhaustive)
             for number, case in enumerate([

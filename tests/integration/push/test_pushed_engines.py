@@ -49,7 +49,7 @@ SIZES = {"kv_cache": "64 blocks", "max_num_seqs": 8, "max_num_batched_tokens": 6
 
 
 def said(completions):
-    return [list(c["token_ids"] if isinstance(c, dict) else c.token_ids) for c in completions]
+    return [list(c.token_ids) for c in completions]
 
 
 def expected(model):

@@ -200,8 +200,8 @@ def test_pushes_over_every_transport_reach_a_separate_process_and_one_in_this(ma
                 assert (state["weight_version"], state["weight_digest"]) == (str(version), digest)
                 assert checked["model_digest"] == digest
                 [completion] = remote.generate([PROMPT], [params], PATIENCE)
-                assert completion["token_ids"] == greedy(model, 6)
-                assert (completion["weight_version"], completion["weight_digest"]) == (str(version), digest)
+                assert list(completion.token_ids) == greedy(model, 6)
+                assert (completion.weight_version, completion.weight_digest) == (str(version), digest)
             pusher.close()
         with pytest.raises(TargetError, match="no_such") as failed:
             remote.call("update_weights_from_disk", timeout_s=PATIENCE, model_path=str(folder / "no_such"))
