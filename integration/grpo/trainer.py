@@ -112,9 +112,11 @@ class GrpoTrainer:
         if self.backend.needs_all_batches:
             batches += self._packed(samples)
             passing: Iterable[_Batch] = batches
-            normaliser = int(self._ranks.total(sum(batch.packed.num_tokens for batch in batches)))
         else:
-            passing, normaliser = _kept(self._packed(samples), batches), _NORMALISER
+            passing = _kept(self._packed(samples), batches)
+        normaliser = _NORMALISER
+        if not self.backend.scales_gradients:
+            normaliser = int(self._ranks.total(sum(batch.packed.num_tokens for batch in batches)))
         gap = norm = 0.0
         for epoch in range(settings.epochs_per_step):
             losses, epoch_gap = self._backward(passing, normaliser)

@@ -37,9 +37,10 @@ class TrainerBackend(ABC):
     shares_storage: bool
     # Whether every micro-batch runs collectives. Then all ranks need the same number of micro-batches.
     talks_in_forward: bool
-    # Whether all micro-batches of a step have to be known before the first: for collectives in each forward, or because
-    # its gradients cannot be scaled afterwards.
+    # Whether all micro-batches of a step have to be known before the first.
     needs_all_batches: bool = True
+    # Whether `step` can scale the gradients. All that can are used so: then they train alike, to the bit.
+    scales_gradients: bool = True
 
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
@@ -71,13 +72,8 @@ class TrainerBackend(ABC):
 
     def step(self, scale: float = 1.0) -> float:
         """Multiply the gradients by `scale`, clip them, update the parameters and drop the gradients. Returns the
-        gradients' norm before clipping. Raises ValueError for a scale where `needs_all_batches`."""
-        if scale != 1.0:
-            if self.needs_all_batches:
-                raise ValueError(f"{type(self).__name__} does not scale gradients")
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale)
+        gradients' norm before clipping."""
+        scale_gradients(self.model.parameters(), scale)
         norm = clip(self.model.parameters(), self.settings.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -140,6 +136,14 @@ class TrainerBackend(ABC):
             if self.ranks.is_first:
                 kept[name] = tensor.detach().cpu()
         return kept
+
+
+def scale_gradients(parameters: Iterable[Tensor], scale: float) -> None:
+    """Multiply gradients, or this rank's shards of them, in place."""
+    if scale != 1.0:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
 
 
 def clip(parameters: Iterable[Tensor], max_norm: float) -> float:

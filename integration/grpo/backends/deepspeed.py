@@ -17,7 +17,7 @@ from ....weight_sync.manifest import NamedTensors
 from ...push.adapters.deepspeed import prepare_deepspeed, zero_tensors
 from ...ranks import Ranks
 from ..sections import TrainSettings
-from .backend import TrainerBackend, TrainerState, clip, refuse_other_model
+from .backend import TrainerBackend, TrainerState, clip, refuse_other_model, scale_gradients
 
 _MAX_COMM_ELEMENTS = 50_000_000  # elements of one collective; DeepSpeed's default keeps buffers of 2 GB
 
@@ -67,6 +67,11 @@ class DeepSpeedBackend(TrainerBackend):
         }
 
     @property
+    def scales_gradients(self) -> bool:  # type: ignore[override]
+        """See `TrainerBackend`: from stage 1 on the gradients are in DeepSpeed's own buffers."""
+        return self.zero_stage == 0
+
+    @property
     def _clips_itself(self) -> bool:
         """Whether DeepSpeed clips the gradients. Stage 0 could clip in float32 too, but does not report the norm."""
         return self.zero_stage > 0
@@ -82,8 +87,9 @@ class DeepSpeedBackend(TrainerBackend):
         self._engine.backward(loss)
 
     def step(self, scale: float = 1.0) -> float:
-        if scale != 1.0:
-            raise ValueError("DeepSpeed's gradients are not scaled here")
+        if scale != 1.0 and not self.scales_gradients:
+            raise ValueError(f"gradients of ZeRO-{self.zero_stage} are in DeepSpeed's buffers and not scaled here")
+        scale_gradients(self.model.parameters(), scale)
         norm = None if self._clips_itself else clip(self.model.parameters(), self.settings.max_grad_norm)
         self._engine.step()  # also drops the gradients
         return float(self._engine.get_global_grad_norm()) if norm is None else norm
