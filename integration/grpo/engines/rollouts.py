@@ -73,6 +73,7 @@ class Rollouts:
                 append_step(self._config.folder / SCHEDULE, step + 1, spans)
         if self._replayed is not None:
             self._engine.settle()
+            self._ranks.total(0)  # the first rank pushes to the engines of all ranks: it waits until each has settled
 
     def score(self, problems: Sequence[Problem], answers: Sequence[Completion]) -> list[float]:
         """Return the rewards of answers to these problems."""
