@@ -33,9 +33,9 @@ from ...rollout.sampling_params import SamplingParams
 from ..grpo.backends.ddp import DdpBackend
 from ..grpo.config import JobConfig
 from ..grpo.engines.aliased import AliasedEngine
-from ..grpo.engines.engine import JobEngine
-from ..grpo.engines.pushed import PushedEngine
+from ..grpo.engines.engine import JobEngine, StepPrompts
 from ..grpo.engines.rollouts import StepSamples, waited
+from ..grpo.engines.separate import SeparateEngine
 from ..grpo.loss import group_advantages
 from ..grpo.packing import Sample
 from ..grpo.sections import EngineSettings, ModelSettings, RolloutSettings, RunSettings, TrainSettings
@@ -126,7 +126,7 @@ class Run:
         for step in range(first, last):
             began, done = time.perf_counter(), StepSamples()
             for coming in range(max(step, self._num_begun), min(step + self._ahead, last - 1) + 1):
-                self.engine.begin(coming, *self._load(coming))  # type: ignore[arg-type]  # token ids are prompts too
+                self.engine.begin(coming, StepPrompts(*self._load(coming)))  # type: ignore[arg-type]  # token ids are prompts
                 self._num_begun = coming + 1
             if self._trainer.update(self._samples(step, done), step).logprob_gap != 0.0:
                 raise RuntimeError("the trainer's log-probabilities are not the engine's")
@@ -228,7 +228,7 @@ def _separate(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace)
         model.save_pretrained(folder)
 
         def make(config: JobConfig, its_model: PreTrainedModel, backend: DdpBackend) -> JobEngine:
-            engine = PushedEngine(config, its_model, Path(folder), ranks, backend)
+            engine = SeparateEngine(config, its_model, Path(folder), ranks, backend)
             exit.callback(engine.close)
             return engine
 

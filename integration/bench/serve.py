@@ -1,7 +1,8 @@
 """The cost of HTTP: a load by streams over a socket, from clients in a separate process, and by the Python API.
 
 A load is --requests random prompts, --concurrency of them at a time, each continued by exactly --new-tokens tokens with
-their log-probabilities. Over HTTP every token is a separate event, which repeats the tokens before it. The two take
+their log-probabilities. Over HTTP every token is a separate event; those of SGLang's /generate repeat the tokens before
+it, those of vLLM's /inference/v1/generate (--route) do not. The two take
 turns within each repeat, with equal prompts and an empty cache. tok_s is new tokens over the wall seconds of the whole
 load, median over the repeats; http_cost is the share of throughput that HTTP loses against the direct run beside it,
 median over the repeats; ttft and itl are times at the clients: to the first event, and between one and the next. Bar:
@@ -34,6 +35,7 @@ from .parts.load import positive
 from .parts.presets import DTYPES, PRESETS, load_model
 
 _WARM_UP_TOKENS = 4
+ROUTES = ("/generate", "/inference/v1/generate")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,13 @@ class ServeLoad:
 
     def params(self, index: int) -> dict[str, object]:
         return {"max_new_tokens": self.new_tokens, "ignore_eos": True, "sampling_seed": index}
+
+    def body(self, route: str, index: int, prompt: list[int]) -> dict[str, object]:
+        """Return the body of a request, with the names of the route."""
+        if route == "/generate":
+            return {"input_ids": prompt, "sampling_params": self.params(index), "stream": True, "return_logprob": True}
+        params = {"max_tokens": self.new_tokens, "ignore_eos": True, "seed": index, "logprobs": 0}
+        return {"token_ids": prompt, "sampling_params": params, "stream": True}
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=positive, default=3, help="the median counts")
     parser.add_argument("--threads", type=positive, help="default: torch's own choice")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
+    parser.add_argument("--route", choices=ROUTES, default=ROUTES[0], help="the call over HTTP")
     parser.add_argument("--overlap", action="store_true", help="deliver while the model runs")
 
 
@@ -86,7 +96,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     with engine.model.rollout_phase(), served(engine) as (port, clients):
         rivals = {
             "direct": lambda load, prompts: run_direct(engine, load, prompts),
-            "http": lambda load, prompts: run_http(clients, port, load, prompts),
+            "http": lambda load, prompts: run_http(clients, port, load, prompts, options.route),
         }
         warm_up = ServeLoad(load.concurrency, load.concurrency, load.prompt_tokens, _WARM_UP_TOKENS)
         for one in rivals.values():
@@ -109,6 +119,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         "new_tokens": load.new_tokens,
         "repeats": options.repeats,
         "overlap": options.overlap,
+        "route": options.route,
     }
     return {**settings, **report(**runs)}
 
@@ -162,14 +173,13 @@ def served(engine: Engine) -> Iterator[tuple[int, subprocess.Popen[str]]]:
         yield server.port, clients
 
 
-def run_http(clients: subprocess.Popen[str], port: int, load: ServeLoad, prompts: list[list[int]]) -> ServeRun:
-    """Run the load by streams. Raises RuntimeError where a request failed."""
-    bodies = [
-        {"input_ids": prompt, "sampling_params": load.params(index), "stream": True, "return_logprob": True}
-        for index, prompt in enumerate(prompts)
-    ]
+def run_http(
+    clients: subprocess.Popen[str], port: int, load: ServeLoad, prompts: list[list[int]], route: str = ROUTES[0]
+) -> ServeRun:
+    """Run the load by streams of a route. Raises RuntimeError where a request failed."""
+    bodies = [load.body(route, index, prompt) for index, prompt in enumerate(prompts)]
     assert clients.stdin is not None and clients.stdout is not None
-    asked = {"host": "127.0.0.1", "port": port, "concurrency": load.concurrency, "bodies": bodies}
+    asked = {"host": "127.0.0.1", "port": port, "path": route, "concurrency": load.concurrency, "bodies": bodies}
     print(json.dumps(asked), file=clients.stdin, flush=True)
     line = clients.stdout.readline()
     if not line:

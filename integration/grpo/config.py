@@ -74,6 +74,8 @@ class JobConfig:
             found.append(("engine.k_blocks", why))
         if self.train.lora.rank:
             found += self._refused_with_adapters()
+        if self.train.low_precision != "masters":
+            found += self._refused_precision()
         if self.model.path and self.warm_start.enabled:
             found.append(("warm_start.enabled", "must be false with model.path: only the built model is warm-started"))
         if self.run.replay_schedule and not self.depends_on_timing:
@@ -88,6 +90,18 @@ class JobConfig:
         if self.http.port and self.engines == "separate":
             found.append(("http.port", 'must be 0 with engines="separate": they are not in the ranks'))
         return found
+
+    def _refused_precision(self) -> list[Fault]:
+        name, given = "train.low_precision", self.train.low_precision
+        if given == "nearest" and self.model.dtype == "bfloat16" and not self.train.lora.rank:
+            why = (
+                f'"nearest" would lose updates: with a learning rate of {self.train.learning_rate:g} most of them are '
+                'smaller than half a step of bfloat16. Take "masters" or "stochastic", or model.dtype="float32"'
+            )
+            return [(name, why)]
+        if given == "stochastic" and self.trainer == "deepspeed":
+            return [(name, 'must be "masters" with trainer="deepspeed", which keeps float32 copies itself')]
+        return []
 
     def _refused_with_adapters(self) -> list[Fault]:
         needed = {"trainer": "ddp", "sync": "in_place", "engines": "local"}

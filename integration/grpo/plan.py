@@ -159,13 +159,17 @@ def _ahead(config: JobConfig) -> list[str]:
     rules = {
         "verify": "drawn again at a commit: the run is the one with rollout.ahead=0",
         "keep": f"kept at a commit, with {'their KV' if rollout.keep_kv else 'KV computed anew'}: "
-        f"tokens of up to {num} commits ago",
-        "drop": f"kept at a commit, and groups begun more than {rollout.max_lag} commits ago are drawn anew",
+        f"tokens of up to {_commits(num)} ago",
+        "drop": f"kept at a commit, and groups begun more than {_commits(rollout.max_lag)} ago are drawn anew",
     }
     return [
         f"ahead      prompts of {steps} fill the places that a step leaves, {when}",
         f"           {rules[rollout.on_commit]}",
     ]
+
+
+def _commits(num: int) -> str:
+    return "1 commit" if num == 1 else f"{num} commits"
 
 
 def _trainer(config: JobConfig) -> str:
@@ -220,7 +224,9 @@ def _weight_memory(config: JobConfig, model: PreTrainedModel, num_ranks: int) ->
     # Of weights, gradients and optimizer state, the last `num_sharded` are sharded.
     num_sharded = {"ddp": 0, "fsdp2": 3, "deepspeed": config.deepspeed.zero_stage}[config.trainer]
     shards = [num_ranks if kind >= 3 - num_sharded else 1 for kind in range(3)]
-    adamw = 2 * itemsize
+    adamw = 2 * 4  # moments in float32
+    if config.model.dtype == "bfloat16" and config.train.low_precision == "masters":
+        adamw += 4
     if config.trainer == "deepspeed" and (config.deepspeed.zero_stage or config.model.dtype == "bfloat16"):
         adamw = 3 * 4  # moments and a copy of the parameters, in float32
     if config.train.lora.rank:  # in float32 whatever the base's dtype is

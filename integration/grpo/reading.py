@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
@@ -32,7 +33,9 @@ def build(cls: type, values: object, prefix: str, faults: list[str]) -> Any:
     known = {f.name: f for f in fields(cls)}
     types = get_type_hints(cls)
     before = len(faults)
-    faults += [f"unknown key {prefix}{name}" for name in values if name not in known]
+    faults += [
+        f"unknown key {prefix}{name}{_nearest(str(name), prefix, known)}" for name in values if name not in known
+    ]
     chosen = {}
     for name, spec in known.items():
         if name not in values:
@@ -53,6 +56,12 @@ def build(cls: type, values: object, prefix: str, faults: list[str]) -> Any:
     except ValueError as error:
         faults.append(str(error))
         return None
+
+
+def _nearest(name: str, prefix: str, known: Iterable[str]) -> str:
+    """Return a hint at the known key that is most like this one, or an empty text."""
+    found = difflib.get_close_matches(name, known, 1)
+    return f" (is it {prefix}{found[0]}?)" if found else ""
 
 
 def _typed(value: object, wanted: type, key: str, faults: list[str]) -> object:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from ...rollout.config import parse_kv_size
 
 DTYPES = ("float32", "bfloat16")
+SCHEDULES = ("constant", "linear", "cosine")
+LOW_PRECISIONS = ("masters", "stochastic", "nearest")
 ON_COMMITS = ("verify", "keep", "drop")
 UNDOS = ("tensors", "none")
 MAX_ZERO_STAGE = 3
@@ -171,7 +173,12 @@ class TrainSettings(Section):
 
     learning_rate: float = 5e-5  # learning rate of AdamW
     weight_decay: float = 0.0  # weight decay of AdamW
+    low_precision: str = "masters"  # of bfloat16 weights: float32 "masters" in the optimizer, or "stochastic" rounding
+    beta1: float = 0.9  # decay of AdamW's first moment
+    beta2: float = 0.95  # decay of AdamW's second moment
     num_warmup_steps: int = 10  # steps over which the learning rate rises to its value
+    schedule: str = "constant"  # of the learning rate after the warm-up: "constant", or "linear" or "cosine" to the end
+    final_share: float = 0.0  # of learning_rate, what a "linear" or "cosine" schedule has at run.num_steps
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     epochs_per_step: int = 1  # optimizer steps on each batch of samples
     microbatch_tokens: int = 16384  # rows of one micro-batch; a longer sample has a micro-batch of its own
@@ -188,6 +195,12 @@ class TrainSettings(Section):
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
         found = too_small(self, "epochs_per_step", "microbatch_tokens")
+        found += not_among(self, "low_precision", LOW_PRECISIONS) + not_among(self, "schedule", SCHEDULES)
+        for name in ("beta1", "beta2"):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                found.append((name, f"must be at least 0 and less than 1, not {value}"))
+        if not 0 <= self.final_share <= 1:
+            found.append(("final_share", f"must be from 0 to 1, not {self.final_share}"))
         found += not_positive(self, "learning_rate", "max_grad_norm", "importance_bound")
         if self.sequence_bound and not self.sequence_bound > 1:
             found.append(("sequence_bound", f"must be 0 or more than 1, not {self.sequence_bound}"))

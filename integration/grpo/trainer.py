@@ -13,6 +13,7 @@ from torch import Tensor
 from ...kernels.sampling.logprobs import selected_logprobs
 from ...rollout.model.hosted_model import HostedModel
 from ..ranks import Ranks
+from .backends.adamw import learning_rate
 from .backends.backend import TrainerBackend
 from .backends.ddp import DdpBackend
 from .backends.deepspeed import DeepSpeedBackend
@@ -70,8 +71,8 @@ class GrpoTrainer:
     """GRPO on a hosted model. The constructor passes the module to the backend, which wraps or shards it.
 
     hosted: the engine's model where the engine aliases the trainer's module; else the module, adopted before for its
-    numerics. announce_step: makes a context for the optimizer's step; for an engine that aliases the module, it is
-    `RolloutService.optimizer_step`.
+    numerics. num_steps: of the whole run, at whose end a schedule of the learning rate ends. announce_step: makes a
+    context for the optimizer's step; for an engine that aliases the module, it is `RolloutService.optimizer_step`.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class GrpoTrainer:
         temperature: float,
         ranks: Ranks,
         *,
+        num_steps: int = 0,
         announce_step: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.backend = backend
@@ -90,6 +92,7 @@ class GrpoTrainer:
         self._temperature = temperature
         self._ranks = ranks
         self._announce_step = announce_step
+        self._num_steps = num_steps
         self._reference: HostedModel | None = None
         if settings.kl_coefficient and not hosted.adapters:
             frozen = copy.deepcopy(hosted.trained_module).requires_grad_(False).eval()  # before it is sharded
@@ -105,8 +108,7 @@ class GrpoTrainer:
         Samples may come while the first of them are trained on, if the backend does not need all ranks in each forward.
         """
         settings = self._settings
-        factor = min(1.0, (step + 1) / settings.num_warmup_steps) if settings.num_warmup_steps else 1.0
-        self.backend.set_learning_rate(settings.learning_rate * factor)
+        self.backend.set_learning_rate(learning_rate(settings, step, self._num_steps))
         self._hosted.trained_module.train()
         batches: list[_Batch] = []
         if self.backend.needs_all_batches:

@@ -134,7 +134,10 @@ class RolloutsAhead:
 
     def settle(self) -> None:
         """Wait until all that a schedule gives the present weights is drawn; before each commit of a run that is
-        repeated."""
+        repeated. All ranks of a replica call it together."""
+        self._engine.requests.together(self._settle)
+
+    def _settle(self) -> list[Completion]:
         engine = self._engine
         replayed = [g for batch in self._batches.values() for g in batch if isinstance(g, ReplayedGroup)]
         with engine.model.rollout_phase():
@@ -143,6 +146,7 @@ class RolloutsAhead:
             engine.driver.wait_until(lambda: self._failure is not None or not any(g.running for g in replayed))
         if self._failure is not None:
             raise self._failure
+        return []
 
     def close(self) -> None:
         """Abort everything that was begun and not finished."""
@@ -198,7 +202,12 @@ class RolloutsAhead:
         return [group.answers[number] for group in wanted for number in range(group.params.n)]
 
     def _feed(self) -> None:
-        """Submit the next groups, as far as there are places. An answer that is to be drawn again will need one."""
+        """Submit the next groups, as far as there are places. An answer that is to be drawn again will need one.
+
+        Called at each answer of the newest batches: it must cost nothing where all of them have begun.
+        """
+        if not self._batches or next(reversed(self._batches.values()))[-1].begun_in is not None:
+            return
         num_open, now = 0, self._engine.epoch
         for batch in self._batches.values():
             for group in batch:
@@ -207,7 +216,7 @@ class RolloutsAhead:
                         return
                     group.submit()
                 num_open += group.num_open
-                if self.verifies and not group.is_taken:
+                if self.verifies and not group.is_taken and group.begun_in != now:
                     num_open += sum(epoch != now for epoch in group.epochs.values())
 
     def _advance(self) -> None:

@@ -1,6 +1,7 @@
 """The clients of the serve benchmark: a separate process that imports only the standard library.
 
-Reads one JSON object a line from standard input, each a load: host, port, concurrency, and the bodies of the requests.
+Reads one JSON object a line from standard input, each a load: host, port, path, concurrency, and the bodies of the
+requests.
 Plays it with that many connections at a time and writes one JSON object a line: seconds, tokens, and per request the
 seconds to its first event and between its events.
 """
@@ -14,44 +15,56 @@ import time
 from collections import deque
 from itertools import pairwise
 
-_LIMIT = 1 << 26  # bytes of one line: events repeat all tokens before
+CUMULATIVE = "/generate"  # whose events repeat all tokens before
+_LIMIT = 1 << 26  # bytes of one line
 
 
-async def one_request(host: str, port: int, body: bytes) -> tuple[int, float, list[float]]:
-    """Send a request; returns its tokens, the seconds to its first event, and those between its events."""
+async def one_request(host: str, port: int, path: str, body: bytes) -> tuple[list[bytes], float, list[float]]:
+    """Send a request; returns its events (the last one where each repeats those before), the seconds to its first one,
+    and those between them."""
     began = time.perf_counter()
     reader, writer = await asyncio.open_connection(host, port, limit=_LIMIT)
-    head = f"POST /generate HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
     writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
     status = await reader.readline()
     if b" 200 " not in status:
         raise RuntimeError(f"the server answered {status!r}: {(await reader.read())[-500:]!r}")
-    times, last = [], b""
+    times: list[float] = []
+    events: list[bytes] = []
     while (line := await reader.readline()) != b"data: [DONE]\n":
         if not line:
             raise RuntimeError("the stream ended without [DONE]")
         if line.startswith(b"data: "):
             times.append(time.perf_counter())
-            last = line
+            if path == CUMULATIVE:
+                events.clear()
+            events.append(line)
     writer.close()
-    num_tokens = len(json.loads(last[6:])["output_ids"])
-    return num_tokens, times[0] - began, [later - earlier for earlier, later in pairwise(times)]
+    return events, times[0] - began, [later - earlier for earlier, later in pairwise(times)]
+
+
+def count_tokens(events: list[bytes]) -> int:
+    """Count the tokens of a stream."""
+    read = [json.loads(event[6:]) for event in events]
+    return sum(len(part["token_ids" if "choices" in one else "output_ids"])
+               for one in read for part in one.get("choices", [one]))  # fmt: skip
 
 
 async def play(load: dict) -> dict[str, object]:
     """Play a load: each connection takes the next request when its last one has ended."""
     bodies = deque(json.dumps(body).encode() for body in load["bodies"])
-    results: list[tuple[int, float, list[float]]] = []
+    results: list[tuple[list[bytes], float, list[float]]] = []
 
     async def client() -> None:
         while bodies:
-            results.append(await one_request(load["host"], load["port"], bodies.popleft()))
+            results.append(await one_request(load["host"], load["port"], load["path"], bodies.popleft()))
 
     began = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(load["concurrency"])))
+    seconds = time.perf_counter() - began
     return {
-        "seconds": time.perf_counter() - began,
-        "num_tokens": sum(num for num, _, _ in results),
+        "seconds": seconds,
+        "num_tokens": sum(count_tokens(events) for events, _, _ in results),
         "first_s": [first for _, first, _ in results],
         "between_s": [gap for _, _, gaps in results for gap in gaps],
     }

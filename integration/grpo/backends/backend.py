@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ....weight_sync.manifest import NamedTensors
 from ...ranks import Ranks
 from ..sections import TrainSettings
+from .adamw import TrainerAdamW, make_adamw
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class TrainerBackend(ABC):
     scales_gradients: bool = True
 
     model: PreTrainedModel
-    optimizer: torch.optim.Optimizer
+    optimizer: TrainerAdamW
 
     def __init__(self, settings: TrainSettings, ranks: Ranks) -> None:
         self.settings = settings
@@ -73,8 +74,9 @@ class TrainerBackend(ABC):
     def step(self, scale: float = 1.0) -> float:
         """Multiply the gradients by `scale`, clip them, update the parameters and drop the gradients. Returns the
         gradients' norm before clipping."""
-        scale_gradients(self.model.parameters(), scale)
-        norm = clip(self.model.parameters(), self.settings.max_grad_norm)
+        updated = self.optimizer.take_gradients()
+        scale_gradients(updated, scale)
+        norm = clip(updated, self.settings.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
@@ -90,7 +92,7 @@ class TrainerBackend(ABC):
         moments = (
             (f"{key}/{name}", _whole(value))
             for name, parameter in trained.items()
-            for key, value in self.optimizer.state[parameter].items()
+            for key, value in self.optimizer.state_of(parameter).items()
         )
         tensors = ((name, tensor) for name, tensor in self.named_tensors() if name in trained)
         return TrainerState(self.on_first(tensors), self.on_first(moments))
@@ -103,27 +105,28 @@ class TrainerBackend(ABC):
         parameters = self._trained()
         refuse_other_model(state.model, {name: parameter.shape for name, parameter in parameters.items()})
         moments = [(*key_and_name.partition("/")[::2], value) for key_and_name, value in state.optimizer.items()]
-        if foreign := [f"{key}/{name}" for key, name, _ in moments if name not in parameters]:
+        saved = {f"{key}/{name}" for key, name, _ in moments}
+        foreign = [f"{key}/{name}" for key, name, _ in moments if name not in parameters]
+        foreign += [
+            f"master/{name}"
+            for name, parameter in parameters.items()
+            if f"step/{name}" in saved and (f"master/{name}" in saved) != self.optimizer.has_master(parameter)
+        ]
+        if foreign:
             raise ValueError(f"the optimizer's state is of another trainer: {', '.join(foreign)}")
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(_laid_out_like(parameter, state.model[name]))
+                self.optimizer.reset(parameter)
         for key, name, value in moments:
             parameter = parameters[name]
             # Step counters stay on the CPU, where the optimizer makes them; moments are on their parameter's device.
             # Moments are copied, because a shard would keep the whole tensor's memory.
-            kept = self.optimizer.state[parameter]
-            kept[key] = value if key == "step" else torch.empty_like(parameter).copy_(_laid_out_like(parameter, value))
+            self.optimizer.load_state_of(parameter, key, value if key == "step" else _laid_out_like(parameter, value))
 
-    def adamw(self, model: nn.Module) -> torch.optim.AdamW:
-        """Make an AdamW optimizer of the model's parameters that are not frozen, as the settings say."""
-        settings = self.settings
-        return torch.optim.AdamW(
-            [parameter for parameter in model.parameters() if parameter.requires_grad],
-            lr=settings.learning_rate,
-            betas=(0.9, 0.95),
-            weight_decay=settings.weight_decay,
-        )
+    def adamw(self, model: nn.Module) -> TrainerAdamW:
+        """Make the optimizer of the model's parameters that are not frozen, as the settings say."""
+        return make_adamw(model, self.settings)
 
     def _trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters that are not frozen, by name."""

@@ -17,6 +17,7 @@ from ....weight_sync.manifest import NamedTensors
 from ...push.adapters.deepspeed import prepare_deepspeed, zero_tensors
 from ...ranks import Ranks
 from ..sections import TrainSettings
+from .adamw import adamw_options
 from .backend import TrainerBackend, TrainerState, clip, refuse_other_model, scale_gradients
 
 _MAX_COMM_ELEMENTS = 50_000_000  # elements of one collective; DeepSpeed's default keeps buffers of 2 GB
@@ -24,7 +25,7 @@ _MAX_COMM_ELEMENTS = 50_000_000  # elements of one collective; DeepSpeed's defau
 
 class DeepSpeedBackend(TrainerBackend):
     """A backend with a DeepSpeed engine, ZeRO stages 0 to 3. With bfloat16 parameters, unlike the other backends, it
-    keeps float32 copies for AdamW."""
+    keeps float32 copies in partitions of its own."""
 
     def __init__(self, settings: TrainSettings, ranks: Ranks, zero_stage: int) -> None:
         super().__init__(settings, ranks)
@@ -45,9 +46,9 @@ class DeepSpeedBackend(TrainerBackend):
         config = prepare_deepspeed(self._engine_config(model))
         backend = "nccl" if self.ranks.device.type == "cuda" else "gloo"
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-        self._engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=model, optimizer=self.adamw(model), config=config
-        )
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        basic = torch.optim.AdamW(trained, **adamw_options(self.settings))  # ZeRO takes no class derived from it
+        self._engine, self.optimizer, _, _ = deepspeed.initialize(model=model, optimizer=basic, config=config)
         self.model = model
 
     def _engine_config(self, model: PreTrainedModel) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import cast
@@ -28,6 +28,15 @@ from ..backends.backend import TrainerBackend
 from ..config import JobConfig
 
 
+@dataclass(frozen=True)
+class StepPrompts:
+    """One rank's prompts of a step, with the settings of each."""
+
+    prompts: list[str]
+    params: list[SamplingParams]
+    schedule: Sequence[Sequence[Spans]] | None = None  # of each prompt's samples, where a run is repeated
+
+
 class JobEngine(ABC):
     """The interface that the job uses of its engine. All ranks call `sync` together."""
 
@@ -40,13 +49,7 @@ class JobEngine(ABC):
         """Complete every prompt with the weights of the last sync."""
 
     @abstractmethod
-    def begin(
-        self,
-        step: int,
-        prompts: Sequence[str],
-        params: Sequence[SamplingParams],
-        schedule: Sequence[Sequence[Spans]] | None = None,
-    ) -> None:
+    def begin(self, step: int, asked: StepPrompts) -> None:
         """Queue the prompts of a step, which may be a coming one, without waiting; see `RolloutsAhead`."""
 
     @abstractmethod
@@ -88,15 +91,9 @@ class LocalEngine(JobEngine):
     def _ahead(self) -> RolloutsAhead:
         return rollouts_ahead(self.service.engine, self._config)
 
-    def begin(
-        self,
-        step: int,
-        prompts: Sequence[str],
-        params: Sequence[SamplingParams],
-        schedule: Sequence[Sequence[Spans]] | None = None,
-    ) -> None:
+    def begin(self, step: int, asked: StepPrompts) -> None:
         """See `JobEngine.begin`."""
-        self._ahead.begin(step, prompts, params, schedule=schedule)
+        self._ahead.begin(step, asked.prompts, asked.params, schedule=asked.schedule)
 
     def settle(self) -> None:
         """See `JobEngine.settle`."""

@@ -21,7 +21,8 @@ from ..config import JobConfig
 from .aliased import AliasedEngine
 from .engine import JobEngine
 from .gathered import GatheredEngine
-from .pushed import PushedEngine
+from .pushed import PushedLocalEngine
+from .separate import SeparateEngine
 from .sharded import ShardedEngine
 
 
@@ -34,7 +35,8 @@ def make_engine(
     if config.parallel.num_ranks > 1:
         return ShardedEngine(config, model, tokenizer, backend)
     if config.sync != "in_place":
-        return PushedEngine(config, model, folder, ranks, backend)
+        kind = SeparateEngine if config.engines == "separate" else PushedLocalEngine
+        return kind(config, model, folder, ranks, backend)
     if backend.shares_storage:
         return AliasedEngine(config, model, tokenizer, backend)
     return GatheredEngine(config, model, folder, ranks, backend)

@@ -10,7 +10,7 @@ import torch
 
 from ....kernels.sampling.draws import derive_seed
 from ....rollout.ahead.rollouts import AheadCounts
-from ....rollout.completion import Completion
+from ....rollout.completion import Completion, WeightSpan
 from ....rollout.sampling_params import SamplingParams
 from ...ranks import Ranks
 from ..config import JobConfig
@@ -19,7 +19,7 @@ from ..packing import Sample
 from ..problems import Problem
 from ..rewards import RewardFunction
 from ..task import Task
-from .engine import JobEngine
+from .engine import JobEngine, StepPrompts
 from .schedule import SCHEDULE, append_step, read_schedule, step_spans
 
 
@@ -61,7 +61,7 @@ class Rollouts:
             into.rewards += rewards
             advantages = group_advantages(torch.tensor([rewards]), self._config.train.scale_by_std)[0].tolist()
             for answer, advantage in zip(answers, advantages, strict=True):
-                num_older = sum(span.end - span.start for span in answer.weight_versions if span.version != str(step))
+                num_older = sum(span.end - span.start for span in answer.weight_versions if lag_of(span, step))
                 yield Sample(answer.prompt_ids, answer.token_ids, answer.logprobs, advantage, num_older)
 
     def end(self, step: int, samples: StepSamples) -> None:
@@ -82,7 +82,7 @@ class Rollouts:
 
     def lag(self, step: int, samples: StepSamples) -> dict[str, object]:
         """Return how many commits ago the step's tokens were drawn, over all ranks."""
-        spans = [(step - int(s.version), s.end - s.start) for c in samples.completions for s in c.weight_versions]
+        spans = [(lag_of(s, step), s.end - s.start) for c in samples.completions for s in c.weight_versions]
         num_tokens = self._ranks.total(sum(num for _, num in spans))
         return {
             "lag_mean": self._ranks.total(sum(lag * num for lag, num in spans)) / num_tokens,
@@ -126,7 +126,7 @@ class Rollouts:
                 path, num = self._config.run.replay_schedule, self._config.rollout.prompts_per_step
                 raise ValueError(f"run.replay_schedule: {path!r} has no step {step + 1} of {num} prompts")
             schedule = spans[ranks.rank :: ranks.num_ranks]
-        self._engine.begin(step, [problem.prompt for problem in problems], params, schedule)
+        self._engine.begin(step, StepPrompts([problem.prompt for problem in problems], params, schedule))
         self._num_begun = step + 1
 
     def _problems(self, step: int) -> list[Problem]:
@@ -146,6 +146,15 @@ class Rollouts:
         generator = torch.Generator().manual_seed(derive_seed(self._config.run.seed, step, self._ranks.rank))
         permuted = iter(rewards[torch.randperm(len(rewards), generator=generator)].tolist())
         return ((answers, [next(permuted) for _ in its]) for answers, its in scored)
+
+
+def lag_of(span: WeightSpan, step: int) -> int:
+    """Return how many commits before a step's weights those of a span were.
+
+    The job's versions are the numbers of its commits; 0 for a label that an administrator gave the weights over HTTP.
+    """
+    version = span.version
+    return max(step - int(version), 0) if version.isdecimal() and len(version) <= len(str(step)) else 0
 
 
 def waited(groups: Iterator[list[Completion]], into: StepSamples) -> Iterator[list[Completion]]:

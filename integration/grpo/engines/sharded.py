@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ....rollout.ahead.group import Spans
 from ....rollout.completion import Completion
 from ....rollout.engine import Engine
 from ....rollout.ranks.channel import RankChannel
@@ -15,17 +14,7 @@ from ....rollout.sampling_params import SamplingParams
 from ...service import RolloutService
 from ..backends.backend import TrainerBackend
 from ..config import JobConfig
-from .engine import LocalEngine, write_gathered
-
-
-@dataclass(frozen=True)
-class _Brought:
-    """The prompts of all ranks of a replica."""
-
-    prompts: list[str]
-    params: list[SamplingParams]
-    own_samples: slice  # this rank's, among the samples of all
-    schedule: list[Sequence[Spans]] | None
+from .engine import LocalEngine, StepPrompts, write_gathered
 
 
 class ShardedEngine(LocalEngine):
@@ -45,46 +34,36 @@ class ShardedEngine(LocalEngine):
     def generate(self, prompts: Sequence[str], params: Sequence[SamplingParams] | SamplingParams) -> list[Completion]:
         """See `JobEngine.generate`. All ranks of the replica call it together."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        brought = self._gather(prompts, each)
-        if not brought.params:
+        asked, own = self._gather(StepPrompts(list(prompts), list(each)))
+        if not asked.params:
             return []
         with self.service.rollout(release_kv=True):
-            return self.service.engine.generate(brought.prompts, brought.params)[brought.own_samples]
+            return self.service.engine.generate(asked.prompts, asked.params)[own]
 
-    def begin(
-        self,
-        step: int,
-        prompts: Sequence[str],
-        params: Sequence[SamplingParams],
-        schedule: Sequence[Sequence[Spans]] | None = None,
-    ) -> None:
+    def begin(self, step: int, asked: StepPrompts) -> None:
         """See `JobEngine.begin`. All ranks of the replica call it together."""
-        brought = self._gather(prompts, params, schedule)
-        self._own_samples[step] = brought.own_samples
-        self._ahead.begin(step, brought.prompts, brought.params, schedule=brought.schedule)
+        asked, self._own_samples[step] = self._gather(asked)
+        super().begin(step, asked)
 
     def _finish(self, step: int) -> list[Completion]:
         """Wait for a step's samples; all ranks of the replica call it together. Returns this rank's."""
         return super()._finish(step)[self._own_samples.pop(step)]
 
-    def _gather(
-        self,
-        prompts: Sequence[str],
-        params: Sequence[SamplingParams],
-        schedule: Sequence[Sequence[Spans]] | None = None,
-    ) -> _Brought:
-        """Bring the prompts of all ranks of the replica to each of them."""
-        own = {"prompts": list(prompts), "params": [asdict(p) for p in params], "schedule": schedule}
+    def _gather(self, asked: StepPrompts) -> tuple[StepPrompts, slice]:
+        """Bring the prompts of all ranks of the replica to each of them. Returns them, and which samples are this
+        rank's."""
+        params = [asdict(p) for p in asked.params]
+        own = {"prompts": asked.prompts, "params": params, "schedule": asked.schedule}
         # Rank 0 may call this later than the others: it writes logs and checkpoints.
         brought = self.ranks.gather_json(own, timeout_s=self._config.run.timeout_s)
         num_samples = [sum(plain["n"] for plain in of_rank["params"]) for of_rank in brought]
         first = sum(num_samples[: self.ranks.mesh.local_rank])
-        return _Brought(
+        all_ranks = StepPrompts(
             [prompt for of_rank in brought for prompt in of_rank["prompts"]],
             [SamplingParams(**plain) for of_rank in brought for plain in of_rank["params"]],
-            slice(first, first + num_samples[self.ranks.mesh.local_rank]),
-            None if schedule is None else [spans for of_rank in brought for spans in of_rank["schedule"]],
+            None if asked.schedule is None else [spans for of_rank in brought for spans in of_rank["schedule"]],
         )
+        return all_ranks, slice(first, first + num_samples[self.ranks.mesh.local_rank])
 
     def sync(self, version: str) -> int:
         """See `JobEngine.sync`."""

@@ -26,6 +26,12 @@ def test_report_has_what_the_issue_asks_for(restore_threads):
     assert report["ttft_ms_p50"] <= report["ttft_ms_p99"]
 
 
+def test_the_load_goes_through_vllms_call_too(restore_threads):
+    arguments = ("--concurrency", "2", "--requests", "3", "--prompt-tokens", "8", "--new-tokens", "5", "--repeats", "1")
+    report = serve.run(options(*arguments, "--route", "/inference/v1/generate"))
+    assert report["route"] == "/inference/v1/generate" and report["http_tok_s"] > 0
+
+
 def test_cost_is_the_median_of_pairs():
     direct = [serve.ServeRun(100, 1), serve.ServeRun(200, 2), serve.ServeRun(100, 1)]
     latencies = [((0.1, 0.3), (0.01,)), ((0.2,), (0.03,)), ((0.2,), (0.02,))]

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.integration.grpo.config import load_config
+from lockstep.integration.grpo.engines.rollouts import lag_of
 from lockstep.integration.grpo.plan import describe_plan
+from lockstep.rollout.completion import WeightSpan
 from lockstep.tests.integration.grpo import test_job
 from lockstep.tests.support.job_launcher import CONFIG, log_of, run_jobs
 
@@ -131,6 +133,16 @@ def test_keep_and_drop_train_on_tokens_of_older_weights_and_say_so(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_whose_engine_has_two_ranks_is_repeated_from_its_schedule(tmp_path):
+    (tmp_path / "slow_rewards.py").write_text(SLOW_REWARDS)
+    settings = f"{MORE} run.num_steps=4 parallel.tp=2 rollout.ahead=1 rollout.on_commit=keep"
+    run_jobs(tmp_path, 2, {"tp2": settings})
+    run_jobs(tmp_path, 2, {"tp2-again": f"{settings} run.replay_schedule=runs/tp2/schedule.jsonl"})
+    assert lines_of(tmp_path, "tp2-again") == lines_of(tmp_path, "tp2")
+    assert any(line["lag_mean"] > 0 for line in log_of(tmp_path, "tp2"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_runs_that_were_timed_are_repeated_from_their_schedules(tmp_path, num_ranks):
     (tmp_path / "slow_rewards.py").write_text(SLOW_REWARDS)
@@ -177,12 +189,17 @@ def test_settings_that_cannot_be_are_refused_by_name(overrides, message):
         (["rollout.ahead=2", "engines=separate", "sync=tensor"], ["the next 2 steps", "beside training too"]),
         (
             ["rollout.ahead=4", "rollout.on_commit=keep"],
-            ["the next step", "KV computed anew: tokens of up to 1 commits"],
+            ["the next step", "KV computed anew: tokens of up to 1 commit ago"],
         ),
-        (["rollout.ahead=4", "rollout.on_commit=drop"], ["the next 4 steps", "begun more than 1 commits ago"]),
+        (["rollout.ahead=4", "rollout.on_commit=drop"], ["the next 4 steps", "begun more than 1 commit ago"]),
     ],
 )
 def test_the_plan_says_what_overlaps(overrides, said):
     plan = describe_plan(load_config(CONFIG, overrides), 2)
     assert all(text in plan for text in said), plan
     assert "ahead" not in describe_plan(load_config(CONFIG), 2)
+
+
+@pytest.mark.parametrize(("version", "lag"), [("7", 0), ("5", 2), ("default", 0), ("mine", 0), ("9" * 5000, 0)])
+def test_a_label_that_an_administrator_gave_the_present_weights_is_no_lag(version, lag):
+    assert lag_of(WeightSpan(version, None, 0, 3), 7) == lag

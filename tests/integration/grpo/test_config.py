@@ -36,8 +36,9 @@ def test_overrides_replace_the_files_values_and_keep_their_types(tmp_path):
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
-        ('[run]\nname = "x"\nspeed = 3\n', [], "unknown key run.speed"),
-        ('[run]\nname = "x"\n[trian]\nlr = 1\n', [], "unknown key trian"),
+        ('[run]\nname = "x"\nspeed = 3\n', [], "unknown key run.speed (is it run.seed?)"),
+        ('[run]\nname = "x"\n[trian]\nlr = 1\n', [], "unknown key trian (is it train?)"),
+        ('[run]\nname = "x"\nzzz = 1\n', [], "unknown key run.zzz"),
         ("[run]\nnum_steps = 3\n", [], "missing key run.name"),
         ("", [], "missing key run.name"),
         ('[run]\nname = "x"\nnum_steps = "many"\n', [], "run.num_steps must be a whole number, not 'many'"),

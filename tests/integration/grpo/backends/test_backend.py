@@ -39,7 +39,8 @@ NUM_STEPS = 3
 SETTINGS = TrainSettings(learning_rate=1e-4, num_warmup_steps=2, microbatch_tokens=40, kl_coefficient=0.1)
 # "plain": one micro-batch and no clipping, so that only sums over two ranks and AdamW are left.
 PLAIN = replace(SETTINGS, microbatch_tokens=4000, max_grad_norm=100.0)
-TORCH_KINDS = ("ddp", "fsdp2", "ddp plain", "fsdp2 plain", "fsdp2 bf16")
+TORCH_KINDS = ("ddp", "fsdp2", "ddp plain", "fsdp2 plain", "ddp bf16", "fsdp2 bf16", "ddp bf16 stochastic",
+               "fsdp2 bf16 stochastic")  # fmt: skip
 ZERO_KINDS = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero3 bf16")
 ZERO_BF16_KINDS = ("zero0 bf16", "zero1 bf16", "zero2 bf16", "zero3 bf16")
 
@@ -72,6 +73,7 @@ class Trained:
     def __init__(self, kind: str, ranks: Ranks) -> None:
         self.ranks = ranks
         settings = PLAIN if "plain" in kind else SETTINGS
+        settings = replace(settings, low_precision="stochastic" if "stochastic" in kind else "masters")
         self.backend = make_backend(job_config(kind, settings), ranks)
         self.model = tiny_qwen3(torch.bfloat16 if "bf16" in kind else torch.float32)
         hosted_here = self.model if self.backend.shares_storage else copy.deepcopy(self.model)
