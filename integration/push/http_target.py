@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import httpx
 
 from ...weight_sync.target import TargetError
 from ..one_line import in_one_line
+from .vllm_wire import VllmWire, report_of
 
 logger = logging.getLogger(__name__)
 
+Wire = Literal["lockstep", "vllm"]
 _GRACE_S = 5.0  # beyond a verb's own deadline, because the engine's own error is more precise
 _CONNECT_S = 10.0
+# Types of errors in OpenAI's shape, as vLLM's calls have it: the error's class is their code.
+_OPENAI_TYPES = frozenset({"invalid_request_error", "server_error", "authentication_error", "permission_error"})
 # A proxy's answers where it cannot reach the engine: they are not the engine's.
 _FROM_A_PROXY = frozenset({502, 504})
 
@@ -24,11 +29,22 @@ class HttpTarget:
 
     A router is one target, too: it passes each verb to all of its workers, gives each its own ranks of a process group,
     and returns the answer on which they agree. Its message names a worker that fails.
+
+    With wire="vllm" the calls are vLLM's where it has them: /pause (mode keep or abort), /reset_prefix_cache,
+    /init_weight_transfer_engine, /start_weight_update, /update_weights, /finish_weight_update, /resume, and
+    /is_paused and /get_world_size for the state. The tensors then go through `VllmTransport`, whose docstring has the
+    convention. vLLM has no calls to compare digests, to give an update up or to take it back: these stay
+    /lockstep/VERB, so the server is one of Lockstep's.
     """
 
-    def __init__(self, url: str, admin_key: str | None = None, *, name: str | None = None) -> None:
+    def __init__(
+        self, url: str, admin_key: str | None = None, *, name: str | None = None, wire: Wire = "lockstep"
+    ) -> None:
         """Connect to a server. name: used in errors; the url by default. Raises ValueError for a url that is not http
-        or https."""
+        or https, and for an unknown wire."""
+        if wire not in ("lockstep", "vllm"):
+            raise ValueError(f'wire must be "lockstep" or "vllm", not {wire!r}')
+        self._vllm = VllmWire() if wire == "vllm" else None
         parsed = httpx.URL(url)
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ValueError(f"a target's url is http://HOST:PORT, not {url!r}")
@@ -50,21 +66,36 @@ class HttpTarget:
     def call(self, verb: str, *, timeout_s: float, **arguments: object) -> dict[str, object]:
         """Call a verb; see `Target.call`. An error's kind is its class name on the server; where the request was
         refused before the engine received it, the kind is the status in words."""
+        if self._vllm is not None:
+            try:
+                calls = self._vllm.calls(verb, arguments)
+            except ValueError as error:
+                raise TargetError(self._name, verb, str(error), "ValueError") from error
+            if calls is not None:
+                answers: dict[str, object] = {}
+                for call in calls:
+                    body = None if call.body is None else {"timeout_s": timeout_s, **call.body}
+                    answers |= self._ask(verb, call.method, call.path, body, timeout_s)
+                return report_of(verb, answers)
+        answer = self._ask(verb, "POST", f"/lockstep/{verb}", {"timeout_s": timeout_s, **arguments}, timeout_s)
+        if verb == "state" and "paused" not in answer:
+            raise TargetError(self._name, verb, "some of its workers are paused and some are not", "MixedWorkers")
+        return answer
+
+    def _ask(
+        self, verb: str, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float
+    ) -> dict[str, object]:
+        """Send one call and return its answer. Raises TargetError."""
         timeout = httpx.Timeout(timeout_s + _GRACE_S, connect=min(timeout_s, _CONNECT_S))
-        body = json.dumps({"timeout_s": timeout_s, **arguments})
+        content, headers = (None, {}) if body is None else (json.dumps(body), {"Content-Type": "application/json"})
         try:
-            response = self._client.post(
-                f"{self.url}/lockstep/{verb}",
-                content=body,
-                timeout=timeout,
-                headers={"Content-Type": "application/json"},
+            response = self._client.request(
+                method, f"{self.url}{path}", content=content, timeout=timeout, headers=headers
             )
         except httpx.HTTPError as error:
             raise TargetError(self._name, verb, f"no answer within {timeout_s:g} s: {in_one_line(error)}") from error
         answer = _json_of(response)
         if response.status_code == 200 and isinstance(answer, dict):
-            if verb == "state" and "paused" not in answer:
-                raise TargetError(self._name, verb, "some of its workers are paused and some are not", "MixedWorkers")
             return answer
         message, kind = _error_of(response, answer)
         raise TargetError(self._name, verb, message, kind)
@@ -74,7 +105,9 @@ class HttpTarget:
         self._client.close()
 
 
-def targets_behind(router_url: str, admin_key: str | None = None, *, timeout_s: float = 10.0) -> list[HttpTarget]:
+def targets_behind(
+    router_url: str, admin_key: str | None = None, *, timeout_s: float = 10.0, wire: Wire = "lockstep"
+) -> list[HttpTarget]:
     """List the healthy workers of a router as targets, each at its own address.
 
     Use it for a `WeightPusher` that calls each engine itself: every engine is then a target of its own, with its own
@@ -83,10 +116,10 @@ def targets_behind(router_url: str, admin_key: str | None = None, *, timeout_s: 
 
         pusher = WeightPusher(targets_behind("http://127.0.0.1:30080", admin_key), transport)
 
-    admin_key: of the router and of the workers. timeout_s: for the router's answer. Workers that are not healthy are
-    logged and left out; a worker that returns with other weights gets no requests from the router before an update. The
-    caller closes the targets. Raises TargetError with the reason where the router does not answer or has no healthy
-    workers.
+    admin_key: of the router and of the workers. timeout_s: for the router's answer. wire: of the targets. Workers that
+    are not healthy are logged and left out; a worker that returns with other weights gets no requests from the router
+    before an update. The caller closes the targets. Raises TargetError with the reason where the router does not answer
+    or has no healthy workers.
     """
     router = HttpTarget(router_url, admin_key)
     try:
@@ -104,7 +137,7 @@ def targets_behind(router_url: str, admin_key: str | None = None, *, timeout_s: 
         raise TargetError(router.name, "workers", found, "NoWorkers")
     for worker in unhealthy:
         logger.warning("%s: a worker is not healthy, and no target: %s", router.name, worker)
-    return [HttpTarget(url, admin_key) for url in healthy]
+    return [HttpTarget(url, admin_key, wire=wire) for url in healthy]
 
 
 def _split_by_health(workers: object) -> tuple[Sequence[str], Sequence[str]]:
@@ -140,4 +173,5 @@ def _error_of(response: httpx.Response, answer: object) -> tuple[str, str]:
     results = answer.get("results")
     if isinstance(results, list) and any(isinstance(one, dict) and one.get("success") for one in results):
         return str(error["message"]), ""  # a router's answer: some of its workers have run the verb
-    return str(error["message"]), str(error.get("type") or f"HTTP {response.status_code}")
+    named = error.get("code") if error.get("type") in _OPENAI_TYPES else error.get("type")
+    return str(error["message"]), str(named or f"HTTP {response.status_code}")

@@ -139,6 +139,10 @@ class WeightPusher:
     def _push(self, tensors: NamedTensors, manifest: Manifest, version: str, in_flight: OnCommit | None) -> Pushed:
         assert self._transport is not None
         started, digests = time.perf_counter(), _Digests()
+        try:
+            self._transport.prepare(self.targets, self._timeout_s)
+        except (WeightSyncError, ValueError) as error:
+            raise PushFailed(version, _failures(error)) from error
         resume = self._prepare(version)
         try:
             passing = digests.passing(tensors) if self._verify else tensors

@@ -219,10 +219,17 @@ class EngineHost(SessionHost):
         """Forget all digests of the weights."""
         self._roots.forget()
 
+    @property
+    def loss(self) -> str | None:
+        """The reason why only an update of all weights lets requests run again; None: there is none."""
+        return self._engine.weights.refusal_under((_UNWRITTEN, _POISONED))
+
     def weights_were_lost(self, names: set[str]) -> None:
         """Mark these tensors undefined. Sampling is refused until each has been written again."""
         self._roots.forget()
         self._roots.undefined |= names
+        if names:
+            self._engine.weights.set_weight_digest(None)
         for key, why in _refusal_of(self._roots.undefined).items():
             self._engine.weights.refuse_sampling(why, key)
 

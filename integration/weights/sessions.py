@@ -14,7 +14,7 @@ never waits for a session (`EngineWeights.before_sampling` is called without it)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from ...rollout.engine import Engine
@@ -33,6 +33,16 @@ from .options import DigestTime, UpdateOptions
 from .rank_weights import ReplicaWeights
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ReleasedWeights:
+    """The weights whose memory was released, and that came from a folder."""
+
+    version: str
+    digest: str | None  # None: it was never computed
+    folder: str  # that held them
+    epoch: int  # of the engine, in which they were its weights
 
 
 class WeightSessions:
@@ -58,6 +68,12 @@ class WeightSessions:
         self.metrics = WeightMetrics()
         self._roots = KnownRoots(engine, self.weights)
         self._host = EngineHost(engine, replica, self.weights, self._roots, commit_before_sampling, on_lease_over)
+        self._released: ReleasedWeights | None = None  # the last ones
+        self._resumed_in: int | None = None  # the epoch in which memory of weights was allocated last
+        # The folder that an update has read, or the engine was made from, and the epoch of its weights.
+        self._folder: tuple[str, int] | None = None
+        if engine.model.folder is not None:
+            self._folder = (str(engine.model.folder), engine.epoch)
         self._manager = SessionManager(self._host, peers=replica.peers, lock_timeout_s=timeout_s)
 
     # -- explicit sessions ------------------------------------------------------------------------------------------
@@ -89,9 +105,10 @@ class WeightSessions:
         assert self._host.last_commit is not None
         return self._host.last_commit
 
-    def abort(self, why: str) -> None:
-        """Roll back the open session and restore every byte. Raises SessionError where none is open."""
-        self._manager.rollback(why)
+    def abort(self, why: str, is_lost: bool = False) -> None:
+        """Roll back the open session and restore every byte. is_lost: without its client, whose own call may follow.
+        Raises SessionError where none is open."""
+        self._manager.rollback(why, is_lost=is_lost)
 
     def revert(self) -> str:
         """Take the last commit back, with its weights, version and digest. Returns the version that is current again.
@@ -128,6 +145,10 @@ class WeightSessions:
         self.metrics.written(path, record.num_bytes, record.seconds, len(set(received) & set(verify or {})))
         return record
 
+    def came_from(self, folder: str) -> None:
+        """Note that the open session has read this folder."""
+        self._folder = (folder, self._engine.epoch + 1)
+
     def commit_implicit(self) -> None:
         """Commit the open implicit session, if there is one, after a running update has ended. Raises as
         `SessionManager.commit`."""
@@ -138,6 +159,11 @@ class WeightSessions:
     def is_open(self) -> bool:
         """Whether an explicit session is open."""
         return self._manager.is_explicit
+
+    @property
+    def opened_at(self) -> float | None:
+        """The moment at which the open explicit session began, of time.monotonic; None: there is none."""
+        return self._manager.opened_at
 
     def name_version(self, version: str) -> None:
         """Set the version of the open session, or else of the current weights."""
@@ -220,15 +246,23 @@ class WeightSessions:
         """
         if not (self._engine.model.owned and self._engine.model.holds_weights):
             return 0
-        self.finish_digest()
+        folder = self._folder[0] if self._folder is not None and self._folder[1] == self._engine.epoch else None
+        digest = self.finish_digest()
+        if digest is None and folder is not None:  # to know them again
+            digest = self._roots.complete()
+        version = self._engine.weight_version
         # Not in a session, whose undo data would keep the memory, and which would write where nothing is any more.
-        return self.without_session("release_memory_occupation", self._engine.weights.release_weights)
+        num_bytes = self.without_session("release_memory_occupation", self._engine.weights.release_weights)
+        self._engine.weights.set_weight_digest(None)
+        self._released = None if folder is None else ReleasedWeights(version, digest, folder, self._engine.epoch)
+        return num_bytes
 
     def resume_weights(self) -> int:
         """Allocate the weights' memory again, and return the number of bytes. Their values are undefined, so all have
         to be written first."""
         num_bytes = self._engine.weights.resume_weights()
         if num_bytes:
+            self._resumed_in = self._engine.epoch
             self.weights_were_lost(set(self.weights.names()))
         return num_bytes
 
@@ -236,6 +270,22 @@ class WeightSessions:
         """Mark these tensors undefined on all ranks. Sampling is refused until each has been written again."""
         lost = {name for own in self._replica.gather(sorted(names)) for name in own}
         self._host.weights_were_lost(lost & set(self.weights.names()))
+
+    @property
+    def released(self) -> ReleasedWeights | None:
+        """The weights from a folder whose memory was released; None: there were none, or others have come since."""
+        found = self._released
+        return found if found is not None and found.epoch == self._engine.epoch else None
+
+    @property
+    def loss(self) -> str | None:
+        """The reason why requests wait although all memory is allocated again: the weights hold nothing since.
+
+        None: they do not wait, an update is under way, or the KV pool is released, which trainers resume after their
+        update. Nor is it a loss where a trainer has reset the weights itself.
+        """
+        was_released = self._resumed_in == self._engine.epoch and self._engine.kv_bytes > 0
+        return self._host.loss if was_released and self.state()["state"] != "open" else None
 
     def close(self) -> None:
         """Roll back an open session on this rank, and free the undo data of the last commit."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from ...weight_sync.delta.apply import Check, apply_delta
 from ...weight_sync.delta.packed import BufferSink, apply_stream
 from ...weight_sync.delta.stream import DELTA_MANIFEST_FILE, load_delta
@@ -18,6 +20,7 @@ from ...weight_sync.group.weight_group import WeightGroup
 from ...weight_sync.layout.bucket import byte_view
 from ...weight_sync.layout.sink import Sink
 from ...weight_sync.manifest import Manifest, NamedTensors, TensorSpec, specs_from_lists, specs_of
+from ...weight_sync.pickles.ipc_handles import read_ipc_handles
 from ...weight_sync.pickles.payload import read_framework_payload
 from ...weight_sync.same_host.shared_memory import TensorReceiver
 from ...weight_sync.transaction.receiving import Receive
@@ -91,6 +94,23 @@ def from_payload(payload: str, load_format: str | None, config: ServiceConfig) -
         tensors = read_framework_payload(
             payload, load_format, max_bytes=config.max_pickle_bytes, allow=config.allow_pickle
         )
+        return _write_all(tensors, sink)
+
+    return receive
+
+
+def from_ipc(
+    specs: Sequence[TensorSpec], handles: str, tensor_sizes: Sequence[int] | None, device: torch.device,
+    config: ServiceConfig,
+) -> Receive:  # fmt: skip
+    """Read tensors behind vLLM's pickled IPC handles."""
+
+    def receive(sink: Sink) -> Sequence[TensorSpec]:
+        sink.expect(specs)  # before any memory is attached
+        tensors = read_ipc_handles(
+            handles, specs, device, tensor_sizes=tensor_sizes, max_bytes=config.max_pickle_bytes,
+            allow=config.allow_pickle,
+        )  # fmt: skip
         return _write_all(tensors, sink)
 
     return receive

@@ -16,7 +16,7 @@ from ...weight_sync.delta.pull import PullRecord, pull_weights
 from ...weight_sync.errors import SessionError
 from ...weight_sync.group.registry import GroupRegistry
 from ...weight_sync.group.rendezvous import Rendezvous
-from ...weight_sync.manifest import NamedTensors
+from ...weight_sync.manifest import NamedTensors, specs_from_lists
 from ...weight_sync.transaction.receiving import Receive
 from ...weight_sync.transaction.records import UpdateRecord
 from ...weight_sync.transaction.transaction import Coverage, Undo
@@ -25,7 +25,7 @@ from .all_ranks import Replica, on_all_ranks
 from .host import Commit
 from .options import DigestTime, UpdateOptions
 from .sessions import WeightSessions
-from .sources import SharedMemory, from_folder, from_group, from_named_tensors, from_payload
+from .sources import SharedMemory, from_folder, from_group, from_ipc, from_named_tensors, from_payload
 
 GROUP_NAME = "weight_update_group"
 T = TypeVar("T")
@@ -104,6 +104,11 @@ class WeightVerbs:
     def abort_weight_update(self, why: str = "asked for") -> None:
         """Roll back the open session and restore every byte. Where no old bytes were kept the weights are poisoned."""
         self.sessions.abort(why)
+
+    @on_all_ranks
+    def lose_weight_update(self, why: str) -> None:
+        """Roll back the open session of a client that is gone, or that made a mistake; its own abort may follow."""
+        self.sessions.abort(why, is_lost=True)
 
     @on_all_ranks
     def revert_weight_update(self) -> str:
@@ -239,6 +244,26 @@ class WeightVerbs:
         options = UpdateOptions(weight_version, timeout_s, verify, abort_all_requests, keep_running, in_flight)
         return self._update("tensor", receive, options)
 
+    @on_all_ranks
+    def update_weights_from_ipc(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        serialized_handles: str,
+        *,
+        tensor_sizes: Sequence[int] | None = None,
+        weight_version: str | None = None,
+        timeout_s: float | None = None,
+    ) -> UpdateRecord:
+        """Copy tensors from memory of this host that vLLM's IPC handles name; see `ipc_handles.read_ipc_handles`.
+        Returns when the copy is complete and nothing refers to them any more. Refused where the service's
+        `allow_pickle` is off."""
+        timeout_s = self.config.wait_s(timeout_s)
+        specs = specs_from_lists(names, dtypes, shapes)
+        receive = from_ipc(specs, serialized_handles, tensor_sizes, self.engine.model.device, self.config)
+        return self._update("tensor", receive, UpdateOptions(weight_version, timeout_s))
+
     def update_weights_from_named_tensors(
         self,
         named_tensors: NamedTensors,
@@ -294,6 +319,7 @@ class WeightVerbs:
         given = digests if isinstance(verify, bool) else verify
         options = UpdateOptions(weight_version, timeout_s, given, abort_all_requests, keep_running, in_flight)
         record = self._update(f"folder {path}", receive, options)
+        self.sessions.came_from(str(path))
         if keep_pause and self.engine.is_controller and not self.engine.is_paused:
             self.engine.pause_generation("in_place")
         return record
@@ -333,6 +359,12 @@ class WeightVerbs:
         if truncate_size < 1:
             raise ValueError(f"truncate_size must be at least 1, not {truncate_size}")
         return self.sessions.weights.first_entries(name, truncate_size).to(torch.float32).tolist()
+
+    @on_all_ranks
+    def model_digest(self) -> str:
+        """Compute the SHA-256 tree over the resident tensors as they are now (docs/architecture.md), in hex, over all
+        ranks. Changes nothing."""
+        return self.sessions.model_digest()
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 

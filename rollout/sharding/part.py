@@ -31,6 +31,7 @@ class Part:
     module: PreTrainedModel
     division: Division
     stage_input: PassedLayer | None  # passes the stage's input to its first layer; None on the first stage
+    folder: Path | None = None  # that the weights were loaded from
 
 
 def load_part(

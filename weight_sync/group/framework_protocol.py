@@ -35,6 +35,11 @@ _MARK_BYTES = 16
 _MIN_MARK_BYTES = 8  # the bytes of a shorter mark could be sent by chance
 
 
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a backend carries tensors of this one: complex numbers as their parts."""
+    return _REAL_OF.get(dtype, dtype)
+
+
 def receive_tensors(group: WeightGroup, specs: Sequence[TensorSpec], sink: Sink, timeout_s: float = 300.0) -> None:
     """Receive as SGLang's engines do: one broadcast per tensor, of its own dtype, in the order of the list.
 
@@ -52,7 +57,7 @@ def receive_tensors(group: WeightGroup, specs: Sequence[TensorSpec], sink: Sink,
     with open_pipeline(group, deadline, len(specs)) as pipeline:
         for spec in specs:
             target, then = _destination(pipeline, spec.name, spec.num_bytes, partial(sink.write, spec.name, 0))
-            pipeline.start(target.view(_REAL_OF.get(spec.dtype, spec.dtype)), [spec.name], then)
+            pipeline.start(target.view(real_dtype(spec.dtype)), [spec.name], then)
 
 
 def receive_flattened_bucket(

@@ -71,6 +71,14 @@ class GroupRegistry:
         else:
             group.cancel()
 
+    def break_off(self, group_name: str, why: str) -> None:
+        """Break a group that is ready: the broadcasts of its other ranks fail at once, instead of waiting for this one.
+        It is kept until `destroy`. Does nothing where there is no such group."""
+        with self._lock:
+            group = self._groups.get(group_name)
+        if isinstance(group, WeightGroup) and group.broken is None:
+            group.abort(why)
+
     def close(self) -> None:
         """Destroy all groups."""
         with self._lock:

@@ -63,7 +63,7 @@ def read_framework_payload(
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format {shown(load_format)} is not one of None, 'direct', 'flattened_bucket'")
     problems: list[str] = []
-    payload = _parse(serialized, max_bytes)
+    payload = parse_payload(serialized, max_bytes)
     if load_format == "flattened_bucket":
         flat, slices = _plan_bucket(payload, problems)
         raise_if_any(problems, "flattened bucket")
@@ -75,7 +75,9 @@ def read_framework_payload(
     return [(name, tensor) for (name, _), tensor in zip(named, tensors, strict=True)]
 
 
-def _parse(serialized: object, max_bytes: int, budget: Budget | None = None) -> object:
+def parse_payload(serialized: object, max_bytes: int, budget: Budget | None = None) -> object:
+    """Parse base64 text, or a pickle as bytes, to plain values and records (`inert.parse`). Raises ValueError for a
+    payload of more than `max_bytes`, and for one that is no base64."""
     if not isinstance(serialized, str | bytes):
         raise ValueError(f"a payload is base64 text or bytes, not {shown(serialized)}")
     num_bytes = len(serialized) * 3 // 4 if isinstance(serialized, str) else len(serialized)
@@ -112,7 +114,7 @@ def _plan_named(payload: object, tp_rank: int, max_bytes: int, problems: list[st
                 # Charged before it is parsed: one that fails costs as much as one that does not.
                 size, before = len(nested) if isinstance(nested, str | bytes) else 0, left
                 left -= size
-                value = _parse(nested, before, budget)
+                value = parse_payload(nested, before, budget)
             named[name] = plan_tensor(value)
         except UnsafePickle:
             raise

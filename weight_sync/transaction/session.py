@@ -189,9 +189,9 @@ class SessionManager:
                 return None
             return self._commit(None)
 
-    def rollback(self, why: str = "asked for", timeout_s: float | None = None) -> None:
+    def rollback(self, why: str = "asked for", timeout_s: float | None = None, is_lost: bool = False) -> None:
         """Roll back the open session, or accept that it already ended by itself. Raises SessionError where there was
-        none."""
+        none. is_lost: its client did not ask for it, and may do so later."""
         with self._locked("rollback", timeout_s):
 
             def give_up() -> None:
@@ -199,7 +199,7 @@ class SessionManager:
                     raise SessionError(NONE_OPEN)
                 if self._session is not None:
                     self._roll_back(self._session, why)
-                self._history.lost = None
+                self._history.lost = self._history.lost if is_lost else None
 
             self._peers.together("rollback", give_up)  # the rollback here comes first: it needs no other rank's consent
 
@@ -247,6 +247,13 @@ class SessionManager:
         """Whether an explicitly begun session is open. Does not wait for the lock."""
         session = self._session
         return session is not None and session.explicit
+
+    @property
+    def opened_at(self) -> float | None:
+        """The moment at which the open explicit session began, of time.monotonic; None: there is none. Does not wait
+        for the lock."""
+        session = self._session
+        return session.started if session is not None and session.explicit else None
 
     def state(self) -> dict[str, object]:
         """Return the data of the state report. Does not wait for an update that is running, and changes nothing."""

@@ -36,6 +36,10 @@ class DeltaTransport:
         self._holders: tuple[str, ...] = ()  # names of the targets that have the base
         self._sending_to: tuple[str, ...] = ()
 
+    def prepare(self, targets: Sequence[Target], timeout_s: float) -> None:
+        """Prepare the other transport."""
+        self._inner.prepare(targets, timeout_s)
+
     def send(self, targets: Sequence[Target], manifest: Manifest, tensors: NamedTensors, timeout_s: float) -> Sent:
         """Send the difference to the base, or everything; see `Transport.send`."""
         holders, self._holders = self._holders, ()

@@ -22,6 +22,9 @@ class DiskTransport:
         self._folder = Path(folder)
         remove_leftovers(self._folder)
 
+    def prepare(self, targets: Sequence[Target], timeout_s: float) -> None:
+        """Do nothing: a folder is written with the tensors."""
+
     def send(self, targets: Sequence[Target], manifest: Manifest, tensors: NamedTensors, timeout_s: float) -> Sent:
         """Save a folder and let every target read it; see `Transport.send`."""
         with self.new_folder() as path:

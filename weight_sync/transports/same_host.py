@@ -23,6 +23,9 @@ class TensorTransport:
         `folder`."""
         self._sender = CudaIpcSender(bucket_bytes) if cuda else SharedMemorySender(bucket_bytes, folder)
 
+    def prepare(self, targets: Sequence[Target], timeout_s: float) -> None:
+        """Do nothing: memory is shared with the tensors."""
+
     def send(self, targets: Sequence[Target], manifest: Manifest, tensors: NamedTensors, timeout_s: float) -> Sent:
         """Send the tensors bucket by bucket; see `Transport.send`."""
         self.send_as(None, targets, manifest, tensors, timeout_s)

@@ -27,6 +27,9 @@ class Sent:
 class Transport(Protocol):
     """One way for weights to travel."""
 
+    def prepare(self, targets: Sequence[Target], timeout_s: float) -> None:
+        """Prepare the targets before their sessions begin, where the wire wants that. Raises as `send`."""
+
     def send(self, targets: Sequence[Target], manifest: Manifest, tensors: NamedTensors, timeout_s: float) -> Sent:
         """Send the tensors to every target. Raises TargetError, TargetsFailed or TransferFailed naming the failed
         targets."""

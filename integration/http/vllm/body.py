@@ -1,0 +1,156 @@
+"""The fields of vLLM's token-in, token-out call, read from a JSON object."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictInt
+
+from ....rollout.engine import Engine
+from ....rollout.request_options import RequestOptions
+from ....rollout.sampling_params import SamplingParams
+from ..edge.bodies import Body, fields_of
+from ..edge.errors import BadField
+from ..generation.admission import Size
+from ..generation.body import namespace
+from ..generation.limits import RequestLimits
+from ..generation.subscriptions import Asked
+from ..openai.vllm_fields import num_prompt_top, refuse_values, structured_settings
+
+# vLLM's sampling parameters, and ours; the others are read by name below, or refused.
+_SAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens",
+    "spaces_between_special_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+)  # fmt: skip
+_RENAMED = {"seed": "sampling_seed", "min_tokens": "min_new_tokens", "include_stop_str_in_output": "no_stop_trim"}
+_REFUSED = ("allowed_token_ids", "bad_words", "logits_processors", "extra_args", "thinking_token_budget",
+            "repetition_detection")  # fmt: skip
+_REFUSED_BODY = ("features", "kv_transfer_params", "ec_transfer_params", "content_parts", "reasoning_parser_kwargs")
+
+_PREFIX = "generate-tokens-"
+
+Ids = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(min_length=1)]
+
+
+class StreamOptions(Body):
+    """Settings of a streamed answer."""
+
+    include_usage: bool = False
+
+
+class InferenceBody(Body):
+    """Fields of POST /inference/v1/generate."""
+
+    token_ids: Ids
+    sampling_params: dict[str, Any] = Field(description="vLLM's names; max_tokens absent: the rest of the context")
+    request_id: str | None = Field(None, max_length=256)
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    output_mode: Literal["tokens", "text"] = "tokens"
+    return_token_ids: bool = Field(False, description="the answer has the prompt's token ids too")
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    priority: int = Field(0, description="read, and changes nothing: requests run in the order of arrival")
+
+
+@dataclass(frozen=True)
+class InferenceRequest:
+    """A checked request."""
+
+    id: str
+    model: str
+    created: int
+    stream: bool
+    include_usage: bool
+    has_text: bool
+    num_top: int | None  # alternatives at each output token; None: no log-probabilities
+    num_prompt_top: int | None  # of the prompt; None: it is not scored
+    has_listed: bool
+    return_token_ids: bool
+    asked: Asked
+
+    @property
+    def size(self) -> Size:
+        """The size that counts in the limits of the queue."""
+        return Size.of(self.asked.prompts, [params.n for params in self.asked.params])
+
+
+def read_inference(values: dict[str, object], engine: Engine, model: str, limits: RequestLimits) -> InferenceRequest:
+    """Read and check the fields. Raises BadField."""
+    refuse_values(values, dict.fromkeys(_REFUSED_BODY, (None, [], {})))
+    limits.lists(values, ())
+    limits.long_lists(values, "token_ids")
+    body = fields_of(InferenceBody, values)
+    given = body.sampling_params
+    limits.given_params(given, "sampling_params")
+    limits.lengths([body.token_ids], "token_ids")
+    if body.output_mode == "text" and (engine.tokenizer is None or given.get("detokenize") is False):
+        raise BadField("output_mode", '"text" needs a tokenizer, and detokenize')
+    params = _params(given, engine.max_model_len - len(body.token_ids))
+    limits.sequences(params.n)
+    num_top = _count(given, "logprobs", engine.model.vocab_size)
+    prompt_top = num_prompt_top(_integer(given, "prompt_logprobs"), engine.model.vocab_size)
+    for num, name in ((num_top, "logprobs"), (prompt_top, "prompt_logprobs")):
+        limits.top(num or 0, f"sampling_params.{name}")
+    if body.stream and prompt_top is not None:
+        raise BadField("sampling_params.prompt_logprobs", "cannot be streamed")
+    listed = given.get("logprob_token_ids") or []
+    if not isinstance(listed, list) or not all(isinstance(id, int) and not isinstance(id, bool) for id in listed):
+        raise BadField("sampling_params.logprob_token_ids", "must be a list of token ids")
+    limits.listed(listed, "sampling_params.logprob_token_ids")
+    options = RequestOptions(
+        -1 if prompt_top is None else 0, max(num_top or 0, prompt_top or 0), tuple(listed),
+        namespace(None, body.cache_salt), takes_back=not body.stream,
+    )  # fmt: skip
+    id = with_prefix(body.request_id or uuid.uuid4().hex)
+    asked = Asked([body.token_ids], [params], [options], [id])
+    limits.entries(asked.prompts, asked.params, asked.options, "sampling_params",
+                   has_logprobs=[num_top is not None])  # fmt: skip
+    return InferenceRequest(
+        id, body.model or model, int(time.time()), body.stream,
+        body.stream_options is not None and body.stream_options.include_usage, body.output_mode == "text",
+        num_top if num_top is not None or not listed else 0, prompt_top, bool(listed), body.return_token_ids, asked,
+    )  # fmt: skip
+
+
+def with_prefix(request_id: str) -> str:
+    """Return the id of a request as its answer has it."""
+    return request_id if request_id.startswith(_PREFIX) else f"{_PREFIX}{request_id}"
+
+
+def _params(given: dict[str, Any], room: int) -> SamplingParams:
+    """Translate vLLM's sampling parameters. Raises BadField naming the wrong one."""
+    refuse_values(given, dict.fromkeys(_REFUSED, (None, [], {})), "sampling_params.")
+    ours = {name: given[name] for name in _SAME if given.get(name) is not None}
+    ours |= {_RENAMED[name]: given[name] for name in _RENAMED if given.get(name) is not None}
+    most = given.get("max_tokens")
+    ours["max_new_tokens"] = max(room, 1) if most is None else most
+    structured = given.get("structured_outputs")
+    if structured is not None and not isinstance(structured, dict):
+        raise BadField("sampling_params.structured_outputs", "must be an object")
+    ours |= structured_settings(structured)
+    try:
+        return SamplingParams.from_dict(ours)
+    except ValueError as error:
+        message = str(error).removeprefix("sampling parameters: ")
+        for name, of_ours in (*_RENAMED.items(), ("max_tokens", "max_new_tokens")):
+            message = message.replace(of_ours, name)
+        raise BadField("sampling_params", message) from None
+
+
+def _integer(given: dict[str, Any], name: str) -> int | None:
+    value = given.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise BadField(f"sampling_params.{name}", "must be an integer")
+    return value
+
+
+def _count(given: dict[str, Any], name: str, vocab_size: int) -> int | None:
+    """Return a number of alternatives; -1 means all tokens. Raises BadField."""
+    value = _integer(given, name)
+    if value is not None and value < -1:
+        raise BadField(f"sampling_params.{name}", f"must be -1 (all tokens) or more, not {value}")
+    return vocab_size if value == -1 else value

@@ -1,0 +1,101 @@
+"""POST /tokenize and /detokenize, with vLLM's fields."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import Field, StrictInt
+
+from ....rollout.engine import Engine
+from ..admin.common import json_response
+from ..chat.template import apply_template, read_messages
+from ..chat.tools import read_tools
+from ..edge.bodies import Body, describe, fields_of, read_as
+from ..edge.errors import BadField
+from ..generation.limits import RequestLimits
+from ..generation.subscriptions import hub_of
+from ..observe.model_info import refuse_unknown_model
+from ..openai.fields import ChatBody
+
+router = APIRouter()
+
+
+class TokenizeBody(Body):
+    """Fields of POST /tokenize: a text, or a conversation, to which the chat template adds its tokens."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = Field(None, description="default: true for a prompt, false for messages")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = Field(None, description="shown to the model by the chat template")
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """Fields of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Annotated[StrictInt, Field(ge=0)]]
+
+
+@router.post("/tokenize", openapi_extra=describe(TokenizeBody))
+async def tokenize(request: Request) -> Response:
+    """Convert a text or a conversation to token ids."""
+    hub = hub_of(request.app)
+
+    def read(values: dict[str, object]) -> dict[str, object]:
+        refuse_unknown_model(request.app, values.get("model"))
+        hub.limits.long_lists(values, "prompt")
+        return _tokenized(fields_of(TokenizeBody, values), values, hub.engine, hub.limits)
+
+    # On a thread, also where the body is short: a template may take long.
+    return json_response(await read_as(request, read, is_slow=lambda values: True))
+
+
+@router.post("/detokenize", openapi_extra=describe(DetokenizeBody))
+async def detokenize(request: Request) -> Response:
+    """Convert token ids to their text."""
+    hub = hub_of(request.app)
+
+    def read(values: dict[str, object]) -> dict[str, object]:
+        refuse_unknown_model(request.app, values.get("model"))
+        hub.limits.long_lists(values, "tokens")
+        body = fields_of(DetokenizeBody, values)
+        hub.limits.lengths([body.tokens], "tokens")
+        tokenizer = _tokenizer(hub.engine)
+        if bad := [id for id in body.tokens if id >= hub.engine.model.vocab_size]:
+            raise BadField("tokens", f"names {bad[:5]}, but the vocabulary ends at {hub.engine.model.vocab_size - 1}")
+        return {"prompt": tokenizer.decode(body.tokens)}
+
+    return json_response(await read_as(request, read, is_slow=lambda values: True))
+
+
+def _tokenized(
+    body: TokenizeBody, values: dict[str, object], engine: Engine, limits: RequestLimits
+) -> dict[str, object]:
+    tokenizer = _tokenizer(engine)
+    if (body.prompt is None) == (body.messages is None):
+        raise BadField("prompt", "exactly one of prompt and messages is needed")
+    if body.messages is not None:
+        messages, fields = read_messages(body.messages, limits), fields_of(ChatBody, values)
+        tools = read_tools(fields, limits)
+        text = apply_template(engine, messages, fields, () if tools is None else tools.shown)
+        adds_special = bool(body.add_special_tokens)
+    else:
+        assert body.prompt is not None
+        text, adds_special = body.prompt, body.add_special_tokens is not False
+    limits.characters(len(text), "prompt" if body.messages is None else "messages")
+    ids = limits.tokenising.whole(text, adds_special=adds_special)
+    strings = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+    return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids, "token_strs": strings}
+
+
+def _tokenizer(engine: Engine) -> Any:
+    if engine.tokenizer is None:
+        raise BadField("model", "has no tokenizer")
+    return engine.tokenizer
