@@ -86,6 +86,17 @@ def test_serving(run_example):
     assert "POST /v1/completions:" in printed and "'completion_tokens': 8" in printed
 
 
+def test_trl_grpo(run_example, monkeypatch):
+    pytest.importorskip("trl", reason="the extra `trl` is not installed: make test-trl")
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    for arguments in (["--steps", "3"], ["--steps", "2", "--lora"]):
+        printed = run_example("trl_grpo.py", *arguments)
+        steps = re.findall(
+            r"^step (\d): reward \S+, log-probability gap (\S+), ratio clipped (\S+)$", printed, re.MULTILINE
+        )
+        assert [numbers[1:] for numbers in steps] == [("0.0", "0.0")] * int(arguments[1])
+
+
 @pytest.mark.slow
 def test_own_trainer(tmp_path):
     printed = torchrun(tmp_path, str(EXAMPLES / "own_trainer.py"), "--steps", "3")

@@ -1,0 +1,1 @@
+"""Rollouts for TRL's GRPOTrainer, drawn with the very module that it trains."""

@@ -1,0 +1,125 @@
+"""The forward with which TRL scores completions, computed with the engine's operations.
+
+TRL asks the module for log-probabilities in place of logits (`fused_lm_head=True`) of a batch that is padded on both
+sides. Its own answer depends on the padding and on the batch. Here the padding is taken out, the rows run with the
+engine's numerics, and the log-probabilities are computed by the engine's own function: they have the engine's bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from ...kernels.sampling.logprobs import selected_logprobs
+from ...rollout.model.hosted_model import HostedModel
+from .entropy import row_entropy
+from .packed_rows import PackedRows, pack_rows
+
+OnScored = Callable[[PackedRows, Tensor], None]  # the rows, and the log-probability float32 [M] of each scored token
+Recall = Callable[[PackedRows], Tensor | None]  # of the rows, the same if it is known
+
+
+@dataclass
+class ScoredOutput(ModelOutput):
+    """The answer to a scoring forward, with the names that TRL reads.
+
+    Shapes are [B, T - 1], with 0 where nothing is scored.
+    """
+
+    loss: Tensor | None = None  # mean of -log_probs over the scored tokens
+    log_probs: Tensor | None = None  # float32, of softmax(logits / temperature)
+    entropy: Tensor | None = None  # float32, nats
+    label_mask: Tensor | None = None  # bool: whether a token is scored
+    aux_loss: Tensor | None = None  # of the router of a mixture of experts, if asked for
+
+
+class PackedForward:
+    """A module's forward in place of TRL's, from the constructor to `remove`.
+
+    on_scored: called with what each scoring forward computed. recall: asked for a scoring forward without gradients of
+    a module in train mode: TRL wants log-probabilities alone there, so that known ones need no forward. Every other
+    call runs the module's class as it is, without autocast: the engine computes in the weights' dtype.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        temperature: float,
+        on_scored: OnScored | None = None,
+        recall: Recall | None = None,
+    ) -> None:
+        self.hosted: HostedModel | None = None  # the module's numerics, set before the first scoring forward
+        self.num_scored = 0  # scoring forwards so far
+        self._module, self._temperature = module, temperature
+        self._on_scored, self._recall = on_scored, recall
+        self._before: object = vars(module).get("forward")
+        plain = MethodType(type(module).forward, module)
+
+        @functools.wraps(type(module).forward)
+        def forward(_: nn.Module, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+            with torch.autocast(module.device.type, enabled=False):
+                return self._scored(*args, **kwargs) if fused_lm_head else plain(*args, **kwargs)
+
+        module.forward = MethodType(forward, module)
+
+    def remove(self) -> None:
+        """Restore the module's forward."""
+        if self._before is None:
+            del self._module.forward
+        else:
+            self._module.forward = self._before  # type: ignore[assignment]
+
+    def _scored(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_router_logits: bool | None = None,
+        **others: object,
+    ) -> ScoredOutput:
+        """Answer a scoring forward. input_ids, attention_mask, labels: [B, T]."""
+        unknown = sorted(name for name, value in others.items() if value is not None)
+        if unknown or input_ids is None or attention_mask is None or labels is None:
+            asked = f"passes {', '.join(unknown)}" if unknown else "lacks input_ids, attention_mask or labels"
+            raise ValueError(f"TRL's forward {asked}: only text is supported, as trl 1.16 passes it")
+        rows = pack_rows(input_ids, attention_mask, labels)
+        if self._recall is not None and self._module.training and not torch.is_grad_enabled():
+            known = self._recall(rows)
+            if known is not None:
+                return ScoredOutput(log_probs=rows.padded(known), label_mask=rows.is_scored)
+        return self._computed(rows, asks_router=bool(output_router_logits))
+
+    def _computed(self, rows: PackedRows, *, asks_router: bool) -> ScoredOutput:
+        assert self.hosted is not None
+        inputs = rows.model_inputs()
+        if asks_router:
+            inputs["output_router_logits"] = True
+        with self.hosted.training_numerics():
+            # Not by calling the module, whose hooks have run for this call.
+            out = self._module.forward(**inputs)
+            kept: Any = inputs["logits_to_keep"]
+            logits = out.logits[0]
+            # Some vision-language classes compute all rows whatever they are asked for.
+            logits = logits if len(logits) == len(kept) else logits[kept]
+            targets = rows.targets if len(rows.targets) else kept
+            logprobs = selected_logprobs(logits, targets, self._temperature)
+            entropy = row_entropy(logits, self._temperature)
+        self.num_scored += 1
+        if self._on_scored is not None and len(rows.targets):
+            self._on_scored(rows, logprobs.detach())
+        log_probs = rows.padded(logprobs)
+        return ScoredOutput(
+            loss=-log_probs.sum() / max(len(rows.targets), 1),
+            log_probs=log_probs,
+            entropy=rows.padded(entropy),
+            label_mask=rows.is_scored,
+            aux_loss=getattr(out, "aux_loss", None),
+        )
