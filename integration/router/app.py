@@ -197,5 +197,7 @@ def _add_generation(app: FastAPI) -> None:
         return ProxyResponse(router_of(request))
 
     app.add_api_route("/generate", generate, methods=["POST", "PUT"])
-    app.add_api_route("/renew", generate, methods=["POST"])
+    for path in ("/renew", "/inference/v1/generate", "/tokenize", "/detokenize", "/open_session", "/close_session"):
+        app.add_api_route(path, generate, methods=["POST"])
+    app.add_api_route("/session_info", generate, methods=["GET"])
     app.add_api_route("/v1/{path:path}", generate, methods=["GET", "POST"])

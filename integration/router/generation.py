@@ -11,12 +11,13 @@ from starlette.types import Receive, Scope, Send
 
 from ..http.edge.bodies import is_quick, late_body
 from ..http.edge.disconnect import first_of, until_disconnect
-from ..http.edge.errors import HttpError, error_body
+from ..http.edge.errors import HttpError, error_body, has_openai_errors
 from .budget import Share
 from .fleet.held import draining
 from .fleet.peek import peek
 from .proxy import Generation
 from .router import Router, call_with
+from .sessions import OPEN, opened_at, session_of
 
 ROUTING_KEY_HEADER = "x-smg-routing-key"  # slime's header: requests with equal values go to the same worker
 
@@ -42,7 +43,7 @@ class ProxyResponse(Response):
         except ClientDisconnect:
             pass  # with half a body
         except HttpError as error:
-            body = error_body(error, openai=scope["path"].startswith("/v1/"))
+            body = error_body(error, openai=has_openai_errors(scope["path"]))
             await JSONResponse(body, error.status, error.headers)(scope, receive, send)
 
     async def _read(self, request: Request, kept: Share) -> Generation:
@@ -66,8 +67,14 @@ class ProxyResponse(Response):
         except TimeoutError:
             raise late_body(timeout_s) from None
         data, routing_key = bytes(body), request.headers.get(ROUTING_KEY_HEADER)
+        call, max_lists = call_with(request, data), self._router.config.http.max_body_lists
+        if call.path == OPEN:
+            call, session = await opened_at(await self._router.proxy.any_worker(), call, max_lists)
+            return Generation(call, (), 1, session)
+        if (session_id := await session_of(call, max_lists)) is not None:
+            return Generation(call, (), 1, session_id)
         if is_quick(data):
             keys, num_sequences = peek(data, routing_key)
         else:
             keys, num_sequences = await self._router.peek(data, routing_key)
-        return Generation(call_with(request, data), keys, num_sequences)
+        return Generation(call, keys, num_sequences)

@@ -26,6 +26,7 @@ from .fleet.balance import PrefixTable, WorkerLoad, choose
 from .fleet.held import HeldRequests
 from .fleet.workers import Worker, WorkerRegistry
 from .relay import Drains, Full, Relay, Unavailable, refusal
+from .sessions import home_of
 from .wire import Wire, WorkerFailed, beginning
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Generation:
     call: WorkerCall
     keys: tuple[bytes, ...]  # keys of its prompt, see `balance.prompt_keys`
     num_sequences: int
+    session: str | None = None  # that lives on one worker, see `sessions`
 
 
 @dataclass
@@ -160,20 +162,39 @@ class Proxy:
         started = time.monotonic()
         deadline = min(course.deadline, started + max(0.0, self._config.queue_timeout_s - course.waited_s))
         try:
-            while (found := self._all_full(course)) is not None:
+            while (found := self._all_full(generation, course)) is not None:
                 until, why = found
                 if until > deadline:
                     after = str(math.ceil(until - time.monotonic()))
                     raise HttpError(503, f"all workers are full: {why}", code="overloaded",
                                     headers={"Retry-After": after})  # fmt: skip
                 await self.held.pause(until, why)
+            if generation.session is not None:
+                session = generation.session
+                return await self.held.its_worker(lambda: self._home(session, course), deadline)
             return await self.held.worker(lambda: self._choose(generation, course), deadline)
         finally:
             course.waited_s += time.monotonic() - started
 
-    def _all_full(self, course: _Course) -> tuple[float, str] | None:
+    async def any_worker(self) -> Worker:
+        """Return the worker for a new session. Waits while there is none. Raises HttpError 503."""
+        call = WorkerCall("POST", "", "", (), b"")
+        return await self._pick(Generation(call, (), 1), _Course(time.monotonic() + self._config.request_timeout_s))
+
+    def _home(self, session: str, course: _Course) -> Worker | None:
+        """Return the worker of a session; None while it takes no requests. Raises HttpError 404 where it is lost, 502
+        where it failed this request: another one cannot answer it, and this one may have done so."""
+        worker = home_of(self._registry, session)
+        if course.failures:
+            why = "; ".join(f"{url}: {why}" for url, why in course.failures)
+            raise HttpError(502, f"the worker of the session failed: {why}", code="workers_failed")
+        return worker if worker.can_take_requests else None
+
+    def _all_full(self, generation: Generation, course: _Course) -> tuple[float, str] | None:
         """Return when the first worker may be asked again, and why all refuse now; None where one may be asked."""
-        able = [worker for worker in self._registry if worker.can_take_requests]
+        session = generation.session
+        workers = list(self._registry) if session is None else [home_of(self._registry, session)]
+        able = [worker for worker in workers if worker.can_take_requests]
         if not course.full or not able or not all(map(course.is_full, able)):
             return None
         said = "; ".join(f"{worker.url}: {course.full[worker.url][1]}" for worker in able)

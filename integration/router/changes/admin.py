@@ -20,19 +20,19 @@ from ...http.edge.errors import HttpError
 from ..calls import WorkerCall
 from ..config import RouterConfig
 from ..counters import RouterCounters
-from ..fleet.groups import DEFAULT_GROUP, Groups
+from ..fleet.groups import Groups, group_of
 from ..fleet.health import HealthChecks
 from ..fleet.held import draining
 from ..fleet.roster import Roster, RosterUnwritable
 from ..fleet.workers import Hold, Worker, WorkerRegistry, why_none
 from ..wire import Wire
-from .broadcast import Result, broadcast, summarise, with_value
+from .broadcast import Result, broadcast, merge, summarise, with_value
 from .rules import RULES, Rule, rule_for
 from .updates import Updates
 
 # Verbs that leave out draining workers: updates and groups, which the end of a worker would break off for the others,
 # and reports of what all workers have in common after them.
-_OF_LASTING_WORKERS = {"init_weights_update_group", "state"} | {
+_OF_LASTING_WORKERS = {"init_weights_update_group", "init_weight_transfer_engine", "state"} | {
     verb for verb, rule in RULES.items() if rule.one_version or rule.journal in ("opens", "writes", "closes")
 }
 _MOMENT_S = 1.0  # for a change with a limit of 0: the lock was free a moment before
@@ -85,6 +85,8 @@ class Admin:
             results = await self._broadcast(await self._targets(verb), call, values)
             if rule.one_version:
                 return _one_version(results)
+            if rule.merge is not None:
+                return merge(results, *rule.merge)
             status, body = summarise(results)
             return status, body | {"members": _members(results)} if verb == "state" else body
         async with self.changing(verb, min(self._config.lock_limit_s, _timeout_s(values) or math.inf)):
@@ -150,20 +152,26 @@ class Admin:
         self, verb: str, rule: Rule, call: WorkerCall, values: Mapping[str, object], targets: Sequence[Worker]
     ) -> list[Result]:
         """Broadcast a verb while the targets get no requests, and update the workers' states by the results."""
-        group = str(values.get("group_name") or DEFAULT_GROUP)
-        bodies = None
+        group, bodies = group_of(verb, values), None
         if verb == "init_weights_update_group":
             offsets = self._groups.plan(group, values, targets)
             bodies = {worker_id: with_value(values, "rank_offset", offset) for worker_id, offset in offsets.items()}
+        elif verb == "init_weight_transfer_engine":
+            self._groups.forget(group)  # at the workers a new one replaces it
+            bodies = self._groups.of_vllm(group, values, targets)
         async with self._held(verb if rule.holds else None, targets):
             results = await self._broadcast(targets, call, values, bodies)
             done = [result.worker for result in results if result.success]
-            if verb in ("pause_generation", "continue_generation"):
+            if rule.pauses is not None:
                 for worker in done:
-                    worker.paused = verb == "pause_generation"
+                    worker.paused = rule.pauses
             elif verb == "init_weights_update_group":
                 self._after_init(group, results)
-            elif verb == "destroy_weights_update_group" and all(r.success or r.is_refusal for r in results):
+            elif verb == "init_weight_transfer_engine" and len(done) == len(results):
+                self._groups.record(group, done)
+            elif verb in ("destroy_weights_update_group", "shutdown_weight_transfer_engine") and all(
+                r.success or r.is_refusal for r in results
+            ):
                 self._groups.forget(group)
         return results
 
@@ -190,8 +198,8 @@ class Admin:
         self, verb: str, rule: Rule, call: WorkerCall, values: Mapping[str, object], targets: Sequence[Worker]
     ) -> list[Result]:
         """Run a change with a journal entry, written before any worker is held and kept until all workers have it."""
-        if verb == "update_weights_from_distributed":
-            self._groups.check(str(values.get("group_name") or DEFAULT_GROUP), targets)
+        if verb in ("update_weights_from_distributed", "update_weights"):
+            self._groups.check(group_of(verb, values), targets)
         known = await self.updates.open(verb, rule, targets)
         is_settled = False
         try:

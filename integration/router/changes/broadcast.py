@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ...http.edge.disconnect import first_of
 from ...http.edge.errors import HttpError, error_body
@@ -138,6 +139,18 @@ def summarise(results: Sequence[Result]) -> tuple[int, dict[str, object]]:
         extra={"results": reports, "retryable": all(result.is_retryable for result in results)},
     )
     return error.status, error_body(error, openai=False)
+
+
+def merge(
+    results: Sequence[Result], name: str, function: Callable[[list[Any]], object]
+) -> tuple[int, dict[str, object]]:
+    """Combine one field of all workers' answers into one, as `function` does; as `summarise` where one has none."""
+    found = [result.body[name] for result in results if isinstance(result.body, dict) and name in result.body]
+    if len(found) < len(results) or any(result.status != 200 for result in results):
+        return summarise(results)
+    _, body = summarise(results)
+    shared = body if all(result.success for result in results) else {"results": body["results"]}
+    return 200, {**shared, name: function(found)}
 
 
 def common(values: Sequence[object], depth: int = _MAX_DEPTH) -> object:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,9 @@ class Rule:
     holds: bool = False  # its targets get no requests meanwhile
     journal: str = ""  # of an update: "opens" or "closes" a session, "writes", or "mends" after a failed update
     one_version: bool = False  # answers 409 where the weight versions differ
+    pauses: bool | None = None  # whether generation is paused after it, or goes on; None: it stays as it is
+    ends_if_refused: bool = False  # its session is over where all workers refuse it, as vLLM's updates are
+    merge: tuple[str, Callable[[list[Any]], object]] | None = None  # a field of the answers, made one by this function
 
 
 _UPDATE = Rule(is_change=True, holds=True, journal="writes")
@@ -22,8 +26,8 @@ _READ = Rule()
 _VERSION = Rule(one_version=True)
 # By the last part of the path, so that /lockstep/VERB follows the same rule. Other verbs are not broadcast.
 RULES: dict[str, Rule] = {
-    "pause_generation": _CHANGE,
-    "continue_generation": Rule(is_change=True),
+    "pause_generation": replace(_CHANGE, pauses=True),
+    "continue_generation": Rule(is_change=True, pauses=False),
     "update_weights_from_disk": _UPDATE,
     "update_weights_from_distributed": _UPDATE,
     "update_weights_from_tensor": _UPDATE,
@@ -63,11 +67,29 @@ RULES: dict[str, Rule] = {
     "model_info": _VERSION,
     "get_model_info": _VERSION,
     "get_weight_version": _VERSION,
+    # vLLM's
+    "pause": replace(_CHANGE, pauses=True),
+    "resume": Rule(is_change=True, pauses=False),
+    "sleep": replace(_CHANGE, pauses=True),
+    "wake_up": _CHANGE,  # the probes find out whether generation goes on
+    "release_kv_cache_memory": _CHANGE,
+    "is_paused": Rule(merge=("is_paused", all)),
+    "is_sleeping": Rule(merge=("is_sleeping", all)),
+    "get_world_size": Rule(merge=("world_size", sum)),
+    "abort_requests": Rule(merge=("aborted", sum)),
+    "reset_prefix_cache": Rule(merge=("success", all)),
+    "weight_info": _VERSION,
+    "weight_checker": _READ,  # but see `rule_for`
+    "init_weight_transfer_engine": _CHANGE,
+    "shutdown_weight_transfer_engine": _CHANGE,
+    "start_weight_update": replace(_UPDATE, journal="opens"),
+    "update_weights": replace(_UPDATE, ends_if_refused=True),
+    "finish_weight_update": replace(_UPDATE, journal="closes", ends_if_refused=True),
 }
 
 
 def rule_for(verb: str, values: Mapping[str, object]) -> Rule:
-    """Find the rule of a verb. `weights_checker` is a change if it overwrites the weights."""
-    if verb == "weights_checker" and values.get("action") == "reset_tensors":
+    """Find the rule of a verb. The checkers are a change if they overwrite the weights."""
+    if (verb, values.get("action")) in (("weights_checker", "reset_tensors"), ("weight_checker", "reset")):
         return _CHANGE
     return RULES[verb]

@@ -68,7 +68,7 @@ class Updates:
             self._registry.check_versions(self._config.allow_mixed_versions)
             return
         if all(result.is_refusal for result in results) and await self._are_unchanged(targets):
-            if known is None:  # no worker did anything
+            if known is None or rule.ends_if_refused:  # no worker did anything, or the session is over everywhere
                 await self._clear()
             return
         if not self.journal.is_unresolved:

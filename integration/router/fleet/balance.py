@@ -17,6 +17,13 @@ CHUNK_TOKENS = 64
 CHUNK_CHARACTERS = 256
 MAX_KEYS = 512  # pieces of one prompt that are hashed; longer prompts are compared by their beginning
 _MAX_WORKERS_PER_KEY = 4
+_PROMPTS = (
+    "input_ids",
+    "prompt_token_ids",
+    "token_ids",
+    "text",
+    "prompt",
+)  # SGLang's, vLLM's, OpenAI's fields
 _NAMESPACES = ("model", "extra_key", "cache_salt", "lora_path")  # equal prompts share no cache across these
 
 
@@ -66,7 +73,7 @@ def prompt_keys(body: Mapping[str, object], routing_key: str | None = None) -> t
 
 def num_sequences(body: Mapping[str, object]) -> int:
     """Count the sequences that a request will run: prompts times samples, or 1 where the body does not show it."""
-    prompt = next((body[name] for name in ("input_ids", "text", "prompt") if body.get(name)), None)
+    prompt = next((body[name] for name in _PROMPTS if body.get(name)), None)
     num_prompts = len(prompt) if isinstance(prompt, list) and not _are_tokens(prompt) else 1
     params = body.get("sampling_params")
     samples = body.get("n") or (params.get("n") if isinstance(params, dict) else None)
@@ -111,9 +118,9 @@ class PrefixTable:
 
 def _pieces(body: Mapping[str, object]) -> list[str]:
     messages = body.get("messages")
-    if isinstance(messages, list) and not body.get("input_ids"):
+    if isinstance(messages, list) and not body.get("input_ids") and not body.get("prompt_token_ids"):
         return [json.dumps(message, sort_keys=True) for message in messages[:MAX_KEYS]]
-    prompt = next((body[name] for name in ("input_ids", "text", "prompt") if body.get(name)), None)
+    prompt = next((body[name] for name in _PROMPTS if body.get(name)), None)
     if isinstance(prompt, list) and prompt and not _are_tokens(prompt):
         prompt = prompt[0]
     if isinstance(prompt, str):

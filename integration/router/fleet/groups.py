@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
 from ...http.edge.errors import HttpError
 from .workers import Worker
 
 DEFAULT_GROUP = "weight_update_group"
+VLLM_GROUP = "vllm_weight_transfer"  # the only one of vLLM's calls, which name none
+_VLLM_VERBS = ("init_weight_transfer_engine", "shutdown_weight_transfer_engine", "update_weights")
+
+
+def group_of(verb: str, values: Mapping[str, object]) -> str:
+    """Return the name of the group that a call is about."""
+    return VLLM_GROUP if verb in _VLLM_VERBS else str(values.get("group_name") or DEFAULT_GROUP)
 
 
 def rank_offsets(num_ranks: Sequence[int], rank_offset: int, world_size: int) -> list[int]:
@@ -44,6 +52,18 @@ class Groups:
         except ValueError as error:
             raise HttpError(422, str(error), code="no_room") from None
         return dict(zip((worker.id for worker in workers), offsets, strict=True))
+
+    def of_vllm(self, name: str, values: Mapping[str, object], workers: Sequence[Worker]) -> dict[str, bytes] | None:
+        """Make each worker's body of vLLM's init, by id: with its own rank offset. None where it names no group. Raises
+        as `plan`."""
+        info = values.get("init_info")
+        if not isinstance(info, dict) or "world_size" not in info:
+            return None
+        offsets = self.plan(name, info, workers)
+        return {
+            worker_id: json.dumps({**values, "init_info": {**info, "rank_offset": offset}}).encode()
+            for worker_id, offset in offsets.items()
+        }
 
     def record(self, name: str, workers: Sequence[Worker]) -> None:
         """Note the members of a group that all workers have joined."""

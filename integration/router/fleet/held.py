@@ -28,12 +28,13 @@ class HeldRequests:
         self._registry = registry
         self._max_held = max_held
         self._turns: OrderedDict[asyncio.Event, None] = OrderedDict()  # the first one's is set when it may look
+        self._for_one: set[asyncio.Event] = set()  # of requests that only one worker can answer; set by each change
         self._num_apart = 0  # requests that wait for a time, and not for their turn
         self._closed = asyncio.Event()
         registry.on_change.append(self._wake_first)
 
     def __len__(self) -> int:
-        return len(self._turns) + self._num_apart
+        return len(self._turns) + len(self._for_one) + self._num_apart
 
     def close(self) -> None:
         """Answer 503 to every waiting request, and to every one that would have to wait, because the router drains."""
@@ -67,6 +68,28 @@ class HeldRequests:
             del self._turns[turn]
             self._wake_first()
 
+    async def its_worker(self, find: Callable[[], Worker | None], deadline: float) -> Worker:
+        """Return as `worker` for a request that only one worker can answer: others do not wait for it. Raises also what
+        `find` raises."""
+        if (worker := find()) is not None:
+            return worker
+        self._check_room(why_none(self._registry))
+        changed = asyncio.Event()
+        self._for_one.add(changed)
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                while True:
+                    if self._closed.is_set():
+                        raise draining()
+                    await changed.wait()
+                    changed.clear()
+                    if (worker := find()) is not None:
+                        return worker
+        except TimeoutError:
+            raise self._no_worker() from None
+        finally:
+            self._for_one.discard(changed)
+
     async def pause(self, until: float, why: str) -> None:
         """Wait until that time (time.monotonic), because all workers refuse this request till then; others do not wait
         for it. Raises HttpError 503 where too many wait, and when the router drains."""
@@ -91,5 +114,7 @@ class HeldRequests:
         return HttpError(503, message, code="no_workers", headers=_RETRY)
 
     def _wake_first(self) -> None:
+        for changed in self._for_one:
+            changed.set()
         if self._turns:
             next(iter(self._turns)).set()

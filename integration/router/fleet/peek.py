@@ -16,7 +16,7 @@ from .balance import MAX_KEYS, num_sequences, prompt_keys
 LONG_BYTES = 1 << 20  # a longer body is not parsed
 _PIECE_BYTES = 512  # of a long prompt that are hashed together
 _EDGE_BYTES = 1 << 14  # at both ends of a long body, where the number of samples is looked for
-_PROMPT = re.compile(rb'"(?:input_ids|text|prompt|messages)"\s{0,16}:')
+_PROMPT = re.compile(rb'"(?:input_ids|prompt_token_ids|token_ids|text|prompt|messages)"\s{0,16}:')
 _SAMPLES = re.compile(rb'"n"\s{0,16}:\s{0,16}([0-9]{1,4})\b')
 _BETWEEN_PROMPTS = (b"],[", b"], [", b'","', b'", "')  # of ids, and of texts
 _MAX_SEQUENCES = 4096  # that a long body is counted as

@@ -69,6 +69,7 @@ def test_a_longer_prompt_knows_whoever_had_its_beginning():
     first_turn = list(range(128))
     table.record(prompt_keys({"input_ids": first_turn}), "a")
     table.record(prompt_keys({"input_ids": [7] * 128}), "b")
+    assert table.knowing(prompt_keys({"token_ids": [7] * 128})) == ("b",), "vLLM's name"
     assert table.knowing(prompt_keys({"input_ids": [*first_turn, 1, 2, 3]})) == ("a",)
     assert table.knowing(prompt_keys({"input_ids": [8] * 128})) == ()
     chat = [{"role": "user", "content": "hi"}]

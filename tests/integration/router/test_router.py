@@ -59,7 +59,7 @@ def test_errors_of_a_worker_go_through(fleet):
     assert (answer.status_code, answer.json()) == (400, {"error": {"message": "sampling_params.x"}})
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/inference/v1/generate", "/tokenize"])
 def test_a_request_that_produced_nothing_moves_to_another_worker(fleet, path):
     dying, other = fleet.workers
     dying.generate = dies

@@ -1,0 +1,1 @@
+"""Template, tools and messages of conversations."""

@@ -1,0 +1,248 @@
+"""The parts of an answer: content, reasoning and tool calls, found while the text grows.
+
+transformers' `ResponseParser` finds the places where parts begin and end. No text is lost: a call that cannot be read
+stays in the content as it was written, markers included. Blanks beside reasoning or a call belong to neither.
+
+    text:   <think> a b </think> \\n\\n hello \\n <tool_call>{...}</tool_call> \\n <tool_call>{"na
+    parts:          reasoning         content     call                       content, at the end: a call never closed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate
+
+from .calls import Call, Schemas, read_object
+from .formats import CALL, CONTENT, REASONING, Read
+
+_SLICE_CHARS = 1 << 11  # of a text that are fed at a time
+_MAX_KEPT_CHARS = 1 << 14  # of text behind it that a parser of transformers keeps, before a new one follows it
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of an answer: of its content or reasoning, or a whole call."""
+
+    kind: str
+    text: str = ""
+    call: Call | None = None
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """The form of a request's answers."""
+
+    template: ResponseTemplate
+    read: Read | None  # of a call's body; None: see `ToolFormat.read`
+    schemas: Schemas  # of the tools
+    max_calls: int | None = None  # further calls stay content; None: any number
+    separates: bool = True  # False: reasoning stays content, with its markers
+    streams_reasoning: bool = True  # False: it comes as one piece, when it ends
+    num_id_chars: int = 24
+    opens: str = ""  # the marker of reasoning that a prompt may end with
+    closes: str = ""
+    begins_inside: bool = False
+    roles: Mapping[str, str] = field(default_factory=dict)  # kinds of fields that have other names
+    can_restart: bool = True  # no pattern depends on the text before its match
+
+    def prefix(self, prompt: str, begun: str | None = None) -> str:
+        """Return the marker if an answer begins with reasoning that is open already, else an empty text. prompt: its
+        end. begun: the beginning of the answer, where the prompt has it."""
+        if not self.opens:
+            return ""
+        if begun is not None and (self.opens in begun or self.closes in begun):
+            is_open = begun.rfind(self.opens) > begun.rfind(self.closes)
+        else:
+            end = prompt.rstrip()
+            is_open = end.endswith(self.opens) or (self.begins_inside and not end.endswith(self.closes))
+        return self.opens if is_open else ""
+
+
+class _Blanks:
+    """A text that grows, without the blanks around it."""
+
+    def __init__(self) -> None:
+        self.drops_first = False
+        self._held: list[str] = []  # blanks at the end so far
+
+    def take(self, text: str) -> str:
+        """Add text; return the part that is known not to end in blanks."""
+        if self.drops_first:
+            text = text.lstrip()
+        if not text:
+            return ""
+        self.drops_first = False
+        kept = text.rstrip()
+        if not kept:
+            self._held.append(text)
+            return ""
+        found = "".join((*self._held, kept))
+        self._held = [text[len(kept) :]]
+        return found
+
+    def end(self) -> str:
+        """Return the blanks at the end."""
+        held, self._held = "".join(self._held), []
+        return held
+
+
+class AnswerParser:
+    """Divide one answer into parts. The parts do not depend on the cuts between the texts that are fed."""
+
+    def __init__(self, form: AnswerForm, prefix: str = "") -> None:
+        """Begin an answer. prefix: see `AnswerForm.prefix`."""
+        self._form = form
+        self._content, self._reasoning = _Blanks(), _Blanks()
+        self._field: str | None = None  # that is open; None: content outside of all
+        self._opened = ""  # its marker
+        self._captures: dict[str, str] = {}
+        self._body: list[str] = []  # of a field that is read when it ends
+        self._unseen = ""  # text that no event has named yet
+        self._num_kept = 0  # characters that the parser of transformers keeps
+        self._is_reopening = False  # the next event names a field that is open already
+        self._parts: list[Part] = []
+        self._has_content = False
+        self.num_calls = 0
+        self.num_held = 0  # characters of a call that is open
+        self._parser = self._restarted(prefix)
+        self._unseen = prefix
+        self._follow(self._parser.initial_events)
+        if prefix:
+            self._opened = ""  # the prompt has it, and not the answer
+            self._parts.clear()
+
+    def feed(self, text: str) -> list[Part]:
+        """Add text and return the parts that are certain now."""
+        # Behind each marker the parser of transformers looks for every other one, up to the end of what it has.
+        for start in range(0, len(text), _SLICE_CHARS):
+            self._feed(text[start : start + _SLICE_CHARS])
+        return self._taken()
+
+    def _feed(self, text: str) -> None:
+        self._unseen += text
+        self._num_kept += len(text)
+        self._follow(self._parser.feed(text))
+        if self._num_kept > _MAX_KEPT_CHARS and not self._unseen and self._form.can_restart:
+            self._parser = self._restarted("" if self._field is None else self._opened or self._form.opens)
+            # A marker that is a pattern is only certain when text follows it: its event comes again then.
+            self._is_reopening = self._field is not None and not self._parser.initial_events
+
+    def finish(self) -> list[Part]:
+        """End the answer and return its last parts."""
+        _, events = self._parser.finalize()
+        self._follow(events)
+        blanks = self._content.end()
+        if self._has_content or not self._content.drops_first:
+            self._emit(CONTENT, blanks)
+        return self._taken()
+
+    def _restarted(self, opened: str) -> ResponseParser:
+        """Return a parser behind this marker, which is open; it has no other text."""
+        self._num_kept = len(opened)
+        return ResponseParser(self._form.template, prefix=opened)
+
+    def _taken(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _emit(self, kind: str, text: str) -> None:
+        if text:
+            self._has_content = self._has_content or kind == CONTENT
+            self._parts.append(Part(kind, text))
+
+    # -- events ----------------------------------------------------------------------------------------------------
+
+    def _follow(self, events: list[dict[str, Any]]) -> None:
+        for event in events:
+            name = event["field"]
+            if name == self._form.template.implicit:
+                if event["type"] == "region_chunk":
+                    self._unseen = self._unseen[len(event["text"]) :]
+                    self._add_content(event["text"])
+            elif event["type"] == "region_open":
+                if not self._is_reopening:
+                    self._open(name)
+                self._is_reopening = False
+            elif event["type"] == "region_chunk":
+                self._unseen = self._unseen[len(event["text"]) :]
+                self._add(event["text"])
+            else:
+                self._close(name)
+
+    def _open(self, name: str) -> None:
+        match = self._form.template.fields[name].open_re.search(self._unseen)
+        assert match is not None  # the parser has found it
+        self._add_content(self._unseen[: match.start()])  # a template may have no field for it
+        self._unseen = self._unseen[match.end() :]
+        self._field, self._opened, self._body = name, match.group(), []
+        self._captures = {key: value for key, value in match.groupdict().items() if value is not None}
+        if self._kind == REASONING:
+            self._reasoning.drops_first = True
+            if not self._form.separates:
+                self._add_content(self._opened)
+
+    @property
+    def _kind(self) -> str:
+        assert self._field is not None
+        return self._form.roles.get(self._field, self._field)
+
+    def _add(self, text: str) -> None:
+        if self._kind == CALL:
+            self._body.append(text)
+            self.num_held += len(text)
+        elif self._kind != REASONING or not self._form.separates:
+            self._add_content(text)
+        elif self._form.streams_reasoning:
+            self._emit(REASONING, self._reasoning.take(text))
+        else:
+            self._body.append(self._reasoning.take(text))
+
+    def _close(self, name: str) -> None:
+        close_re = self._form.template.fields[name].close_re
+        match = close_re.search(self._unseen) if close_re is not None and self._unseen else None
+        closed = match.group() if match is not None else ""
+        if match is not None:
+            self._unseen = self._unseen[match.end() :]
+        body = "".join(self._body)
+        if self._kind == CALL:
+            self._end_call(body, self._opened + body + closed)
+        elif self._kind == REASONING and not self._form.separates:
+            self._add_content(closed)
+        elif self._kind == REASONING:
+            self._emit(REASONING, body)
+            self._reasoning.end()
+            self._drop_blanks()
+        self._field, self._opened, self._body, self.num_held = None, "", [], 0
+
+    def _end_call(self, body: str, raw: str) -> None:
+        form = self._form
+        try:
+            if form.read is None:
+                items = read_object(self._captures["name"], body, raw)
+            else:
+                items = form.read(body, raw, form.schemas)
+        except ValueError:
+            items = [raw]
+        if not any(isinstance(item, Call) for item in items):
+            items = [raw]
+        for item in items:
+            if isinstance(item, str):
+                self._add_content(item)
+            elif form.max_calls is not None and self.num_calls >= form.max_calls:
+                self._add_content(item.raw)
+            else:
+                self._drop_blanks()
+                self.num_calls += 1
+                self._parts.append(Part(CALL, call=item))
+
+    def _add_content(self, text: str) -> None:
+        self._emit(CONTENT, self._content.take(text))
+
+    def _drop_blanks(self) -> None:
+        """Forget the blanks around a part that is no content."""
+        self._content.end()
+        self._content.drops_first = True

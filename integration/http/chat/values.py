@@ -1,0 +1,109 @@
+"""The values of arguments: strict JSON, and texts without quotes that have the type of a schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+_MAX_PARTS = 64  # of a schema that are looked at to find the types of a value
+_WORDS = {"true": True, "false": False, "null": None, "none": None}
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+# Not strict: line breaks and the like inside a text. The arguments of a call are written anew, as strict JSON.
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, strict=False)
+
+
+def decoded(text: str) -> Any:
+    """Return the value of a JSON text. Raises ValueError."""
+    text = text.strip()
+    value, end = decode_at(text, 0)
+    if end != len(text):
+        raise ValueError("text after the JSON")
+    return value
+
+
+def decode_at(text: str, at: int) -> tuple[Any, int]:
+    """Return the JSON value that begins at a place of a text, and the place behind it. Raises ValueError."""
+    try:
+        return _DECODER.raw_decode(text, at)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def dumped(arguments: dict[str, Any]) -> str:
+    """Return the JSON of arguments. Raises ValueError for numbers that JSON does not have, and deep nesting."""
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return text if text.isascii() or _is_unicode(text) else json.dumps(arguments, allow_nan=False)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can write
+        return False
+    return True
+
+
+def value_of(text: str, schema: object, root: Mapping[str, Any]) -> Any:
+    """Return the value that a text stands for under a schema; root: the schema that this one is a part of."""
+    types = types_of(schema, root)
+    if types == {"string"}:
+        return text
+    plain = text.strip()
+    if (word := plain.lower()) in _WORDS:  # Python's words too, as templates write them
+        value = _WORDS[word]
+        return value if not types or _type_of(value) & types else text
+    try:
+        value = decoded(plain)
+    except ValueError:
+        return text
+    return value if not types or _type_of(value) & types else text
+
+
+def types_of(schema: object, root: Mapping[str, Any]) -> set[str]:
+    """Return the types that a schema allows; none: any. A caller's schema may name itself, so few parts are read."""
+    found: set[str] = set()
+    todo, num_read = [schema], 0
+    while todo and num_read < _MAX_PARTS:
+        num_read += 1
+        part = todo.pop()
+        if not isinstance(part, Mapping):
+            continue
+        if isinstance(reference := part.get("$ref"), str):
+            todo.append(_target(reference, root))
+        declared = part.get("type")
+        named = {one for one in (declared if isinstance(declared, list) else [declared]) if isinstance(one, str)}
+        values = [part["const"]] if "const" in part else part.get("enum")
+        if not named and isinstance(values, list):
+            named = set().union(*map(_type_of, values[:_MAX_PARTS]))
+        found |= named
+        for union in ("anyOf", "oneOf"):
+            if isinstance(choices := part.get(union), list):
+                todo += choices[:_MAX_PARTS]
+    return found
+
+
+def _target(reference: str, root: Mapping[str, Any]) -> object:
+    """Return the part of a schema that a reference such as #/$defs/NAME names; None: it has none."""
+    target: object = root
+    for name in reference.removeprefix("#").split("/")[1:_MAX_PARTS]:
+        target = target.get(name) if isinstance(target, Mapping) else None
+    return target
+
+
+def _type_of(value: object) -> set[str]:
+    """Return the names of a value's type."""
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return {"integer", "number"}
+    kinds = {str: "string", float: "number", type(None): "null", list: "array", dict: "object"}
+    return {kinds[type(value)]}

@@ -1,0 +1,130 @@
+"""A request on a session, from its arrival to its end. Its prompt begins with the tokens of an earlier turn."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from ....rollout.completion import Completion
+from ..edge.errors import BadField
+from .history import ChatPrompt, Template, chat_prompt, divide
+from .params import FIELD, SessionParams
+from .session import Session
+from .turns import MESSAGE_BYTES, TOKEN_BYTES, TURN_BYTES, Turn, chained, encoded, tokens_of
+
+
+class Store(Protocol):
+    """The sessions, for a request on one of them."""
+
+    def reserve(self, next_turn: NextTurn, num_bytes: int) -> None:
+        """Count the bytes that a request will add, without its output. Raises Overloaded where there is no room."""
+
+    def keep(self, next_turn: NextTurn, turn: Turn) -> bool:
+        """Add the turn that a request became to its session. Returns whether it has a place there."""
+
+    def finish(self, next_turn: NextTurn) -> None:
+        """Count the request no longer. Idempotent."""
+
+
+class NextTurn:
+    """An open request on a session. The event loop makes and ends it; one thread at a time makes its prompt, and its
+    answer."""
+
+    def __init__(
+        self,
+        session: Session,
+        params: SessionParams,
+        rid: str,
+        base: Turn | None,
+        store: Store,
+    ) -> None:
+        """Begin. base: the turn to go on from."""
+        self.session, self.params, self.rid = session, params, rid
+        self.is_open = True  # counted as open by the session, until its answer is there
+        self.kept: Turn | None = None  # the turn that it became
+        self.num_reserved = 0  # bytes, see `Store.reserve`
+        self._base, self._store = base, store
+        self._num_history = 0  # tokens of the history that the prompt begins with
+        self._messages: tuple[bytes, ...] | None = None  # that the request adds
+        self._digest = b""  # of the conversation with them
+        self._differs_at: int | None = None
+        self._is_chat = False
+
+    @property
+    def num_tokens_before(self) -> int:
+        """The number of tokens of the conversation that it goes on from."""
+        return 0 if self._base is None else self._base.num_tokens
+
+    def joined(self, new_ids: Sequence[int]) -> list[int]:
+        """Return a prompt of the history and these tokens. Raises BadField for an offset beyond the history."""
+        history = self._history()
+        self._store.reserve(self, TURN_BYTES + TOKEN_BYTES * len(new_ids))
+        self._num_history = len(history)
+        return [*history, *new_ids]
+
+    def chat_prompt(self, given: list[dict[str, Any]], template: Template) -> list[int]:
+        """Return the prompt of the conversation that goes on with these messages. Raises BadField for messages that do
+        not, and where the template refuses them."""
+        for name in ("offset", "drop_previous_output"):
+            if getattr(self.params, name):
+                raise BadField(f"{FIELD}.{name}", "is for prompts of token ids or a text; a chat has messages, and rid")
+        self._base, new = divide(self._base, given, self.params, self.session.with_messages)
+        prompt: ChatPrompt = chat_prompt(self._base, new, self.session.options.history, template)
+        self._num_history, self._differs_at, self._is_chat = prompt.num_history, prompt.differs_at, True
+        self._messages = tuple(map(encoded, new))
+        num_tokens = len(prompt.token_ids) - prompt.num_history
+        num_chars = sum(map(len, self._messages))
+        self._store.reserve(self, TURN_BYTES + TOKEN_BYTES * num_tokens + MESSAGE_BYTES * len(new) + num_chars)
+        self._digest = chained(b"" if self._base is None else self._base.digest, new)[-1]
+        return prompt.token_ids
+
+    def keep(
+        self, completion: Completion, message: Mapping[str, Any] | None = None, extra_key: str = ""
+    ) -> dict[str, object]:
+        """Add the answered request to the session; returns the `session` of its answer. message: the answer of a
+        chat."""
+        tokens = (*completion.prompt_ids, *completion.token_ids)
+        messages, digest = self._messages, b""
+        if messages is not None:
+            assert message is not None, "the answer of a chat is a message"
+            [digest] = chained(self._digest, [message])
+            messages += (encoded(message),)
+        reason = completion.finish_reason
+        turn = Turn(
+            self.rid, self._base, self._num_history, array("i", tokens[self._num_history :]),
+            len(completion.prompt_ids), reason.matched if reason is not None else None,
+            completion.weight_versions, extra_key, messages, digest,
+        )  # fmt: skip
+        is_kept = self._store.keep(self, turn)
+        self.kept = turn if is_kept else None
+        found: dict[str, object] = {
+            "id": self.session.id,
+            "rid": self.rid if is_kept else None,
+            "parent_rid": None if self._base is None else self._base.rid,
+            "num_history_tokens": self._num_history,
+        }
+        if self._is_chat:
+            found["template_differs_at"] = self._differs_at
+        return found if is_kept else {**found, "why_not_kept": self._why_not_kept()}
+
+    def end(self) -> None:
+        """End the request, answered or not. Call it once."""
+        self._store.finish(self)
+
+    def _history(self) -> list[int]:
+        """Return the tokens that a prompt of token ids begins with."""
+        base, offset = self._base, self.params.offset
+        if base is None:
+            if offset:
+                raise BadField(f"{FIELD}.offset", "there is no turn before this one")
+            return []
+        tokens = tokens_of(base, base.num_prompt if self.params.drop_previous_output else None)
+        if abs(offset) > len(tokens):
+            raise BadField(f"{FIELD}.offset", f"{offset} is beyond the history, which has {len(tokens)} tokens")
+        return tokens[:offset] if offset else tokens
+
+    def _why_not_kept(self) -> str:
+        if self.session.has_ended:
+            return "the session has ended meanwhile"
+        return f"the turn {self._base.rid if self._base else ''!r} was replaced meanwhile"

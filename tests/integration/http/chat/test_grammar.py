@@ -1,0 +1,175 @@
+"""Tests of the grammars of demanded calls: any text that they allow has calls that follow the tools' schemas."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import jsonschema
+import pytest
+
+from lockstep.integration.http.chat.form import Beginning, ChatForm, read_form
+from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.http.edge.errors import BadField
+from lockstep.integration.http.generation.limits import RequestLimits
+from lockstep.rollout.grammars.compiler import GrammarCompiler, constraint_of
+from lockstep.rollout.grammars.library import load_library
+from lockstep.rollout.grammars.matcher import CompiledGrammar, allows
+from lockstep.rollout.grammars.token_text import TokenText
+from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support.chat.answers import parts_of
+from lockstep.tests.support.chat.tokenizer import EOS, FAMILIES, VOCAB_SIZE, byte_tokenizer, chat_template
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "word": {"type": "string", "maxLength": 6}, "num": {"type": "integer", "minimum": 0, "maximum": 99},
+        "kind": {"enum": ["a", "b"]}, "flags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["word", "num", "kind"],
+    "additionalProperties": False,
+}  # fmt: skip
+EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": "first", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "second-tool", "parameters": EMPTY}},
+]
+SCHEMAS = {"first": SCHEMA, "second-tool": EMPTY}
+NAMED = {"type": "function", "function": {"name": "first"}}
+MOST_TOKENS = 2000
+ANEW = Beginning()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    tokenizer = byte_tokenizer()
+    ends = [tokenizer.convert_tokens_to_ids(token) for token in (EOS, "<|call|>", "<|return|>")]
+    return GrammarCompiler(load_library(), TokenText(tokenizer, VOCAB_SIZE), ends)
+
+
+def form_of(family: str, choice: object, *, tools=TOOLS, thinks=False, parallel=None) -> ChatForm:
+    fields = SimpleNamespace(tools=tools, tool_choice=choice, parallel_tool_calls=parallel, separate_reasoning=True,
+                             stream_reasoning=True)  # fmt: skip
+    limits = RequestLimits(SimpleNamespace(tokenizer=None), HttpConfig())
+    return read_form(fields, byte_tokenizer(chat_template(family, thinks=thinks)), limits)
+
+
+def grammar_of(compiler: GrammarCompiler, form: ChatForm, beginning: Beginning = ANEW) -> CompiledGrammar:
+    constraint = constraint_of(form.params(SamplingParams(), beginning))
+    assert constraint is not None
+    return compiler.compile(constraint)
+
+
+def draw(grammar: CompiledGrammar, seed: int, prefer=(), most_tokens=MOST_TOKENS) -> tuple[list[int], bool]:
+    """Draw tokens that the grammar allows; return them and whether it ended."""
+    matcher = grammar.matcher()
+    numbers, ids = random.Random(seed), []
+    for _ in range(most_tokens):
+        mask = matcher.mask()
+        choices = [id for id in range(VOCAB_SIZE) if allows(mask, id)]
+        wanted = [id for id in prefer if id in choices]
+        ids.append(wanted[0] if wanted and numbers.random() < 0.3 else numbers.choice(choices))
+        assert matcher.accept(ids[-1])
+        if matcher.has_stopped:
+            return ids[:-1], True
+    return ids, False
+
+
+def text_of(form: ChatForm, ids: list[int]) -> str:
+    return str(form.tokenizer.decode(ids))
+
+
+def check_calls(calls: tuple[tuple[str, str], ...]) -> None:
+    for name, arguments in calls:
+        jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+
+
+def cases() -> Iterator[tuple[str, bool, bool]]:
+    for family in FAMILIES:
+        yield family, False, False
+        if family not in ("llama3_json", "mistral"):
+            yield family, True, False
+        if family not in ("llama3_json", "mistral", "gpt-oss"):
+            yield family, True, True
+
+
+@pytest.mark.parametrize(("family", "thinks", "is_open"), list(cases()))
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_every_text_of_a_demanded_call_has_calls_that_follow_their_schemas(compiler, family, thinks, is_open, choice):
+    form = form_of(family, choice, thinks=thinks)
+    beginning = Beginning("<think>" if is_open else "")
+    prefer = [form.tokenizer.convert_tokens_to_ids(token) for token in (EOS, "</think>", "<|call|>")]
+    num_calls, has_ended = [], 0
+    grammar = grammar_of(compiler, form, beginning)
+    for seed in range(8):
+        ids, ended = draw(grammar, seed, prefer)
+        found = parts_of(form.answers, [text_of(form, ids)], beginning.prefix)
+        check_calls(found.calls)
+        if ended:
+            has_ended += 1
+            num_calls.append(len(found.calls))
+            assert found.calls and not found.content.strip(), (found, text_of(form, ids))
+            assert choice == "required" or [name for name, _ in found.calls] == ["first"]
+        for end in range(0, len(ids), 7):  # cut by max_tokens
+            check_calls(parts_of(form.answers, [text_of(form, ids[:end])], beginning.prefix).calls)
+    assert has_ended >= 4
+    if choice == "required" and family != "gpt-oss" and not is_open:
+        assert max(num_calls) > 1, "several calls are allowed"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_call_at_most_where_calls_must_not_be_parallel(compiler, family):
+    form = form_of(family, "required", parallel=False)
+    grammar = grammar_of(compiler, form)
+    for seed in range(6):
+        ids, ended = draw(grammar, seed)
+        if ended:
+            assert len(parts_of(form.answers, [text_of(form, ids)]).calls) == 1
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt-oss"])
+def test_strict_tools_follow_their_schemas_where_the_call_is_left_to_the_model(compiler, family):
+    tools = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    form = form_of(family, "auto", tools=tools)
+    ids = form.tokenizer('{"name": "' if family == "llama3_json" else "")["input_ids"]
+    markers = ("<tool_call>", "[TOOL_CALLS]", "<｜tool▁calls▁begin｜>")
+    prefer = [*ids, *(form.tokenizer.convert_tokens_to_ids(marker) for marker in markers)]
+    num_calls = num_free = 0
+    grammar = grammar_of(compiler, form)
+    for seed in range(12):
+        ids, _ = draw(grammar, seed, prefer, 600)
+        found = parts_of(form.answers, [text_of(form, ids)])
+        check_calls(found.calls)
+        num_calls, num_free = num_calls + len(found.calls), num_free + bool(found.content)
+    assert num_free, "text without calls is allowed"
+    assert num_calls or family == "llama3_json"
+
+
+def test_markers_are_the_tokens_that_the_model_has_learned(compiler):
+    form = form_of("hermes", NAMED, thinks=True)
+    ids, _ = draw(grammar_of(compiler, form, Beginning(is_done=True)), 1)
+    assert ids[0] == form.tokenizer.convert_tokens_to_ids("<tool_call>")
+    assert ids[-1] == form.tokenizer.convert_tokens_to_ids("</tool_call>") or len(ids) == MOST_TOKENS
+    kept = form.params(SamplingParams(), Beginning()).kept_special_tokens
+    assert set(kept) == {form.tokenizer.convert_tokens_to_ids(marker) for marker in form.markers}
+
+
+def test_schemas_that_no_grammar_enforces_are_refused_by_name_unless_any_object_will_do():
+    for schema in ({"type": "array"}, {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}):
+        tool = {"name": "f", "parameters": schema}
+        form = form_of("hermes", "required", tools=[{"type": "function", "function": tool}])
+        with pytest.raises(BadField, match=r"tools.*f: "):
+            form.params(SamplingParams(), Beginning())
+        loose = form_of("hermes", "required", tools=[{"type": "function", "function": {**tool, "strict": False}}])
+        assert loose.params(SamplingParams(), Beginning()).structural_tag
+
+
+def test_a_second_grammar_is_an_error_that_names_both():
+    form = form_of("hermes", "required")
+    with pytest.raises(BadField, match=r"tool_choice.*response_format"):
+        form.params(SamplingParams(json_schema="{}"), Beginning())
+    with pytest.raises(BadField, match=r"tool_choice.*regex"):
+        form.params(SamplingParams(regex="a"), Beginning())
+    assert form_of("hermes", "auto").params(SamplingParams(regex="a"), Beginning()).regex == "a", "auto needs none"

@@ -1,0 +1,224 @@
+"""Tests of the prompts of chats over sessions, with a template and a tokenizer of one character a token."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lockstep.integration.http.conversations.history import Template, chat_prompt, divide, num_equal
+from lockstep.integration.http.conversations.params import SessionParams
+from lockstep.integration.http.conversations.turns import Turn, chained, encoded, is_same
+from lockstep.integration.http.edge.errors import BadField
+
+END = ord("]")
+
+
+def render(messages: list[dict[str, Any]]) -> str:
+    """Write [role:content] for each message. Thoughts in parentheses stay in the last answer only."""
+    last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
+    texts = []
+    for index, message in enumerate(messages):
+        content = message["content"]
+        if message["role"] == "assistant" and index < last:
+            content = content.rpartition(")")[2]
+        texts.append(f"[{message['role']}:{content.strip()}]\n")
+    return "".join(texts) + "[assistant:"
+
+
+TEMPLATE = Template(render, lambda text: [ord(one) for one in text], {END, ord("[")})
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **others: object) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **others}
+
+
+def first_turn(messages: list[dict[str, Any]], output: str, matched: int | str | None = None, **told: object) -> Turn:
+    prompt = TEMPLATE.tokenise(render(messages))
+    said = [*messages, assistant(output.removesuffix("]"), **told)]
+    return Turn("a", None, 0, array("i", [*prompt, *map(ord, output)]), len(prompt), matched, (),
+                messages=tuple(map(encoded, said)), digest=chained(b"", said)[-1])  # fmt: skip
+
+
+def text_of(ids: list[int]) -> str:
+    return "".join(map(chr, ids))
+
+
+def params(**fields: object) -> SessionParams:
+    return SessionParams(id="a", **fields)
+
+
+def find(*turns: Turn):
+    by_digest = {turn.digest: turn for turn in turns}
+    return lambda digests: next((by_digest[one] for one in reversed(digests) if one in by_digest), None)
+
+
+# -- prompts --------------------------------------------------------------------------------------------------------
+
+
+def test_a_first_prompt_is_the_templates():
+    prompt = chat_prompt(None, [user("hi")], "sampled", TEMPLATE)
+    assert text_of(prompt.token_ids) == "[user:hi]\n[assistant:"
+    assert (prompt.num_history, prompt.differs_at) == (0, None)
+
+
+@pytest.mark.parametrize(("output", "matched"), [("yes]", END), ("yes]", None), ("yes", None)])
+def test_an_answer_is_closed_once_whether_it_ended_by_itself_or_not(output, matched):
+    base = first_turn([user("hi")], output, matched)
+    prompt = chat_prompt(base, [user("so")], "sampled", TEMPLATE)
+    assert text_of(prompt.token_ids) == "[user:hi]\n[assistant:yes]\n[user:so]\n[assistant:"
+    assert prompt.num_history == base.num_tokens and prompt.differs_at is None
+
+
+def test_an_answer_that_ended_with_a_stop_text_is_not_closed_by_that_text_again():
+    base = first_turn([user("hi")], "yes]", "]")
+    assert text_of(chat_prompt(base, [user("so")], "sampled", TEMPLATE).token_ids).count("]") == 2 + 1
+
+
+def test_an_answer_that_ended_with_another_token_keeps_it_and_is_closed():
+    base = first_turn([user("hi")], "yes!", ord("!"))
+    assert "yes!]\n[user" in text_of(chat_prompt(base, [user("so")], "sampled", TEMPLATE).token_ids)
+
+
+def test_the_first_token_is_told_at_which_the_template_would_differ():
+    base = first_turn([user("hi")], "(hm) yes ]", END)
+    prompt = chat_prompt(base, [user("so")], "sampled", TEMPLATE)
+    assert text_of(prompt.token_ids) == "[user:hi]\n[assistant:(hm) yes ]\n[user:so]\n[assistant:"
+    assert prompt.differs_at == len("[user:hi]\n[assistant:")
+    kept = chat_prompt(base, [{"role": "tool", "content": "4"}], "sampled", TEMPLATE)
+    assert kept.differs_at == len("[user:hi]\n[assistant:(hm) yes"), "thoughts stay before a tool's answer; blanks go"
+
+
+def test_the_templates_policy_keeps_the_longest_equal_beginning():
+    base = first_turn([user("hi")], "(hm) yes ]", END)
+    prompt = chat_prompt(base, [user("so")], "template", TEMPLATE)
+    assert text_of(prompt.token_ids) == "[user:hi]\n[assistant:yes]\n[user:so]\n[assistant:"
+    assert prompt.num_history == len("[user:hi]\n[assistant:") and prompt.differs_at is None
+
+
+def test_a_prompt_that_is_longer_than_the_templates_differs_at_its_end():
+    assert num_equal([1, 2], [1, 2, 3]) == 2 == num_equal([1, 2, 3], [1, 2])
+    short = Template(lambda m: render(m)[: -len("[assistant:")], TEMPLATE.tokenise, ())
+    base = first_turn([user("hi")], "yes]", END)
+    assert chat_prompt(base, [user("so")], "sampled", short).differs_at is None
+
+
+@pytest.mark.parametrize("write", [lambda content: "", lambda content: content + content, str.upper])
+def test_a_template_that_does_not_show_an_answers_end_is_refused(write):
+    def strange(messages: list[dict[str, Any]]) -> str:
+        return "".join(write(m["content"]) if m["role"] == "assistant" else m["content"] for m in messages)
+
+    base = first_turn([user("hi")], "yes]", END)
+    template = Template(strange, TEMPLATE.tokenise, ())
+    with pytest.raises(BadField, match='"template"'):
+        chat_prompt(base, [user("so")], "sampled", template)
+    assert chat_prompt(base, [user("so")], "template", template).token_ids
+
+
+def test_a_template_that_wants_calls_of_tools_before_their_answers_is_asked_with_calls():
+    def strict(messages: list[dict[str, Any]]) -> str:
+        texts = []
+        for index, message in enumerate(messages):
+            if message["role"] == "tool" and not messages[index - 1].get("tool_calls"):
+                raise BadField("messages", "no calls before a tool")
+            calls = "".join(f"<{one['function']['arguments']}>" for one in message.get("tool_calls") or [])
+            texts.append(f"[{message['role']}:{message['content']}{calls}]\n")
+        return "".join(texts) + "[assistant:"
+
+    template = Template(strict, TEMPLATE.tokenise, {END, ord("["), ord(">")})
+    tool = {"role": "tool", "content": "4"}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    expected = "[user:hi]\n[assistant:yes<{'a': 1}>]\n[tool:4]\n[assistant:"
+    for sampled in ("yes<{'a': 1}>]", "yes<{'a': 1}>", "yes<{'a': 1}"):
+        base = first_turn([user("hi")], "yes", tool_calls=[call])
+        prompt_ids = list(base.added[: base.num_prompt])
+        base = replace(base, added=array("i", [*prompt_ids, *map(ord, sampled)]))
+        prompt = chat_prompt(base, [tool], "sampled", template)
+        assert text_of(prompt.token_ids) == expected and prompt.differs_at is None
+    assert text_of(chat_prompt(base, [user("so")], "sampled", template).token_ids).endswith("]\n[user:so]\n[assistant:")
+    plain = first_turn([user("hi")], "yes")
+    with pytest.raises(BadField, match="no calls before a tool"):
+        chat_prompt(plain, [tool], "sampled", template)
+
+
+def test_marks_and_brackets_in_a_users_text_change_nothing():
+    base = first_turn([user("answer]\n[assistant:answer")], "answer]", END)
+    prompt = chat_prompt(base, [user("[assistant:x]")], "sampled", TEMPLATE)
+    assert text_of(prompt.token_ids) == (
+        "[user:answer]\n[assistant:answer]\n[assistant:answer]\n[user:[assistant:x]]\n[assistant:"
+    )
+
+
+# -- messages -------------------------------------------------------------------------------------------------------
+
+
+def test_messages_of_users_and_tools_are_new_and_lists_with_others_are_the_whole():
+    base = first_turn([user("hi")], "yes]")
+    assert divide(base, [user("hi")], params(), find()) == (base, [user("hi")])
+    assert divide(base, [user("hi"), assistant("yes"), user("so")], params(), find()) == (base, [user("so")])
+    given = [{"role": "system", "content": "s"}, user("hi")]
+    with pytest.raises(BadField, match=r"messages\.0: differs"):
+        divide(base, given, params(), find())
+    assert divide(base, given, params(messages="new"), find()) == (base, given)
+    assert divide(None, given, params(), find()) == (None, given)
+    with pytest.raises(BadField, match="must not be empty"):
+        divide(base, [], params(), find())
+
+
+def test_the_first_message_that_differs_is_named():
+    base = first_turn([user("hi")], "yes]")
+    for index, given in (
+        (0, [user("ho"), assistant("yes"), user("so")]),
+        (1, [user("hi"), assistant("no"), user("so")]),
+        (1, [user("hi"), user("yes"), assistant("so")]),
+    ):
+        with pytest.raises(BadField) as error:
+            divide(base, given, params(), find())
+        assert error.value.param == f"messages.{index}"
+    for given in ([user("hi")], [user("hi"), assistant("yes")]):
+        with pytest.raises(BadField, match="add none"):
+            divide(base, given, params(messages="all"), find())
+
+
+def test_a_branch_goes_on_from_the_last_turn_that_has_the_messages_before():
+    base = first_turn([user("hi")], "yes]")
+    more = [user("so"), assistant("well")]
+    second = Turn("b", base, base.num_tokens, array("i", [1]), base.num_tokens, None, (),
+                  messages=tuple(map(encoded, more)), digest=chained(base.digest, more)[-1])  # fmt: skip
+    search = find(base, second)
+    before = [user("hi"), assistant("yes")]
+    assert divide(second, [*before, user("what")], params(branch=True), search) == (base, [user("what")])
+    assert divide(base, [*before, *more, user("ah")], params(branch=True), search) == (second, [user("ah")])
+    assert divide(second, [user("ho"), assistant("yes"), user("so")], params(branch=True), search)[0] is None
+    again = [user("hi")]
+    assert divide(second, again, params(branch=True, messages="all"), search) == (None, again)
+    assert divide(second, [*before, more[0]], params(branch=True), search) == (base, [user("so")])
+
+
+def test_a_message_is_the_same_with_null_fields_and_without_its_thoughts():
+    ours = assistant("yes", reasoning_content="hm")
+    assert is_same(ours, assistant("yes", refusal=None, tool_calls=[], audio=None))
+    assert is_same(ours, assistant("yes", reasoning_content="hm"))
+    assert not is_same(ours, assistant("yes", reasoning_content="no"))
+    assert not is_same(ours, assistant("yes", tool_calls=[{"id": "1"}]))
+    assert not is_same(ours, user("yes"))
+    assert is_same(assistant(""), {"role": "assistant", "content": None})
+
+
+def test_a_branch_with_other_thoughts_goes_on_from_the_turn_before():
+    base = first_turn([user("hi")], "yes]", reasoning_content="hm")
+    given = [user("hi"), assistant("yes", reasoning_content="no"), user("so")]
+    assert divide(base, given, params(branch=True), find(base)) == (None, given)
+
+
+def test_a_turn_of_token_ids_has_no_messages_to_go_on_from():
+    base = Turn("a", None, 0, array("i", [1, 2]), 1, None, ())
+    for given in ([user("so")], [user("hi"), assistant("yes"), user("so")]):
+        with pytest.raises(BadField, match="token ids"):
+            divide(base, given, params(), find())
