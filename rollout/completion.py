@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -45,6 +46,15 @@ class NextToken:
 
 
 @dataclass(frozen=True)
+class KeptIds:
+    """The tokens that top_k, top_p and min_p kept at each draw: a trainer that leaves out the others has the
+    distribution that was drawn from."""
+
+    ids: array[int]  # int32, of one output token after another, ascending in each
+    ends: array[int]  # int32, by output token: where its own end in `ids`
+
+
+@dataclass(frozen=True)
 class DraftCounts:
     """The drafts of one sequence that one source proposed."""
 
@@ -84,6 +94,7 @@ class Completion:
     prompt_top_logprobs: tuple[TopLogprobs | None, ...] | None = None
     listed_logprobs: tuple[ListedLogprobs, ...] | None = None  # of options.token_ids_logprob, one entry per token
     prompt_listed_logprobs: tuple[ListedLogprobs | None, ...] | None = None
+    kept_ids: KeptIds | None = None  # with options.max_kept_ids, unless nothing is filtered
     next_token: NextToken | None = None  # with max_new_tokens=0
     # With a grammar, one per token: whether the model had no choice; also where its text was tokenised again.
     forced: tuple[bool, ...] | None = None

@@ -40,6 +40,7 @@ class RequestOptions:
     begun: Begun | None = None  # an answer to go on with; the request has one sample, no grammar and no alternatives
     stream_when_final: bool = False  # nothing is streamed before the answer's end, when no commit can change it
     takes_back: bool = True  # False: a commit with in_flight="verify" lets its tokens stand, since its caller has them
+    max_kept_ids: int = 0  # report the tokens that the filters kept at each draw, at most so many in all; 0: none
 
     def __post_init__(self) -> None:
         wrong = []
@@ -47,6 +48,8 @@ class RequestOptions:
             wrong.append(f"logprob_start_len must be -1 or more, not {self.logprob_start_len}")
         if self.top_logprobs_num < 0:
             wrong.append(f"top_logprobs_num must not be negative, not {self.top_logprobs_num}")
+        if self.max_kept_ids < 0:
+            wrong.append(f"max_kept_ids must not be negative, not {self.max_kept_ids}")
         if bad := [id for id in self.token_ids_logprob if id < 0]:
             wrong.append(f"token_ids_logprob must not be negative, not {bad[:5]}")
         wrong += self._wrong_draft()

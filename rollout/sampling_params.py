@@ -18,6 +18,7 @@ from .stop_patterns import MAX_PATTERN_SIZE, pattern_size
 GREEDY_BELOW = 1e-6  # temperatures under this mean argmax
 MAX_STOPS = 32
 MAX_STOP_REGEX_BYTES = 256
+MAX_KEPT_SPECIAL = 256  # tokens
 MAX_MATCH_S = 0.1  # to find out whether a stop pattern matches the empty text
 NOT_SUPPORTED = ("beam_width",)
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -30,7 +31,9 @@ _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 20
 class SamplingParams:
     """Settings of one request. Immutable.
 
-    `stop` and `stop_regex` also take a string, a list or None, `stop_token_ids` a list or None, `logit_bias` string
+    `stop` and `stop_regex` also take a string, a list or None, `stop_token_ids` and
+    `kept_special_tokens` a list or None, `top_k` 0 for -1 and
+    `stop` "" for none, as other servers do, `logit_bias` string
     keys, `json_schema` and `structural_tag` a JSON object; they are converted to the declared types. ValueError names
     every field with a wrong type or a value out of range.
     """
@@ -50,6 +53,7 @@ class SamplingParams:
     n: int = 1  # samples per prompt
     ignore_eos: bool = False  # do not stop at an end-of-sequence token
     skip_special_tokens: bool = True  # leave special tokens out of the text
+    kept_special_tokens: tuple[int, ...] = ()  # special tokens that stay in the text although others are left out
     spaces_between_special_tokens: bool = True  # put spaces between special tokens of the text
     no_stop_trim: bool = False  # keep the stop in the text
     stream_interval: int | None = None  # tokens between two streamed pieces
@@ -66,9 +70,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         problems: list[str] = []
         # The class is frozen for its users; here its fields get their final form, once.
-        object.__setattr__(self, "stop", _strings(self.stop))
+        given: object = self.stop
+        object.__setattr__(self, "stop", () if given == "" else _strings(given))
+        object.__setattr__(self, "top_k", -1 if _is_int(self.top_k, 0, 0) else self.top_k)
         object.__setattr__(self, "stop_regex", _strings(self.stop_regex))
         object.__setattr__(self, "stop_token_ids", _listed(self.stop_token_ids))
+        object.__setattr__(self, "kept_special_tokens", _listed(self.kept_special_tokens))
         object.__setattr__(self, "logit_bias", _integer_keys(self.logit_bias))
         for name in ("json_schema", "structural_tag"):
             object.__setattr__(self, name, _json_text(getattr(self, name)))
@@ -106,6 +113,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken."""
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether tokens are left out of the draw: by top_k, top_p or min_p, or all but the most likely one."""
+        return self.is_greedy or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def needs_penalties(self) -> bool:
@@ -233,6 +245,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "n": (lambda v: _is_int(v, 1), "an integer of 1 or more"),
     "ignore_eos": _BOOL,
     "skip_special_tokens": _BOOL,
+    "kept_special_tokens": (
+        lambda v: _is_ids(v) and len(v) <= MAX_KEPT_SPECIAL,
+        f"a list of at most {MAX_KEPT_SPECIAL} token ids of 0 or more",
+    ),
     "spaces_between_special_tokens": _BOOL,
     "no_stop_trim": _BOOL,
     "stream_interval": (lambda v: v is None or _is_int(v, 1), "an integer of 1 or more"),

@@ -17,6 +17,7 @@ from ..sequences.detokenizer import IncrementalDetokenizer
 from ..sequences.request import Request
 from ..sequences.search_time import SearchTime
 from ..sequences.sequence import Sequence as TokenSequence
+from .giving_way import give_way
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Mapping[str, object] | None
@@ -56,6 +57,7 @@ class Intake:
 
     def checked(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> list[int]:
         """Return the token ids of a prompt that can run with these settings. Raises ValueError."""
+        give_way()
         its_ids = prompt_ids(prompt, self._tokenizer, self._vocab_size)
         if found := {kind for id, kind in self._media_tokens.items() if id in its_ids}:
             raise ValueError(
@@ -88,7 +90,7 @@ class Intake:
         faults = []
         if params.n != 1 or options.renewal is not None:
             faults.append("is of one sample, which is not renewed")
-        if params.is_constrained or options.top_logprobs_num or options.token_ids_logprob:
+        if params.is_constrained or options.top_logprobs_num or options.token_ids_logprob or options.max_kept_ids:
             faults.append("has no grammar and no alternatives")
         if len(begun.token_ids) >= max(params.max_new_tokens, 1):
             faults.append(f"has fewer tokens than max_new_tokens={params.max_new_tokens}, not {len(begun.token_ids)}")
@@ -140,6 +142,7 @@ class Intake:
         self, id: str, its_ids: list[int], params: SamplingParams, options: RequestOptions, index: int, now: float,
         number: int,
     ) -> Request:  # fmt: skip
+        give_way()
         renewal, begun = options.renewal, options.begun
         if (given := renewal or begun) is not None:
             seed, index = given.seed, given.index

@@ -317,4 +317,4 @@ def renewal_of(completion: Completion) -> tuple[tuple[int, ...], SamplingParams,
     drawn = completion.drawn_with
     assert drawn is not None
     renewal = Renewal(completion.token_ids, drawn.seed, completion.index)
-    return completion.prompt_ids, replace(drawn.params, n=1), replace(drawn.options, renewal=renewal)
+    return completion.prompt_ids, replace(drawn.params, n=1), replace(drawn.options, renewal=renewal, begun=None)

@@ -64,8 +64,9 @@ class EngineWeights:
         """Give the same weights another version, which new tokens bear. KV stays valid."""
         self._driver.command("relabel_weights", lambda: self._between_steps.relabel_weights(version))
 
-    def set_weight_digest(self, digest: str) -> None:
-        """Set the digest of the committed version, which was computed after the commit. Starts no epoch."""
+    def set_weight_digest(self, digest: str | None) -> None:
+        """Set the digest of the committed version, which was computed after the commit; None: the weights are lost.
+        Starts no epoch."""
         with self._driver.lock:
             self._sequences.weight_digest = digest
             self._gate.adapters.digested(digest)
@@ -103,6 +104,10 @@ class EngineWeights:
     def allow_sampling(self, key: str) -> None:
         """Lift the refusal under that key, if there is one."""
         self._driver.command("allow_sampling", lambda: self._gate.lift([key]))
+
+    def refusal_under(self, keys: Iterable[str]) -> str | None:
+        """Return the reasons under these keys why steps are refused; None: there are none. Does not wait."""
+        return self._gate.refusal_under(keys)
 
     @property
     def before_sampling(self) -> Callable[[], None] | None:

@@ -170,7 +170,7 @@ class _ForeignCompiler:
         if answer.error is not None:
             raise ValueError(answer.error)
         restorer = self._grammars.restorer()
-        return restorer.restore(answer.serialized, answer.bound, answer.nests, constraint.kind)
+        return restorer.restore(answer.serialized, answer.bound, answer.nests, constraint)
 
     def close(self) -> None:
         """End the process; a compilation that runs raises EngineStopped."""

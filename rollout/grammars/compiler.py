@@ -23,6 +23,7 @@ from .token_text import WRONG_SECOND_BYTES, can_be_text
 Kind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 ANY_JSON = "$$ANY$$"  # SGLang's value for a json_schema that allows every JSON value
 _RAW_BYTES = 0  # the library's number of a vocabulary that is given as bytes
+_NO_TEXT = b"\xff"  # a byte that is in no UTF-8
 _MAX_TRIALS = 1_000_000  # about 0.3 s for one mask; JSON of any depth with a vocabulary of 65,000 has 83,000
 _TRIAL_RULES = 50  # a trial costs as much as following so many rules that recur
 _CODE_PLACE = re.compile(r"^\[[^\]]*\] \S+?:\d+: (Check failed: \(.*?\) is false: )?", re.DOTALL)
@@ -58,11 +59,15 @@ class GrammarCompiler:
         pieces, vocab_size = text.pieces, len(text.pieces)
         stop_token_ids = tuple(sorted(id for id in set(stop_token_ids) if id < vocab_size))
         self._library, self._any_whitespace = library, any_whitespace
-        self._info = library.TokenizerInfo(pieces, _RAW_BYTES, vocab_size, list(stop_token_ids), False)
+        # A token without text has a name in bytes that no text has, else the library would never allow it, also where
+        # a structural tag names it. Everywhere else `silent` bans it.
+        named = [piece or _NO_TEXT + str(id).encode() for id, piece in enumerate(pieces)]
+        silent = pack_ids((i for i, piece in enumerate(pieces) if not piece and i not in stop_token_ids), vocab_size)
+        self._info = library.TokenizerInfo(named, _RAW_BYTES, vocab_size, list(stop_token_ids), False)
         self._compiler = library.GrammarCompiler(self._info, 1, False, -1)  # one thread, without a cache
         # The library takes any bytes of the right form for a character, and allows control characters in strings of
         # bounded length, which JSON does not.
-        no_text = pack_ids((i for i, piece in enumerate(pieces) if not can_be_text(piece)), vocab_size)
+        no_text = pack_ids((i for i, piece in enumerate(pieces) if not can_be_text(piece)), vocab_size) | silent
         controls = set(range(0x20)) - (set(b"\n\r") if any_whitespace else set())
         no_json = pack_ids((i for i, piece in enumerate(pieces) if not controls.isdisjoint(piece)), vocab_size)
         after_lead = {
@@ -73,7 +78,9 @@ class GrammarCompiler:
         for id, piece in enumerate(pieces):
             if len(piece) == 1:
                 byte_ids[piece[0]] = id
-        self.vocabulary = Vocabulary(library, text, stop_token_ids, no_text, no_text | no_json, after_lead, byte_ids)
+        self.vocabulary = Vocabulary(
+            library, text, stop_token_ids, no_text, no_text | no_json, silent, after_lead, byte_ids
+        )
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         """Compile a constraint. Raises ValueError with the error in the grammar and its position."""
@@ -87,7 +94,7 @@ class GrammarCompiler:
             raise ValueError(f"{kind}: no text can end that enters the rule {', '.join(endless[:5])}")
         if rules.nests:
             self._refuse_slow_masks(kind, compiled, rules.num_recursive)
-        grammar = CompiledGrammar(self.vocabulary, compiled, rules.bound(), rules.nests, is_json=kind == "json_schema")
+        grammar = self._grammar(compiled, rules.bound(), rules.nests, constraint)
         start = grammar.matcher()
         if not start.is_complete and not start.mask().any():
             raise ValueError(f"{kind}: no text of this vocabulary can begin to match it")
@@ -109,10 +116,14 @@ class GrammarCompiler:
                 "tried one by one; where a rule names itself to repeat, write * or +"
             )
 
-    def restore(self, serialized: str, bound: ForcedBound, nests: bool, kind: Kind) -> CompiledGrammar:
+    def restore(self, serialized: str, bound: ForcedBound, nests: bool, constraint: Constraint) -> CompiledGrammar:
         """Return the grammar whose serialised form and properties a compiler of the same vocabulary has made."""
         compiled = self._library.CompiledGrammar.deserialize_json(serialized, self._info)
-        return CompiledGrammar(self.vocabulary, compiled, bound, nests, is_json=kind == "json_schema")
+        return self._grammar(compiled, bound, nests, constraint)
+
+    def _grammar(self, compiled: Any, bound: ForcedBound, nests: bool, constraint: Constraint) -> CompiledGrammar:
+        is_json, named = constraint.kind == "json_schema", named_tokens(constraint)
+        return CompiledGrammar(self.vocabulary, compiled, bound, nests, is_json=is_json, named=named)
 
     def _compiled(self, constraint: Constraint) -> Any:
         kind, text, compiler = constraint.kind, constraint.text, self._compiler
@@ -129,6 +140,25 @@ class GrammarCompiler:
             check_schema(parse_json(text, kind))
         # No indent and the usual separators, nothing but the named properties, in their order.
         return compiler.compile_json_schema(text, self._any_whitespace, None, None, True, None, False)
+
+
+def named_tokens(constraint: Constraint) -> frozenset[int]:
+    """Return the token ids that a structural tag names: its `token` and `trigger_tokens`."""
+    if constraint.kind != "structural_tag":
+        return frozenset()
+    found: set[int] = set()
+    todo = [json.loads(constraint.text)]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, dict):
+            for value in (part.get("token"), part.get("trigger_tokens")):
+                listed = value if isinstance(value, list) else [value]
+                found.update(id for id in listed if isinstance(id, int) and not isinstance(id, bool))
+            # A schema's properties may have any names.
+            todo += [value for name, value in part.items() if name != "json_schema"]
+        elif isinstance(part, list):
+            todo += part
+    return frozenset(found)
 
 
 def _refuse(kind: Kind, error: RuntimeError) -> NoReturn:

@@ -29,8 +29,9 @@ class Vocabulary:
     library: Any
     text: Pieces
     stop_token_ids: Sequence[int]
-    no_text: np.ndarray  # tokens that are part of no UTF-8 text
+    no_text: np.ndarray  # tokens that are part of no UTF-8 text, or spell nothing
     no_json: np.ndarray  # these, and control characters, which JSON text does not have
+    silent: np.ndarray  # tokens that spell nothing, stop tokens apart
     after_lead: Mapping[int, np.ndarray]  # tokens that are not allowed after this byte
     byte_ids: np.ndarray  # int64 [256]: the token that spells this byte alone, -1: none
 
@@ -39,9 +40,14 @@ class CompiledGrammar:
     """A grammar that any number of sequences follow. Immutable."""
 
     def __init__(
-        self, vocabulary: Vocabulary, compiled: Any, bound: ForcedBound, nests: bool, *, is_json: bool
-    ) -> None:
-        self.vocabulary, self.bound, self.nests, self.is_json = vocabulary, bound, nests, is_json
+        self, vocabulary: Vocabulary, compiled: Any, bound: ForcedBound, nests: bool, *, is_json: bool,
+        named: Iterable[int] = (),
+    ) -> None:  # fmt: skip
+        """Wrap a grammar of the library. named: tokens without text that it names."""
+        self.vocabulary, self.bound, self.nests = vocabulary, bound, nests
+        num_tokens = len(vocabulary.text.pieces)
+        allowed = pack_ids((id for id in named if id < num_tokens), num_tokens) & vocabulary.silent
+        self._banned = (vocabulary.no_json if is_json else vocabulary.no_text) & ~allowed
         self._compiled = compiled
         self.num_bytes = int(compiled.memory_size_bytes())  # approximate size in memory
 
@@ -58,8 +64,7 @@ class CompiledGrammar:
         """Create a matcher at the beginning of the grammar."""
         library = self.vocabulary.library
         matcher = library.GrammarMatcher(self._compiled, None, False, -1, None)
-        banned = self.vocabulary.no_json if self.is_json else self.vocabulary.no_text
-        return GrammarMatcher(matcher, self.vocabulary, banned, self.bound, self.nests)
+        return GrammarMatcher(matcher, self.vocabulary, self._banned, self.bound, self.nests)
 
 
 class GrammarMatcher:

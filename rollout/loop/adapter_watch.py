@@ -53,8 +53,10 @@ class AdapterWatch:
         self.digested(digest)
 
     def digested(self, digest: str | None) -> None:
-        """Keep the digest of the committed weights in the present state."""
-        if digest is not None:
+        """Keep the digest of the committed weights in the present state; None: it is not known, in any state."""
+        if digest is None:
+            self._digests.clear()
+        else:
             self._digests[self._parts.model.adapters.state()] = digest
 
     def _forget_records(self) -> None:

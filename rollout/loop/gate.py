@@ -26,7 +26,12 @@ class StepGate:
     @property
     def refusal(self) -> str | None:
         """The reasons why steps are refused although they are not paused; None: they are not."""
-        return "; ".join(self._refusals.values()) or None
+        return self.refusal_under(list(self._refusals))
+
+    def refusal_under(self, keys: Iterable[str]) -> str | None:
+        """Return the reasons under these keys; None: there are none."""
+        found = map(self._refusals.get, keys)
+        return "; ".join(why for why in found if why is not None) or None
 
     @property
     def can_step(self) -> bool:
@@ -72,12 +77,13 @@ class StepGate:
         """Stop the steps while weights are written: with this refusal (key, reason), or until `before_sampling` ran.
 
         Raises NotIdle, and changes nothing, if live requests would be hit by the change of weights. Requests that wait
-        would not, where no step can run before the change: while paused, and where the weights hold nothing. With
-        `in_flight` none is hit: the commit begins them again.
+        would not, where no step can run before the change: while paused, and where the weights hold nothing or the KV
+        pool is released. With `in_flight` none is hit: the commit begins them again.
         """
         num_running, num_waiting = self._scheduler.num_running, self._scheduler.num_waiting
         num_hit = 0 if keep_running and self.pause_mode is not None else num_running
-        if self.pause_mode is None and not self._refusals and self._model.holds_weights:
+        has_memory = self._kv_cache.is_allocated and self._model.holds_weights
+        if self.pause_mode is None and not self._refusals and has_memory:
             num_hit += num_waiting
         if num_hit and in_flight is None:
             raise NotIdle(

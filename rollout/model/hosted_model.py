@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class HostedModel:
         self._tensors = HostedTensors(self.module)
         self.adapters = HostedAdapters(self.module)  # of PEFT; empty without any
         self.adapter_name: str | None = None  # of the adapter that a service has loaded into its engine
-        self.owned = owned
+        self.owned, self.folder = owned, part.folder
         self.division = part.division
         self._stage_input = part.stage_input
         self.config = self.module.config.get_text_config(decoder=True)
@@ -97,7 +98,7 @@ class HostedModel:
         else:
             module = auto_class(config).from_pretrained(path, dtype=kept).to(device)
             part = _whole(module.eval().requires_grad_(False), k_blocks)
-        return cls(part, owned=True, invariant=invariant)
+        return cls(replace(part, folder=Path(path)), owned=True, invariant=invariant)
 
     @classmethod
     def adopt(

@@ -13,7 +13,7 @@ from ..sequences.step import NewToken, ScheduledSequence, SequenceResult
 _HEADER = struct.Struct("<ii")  # number of results, bytes of JSON after them
 _EXTRAS = ("top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "listed_logprobs", "prompt_listed_logprobs",
            "masked_prob", "was_only_choice", "jump_logprobs", "jump_top_logprobs", "jump_listed_logprobs",
-           "accepted")  # fmt: skip
+           "accepted", "kept_ids")  # fmt: skip
 
 
 def results_bytes(results: Sequence[SequenceResult]) -> bytes:

@@ -75,12 +75,12 @@ def _drawn(items: Sequence[ScheduledSequence], choices: Sequence[Sampled]) -> li
         num_accepted = 0
         while num_accepted < len(drafted) and choices[row + num_accepted].token_id == drafted[num_accepted]:
             num_accepted += 1
-        accepted = tuple([NewToken(*c[:4], False, c.was_only_choice, c.masked_prob)
+        accepted = tuple([NewToken(*c[:4], False, c.was_only_choice, c.masked_prob, c.kept_ids)
                           for c in choices[row : row + num_accepted]])  # fmt: skip
         last = choices[row + num_accepted]
         results.append(SequenceResult(
             item.id, item.incarnation, item.num_tokens, last.token_id, last.logprob, last.top_logprobs, (), (),
-            last.listed_logprobs, (), last.masked_prob, last.was_only_choice, accepted=accepted,
+            last.listed_logprobs, (), last.masked_prob, last.was_only_choice, accepted=accepted, kept_ids=last.kept_ids,
         ))  # fmt: skip
         row += 1 + len(drafted)
     logprobs = [(r.id, new.logprob) for r in results for new in r.accepted] + [(r.id, r.logprob) for r in results]

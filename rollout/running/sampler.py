@@ -18,6 +18,8 @@ from torch import Tensor
 
 from ...kernels.sampling.draws import KEEP_ALL, RowSettings, draw_tokens
 from ...kernels.sampling.logprobs import scaled_logprobs, selected_logprobs
+from ...kernels.sampling.reference import kept_tokens
+from ...kernels.sampling.wanted import wanted_logits
 from ..completion import ListedLogprobs, TopLogprobs
 from ..errors import BrokenLogits
 from ..sampling_params import SamplingParams
@@ -37,6 +39,7 @@ class Sampled(NamedTuple):
     listed_logprobs: ListedLogprobs = ()
     masked_prob: float | None = None  # with a grammar: the probability among its allowed tokens, at the temperature
     was_only_choice: bool = False  # the grammar allowed no other token
+    kept_ids: tuple[int, ...] = ()  # the tokens that the filters kept, in the order of their ids, if asked for
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class _Plan:
     reshaped_at_first: list[int]  # other rows, whose logits are changed until they have min_new_tokens
     with_top: list[int]  # rows that report their most likely tokens
     with_listed: list[int]  # rows that report the tokens that the request names
+    with_kept: list[int]  # rows that report the tokens that their filters keep
 
     @classmethod
     def of(cls, requests: list[Request], device: torch.device) -> _Plan:
@@ -68,6 +72,7 @@ class _Plan:
             reshaped_at_first=[i for i, p in enumerate(params) if p.min_new_tokens > 0 and i not in set(always)],
             with_top=[i for i, r in enumerate(requests) if r.options.top_logprobs_num],
             with_listed=[i for i, r in enumerate(requests) if r.options.token_ids_logprob],
+            with_kept=[i for i, r in enumerate(requests) if r.options.max_kept_ids and r.params.has_filters],
         )
 
 
@@ -91,7 +96,8 @@ class Sampler:
         masked = [row for row, mask in enumerate(allowed) if mask is not None]
         packed = np.stack([np.frombuffer(mask, np.uint8) for mask in allowed if mask is not None]) if masked else None
         masks = None if packed is None else (_on(device, masked), torch.from_numpy(packed).to(device))
-        drawn = draw_tokens(logits, plan.settings, positions, self._reshaped(logits, plan, rows, allowed), masks)
+        reshaped = self._reshaped(logits, plan, rows, allowed)
+        drawn = draw_tokens(logits, plan.settings, positions, reshaped, masks)
         tops, listed = _alternatives(logits, plan)
         values = zip(drawn.token_ids.tolist(), drawn.logprobs.tolist(), tops, listed)  # noqa: B905 the last two: endless
         choices = [Sampled(*row) for row in values]
@@ -99,6 +105,9 @@ class Sampler:
             chances, num_choices = drawn.chances.tolist(), np.bitwise_count(packed).sum(-1).tolist()
             for row, num in zip(masked, num_choices, strict=True):
                 choices[row] = choices[row]._replace(masked_prob=chances[row], was_only_choice=num == 1)
+        if plan.with_kept:
+            for row, ids in zip(plan.with_kept, _kept_ids(wanted_logits(logits, reshaped, masks), plan), strict=True):
+                choices[row] = choices[row]._replace(kept_ids=ids)
         return choices
 
     def forget(self, request: Request) -> None:
@@ -119,7 +128,7 @@ class Sampler:
         plan, wanted = self._host_plan, list(requests)
         if plan is None or plan.requests != wanted:
             plan = self._host_plan = _Plan.of(wanted, torch.device("cpu"))
-        if plan.reshaped or plan.with_top or plan.with_listed:
+        if plan.reshaped or plan.with_top or plan.with_listed or plan.with_kept:
             return None
         waiting = (plan.requests[row] for row in plan.reshaped_at_first)
         if any(r.sequence.num_output_tokens < r.params.min_new_tokens for r in waiting):
@@ -233,6 +242,17 @@ def _alternatives(logits: Tensor, plan: _Plan) -> tuple[Iterable[TopLogprobs], I
     for place, (row, request) in enumerate(zip(wanted, requests, strict=True)):
         listed[row] = listed_logprobs(logprobs[place : place + 1], request)[0]
     return tops, listed
+
+
+def _kept_ids(logits: Tensor, plan: _Plan) -> list[tuple[int, ...]]:
+    """Return the ids of the tokens that the filters keep in each row of `plan.with_kept`, by the definition of a draw.
+    logits [R, V]: those that are drawn from."""
+    rows, settings = _on(logits.device, plan.with_kept), plan.settings
+    filters = (settings.top_k[rows], settings.top_p[rows], settings.min_p[rows])
+    logits = logits[rows]
+    able = logits > -torch.inf  # not masked
+    kept = kept_tokens(logits, settings.temperatures[rows], *filters)
+    return [tuple(row.nonzero().squeeze(-1).tolist()) for row in (able if kept is None else able & kept)]
 
 
 def top_logprobs(logprobs: Tensor, num_wanted: Sequence[int]) -> list[TopLogprobs]:

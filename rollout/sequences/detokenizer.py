@@ -80,6 +80,7 @@ class IncrementalDetokenizer:
         self._patterns = params.stop_patterns
         self._search_time = search_time or SearchTime()
         self._num_tokens = 0
+        self._is_skipped: dict[int, bool] = dict.fromkeys(params.kept_special_tokens, False)  # filled token by token
         self._window: list[int] = list(prompt_ids[-NUM_CONTEXT_TOKENS:])
         self._ids = list(self._window)  # the same tokens, and every token after them
         self._num_context = len(self._ids)
@@ -170,14 +171,28 @@ class IncrementalDetokenizer:
     def _decode(self, token_ids: list[int]) -> str:
         if self._tokenizer is None or not token_ids:
             return ""
+        skips = self._params.skip_special_tokens
+        if skips and self._params.kept_special_tokens:
+            skips = False
+            if not (token_ids := [id for id in token_ids if not self._skips(id)]):
+                return ""
         text = self._tokenizer.decode(
             token_ids,
-            skip_special_tokens=self._params.skip_special_tokens,
+            skip_special_tokens=skips,
             spaces_between_special_tokens=self._params.spaces_between_special_tokens,
             clean_up_tokenization_spaces=False,  # it would rewrite text that has been streamed
         )
         assert isinstance(text, str)
         return text
+
+    def _skips(self, token_id: int) -> bool:
+        """Return whether a token is special and not kept."""
+        found = self._is_skipped.get(token_id)
+        if found is None:
+            assert self._tokenizer is not None
+            texts = [self._tokenizer.decode([token_id], skip_special_tokens=skips) for skips in (True, False)]
+            found = self._is_skipped[token_id] = texts[0] == "" != texts[1]
+        return found
 
     def _take(self, token_id: int) -> str:
         """Move the window over one more token; returns the text that became final with it."""

@@ -134,6 +134,8 @@ class EngineSequenceManager(SequenceManager):
         A stop token gives "stop" also at the last allowed length.
         """
         num_output, params = len(request.record.logprobs), request.params
+        if len(request.record.kept_ids) > (limit := request.options.max_kept_ids):
+            return FinishReason("abort", message=f"the filters kept more than {limit} tokens to report (max_kept_ids)")
         if token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos):
             return FinishReason("stop", matched=token_id)
         num_tokens = request.sequence.num_prompt_tokens + num_output

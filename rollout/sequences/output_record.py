@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,11 +33,14 @@ class OutputRecord:
 
     wants_top: bool  # whether alternatives are reported at each position
     wants_listed: bool  # whether log-probabilities of named tokens are reported
+    wants_kept: bool = False  # whether the tokens that the filters kept are reported
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     listed_logprobs: list[ListedLogprobs] = field(default_factory=list)
     forced: list[bool] = field(default_factory=list)  # with a grammar: whether it left no choice of the token
     masked_probs: list[float] = field(default_factory=list)  # with a grammar: probabilities among the allowed tokens
+    kept_ids: array[int] = field(default_factory=lambda: array("i"))  # that the filters kept, of one draw after another
+    kept_ends: array[int] = field(default_factory=lambda: array("i"))  # by token: where its own end in `kept_ids`
     span_starts: list[SpanStart] = field(default_factory=list)  # of the weights' versions over the output
     prompt_logprobs: list[float | None] = field(default_factory=list)  # these three: never cut
     prompt_top_logprobs: list[TopLogprobs | None] = field(default_factory=list)
@@ -91,6 +95,8 @@ class OutputRecord:
             self.top_logprobs.append(result.top_logprobs)
         if self.wants_listed:
             self.listed_logprobs.append(result.listed_logprobs)
+        if self.wants_kept:
+            self._add_kept(result.kept_ids)
         if result.masked_prob is not None:
             self.masked_probs.append(result.masked_prob)
             self.forced.append(result.was_only_choice)
@@ -102,11 +108,17 @@ class OutputRecord:
             self.top_logprobs.append(token.top_logprobs)
         if self.wants_listed:
             self.listed_logprobs.append(token.listed_logprobs)
+        if self.wants_kept:
+            self._add_kept(token.kept_ids)
         if token.masked_prob is not None:
             self.masked_probs.append(token.masked_prob)
             self.forced.append(token.is_forced)
         self.num_jump_forward_tokens += token.is_jumped
         self.num_undelivered += 1
+
+    def _add_kept(self, ids: tuple[int, ...]) -> None:
+        self.kept_ids.extend(ids)
+        self.kept_ends.append(len(self.kept_ids))
 
     @property
     def num_delivered(self) -> int:
@@ -133,6 +145,8 @@ class OutputRecord:
         assert num_kept >= 0, self
         for values in (self.logprobs, self.top_logprobs, self.listed_logprobs, self.forced, self.masked_probs):
             del values[num_kept:]
+        del self.kept_ends[num_kept:]
+        del self.kept_ids[self.kept_ends[-1] if self.kept_ends else 0 :]
         while self.span_starts and self.span_starts[-1].start >= num_kept:
             self.span_starts.pop()
         self.num_kept = num_kept if self.num_kept is None else min(self.num_kept, num_kept)

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from ..completion import Completion, DrawnWith, FinishReason, NextToken, WeightSpan
+from ..completion import Completion, DrawnWith, FinishReason, KeptIds, NextToken, WeightSpan
 from ..grammars.state import GrammarState
 from ..request_options import Begun, RequestOptions
 from ..sampling_params import SamplingParams
@@ -54,7 +54,10 @@ class Request:
 
     def __post_init__(self) -> None:
         options = self.options
-        self.record = OutputRecord(options.top_logprobs_num > 0, bool(options.token_ids_logprob))
+        self.record = OutputRecord(
+            options.top_logprobs_num > 0, bool(options.token_ids_logprob),
+            options.max_kept_ids > 0 and self.params.has_filters,
+        )  # fmt: skip
         if options.logprob_start_len == 0:
             self.record.begin_prompt()
 
@@ -190,6 +193,7 @@ class Request:
             prompt_top_logprobs=tuple(record.prompt_top_logprobs) if has_prompt and has_top else None,
             listed_logprobs=tuple(record.listed_logprobs) if has_listed else None,
             prompt_listed_logprobs=tuple(record.prompt_listed_logprobs) if has_prompt and has_listed else None,
+            kept_ids=KeptIds(record.kept_ids[:], record.kept_ends[:]) if record.wants_kept else None,
             next_token=self.next_token,
             forced=tuple(record.forced) if self.params.is_constrained else None,
             masked_probs=tuple(record.masked_probs) if self.params.is_constrained else None,

@@ -105,6 +105,7 @@ class NewToken(NamedTuple):
     is_jumped: bool  # inserted, not sampled
     is_forced: bool  # the grammar allowed no other token
     masked_prob: float | None  # its probability among the tokens that a grammar allowed
+    kept_ids: tuple[int, ...] = ()  # the tokens that the filters kept, if asked for
 
 
 class SequenceResult(NamedTuple):
@@ -126,16 +127,17 @@ class SequenceResult(NamedTuple):
     jump_top_logprobs: tuple[TopLogprobs, ...] = ()
     jump_listed_logprobs: tuple[ListedLogprobs, ...] = ()
     accepted: tuple[NewToken, ...] = ()  # tokens of its draft that were drawn: they come before `token_id`
+    kept_ids: tuple[int, ...] = ()  # the tokens that the filters kept, if asked for
 
     def jumped(self, token_ids: Sequence[int]) -> Iterator[NewToken]:
         """Yield the jump's tokens that the step scored. token_ids: the jump's, from the first one without a score."""
         for index, logprob in enumerate(self.jump_logprobs):
             top = self.jump_top_logprobs[index] if self.jump_top_logprobs else ()
             listed = self.jump_listed_logprobs[index] if self.jump_listed_logprobs else ()
-            yield NewToken(token_ids[index], logprob, top, listed, True, True, 1.0)
+            yield NewToken(token_ids[index], logprob, top, listed, True, True, 1.0, (token_ids[index],))
 
     def sampled(self) -> NewToken:
         """Return the sampled token of a result that has one."""
         assert self.token_id is not None and self.logprob is not None
         return NewToken(self.token_id, self.logprob, self.top_logprobs, self.listed_logprobs, False,
-                        self.was_only_choice, self.masked_prob)  # fmt: skip
+                        self.was_only_choice, self.masked_prob, self.kept_ids)  # fmt: skip

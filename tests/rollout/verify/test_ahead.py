@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.rollout.ahead.group import ReplayDiverged
+from lockstep.rollout.ahead.group import Group, ReplayDiverged
 from lockstep.rollout.ahead.rollouts import RolloutsAhead
 from lockstep.rollout.completion import Completion
 from lockstep.rollout.errors import EngineStopped
@@ -185,6 +185,20 @@ def test_answers_that_will_be_drawn_again_have_places_before_coming_batches(make
     engine.close()
 
 
+def test_an_answer_costs_nothing_more_where_all_batches_have_begun(make_engine, weights, monkeypatch):
+    """Thousands of answers come in a step, each under the lock that the next step needs."""
+    engine = make_engine(weights())
+    ahead = RolloutsAhead(engine)
+    with engine.model.rollout_phase():
+        ahead.begin(0, *batch(0))
+        monkeypatch.setattr(Group, "num_open", property(lambda group: pytest.fail("all groups were counted")))
+        while engine.has_work:
+            engine.step()
+        monkeypatch.undo()
+        ahead.finish(0)
+    engine.close()
+
+
 def test_a_batch_is_taken_prompt_by_prompt_while_others_run(make_engine, weights):
     model = weights()
     engine = make_engine(model)
@@ -306,6 +320,7 @@ def test_an_answer_goes_on_from_its_beginning(make_engine, weights):
     begun = Begun(part.token_ids, part.logprobs, (("default", None, 0),), part.drawn_with.seed, 0)
     [rest] = engine.generate([[3, 4, 5]], params, options=RequestOptions(begun=begun))
     assert record(rest) == record(whole)
+    assert [record(one) for one in engine.renew([rest])] == [record(whole)]
     for wrong, message in (
         (replace(begun, token_ids=(1,) * 12, logprobs=(0.0,) * 12), "fewer tokens than max_new_tokens=12, not 12"),
         (replace(begun, logprobs=()), "a log-probability for each of its 5 tokens"),
