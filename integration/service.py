@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from ..rollout.completion import Completion
 from ..rollout.engine import Engine
@@ -19,30 +18,22 @@ from ..weight_sync.same_host.shared_memory import TensorReceiver
 from ..weight_sync.transaction.in_place import sync_in_place
 from ..weight_sync.transaction.peers import PeerFailed
 from ..weight_sync.transaction.shard_sync import ShardSync, plan_shard_sync
-from .service_config import ServiceConfig, known_tags
+from .service_config import ServiceConfig
 from .weights.all_ranks import Replica, on_all_ranks, serve_verbs
 from .weights.checks import WeightChecks
 from .weights.host import Commit
 from .weights.lora import LoraVerbs
+from .weights.memory import MemoryVerbs
 from .weights.options import DigestTime
 from .weights.sessions import WeightSessions
 from .weights.sources import SharedMemory
-from .weights.verbs import WeightVerbs
 
 logger = logging.getLogger(__name__)
 
 _MEND = "complete one, or restore a checkpoint (weights_restored), and commit"
 
 
-@dataclass(frozen=True)
-class MemoryReport:
-    """The size of the memory behind one tag, before and after a change."""
-
-    bytes_before: int
-    bytes_after: int
-
-
-class RolloutService(WeightVerbs, LoraVerbs):
+class RolloutService(MemoryVerbs, LoraVerbs):
     """Connect an engine and the weight verbs. Methods with an HTTP verb have its name.
 
     Example, in a training rank whose `model` the engine was made from:
@@ -210,47 +201,13 @@ class RolloutService(WeightVerbs, LoraVerbs):
         return self.sessions.finish_digest()
 
     @on_all_ranks
-    def model_digest(self) -> str:
-        """Compute the SHA-256 tree over the resident tensors as they are now (docs/architecture.md), in hex, over all
-        ranks. Changes nothing."""
-        return self.sessions.model_digest()
-
-    @on_all_ranks
     def weights_checker(
         self, action: str = "checksum", *, skip_tensor_list: Sequence[str] = (), seed: int | None = None
     ) -> dict[str, object]:
         """Check the weights between two steps: checksum, snapshot, compare, reset_tensors; see `WeightChecks`."""
         return self._checks.run(action, skip_tensor_list, seed)
 
-    # -- memory and state -------------------------------------------------------------------------------------------
-
-    @on_all_ranks
-    def release_memory_occupation(self, tags: Iterable[str] | None = None) -> dict[str, MemoryReport]:
-        """Free the memory behind each tag, all tags by default. Memory that is free already, or the trainer's, is left
-        as it is.
-
-        Raises ValueError for an unknown tag and NotIdle while sequences hold blocks, then nothing was released; and
-        SessionError for weights that an open session writes. Bytes are those of all ranks.
-        """
-        free = {"kv_cache": self.engine.weights.release_kv, "weights": self.sessions.release_weights}
-        if not self.replica.is_alone:  # only the controller knows the running sequences
-            self.replica.require_idle("release_memory_occupation")
-        # The pool first: running sequences are noticed before the weights are released.
-        return self._memory_reports(known_tags(tags), free)
-
-    @on_all_ranks
-    def resume_memory_occupation(self, tags: Iterable[str] | None = None) -> dict[str, MemoryReport]:
-        """Allocate released memory again. Memory that was not released is left as it is.
-
-        Weights have undefined values afterwards: nothing is sampled before an update has written all of them. Resuming
-        the KV pool commits an implicit weight-update session.
-        """
-
-        def resume_kv() -> None:
-            self.sessions.commit_implicit()
-            self.engine.weights.resume_kv()
-
-        return self._memory_reports(known_tags(tags), {"kv_cache": resume_kv, "weights": self.sessions.resume_weights})
+    # -- state ------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, object]:
         """Return the engine's state and the weights'. Changes nothing.
@@ -295,19 +252,6 @@ class RolloutService(WeightVerbs, LoraVerbs):
         self.sessions.close()
         self.engine.close()
 
-    def _memory_reports(
-        self, tags: Sequence[str], change: Mapping[str, Callable[[], object]]
-    ) -> dict[str, MemoryReport]:
-        """Run the change of each tag on this rank. Returns the bytes of all ranks before and after."""
-        own = {}
-        for tag in tags:
-            before = self._bytes(tag)
-            if tag in change:
-                self.replica.peers.together(f"memory of {tag}", change[tag])
-            own[tag] = (before, self._bytes(tag))
-        ranks = self.replica.gather(own)
-        return {tag: MemoryReport(*(sum(r[tag][i] for r in ranks) for i in (0, 1))) for tag in tags}
-
     def _give_up_session(self) -> None:
         """Roll back an explicit session whose lease has expired. In a job whose ranks run the same program the next
         verb does this."""
@@ -316,8 +260,3 @@ class RolloutService(WeightVerbs, LoraVerbs):
                 self.abort_weight_update("it expired")
             except (SessionError, PeerFailed) as ended:  # another call was faster
                 logger.info("the expired weight-update session: %s", ended)
-
-    def _bytes(self, tag: str) -> int:
-        if tag == "kv_cache":
-            return self.engine.kv_bytes
-        return self.engine.model.weight_bytes if tag == "weights" else 0

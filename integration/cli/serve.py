@@ -31,6 +31,7 @@ def run(arguments: Sequence[str]) -> int:
     model, adapter = _model_and_adapter(str(model), options.lora)
     given = {"host": options.host, "port": options.port, "api_key": options.api_key}
     given |= {"admin_api_key": options.admin_api_key, "model_name": options.served_model_name}
+    given |= {"tool_call_parser": options.tool_call_parser, "reasoning_parser": options.reasoning_parser}
     http = tables["http"] | {name: value for name, value in given.items() if value is not None}
     extra = read_settings("--sglang-arg", options.sglang_arg)
     shown: Any = http.get("extra_server_args", {})
@@ -127,7 +128,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--admin-api-key", metavar="KEY",
         help="key that administration must carry; default: LOCKSTEP_ADMIN_KEY, or SGLANG_OMNI_ADMIN_KEY",
     )  # fmt: skip
-    parser.add_argument("--served-model-name", metavar="NAME", help="name in /v1/models; default: the folder")
+    parser.add_argument("--served-model-name", metavar="NAME", help="name in /v1/models; default: the folder's name")
+    for flag, what in (("--tool-call-parser", "tool calls"), ("--reasoning-parser", "reasoning")):
+        parser.add_argument(
+            flag,
+            metavar="NAME",
+            help=f"form of {what} in a chat's answers, or none; default: the chat template's",
+        )
     parser.add_argument("--no-pickle", action="store_true", help="refuse the pickled payloads of existing frameworks")
     for flag, what in (
         ("--engine", "engine settings: kv_cache=2GiB dtype=bfloat16 max_num_seqs=64 ..."),

@@ -12,6 +12,10 @@ import signal
 import sys
 from dataclasses import replace
 
+import torch
+
+from ...kernels.sampling import cpp as sampling
+from ...kernels.sha256 import tiles
 from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
 from ..http import server
@@ -60,7 +64,16 @@ def serve_model(
             leave(failure, ranks.rank, "while serving" if engine else "before serving")
 
 
+def compile_kernels(service: RolloutService) -> None:
+    """Compile what the check of the model has not used, draws and checksums, so that no first call waits for it."""
+    if service.engine.model.device.type == "cpu":
+        sampling.serves(torch.zeros(1, 1))
+        tiles.is_native()
+
+
 def _serve(model: str, config: HttpConfig, service: RolloutService) -> None:
+    compile_kernels(service)
+
     def announce(url: str) -> None:
         sys.stderr.write(f"lockstep: serving {model} at {url}\n")  # one write, because other ranks write to stderr too
         sys.stderr.flush()

@@ -12,7 +12,8 @@ from .parser import PACKAGE, CommandParser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Check the config, then replace this process by torchrun. With --check, print the plan and return exit code 0."""
+    """Check the config and print the plan, then replace this process by torchrun. With --check, return exit code 0
+    instead."""
     options = _parse(arguments)
     config = load_config(options.config, options.overrides)
     # Heavy imports come after the config, so that a wrong key is reported at once.
@@ -26,9 +27,10 @@ def run(arguments: Sequence[str]) -> int:
     if num_ranks < 1:
         raise ValueError(f"--nproc-per-node must be at least 1, not {num_ranks}")
     check_job(config, num_ranks)
+    print(describe_plan(config, num_ranks))
     if options.check:
-        print(describe_plan(config, num_ranks))
         return 0
+    print(f"starting   {num_ranks} rank{'' if num_ranks == 1 else 's'} with torchrun")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     command += ["-m", f"{PACKAGE}.integration.grpo", options.config, *options.overrides]
     sys.stdout.flush()

@@ -12,6 +12,9 @@ from .admin.flushes import Flushes
 from .admin.operations import Operations, UpdateGate
 from .admin.pause_lease import PauseLease
 from .admin.recorder import Profiler
+from .conversations import verbs as conversation_verbs
+from .conversations.pins import SessionPins
+from .conversations.store import Sessions
 from .edge import errors
 from .edge.auth import AuthMiddleware
 from .edge.config import HttpConfig
@@ -21,10 +24,25 @@ from .generation import generate
 from .observe import debug_page, health, loads, metrics, model_info, server_info, state
 from .observe.traffic import Traffic, TrafficMiddleware
 from .openai import api as openai_api
+from .vllm import checker as vllm_checker
+from .vllm import control as vllm_control
+from .vllm import generate as vllm_generate
+from .vllm import rpc as vllm_rpc
+from .vllm import tokens
+from .vllm import weights as vllm_weights
+from .vllm.transfers import Broadcasts
+from .vllm.update_watch import UpdateWatch
 
 ROUTERS = (
     generate,
     openai_api,
+    conversation_verbs,
+    vllm_generate,
+    vllm_control,
+    vllm_weights,
+    vllm_checker,
+    vllm_rpc,
+    tokens,
     health,
     model_info,
     server_info,
@@ -47,8 +65,9 @@ def create_app(service: RolloutService, config: HttpConfig | None = None) -> Fas
     """Make the HTTP application of a service. The caller must run the engine's loop; `server` starts it.
 
     Handlers find in `app.state`: service, config, reads and operations (they run blocking calls), updates (the gate),
-    flushes, pause_lease, profiler, scrapes, traffic, plain_paths (paths without parameters), is_draining (the server
-    takes no new requests), is_closing (it is about to end). A server adds its `connections`.
+    flushes, conversations (their sessions), pause_lease, profiler, scrapes, traffic, plain_paths (paths without
+    parameters), is_draining (the server takes no new requests), is_closing (it is about to end), is_asleep (vLLM's
+    /sleep was called), weight_way and update_watch (of vLLM's updates). A server adds its `connections`.
     """
     config = config or HttpConfig()
     app = FastAPI(title="Lockstep", version=version(), docs_url=None, redoc_url=None)
@@ -61,16 +80,20 @@ def create_app(service: RolloutService, config: HttpConfig | None = None) -> Fas
     app.state.profiler = Profiler(service.engine)
     app.state.traffic = Traffic()
     app.state.flushes = Flushes(service.engine, app.state.reads)
-    app.state.is_closing = app.state.is_draining = False
+    app.state.conversations = Sessions(config)
+    SessionPins(service.engine, app.state.conversations, app.state.reads)
+    app.state.is_closing = app.state.is_draining = app.state.is_asleep = False
+    app.state.weight_way = Broadcasts(None)
+    app.state.update_watch = UpdateWatch(service, app.state.updates, config.update_idle_s)
     app.state.updated_from = None  # the folder of the last update from disk
-    app.state.scrapes = metrics.Scrapes(service, config, app.state.traffic)
+    app.state.scrapes = metrics.Scrapes(service, config, app.state.traffic, app.state.conversations)
     for module in ROUTERS:
         app.include_router(module.router, responses=DOCUMENTED)
     routes = [route for module in ROUTERS for route in module.router.routes]
     app.state.plain_paths = frozenset(path for route in routes if "{" not in (path := getattr(route, "path", "{")))
     errors.install(app)
-    app.add_middleware(TurnsMiddleware)  # the innermost: requests that others refuse take no turn
     app.add_middleware(AuthMiddleware, config=config)
     app.add_middleware(errors.EndingMiddleware)
     app.add_middleware(TrafficMiddleware, traffic=app.state.traffic)
+    app.add_middleware(TurnsMiddleware)  # the outermost: hundreds that arrive at once take a turn before all else
     return app

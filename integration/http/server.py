@@ -34,6 +34,8 @@ _NUM_DESCRIPTORS = 1 << 16  # that a server asks the system for
 _YOUNG_OBJECTS = (
     5000  # new objects before the garbage collector looks at them; all objects are looked at 1/110 as often
 )
+_ACCEPTED_A_PASS = 16  # connections that the event loop accepts before it serves others
+_QUEUE = 2048  # connections that wait to be accepted
 _TURN_S = 0.001  # a thread that computes gives the interpreter's lock up after so long
 
 
@@ -59,6 +61,8 @@ class _Server(uvicorn.Server):
         assert isinstance(self.config.app, FastAPI)
         hub_of(self.config.app)  # its threads start now, not when a request needs them
         await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(_QUEUE)  # more than the event loop accepts in a pass, which uvicorn's setting says
         self._on_listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -287,4 +291,5 @@ def _uvicorn_config(app: FastAPI, config: HttpConfig) -> uvicorn.Config:
         lifespan="off",
         timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
         server_header=False,
+        backlog=_ACCEPTED_A_PASS,
     )

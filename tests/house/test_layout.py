@@ -86,7 +86,9 @@ PLACES = {
     "integration.http.server": "http.app http.edge http.generation service",
     "integration.router.server": "http.edge router.app router.changes router.config router.fleet",
     "integration.bench.gpu": "bench.decode bench.parts bench.pause service",
-    "integration.http.app": "http.admin http.edge http.generation http.observe http.openai service version",
+    "integration.http.app": (
+        "http.admin http.conversations http.edge http.generation http.observe http.openai http.vllm service version"
+    ),
     "integration.router.app": (
         "http.edge router.changes router.config router.fleet router.generation router.metrics router.router "
         "router.worker_paths"
@@ -103,15 +105,20 @@ PLACES = {
     "integration.bench.soak": "bench.parts",
     "integration.bench.speculation": "bench.parts",
     "integration.bench.sync": "bench.parts push.adapters service",
-    "integration.http.openai": "http.edge http.generation http.observe",
+    "integration.http.openai": "http.chat http.conversations http.edge http.generation http.observe",
+    "integration.http.vllm": (
+        "http.admin http.chat http.edge http.generation http.observe http.openai service service_config"
+    ),
     "integration.router.worker_paths": "http.edge router.fleet router.router",
     "integration.bench.parts": "push.local_target push.remote_engine service",
     "integration.grpo.engines": (
         "grpo.backends grpo.config failures grpo.loss grpo.packing grpo.problems grpo.rewards grpo.run_folder "
         "grpo.task push.adapters push.local_target push.pusher push.remote_engine ranks service"
     ),
-    "integration.http.observe": "http.admin http.edge service version",
-    "integration.router.generation": "http.edge router.budget router.fleet router.proxy router.router",
+    "integration.http.observe": "http.admin http.chat http.conversations http.edge service version",
+    "integration.router.generation": (
+        "http.edge router.budget router.fleet router.proxy router.router router.sessions"
+    ),
     "integration.router.router": (
         "http.edge router.budget router.calls router.changes router.config router.counters router.fleet "
         "router.metrics router.proxy router.wire"
@@ -120,8 +127,10 @@ PLACES = {
     "integration.push.remote_engine": "push.local_target service",
     "integration.router.metrics": "router.changes router.counters router.fleet",
     "integration.router.proxy": (
-        "http.edge router.budget router.calls router.config router.counters router.fleet router.relay router.wire"
+        "http.edge router.budget router.calls router.config router.counters router.fleet router.relay router.sessions "
+        "router.wire"
     ),
+    "integration.router.sessions": "http.edge router.calls router.fleet",
     "integration.grpo.plan": (
         "grpo.arithmetic grpo.backends grpo.config grpo.engines grpo.rewards grpo.task grpo.trainer "
         "grpo.warm_start ranks"
@@ -139,10 +148,14 @@ PLACES = {
     "integration.grpo.arithmetic": "grpo.problems",
     "integration.grpo.backends": "grpo.sections push.adapters ranks",
     "integration.grpo.config": "grpo.reading grpo.sections",
-    "integration.http.generation": "http.edge",
-    "integration.push.http_target": "one_line",
+    "integration.http.chat": "http.edge http.generation",
+    "integration.http.generation": "http.conversations http.edge",
+    "integration.http.conversations": "http.edge",
+    "integration.push.http_target": "one_line push.vllm_wire",
+    "integration.push.vllm_wire": "",
     "integration.push.pusher": "push.adapters",
     "integration.router.config": "http.edge",
+    "integration.trl": "service",
     "integration.weights": "plain_values service_config",
     "integration.failures": "one_line",
     "integration.grpo.loss": "",

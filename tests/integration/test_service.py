@@ -10,7 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lockstep.integration.service import MemoryReport, RolloutService
+from lockstep.integration.service import RolloutService
+from lockstep.integration.weights.memory import MemoryReport
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import MemoryReleased, NotIdle, PhaseError, SamplingRefused

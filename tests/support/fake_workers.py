@@ -20,6 +20,7 @@ from lockstep.integration.router.config import RouterConfig
 from lockstep.integration.router.server import route_in_background
 
 WAIT_S = 20.0
+GENERATION = ("/generate", "/inference/v1/generate", "/tokenize", "/detokenize")
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
@@ -105,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(raw) if raw.strip() else {}
         path = self.path.partition("?")[0]
         self.fake.calls.append((self.command, self.path, dict(self.headers), body))
-        if path == "/generate" or path.startswith("/v1/"):
+        if path in GENERATION or path.startswith("/v1/"):
             self.fake.generate(self, body)
         else:
             self.reply(*self.fake.answer(path, body))

@@ -20,7 +20,7 @@ from lockstep.tests.torture.wire import Answer
 
 CASES = 6  # of a step: one operation, mostly with equal fields
 # Paths in a body that a server may create or write: they stay inside the folder of the storm.
-FOLDERS = ("output_dir", "local_checkpoint_dir", "source_dir", "model_path")
+FOLDERS = ("output_dir", "local_checkpoint_dir", "source_dir", "model_path", "weight_dir")
 MAX_KNOWN = 200
 # Hypothesis parses functions' source, and has a callback of garbage collections, in which threads take turns. CPython
 # 3.11 counts the depth of all threads' syntax trees in one place: "AST constructor recursion depth mismatch".
@@ -89,7 +89,7 @@ class Schemas(Attacker):
                 values[name] = draw.choice([values[name], draw.choice(known)])
             if name in FOLDERS and isinstance(values[name], str):
                 values[name] = f"{self.scene.scratch}/none-{abs(hash(values[name])) % 1000}"
-        if values.get("action") == "reset_tensors":
+        if values.get("action") in ("reset_tensors", "reset"):
             values["action"] = "checksum"  # it destroys the weights, as it says
         if values.get("backend") == "nccl":
             values["backend"] = "gloo"

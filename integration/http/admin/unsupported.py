@@ -26,8 +26,6 @@ _PATHS = {
     "/start_expert_distribution_record": "expert distribution records are not supported",
     "/stop_expert_distribution_record": "expert distribution records are not supported",
     "/dump_expert_distribution_record": "expert distribution records are not supported",
-    "/open_session": "sessions are not supported: the prefix cache finds earlier turns by itself",
-    "/close_session": "sessions are not supported: the prefix cache finds earlier turns by itself",
     "/set_internal_state": "settings are fixed when the server starts",
     "/pd_role_switch": "disaggregated prefill is not supported",
     "/v1/score": "scoring is not supported: /generate gives log-probabilities of a prompt",

@@ -14,8 +14,9 @@ from pydantic import Field
 
 from ....rollout.loop.commands import HoldReport
 from ....weight_sync.delta.pull import PullRecord
-from ...service import MemoryReport, RolloutService
+from ...service import RolloutService
 from ...weights.host import Commit
+from ...weights.memory import MemoryReport
 from ...weights.verbs import GROUP_NAME
 from ..edge.bodies import AdminBody, Count, Timeout
 from ..edge.errors import HttpError

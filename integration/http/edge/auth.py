@@ -27,7 +27,9 @@ from .errors import HttpError, error_response
 OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ready", "/ping", "/metrics"})
 NORMAL_PATHS = frozenset(
     {"/generate", "/renew", "/model_info", "/get_model_info", "/server_info", "/get_server_info", "/get_weight_version",
-     "/parallelism_config", "/state", "/openapi.json", "/docs"}
+     "/parallelism_config", "/state", "/openapi.json", "/docs", "/get_load", "/inference/v1/generate", "/tokenize",
+     "/detokenize", "/open_session", "/close_session", "/session_info", "/is_paused", "/is_sleeping",
+     "/get_world_size", "/weight_info"}
 )  # fmt: skip
 NORMAL_PREFIX = "/v1/"
 ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # of those with that prefix

@@ -15,9 +15,11 @@ import json
 import math
 import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
+from itertools import islice
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Request
@@ -25,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Validat
 from pydantic_core import CoreSchema
 from starlette.requests import ClientDisconnect
 
+from ....rollout.control.giving_way import give_way
 from ....rollout.errors import Overloaded
 from .config import HttpConfig
 from .disconnect import unless_gone
@@ -37,7 +40,8 @@ QUICK_BYTES = 1 << 12  # a body up to this length, with few lists and objects, i
 _QUICK_LISTS = 32
 _WHOLE_BYTES = 1 << 16  # a body up to this length is not parsed in slices
 _LONG_BYTES = 1 << 20  # longer bodies wait for each other, and shorter ones not for them
-_WINDOW = 1 << 20  # bytes that a pattern searches at a time
+_WINDOW = 1 << 18  # bytes that a pattern searches at a time
+_ENTRIES_A_SLICE = 1 << 12
 # Escapes that may be a lone surrogate: a first half without a second one, the reverse, or any behind a backslash.
 _SURROGATE = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
@@ -203,9 +207,21 @@ def parse_object(data: bytes, max_lists: int | None = None) -> dict[str, object]
         raise HttpError(400, f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise HttpError(400, f"the body must be a JSON object, not {_kind(value)}")
-    if any(_SURROGATE.search(data, at, at + _WINDOW + 16) for at in range(0, len(data), _WINDOW)):
-        _refuse_surrogates(value)
+    if _may_have_surrogates(data):
+        try:
+            _refuse_surrogates(value)
+        except BadField:
+            let_go(value)
+            raise
     return value
+
+
+def _may_have_surrogates(data: bytes) -> bool:
+    for at in range(0, len(data), _WINDOW):
+        give_way()
+        if _SURROGATE.search(data, at, at + _WINDOW + 16):
+            return True
+    return False
 
 
 def is_quick(data: bytes) -> bool:
@@ -232,7 +248,7 @@ async def parsed(
             return then(values)
         return await loop.run_in_executor(_PARSERS.medium, run_giving_way, loop, lambda: then(values))
     thread = _PARSERS.medium if len(data) <= _LONG_BYTES else _PARSERS.long
-    return await loop.run_in_executor(thread, run_giving_way, loop, lambda: then(parse_object(data, max_lists)))
+    return await loop.run_in_executor(thread, run_giving_way, loop, partial(_parse_and, data, max_lists, then))
 
 
 async def parse_object_off_loop(data: bytes, max_lists: int) -> dict[str, object]:
@@ -306,20 +322,50 @@ def _finite(text: str) -> float:
     return value
 
 
-def _refuse_surrogates(value: object) -> None:
-    todo: list[tuple[str, object]] = [("body", value)]
-    while todo:
-        where, item = todo.pop()
-        if isinstance(item, str):
-            try:
-                item.encode()
-            except UnicodeEncodeError:
-                raise BadField(where, "has a lone surrogate, which is no character") from None
-        elif isinstance(item, list):
-            todo += [(where, entry) for entry in item if isinstance(entry, str | list | dict)]
-        elif isinstance(item, dict):
-            todo += [("a key", key) for key in item]
-            todo += [(key if where == "body" else where, entry) for key, entry in item.items()]
+def _refuse_surrogates(values: dict[str, object]) -> None:
+    """Refuse a text that has half of a surrogate pair. Raises BadField naming the field of the body."""
+    for name, value in values.items():
+        _check_text(name, "a key")
+        walks: list[Iterator[object]] = [iter([value])]
+        while walks:
+            give_way()
+            for item in islice(walks[-1], _ENTRIES_A_SLICE):
+                if isinstance(item, str):
+                    _check_text(item, name)
+                elif isinstance(item, dict):
+                    walks += [iter(item), iter(item.values())]
+                    break
+                elif isinstance(item, list):
+                    walks.append(iter(item))
+                    break
+            else:
+                if walks[-1].__length_hint__() == 0:  # type: ignore[attr-defined]  # of lists' and dicts' iterators
+                    walks.pop()
+
+
+def _check_text(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadField(where, "has a lone surrogate, which is no character") from None
+
+
+def let_go(values: dict[str, object]) -> None:
+    """Empty the long lists of a body in slices: to let go of millions of entries at once would hold all threads."""
+    for value in values.values():
+        while isinstance(value, list) and value:
+            del value[-_ENTRIES_A_SLICE:]
+            give_way()
+
+
+def _parse_and(data: bytes, max_lists: int, then: Callable[[dict[str, object]], T]) -> T:
+    """Return `then` of the object in a long body. What is refused is let go in slices."""
+    values = parse_object(data, max_lists)
+    try:
+        return then(values)
+    except Exception:
+        let_go(values)
+        raise
 
 
 def _kind(value: object) -> str:

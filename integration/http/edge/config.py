@@ -8,15 +8,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 API_KEY_VARIABLES = ("LOCKSTEP_API_KEY",)
+TOOL_CALL_PARSERS = (
+    "none", "hermes", "qwen", "qwen25", "qwen3_coder", "qwen3_xml", "qwen3_5", "llama3_json", "llama3", "llama4_json",
+    "mistral", "deepseek_v3", "deepseekv3", "deepseek_r1", "deepseek_v31", "deepseekv31", "glm45", "glm47", "glm",
+    "gpt-oss", "openai", "harmony",
+)  # fmt: skip
+REASONING_PARSERS = (
+    "none", "qwen3", "think", "glm45", "deepseek_v3", "deepseek_r1", "deepseek-r1", "qwen3-thinking", "mistral",
+    "gpt-oss", "openai_gptoss", "harmony",
+)  # fmt: skip
 ADMIN_KEY_VARIABLES = ("LOCKSTEP_ADMIN_KEY", "SGLANG_OMNI_ADMIN_KEY")
 
 _POSITIVE = (
     "max_body_bytes", "max_control_body_bytes", "max_open_body_bytes", "max_body_lists", "max_head_bytes",
     "max_headers", "body_timeout_s", "max_prompts", "max_sequences", "max_stop_bytes", "max_stop_token_ids",
-    "max_logit_bias", "max_top_logprobs", "max_listed_logprobs", "max_logprob_entries",
+    "max_logit_bias", "max_top_logprobs", "max_listed_logprobs", "max_kept_token_ids", "max_logprob_entries",
     "max_open_logprob_entries", "max_waiting_requests",
-    "max_waiting_tokens", "max_tokenising_chars", "max_admin_calls", "max_connections", "head_timeout_s",
-    "idle_timeout_s", "write_timeout_s", "stall_timeout_s", "drain_timeout_s", "shutdown_timeout_s",
+    "max_waiting_tokens", "max_sessions", "max_session_bytes", "session_idle_s",
+    "max_tokenising_chars", "max_admin_calls", "max_connections", "head_timeout_s",
+    "idle_timeout_s", "write_timeout_s", "refusal_timeout_s", "update_idle_s", "stall_timeout_s", "drain_timeout_s",
+    "shutdown_timeout_s", "max_tools", "max_tools_bytes",
     "max_grammar_bytes", "max_grammar_nesting", "max_pattern_bytes", "max_grammar_repeats", "max_grammar_alternatives",
 )  # fmt: skip
 
@@ -46,11 +57,19 @@ class HttpConfig:
     max_logit_bias: int = 1 << 14  # entries of a prompt's logit_bias; never more than the vocabulary has
     max_top_logprobs: int = 128  # likeliest tokens at each position
     max_listed_logprobs: int = 1024  # tokens of token_ids_logprob, at each position
+    max_kept_token_ids: int = 1 << 18  # of return_top_p_token_ids, of an answer, which ends beyond
     max_logprob_entries: int = 4 << 20  # of a request; an output position without alternatives is an eighth
     max_open_logprob_entries: int = 16 << 20  # of all requests until their answers are sent; beyond: 503
     max_waiting_requests: int = 1 << 15  # sequences that wait; beyond: 503
     max_waiting_tokens: int = 64 << 20  # of prompts and drafts of open requests, for each sample; beyond: 503
+    max_sessions: int = 10_000  # conversations whose tokens are kept; beyond: 503
+    max_session_bytes: int = 1 << 30  # of all sessions, without outputs under way; beyond: 503 for requests on them
+    session_idle_s: float = 3600.0  # a session that nothing uses for so long ends, or sooner where it asks for that
     max_tokenising_chars: int = 4 << 20  # of texts that are tokenised at a time, at about 150 bytes of memory each
+    max_tools: int = 512  # of a request
+    max_tools_bytes: int = 2**18  # of their JSON together
+    tool_call_parser: str | None = None  # form of tool calls in answers; None: by the chat template, "none": no form
+    reasoning_parser: str | None = None  # form of reasoning, likewise
     max_grammar_bytes: int = 2**18  # of a json_schema, regex, ebnf or structural_tag
     max_grammar_nesting: int = 64  # levels of a schema; parentheses of a pattern or an ebnf within one another
     max_pattern_bytes: int = 2**14  # of a pattern inside a schema
@@ -63,6 +82,8 @@ class HttpConfig:
     head_timeout_s: float = 30.0  # within which a request's head must arrive
     idle_timeout_s: float = 5.0  # a connection without a request is closed after it
     write_timeout_s: float = 600.0  # a client that reads nothing of its answer is cut off after it
+    refusal_timeout_s: float = 300.0  # requests wait so long for weights that were released and not written since: 503
+    update_idle_s: float = 600.0  # an update by vLLM's calls is taken back if its client makes none for so long
     stall_timeout_s: float = 600.0  # a step that takes longer makes the health check fail
     drain_timeout_s: float = 20.0  # seconds in which open requests and an update may finish when the server ends
     shutdown_timeout_s: float = 5.0  # seconds that calls may still run when the server ends, after draining
@@ -81,6 +102,9 @@ class HttpConfig:
         wrong += [
             f"{name} must be positive, not {getattr(self, name)!r}" for name in _POSITIVE if not getattr(self, name) > 0
         ]
+        for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            if (given := getattr(self, name)) is not None and given not in known:
+                wrong.append(f"{name} must be one of {', '.join(known)}, not {given!r}")
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port < 65536:
             wrong.append(f"port must be from 0 to 65535, not {self.port!r}")
         if wrong:

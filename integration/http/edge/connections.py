@@ -52,6 +52,7 @@ class Connection(H11Protocol):
         self.conn: Reader = Reader(all.max_head_bytes, all.max_headers)
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._next_turn: asyncio.Handle | None = None  # for what has arrived and is not handled yet
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -70,6 +71,24 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        self._follow()
+
+    def handle_events(self) -> None:
+        """Handle what has arrived, the tiny chunks of a body in turns, between which nothing more is read."""
+        self.conn.begin_turn()
+        super().handle_events()
+        if self.conn.is_interrupted and not self.transport.is_closing():
+            self.transport.pause_reading()
+            if self._next_turn is None:
+                self._next_turn = self.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._next_turn = None
+        if self.transport.is_closing():
+            return
+        self.handle_events()
+        if self._next_turn is None and not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
         self._follow()
 
     def send_400_response(self, msg: str) -> None:

@@ -1,4 +1,4 @@
-"""Errors as statuses and bodies: for SGLang's clients, and in OpenAI's shape under /v1.
+"""Errors as statuses and bodies: for SGLang's clients, and in OpenAI's shape under /v1 and on vLLM's paths.
 
 | status | cause |
 |---|---|
@@ -41,6 +41,13 @@ from ....weight_sync.errors import WeightSyncError
 
 logger = logging.getLogger(__name__)
 
+_OPENAI_PREFIXES = ("/v1/", "/inference/")  # of paths with OpenAI's errors
+_OPENAI_PATHS = frozenset(
+    {"/tokenize", "/detokenize", "/pause", "/resume", "/is_paused", "/abort_requests", "/reset_prefix_cache", "/sleep",
+     "/wake_up", "/is_sleeping", "/get_world_size", "/weight_info", "/init_weight_transfer_engine",
+     "/shutdown_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update", "/update_weights",
+     "/finish_weight_update", "/weight_checker", "/release_kv_cache_memory", "/collective_rpc"}
+)  # fmt: skip
 _MAX_MESSAGE = 10_000  # characters about a wrong field; the message may quote it
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error"}
 _TITLES = {
@@ -167,8 +174,13 @@ def error_response(path: str, error: Exception) -> JSONResponse:
     """Make the answer to a request for `path` that failed with `error`."""
     answer = as_http_error(error)
     forget_frames(error)
-    body = error_body(answer, openai=path.startswith("/v1/"))
+    body = error_body(answer, openai=has_openai_errors(path))
     return JSONResponse(body, answer.status, answer.headers)
+
+
+def has_openai_errors(path: str) -> bool:
+    """Return whether errors of this path have OpenAI's shape."""
+    return path.startswith(_OPENAI_PREFIXES) or path in _OPENAI_PATHS
 
 
 def forget_frames(error: BaseException | None) -> None:

@@ -9,6 +9,7 @@ import h11
 
 _MIN_CHUNK_BYTES = 16  # of a body's chunks on average, after the first ones
 _NUM_FREE_CHUNKS = 1000
+_CHUNKS_A_TURN = 64  # of a body, that are read before the event loop serves others
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 _NUM_OTHER_LINES = 2  # of a head: its first line, and the empty one after it
 
@@ -21,13 +22,26 @@ class Reader(h11.Connection):
         super().__init__(h11.SERVER, max_head_bytes)
         self._max_head_bytes, self._max_headers = max_head_bytes, max_headers
         self._num_chunks = self._num_bytes = 0  # of the body that arrives
+        self._num_left = _CHUNKS_A_TURN
         self._error: h11.RemoteProtocolError | None = None
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether `next_event` has returned NEED_DATA because the turn is over: call it again after `begin_turn`."""
+        return self._num_left < 0
+
+    def begin_turn(self) -> None:
+        """Allow `next_event` to read further chunks of a body."""
+        self._num_left = _CHUNKS_A_TURN
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Return the next event as `h11.Connection` does. Raises RemoteProtocolError."""
         try:
             if self.their_state is h11.IDLE:
                 self._check_head()
+            if self._num_left <= 0:
+                self._num_left = -1
+                return h11.NEED_DATA
             event = super().next_event()
             if isinstance(event, h11.Request):
                 self._num_chunks = self._num_bytes = 0
@@ -65,6 +79,7 @@ class Reader(h11.Connection):
 
     def _count(self, data: h11.Data) -> None:
         self._num_chunks += data.chunk_start
+        self._num_left -= data.chunk_start
         self._num_bytes += len(data.data)
         if self._num_chunks > _NUM_FREE_CHUNKS and self._num_bytes < _MIN_CHUNK_BYTES * self._num_chunks:
             raise h11.RemoteProtocolError(

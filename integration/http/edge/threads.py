@@ -10,22 +10,21 @@ import _thread  # the only start that does not wait
 import asyncio
 import logging
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
+from ....rollout.control.giving_way import giving_way
 from .errors import forget_frames, is_expected
 
 logger = logging.getLogger(__name__)
 
 _KEPT_S = 10.0  # a thread without a call ends after so long, but for the first
 _START_S = 60.0
-_SLICE_S = 0.001
-_LONGEST_WAIT_S = 0.05  # a busy event loop delays a thread that gives way by so much for each slice
-_turn = threading.local()
+_LONGEST_WAIT_S = 0.005  # a busy event loop delays a thread that gives way by so much for each slice
 T = TypeVar("T")
 
 
@@ -87,24 +86,29 @@ class _Queue:
             if self._num_threads >= self._limit:
                 return
             self._num_threads += 1
-        threading.current_thread().name = self._name
-        while (call := self._next()) is not None:
-            call()
-            del call  # what it holds must not wait for the next one
+        try:
+            threading.current_thread().name = self._name
+            while (call := self._next()) is not None:
+                call()
+                del call  # what it holds must not wait for the next one
+        except BaseException:  # for this thread there is no memory: another takes its place
+            with self._changed:
+                self._num_threads -= 1
+            raise
 
     def _next(self) -> Callable[[], None] | None:
-        """Wait for a call; None: the thread is to end."""
+        """Wait for a call; None: the thread is to end, and is counted no more."""
         with self._changed:
             self._num_free += 1
-            while not self._calls:
-                is_told = not self._is_closed and self._changed.wait(_KEPT_S)
-                if self._is_closed or not (is_told or self._calls or self._num_threads == 1):
-                    break
-            self._num_free -= 1
-            if self._calls:
+            try:
+                while not self._calls:
+                    is_told = not self._is_closed and self._changed.wait(_KEPT_S)
+                    if self._is_closed or not (is_told or self._calls or self._num_threads == 1):
+                        self._num_threads -= 1
+                        return None
                 return self._calls.popleft()
-            self._num_threads -= 1
-            return None
+            finally:
+                self._num_free -= 1
 
 
 def start_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
@@ -121,30 +125,18 @@ def start_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
 
 
 def run_giving_way(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
-    """Return or raise the result of `call`, in which `give_way` lets this event loop go first."""
-    _turn.loop, _turn.began = loop, time.monotonic()
-    try:
+    """Return or raise the result of `call`, in which `give_way` waits until this event loop has run what is ready."""
+    with giving_way(partial(_wait_a_pass, loop)):
         return call()
-    finally:
-        _turn.loop = None
 
 
-def give_way() -> None:
-    """Wait until the event loop has run what is ready, if this thread has computed for a while.
-
-    The interpreter's lock goes round in turns: a thread that computes would delay each system call of the event loop,
-    which gives the lock up for it, by the time of a turn. Called often; does nothing outside `run_giving_way`.
-    """
-    loop: asyncio.AbstractEventLoop | None = getattr(_turn, "loop", None)
-    if loop is None or time.monotonic() - _turn.began < _SLICE_S:
-        return
+def _wait_a_pass(loop: asyncio.AbstractEventLoop) -> None:
     has_run = threading.Event()
     try:
         loop.call_soon_threadsafe(has_run.set)
     except RuntimeError:  # it is closed
         return
     has_run.wait(_LONGEST_WAIT_S)
-    _turn.began = time.monotonic()
 
 
 def fulfil(future: Future[T], call: Callable[[], T]) -> None:

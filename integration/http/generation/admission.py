@@ -8,6 +8,7 @@ from itertools import chain, repeat
 
 from ....rollout.engine import Engine
 from ....rollout.errors import Overloaded
+from ..conversations.next_turn import NextTurn
 from ..edge.config import HttpConfig
 from ..edge.errors import HttpError
 
@@ -35,6 +36,10 @@ class Size:
             num_sequences += num
             num_tokens += num * (_num_tokens(prompt) + _num_tokens(draft))
         return cls(num_sequences, num_tokens)
+
+    def after(self, turn: NextTurn | None) -> Size:
+        """Return the size with the tokens of the conversation that the prompt goes on from."""
+        return self if turn is None else Size(self.num_sequences, self.num_tokens + turn.num_tokens_before)
 
 
 def _num_tokens(prompt: str | Sequence[int]) -> int:

@@ -10,13 +10,15 @@ from typing import Annotated, Any, cast
 
 from pydantic import Field, StrictInt
 
+from ....rollout.control.giving_way import give_way
 from ....rollout.engine import Engine
 from ....rollout.request_options import Renewal, RequestOptions
 from ....rollout.sampling_params import SamplingParams
 from ....rollout.sequences.request import fresh_ids
+from ..conversations.next_turn import NextTurn
+from ..conversations.params import SessionParams, read_session_params, refuse_samples
 from ..edge.bodies import Body, fields_of
 from ..edge.errors import BadField
-from ..edge.threads import give_way
 from .limits import RequestLimits
 from .meta import Wanted
 from .subscriptions import Asked
@@ -30,7 +32,7 @@ PER_PROMPT = (
 REFUSED = (
     "input_embeds", "image_data", "video_data", "audio_data", "multi_modal_data", "images", "videos", "audios",
     "lora_id", "custom_logit_processor",
-    "session_params", "return_hidden_states", "return_routed_experts", "return_indexer_topk", "return_sampling_mask",
+    "return_hidden_states", "return_routed_experts", "return_indexer_topk", "return_sampling_mask",
     "return_entropy", "bootstrap_host", "bootstrap_port", "bootstrap_room",
 )  # fmt: skip
 
@@ -56,6 +58,7 @@ class GenerateBody(Body):
     )
     speculation: bool | list[bool] = Field(True, description="false: no drafts for this request")
     stream_when_final: bool = Field(False, description="nothing is streamed before the answer's end")
+    session_params: Any = Field(None, description="the session, and the turn of it, that the prompt goes on from")
 
 
 class RenewBody(GenerateBody):
@@ -84,15 +87,17 @@ class GenerateRequest:
     stream: bool
     return_prompt_token_ids: bool
     limits: RequestLimits
+    session: SessionParams | None = None
 
     @property
     def answers_list(self) -> bool:
         """Whether the answer is a list."""
         return self.is_batch or self.params[0].n > 1
 
-    def asked(self, engine: Engine) -> Asked:
-        """Tokenise the prompts and return the engine's part of the request. Slow for long texts. Raises BadField."""
-        token_ids = self.limits.tokenising.token_ids(self.prompts, self.field, self.params)
+    def asked(self, engine: Engine, turn: NextTurn | None = None) -> Asked:
+        """Tokenise the prompts and return the engine's part of the request. turn: of the session. Slow for long texts.
+        Raises BadField."""
+        token_ids = self.limits.tokenising.token_ids(self.prompts, self.field, self.params, turn=turn)
         self.limits.entries(
             token_ids, self.params, self.options, "top_logprobs_num", repeats=self.stream,
             has_logprobs=[wanted.logprobs for wanted in self.wanted],
@@ -104,6 +109,7 @@ def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimi
     """Read and check a request's fields. Raises BadField, or ValueError naming the field."""
     refuse_unsupported(values, REFUSED)
     limits.lists(values, PER_PROMPT)
+    limits.long_lists(values, "input_ids", ("token_ids_logprob", "draft_token_ids"))
     refuse_other_adapters(values, engine)
     body = fields_of(GenerateBody, values)
     prompts, field, is_batch = _prompts(body)
@@ -114,7 +120,7 @@ def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimi
     limits.sequences(sum(map(_num_samples, given)))  # before settings are built that would be refused
     params = _all_params(given, limits)
     limits.sequences(sum(p.n for p in params))
-    per_prompt = zip(
+    fields = zip(
         _spread("return_logprob", body.return_logprob, count, is_batch),
         _spread("logprob_start_len", body.logprob_start_len, count, is_batch),
         _spread("top_logprobs_num", body.top_logprobs_num, count, is_batch),
@@ -125,26 +131,35 @@ def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimi
         _spread("speculation", body.speculation, count, is_batch),
         strict=True,
     )
+    per_prompt = zip(params, fields, strict=True)
     text_of = text_of_token(engine) if body.return_text_in_logprobs else None
     options, wanted = [], []
-    for has_logprobs, start, num_top, listed, extra_key, salt, draft, has_drafts in per_prompt:
-        others = (namespace(extra_key, salt), draft, has_drafts)
+    for its_params, (has_logprobs, start, num_top, listed, extra_key, salt, draft, has_drafts) in per_prompt:
+        others: dict[str, Any] = {
+            "extra_key": namespace(extra_key, salt), "draft_token_ids": draft, "speculation": has_drafts,
+            "stream_when_final": body.stream_when_final, "max_kept_ids": limits.max_kept_ids(its_params),
+        }  # fmt: skip
         if not has_logprobs:
-            options.append(RequestOptions(-1, 0, (), *others, stream_when_final=body.stream_when_final))
+            options.append(RequestOptions(**others))
             wanted.append(Wanted())
             continue
         limits.top(num_top, "top_logprobs_num")
-        options.append(RequestOptions(start, num_top, listed, *others, stream_when_final=body.stream_when_final))
+        options.append(RequestOptions(start, num_top, listed, **others))
         wanted.append(Wanted(True, start, num_top > 0, bool(listed), text_of))
     rids = _rids(body.rid, count, is_batch)
+    if (session := read_session_params(body.session_params)) is not None:
+        refuse_samples(count if is_batch else 1, params[0].n)
     return GenerateRequest(
-        prompts, field, is_batch, params, options, wanted, rids, body.stream, body.return_prompt_token_ids, limits
-    )
+        prompts, field, is_batch, params, options, wanted, rids, body.stream, body.return_prompt_token_ids, limits,
+        session,
+    )  # fmt: skip
 
 
 def read_renew(values: dict[str, object], engine: Engine, limits: RequestLimits) -> GenerateRequest:
     """Read and check the fields of a renewal. Raises BadField, or ValueError naming the field."""
+    refuse_unsupported(values, ("session_params",))
     limits.lists(values, ("output_ids", "seeds", "sample_indexes"))
+    limits.long_lists(values, "output_ids")
     body = fields_of(RenewBody, values)
     asked = read_generate(values, engine, limits)
     count = len(asked.prompts)
@@ -194,7 +209,6 @@ def sampling_params(given: object) -> SamplingParams:
         params = SamplingParams.from_dict(given or {})
     except ValueError as error:
         raise BadField("sampling_params", str(error).removeprefix("sampling parameters: ")) from None
-    refuse_unsupported(params.custom_params or {}, ("return_top_p_token_ids",))
     return params
 
 

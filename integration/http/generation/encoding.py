@@ -100,7 +100,7 @@ def completion_cost(c: Completion, *, has_texts: bool) -> int:
     """Count the log-probabilities and other parts of an answer. has_texts: tokens come with their texts."""
     lists = (c.top_logprobs, c.listed_logprobs, c.prompt_top_logprobs, c.prompt_listed_logprobs)
     num = sum(map(_num_alternatives, lists)) + len(c.logprobs) + len(c.prompt_logprobs or ())
-    num_ids = len(c.prompt_ids) + len(c.token_ids) + len(c.text)
+    num_ids = len(c.prompt_ids) + len(c.token_ids) + len(c.text) + (len(c.kept_ids.ids) if c.kept_ids else 0)
     return num * (_TEXT_COST if has_texts else 1) + num_ids // 16 + _ANSWER_COST
 
 

@@ -13,12 +13,14 @@ from fastapi.responses import Response
 from ....rollout.completion import Completion, StreamChunk
 from ....rollout.engine import Engine
 from ....rollout.errors import EngineStopped
+from ..conversations.next_turn import NextTurn
 from ..edge.bodies import describe, read_as
 from ..edge.errors import HttpError, as_http_error
 from .admission import Size
 from .body import GenerateBody, GenerateRequest, RenewBody, has_stop_regex, read_generate, read_renew
 from .encoding import chunk_cost, completion_cost, copy_cost
 from .meta import Wanted, meta_info, stream_meta
+from .session_turns import answer_turn, begin_turn
 from .sse import DONE, GrowingList, GrowingText, Piece, dumps, event, event_of
 from .subscriptions import Asked, Subscription, hub_of
 
@@ -44,7 +46,8 @@ async def _answer(request: Request, read: Callable[..., GenerateRequest]) -> Res
     hub.refuse_if_draining()
     reads = partial(read, engine=hub.engine, limits=hub.limits)
     ask = await read_as(request, reads, is_slow=has_stop_regex, ends_with_client=True)
-    return await hub.answer(request, GenerateReply(ask, hub.engine, received))
+    turn = begin_turn(request, ask.session, ask.rids[0])
+    return await answer_turn(hub, request, GenerateReply(ask, hub.engine, received, turn), turn)
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class GenerateReply:
     request: GenerateRequest
     engine: Engine
     received: float  # on the monotonic clock
+    turn: NextTurn | None = None  # of a session
 
     @property
     def is_streamed(self) -> bool:
@@ -72,11 +76,11 @@ class GenerateReply:
         renewals = [one.renewal for one in self.request.options]
         drafts = [one.draft_token_ids for one in self.request.options]
         known = [r.token_ids if r is not None else draft for r, draft in zip(renewals, drafts, strict=True)]
-        return Size.of(self.request.prompts, samples, known)
+        return Size.of(self.request.prompts, samples, known).after(self.turn)
 
     def asked(self) -> Asked:
         """See `Reply.asked`."""
-        return self.request.asked(self.engine)
+        return self.request.asked(self.engine, self.turn)
 
     def whole(self, completions: list[Completion]) -> object:
         """See `Reply.whole`."""
@@ -108,11 +112,10 @@ class GenerateReply:
 
     def _answer(self, completion: Completion, wanted: Wanted) -> dict[str, object]:
         refuse_ignored(completion)
-        answer: dict[str, object] = {
-            "text": completion.text,
-            "output_ids": completion.token_ids,
-            "meta_info": meta_info(completion, wanted, self.received),
-        }
+        meta = meta_info(completion, wanted, self.received)
+        if self.turn is not None:
+            meta["session"] = self.turn.keep(completion, extra_key=self.request.options[0].extra_key)
+        answer: dict[str, object] = {"text": completion.text, "output_ids": completion.token_ids, "meta_info": meta}
         if self.request.return_prompt_token_ids:
             answer["prompt_token_ids"] = completion.prompt_ids
         return answer

@@ -42,14 +42,16 @@ def check_grammars(params: Iterable[SamplingParams], config: HttpConfig) -> None
             check_grammar(constraint, config)
 
 
-def check_grammar(constraint: Constraint, config: HttpConfig) -> None:
-    """Check one grammar. Raises BadField naming the setting that it exceeds."""
-    kind, text = constraint.kind, constraint.text
+def check_grammar(constraint: Constraint, config: HttpConfig, field: str | None = None) -> None:
+    """Check one grammar. field: the request's, that the grammar is made of; None: it is the kind of grammar. Raises
+    BadField naming the setting that it exceeds."""
+    text, is_text = constraint.text, constraint.kind in ("regex", "ebnf")
+    kind = field or constraint.kind
     num_bytes = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
     _check(kind, "bytes", num_bytes, "max_grammar_bytes", config.max_grammar_bytes)
     size = _Size()
-    if kind in ("regex", "ebnf"):
-        _add_text(size, text, _REGEX_TOKEN if kind == "regex" else _EBNF_TOKEN)
+    if is_text:
+        _add_text(size, text, _REGEX_TOKEN if constraint.kind == "regex" else _EBNF_TOKEN)
     else:
         try:
             _add_json(size, json.loads(text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,18 +11,22 @@ from itertools import zip_longest
 
 from ....rollout.engine import Engine
 from ....rollout.errors import Overloaded
+from ....rollout.grammars.compiler import constraint_of
 from ....rollout.request_options import RequestOptions
 from ....rollout.sampling_params import SamplingParams
 from ..edge.config import HttpConfig
 from ..edge.errors import BadField
+from .grammar_limits import check_grammar
 from .tokenising import Tokenising
 
 _NAMES = ("rid", "extra_key", "cache_salt", "model")
 _MAX_NAME = 1024  # characters of each of these; every sequence, chunk or block has a copy
 _STREAM_SHARE = 8  # of the limit of entries, a stream that repeats its earlier output has this part
+_KEPT_IDS = 32  # token ids that filters kept that count as one entry
 _PLAIN_POSITIONS = 8  # output positions without alternatives, a number each, that count as one entry
 # Values in one prompt's sampling parameters; their longest text, a grammar, may have as many bytes.
 _MAX_ENTRIES = 1 << 18
+_ENCODER = json.JSONEncoder(separators=(",", ":"))  # in ASCII, so that a text is as long as its bytes, or longer
 
 
 class RequestLimits:
@@ -51,6 +56,21 @@ class RequestLimits:
             for text in value if isinstance(value, list) else [value]:
                 if isinstance(text, str) and len(text) > _MAX_NAME:
                     raise BadField(name, f"has {len(text)} characters, more than {_MAX_NAME}")
+
+    def long_lists(self, values: Mapping[str, object], prompt: str, others: Iterable[str] = ()) -> None:
+        """Check the lengths of a field of prompts, of lists of token ids in others, and of a conversation. To walk
+        millions of entries, which no context has room for, would hold all threads."""
+        room, most = self._engine.max_model_len, self._config.max_prompts
+        given = values.get(prompt)
+        if isinstance(given, list) and len(given) > max(most, room):
+            if given and isinstance(given[0], list | str):
+                self.prompts(len(given), prompt)
+            self.lengths([given], prompt)
+        self.lengths((entry for entry in given if isinstance(entry, list)) if isinstance(given, list) else (), prompt)
+        for name in ("messages", *others):
+            value, limit = values.get(name), max(most, room, self._config.max_listed_logprobs)
+            if isinstance(value, list) and len(value) > limit:
+                raise BadField(name, f"{len(value)} entries are more than the {limit} that can have a use")
 
     def prompts(self, num_prompts: int, field: str) -> None:
         """Check the number of prompts."""
@@ -118,6 +138,34 @@ class RequestLimits:
         if len(token_ids) > (room := self._engine.max_model_len):
             raise BadField(field, f"{len(token_ids)} tokens are more than the context has, which is {room}")
 
+    def max_kept_ids(self, params: SamplingParams) -> int:
+        """Return how many tokens that its filters keep an answer may report; 0: it was not asked for any. Raises
+        BadField."""
+        wants = (params.custom_params or {}).get("return_top_p_token_ids", False)
+        if not isinstance(wants, bool):
+            raise BadField("custom_params", f"return_top_p_token_ids must be true or false, not {str(wants)[:100]!r}")
+        return self._config.max_kept_token_ids if wants else 0
+
+    def tools(self, tools: Sequence[object], field: str) -> None:
+        """Check the number of a request's tools, and the bytes of their JSON."""
+        if len(tools) > (limit := self._config.max_tools):
+            raise BadField(field, f"{len(tools)} tools are more than {limit} (max_tools)")
+        num_bytes, limit = 0, self._config.max_tools_bytes
+        for tool in tools:
+            num_bytes += len(_ENCODER.encode(tool))
+            if num_bytes > limit:
+                raise BadField(field, f"their JSON has more than {limit} bytes (max_tools_bytes)")
+
+    def grammar(self, params: SamplingParams, field: str) -> None:
+        """Check the grammar of sampling parameters, which is made of this field."""
+        if (constraint := constraint_of(params)) is not None:
+            check_grammar(constraint, self._config, field)
+
+    @property
+    def parsers(self) -> tuple[str | None, str | None]:
+        """The settings tool_call_parser and reasoning_parser."""
+        return self._config.tool_call_parser, self._config.reasoning_parser
+
     def entries(
         self,
         prompts: Sequence[Sequence[int]],
@@ -148,7 +196,8 @@ class RequestLimits:
     ) -> int:
         """Count the log-probabilities that a request adds to the open ones. Those of output tokens alone do not count:
         every sequence has them, asked for or not, and each takes a step."""
-        return self._num_entries(prompts, params, options, ())
+        num_kept = sum(one.max_kept_ids // _KEPT_IDS * its.n for its, one in zip(params, options, strict=True))
+        return self._num_entries(prompts, params, options, ()) + num_kept
 
     def _num_entries(
         self,

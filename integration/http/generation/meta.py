@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import time
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ....rollout.completion import Completion, FinishReason, StreamChunk
+import numpy as np
+
+from ....rollout.completion import Completion, FinishReason, KeptIds, StreamChunk
 
 Triple = tuple[float | None, int, str | None]  # log-probability, token id, its text if it was asked for
 Ranked = Sequence[tuple[float, int]]
@@ -72,11 +76,24 @@ def meta_info(completion: Completion, wanted: Wanted, received: float) -> dict[s
         info["num_jump_forward_tokens"] = c.num_jump_forward_tokens
     if c.drafts:
         info |= _drafts(c)
+    if c.kept_ids is not None:
+        info |= _kept(c.kept_ids)
     if wanted.logprobs:
         info |= _output_logprobs(c, wanted) | _input_logprobs(c, wanted)
         if c.forced is not None:
             info |= {"output_token_forced": c.forced, "output_token_masked_probs": c.masked_probs}
     return info
+
+
+def _kept(kept: KeptIds) -> dict[str, object]:
+    """List the tokens that top_p and the other filters kept, as slime reads them: ids of all positions one after
+    another, and where each position's begin, with the end of the last; int32, little-endian, in base64."""
+    offsets = array("i", [0]) + kept.ends
+    return {"top_p_token_ids": _base64_int32(kept.ids), "top_p_token_offsets": _base64_int32(offsets)}
+
+
+def _base64_int32(values: array[int]) -> str:
+    return base64.b64encode(np.asarray(values, "<i4").tobytes()).decode()
 
 
 def _drafts(c: Completion) -> dict[str, object]:

@@ -103,6 +103,18 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events, self._on_end = events, on_end
 
+    def also_at_end(self, call: Callable[[], None]) -> None:
+        """Call this too when the stream ends, before what is called already."""
+        former = self._on_end
+
+        def both() -> None:
+            try:
+                call()
+            finally:
+                former()
+
+        self._on_end = both
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             sending = asyncio.ensure_future(self._send_all(send))

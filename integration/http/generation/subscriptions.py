@@ -36,13 +36,14 @@ from ....rollout.sampling_params import SamplingParams
 from ..edge.bodies import start_parsers
 from ..edge.config import HttpConfig
 from ..edge.disconnect import unless_gone
-from ..edge.errors import Draining
-from ..edge.threads import start_pool
+from ..edge.errors import Draining, HttpError
+from ..edge.threads import run_giving_way, start_pool
 from .admission import Admission, Size
 from .answers import Answer
 from .encoding import Encoder, completion_cost, encode
 from .grammar_limits import check_grammars
 from .limits import OpenEntries, RequestLimits
+from .loss_watch import LossWatch
 from .sse import EventStream
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class Subscription:
         self._hub = hub
         self._chunks: list[StreamChunk] = []
         self._waiter: asyncio.Future[None] | None = None
-        self._failure: EngineStopped | None = None
+        self._failure: EngineStopped | HttpError | None = None
         self.asked: Asked
         self.index_of: dict[str, int] = {}  # by sequence id, in the order of prompts and of their samples
         self.num_open = 0
@@ -87,16 +88,17 @@ class Subscription:
     def on_failure(self, error: EngineStopped) -> None:
         self._hub.post(self, error)
 
-    def deliver(self, news: StreamChunk | EngineStopped) -> None:
-        if isinstance(news, EngineStopped):
-            self._failure = news
-        else:
+    def deliver(self, news: StreamChunk | EngineStopped | HttpError) -> None:
+        if isinstance(news, StreamChunk):
             self._chunks.append(news)
+        else:
+            self._failure = news
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def take(self) -> list[StreamChunk]:
-        """Wait for at least one chunk and return all since the last call. Raises EngineStopped when none will come."""
+        """Wait for at least one chunk and return all since the last call. Raises EngineStopped or HttpError when none
+        will come."""
         while not self._chunks:
             if self._failure is not None:
                 raise self._failure
@@ -148,7 +150,10 @@ class Reply(Protocol):
 class Hub:
     """The open requests of one event loop."""
 
-    def __init__(self, engine: Engine, config: HttpConfig | None = None) -> None:
+    def __init__(
+        self, engine: Engine, config: HttpConfig | None = None, loss: Callable[[], str | None] = lambda: None
+    ) -> None:
+        """Start the threads. loss: the reason why no request runs until the weights are updated; None: they run."""
         self.engine = engine
         self.config = config or HttpConfig()
         self.limits = RequestLimits(engine, self.config)
@@ -158,6 +163,7 @@ class Hub:
         self.encoder = Encoder()
         self.is_draining = False  # new requests are refused: the server will end
         self.open: set[Subscription] = set()  # admitted, and neither answered nor left
+        self._losses = LossWatch(loss, self.config.refusal_timeout_s, self.open)
         start_parsers()
         self._intake = start_pool(_INTAKE_THREADS, "lockstep-intake")
         self._leaving_thread = start_pool(1, "lockstep-leaving")
@@ -192,8 +198,8 @@ class Hub:
         """Wait for the answers and return their JSON."""
         await self._subscribe(subscription, reply.asked, streamed=False)
         try:
-            completions = await subscription.completions()
-            cost = sum(completion_cost(completion, has_texts=reply.has_texts) for completion in completions)
+            completions, has_texts = await subscription.completions(), reply.has_texts
+            cost = sum(completion_cost(completion, has_texts=has_texts) for completion in completions)
 
             def make() -> bytes:
                 answer = reply.whole(completions)
@@ -210,6 +216,7 @@ class Hub:
         subscription = Subscription(self)
         self.admission.take(subscription, size)
         self.open.add(subscription)
+        self._losses.start()
         return subscription
 
     def _close(self, subscription: Subscription) -> None:
@@ -279,7 +286,7 @@ class Hub:
             self.engine.requests.leave_grammars(missing)
 
     async def _in_thread(self, run: Callable[[], T], subscription: Subscription, missing: Sequence[Promise] = ()) -> T:
-        running = self.loop.run_in_executor(self._intake, run)
+        running = self.loop.run_in_executor(self._intake, run_giving_way, self.loop, run)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:  # a thread cannot be stopped: withdraw the requests that it queues
@@ -347,7 +354,7 @@ class Hub:
 
 def stop_taking(app: Starlette) -> None:
     """Refuse new generation requests from now on."""
-    app.state.is_draining = True
+    app.state.is_draining = app.state.conversations.is_draining = True
     if (hub := getattr(app.state, "hub", None)) is not None:
         hub.is_draining = True
 
@@ -356,6 +363,7 @@ def hub_of(app: Starlette) -> Hub:
     """Return the hub of the running event loop; make it, with its threads, at the first call."""
     hub = getattr(app.state, "hub", None)
     if hub is None or hub.loop is not asyncio.get_running_loop():
-        hub = app.state.hub = Hub(app.state.service.engine, app.state.config)
+        service = app.state.service
+        hub = app.state.hub = Hub(service.engine, app.state.config, lambda: service.sessions.loss)
         hub.is_draining = app.state.is_draining
     return hub

@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
+from ....rollout.control.giving_way import give_way
 from ....rollout.control.intake import prompt_ids
 from ....rollout.engine import Engine
 from ....rollout.sampling_params import SamplingParams
+from ..conversations.next_turn import NextTurn
 from ..edge.errors import BadField
 
 PIECE_CHARS = 1 << 18  # of a longer text, which is counted in pieces before it is tokenised whole
@@ -44,18 +47,46 @@ class Tokenising:
         self._engine, self._turns = engine, Turns(max_chars_at_once)
 
     def token_ids(
-        self, prompts: Sequence[str | list[int]], field: str, params: Sequence[SamplingParams]
+        self,
+        prompts: Sequence[str | list[int]],
+        field: str,
+        params: Sequence[SamplingParams],
+        num_kept: int | None = None,
+        turn: NextTurn | None = None,
     ) -> list[list[int]]:
-        """Tokenise prompts that are texts, and check that they fit into the model's context. Raises BadField."""
-        return [self._ids(*one, field) for one in zip(prompts, params, strict=True)]
+        """Tokenise prompts that are texts, and check that they fit into the model's context. num_kept: how many last
+        tokens of each are kept. turn: the prompt goes on from its history; a text gets no special tokens then. Raises
+        BadField."""
+        if turn is None:
+            return [self._ids(*one, field, num_kept) for one in zip(prompts, params, strict=True)]
+        [prompt], [its_params] = prompts, params
+        if isinstance(prompt, str) and turn.num_tokens_before and self._engine.tokenizer is not None:
+            added = self.conversation(prompt, field, its_params)
+        else:
+            added = self._ids(prompt, its_params, field)
+        return [self._ids(turn.joined(added), its_params, field)]
 
-    def conversation(self, text: str, field: str, params: SamplingParams) -> list[int]:
-        """Tokenise the text of a chat template, which has its special tokens already. Raises BadField."""
-        room = self._room(params)
+    def conversation(self, text: str, field: str, params: SamplingParams, num_kept: int | None = None) -> list[int]:
+        """Tokenise the text of a chat template, which has its special tokens already, as `token_ids` otherwise."""
         with self._turns.of(len(text)):
-            self._refuse_long(text, field, room)
+            if num_kept is None:
+                self._refuse_long(text, field, self._room(params))
             ids = self._tokens(text)
-        return self._ids(ids, params, field)
+        return self._ids(ids, params, field, num_kept)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that are not of a text: ends of turns and their kin. Empty without a tokenizer."""
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            return frozenset()
+        added = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        return frozenset(added | set(tokenizer.all_special_ids))
+
+    def whole(self, text: str, *, adds_special: bool) -> list[int]:
+        """Tokenise a text of any length. adds_special: with the special tokens of a prompt."""
+        with self._turns.of(len(text)):
+            return self._tokens(text, adds_special=adds_special)
 
     def draft(self, text: str, field: str) -> list[int]:
         """Tokenise an output that may come again. Raises BadField where it is longer than the context."""
@@ -70,17 +101,23 @@ class Tokenising:
     def _room(self, params: SamplingParams) -> int:
         return self._engine.max_model_len - min(params.max_new_tokens, 1)
 
-    def _ids(self, prompt: str | list[int], params: SamplingParams, field: str) -> list[int]:
+    def _ids(
+        self, prompt: str | list[int], params: SamplingParams, field: str, num_kept: int | None = None
+    ) -> list[int]:
+        give_way()
         engine, room = self._engine, self._room(params)
         try:
             if isinstance(prompt, str):
                 with self._turns.of(len(prompt)):
-                    self._refuse_long(prompt, field, room)
+                    if num_kept is None:
+                        self._refuse_long(prompt, field, room)
                     ids = prompt_ids(prompt, engine.tokenizer, engine.model.vocab_size)
             else:
                 ids = prompt_ids(prompt, engine.tokenizer, engine.model.vocab_size)
         except ValueError as error:
             raise BadField(field, str(error)) from None
+        if num_kept is not None:
+            ids = ids[-num_kept:]
         if len(ids) > room:
             raise _too_long(field, str(len(ids)), room)
         return ids
@@ -99,10 +136,10 @@ class Tokenising:
             if num_tokens > 2 * room:
                 raise _too_long(field, f"more than {room}", room)
 
-    def _tokens(self, text: str) -> list[int]:
+    def _tokens(self, text: str, *, adds_special: bool = False) -> list[int]:
         tokenizer = self._engine.tokenizer
         assert tokenizer is not None  # else texts have been refused
-        return list(tokenizer(text, add_special_tokens=False, padding=False, truncation=False)["input_ids"])
+        return list(tokenizer(text, add_special_tokens=adds_special, padding=False, truncation=False)["input_ids"])
 
 
 def _too_long(field: str, num_tokens: str, room: int) -> BadField:

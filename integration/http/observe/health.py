@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -11,6 +12,18 @@ from ....rollout.errors import RankFailure
 from ..admin.common import service_of
 
 router = APIRouter(tags=["information"])
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def _check(path: str, unhealthy: str) -> Callable[[Handler], Handler]:
+    """Answer GET and HEAD on the path. unhealthy: what the status 503 means."""
+
+    def register(handler: Handler) -> Handler:
+        router.head(path, include_in_schema=False)(handler)
+        return router.get(path, response_class=Response, responses={503: {"description": unhealthy}})(handler)
+
+    return register
 
 
 def is_alive(app: FastAPI) -> bool:
@@ -21,14 +34,19 @@ def is_alive(app: FastAPI) -> bool:
     return not app.state.is_closing and engine.failure is None and age_s < app.state.config.stall_timeout_s
 
 
-@router.get("/health_generate", response_class=Response, responses={503: {"description": "as /health, or draining"}})
-@router.get("/ping", response_class=Response, responses={503: {"description": "as /health, or draining"}})
+@_check("/health_generate", "as /health, draining, or without weights")
+@_check("/ping", "as /health, draining, or without weights")
 async def health_generate(request: Request) -> Response:
-    """Check that the engine is alive and takes requests, also while it is paused."""
-    return _draining() if request.app.state.is_draining else await health(request)
+    """Check that the engine is alive and takes requests, also while it is paused. Where the weights hold nothing
+    the answer says so."""
+    if request.app.state.is_draining:
+        return _draining()
+    if (loss := service_of(request).sessions.loss) is not None:
+        return PlainTextResponse(f"{loss}\n", 503)
+    return await health(request)
 
 
-@router.get("/health", response_class=Response, responses={503: {"description": "the loop has ended"}})
+@_check("/health", "the loop has ended")
 async def health(request: Request) -> Response:
     """Check that the engine is alive, by its loop's heartbeat. A replica that has lost a rank answers which."""
     if is_alive(request.app):
@@ -37,12 +55,13 @@ async def health(request: Request) -> Response:
     return PlainTextResponse(f"{failure}\n" if isinstance(failure, RankFailure) else "", 503)
 
 
-@router.get("/ready", response_class=Response, responses={503: {"description": "not alive, paused, or draining"}})
+@_check("/ready", "not alive, paused, or draining")
 async def ready(request: Request) -> Response:
     """Check that a request would be served now: alive, not paused, and not draining."""
     if request.app.state.is_draining:
         return _draining()
-    is_ready = is_alive(request.app) and not service_of(request).engine.is_paused
+    service = service_of(request)
+    is_ready = is_alive(request.app) and not service.engine.is_paused and service.sessions.loss is None
     return Response(status_code=200 if is_ready else 503)
 
 

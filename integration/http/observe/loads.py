@@ -51,6 +51,22 @@ async def loads(request: Request, include: str = "core", dp_rank: int | None = N
     )
 
 
+@router.get("/get_load")
+async def get_load(request: Request) -> Response:
+    """Report the engine's load as SGLang's older clients read it."""
+    load = _load(request, await read_state(request))
+    return json_response(
+        [
+            {
+                "dp_rank": 0,
+                "num_reqs": load["num_total_reqs"],
+                "num_waiting_reqs": load["num_waiting_reqs"],
+                "num_tokens": load["num_used_tokens"],
+            }
+        ]
+    )
+
+
 def _load(request: Request, state: dict[str, Any]) -> dict[str, Any]:
     engine = service_of(request).engine
     size, num_blocks = engine.config.block_size, state["num_blocks"]

@@ -24,6 +24,8 @@ from prometheus_client.registry import Collector
 
 from ....rollout.reports.latencies import Histogram
 from ...service import RolloutService
+from ..conversations.collector import SessionsCollector
+from ..conversations.store import Sessions
 from ..edge.config import HttpConfig
 from ..edge.threads import Threads
 from .model_info import served_name
@@ -44,11 +46,12 @@ async def metrics(request: Request) -> Response:
 class Scrapes:
     """Scrapes of one server. The path needs no key, so all scrapers of a moment share one reading of the engine."""
 
-    def __init__(self, service: RolloutService, config: HttpConfig, traffic: Traffic) -> None:
+    def __init__(self, service: RolloutService, config: HttpConfig, traffic: Traffic, sessions: Sessions) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         model_name = served_name(service, config)
         self._registry.register(ServiceCollector(service, model_name))
         self._registry.register(TrafficCollector(traffic, model_name))
+        self._registry.register(SessionsCollector(sessions, model_name))
         self._threads = Threads(1)  # of their own: reports that need a key do not wait for scrapes
         self._running: dict[str, asyncio.Task[bytes]] = {}  # by content type
 

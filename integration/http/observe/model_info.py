@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 
 from ...service import RolloutService
 from ..admin.common import endpoint, json_response, service_of, skipped
+from ..chat.form import names_of_forms
 from ..edge.bodies import AdminBody
 from ..edge.config import HttpConfig
 from ..edge.errors import HttpError
@@ -28,11 +30,6 @@ def model_path(app: FastAPI) -> str:
     return app.state.updated_from or first_path(app.state.service, app.state.config)
 
 
-def model_name(app: FastAPI) -> str:
-    """Return the model's name for clients of /v1: the configured name, or else the source of the newest weights."""
-    return app.state.config.model_name or model_path(app)
-
-
 def first_path(service: RolloutService, config: HttpConfig) -> str:
     """Return the source of the first weights: a folder, or the name of the module's class."""
     module = service.engine.model.module
@@ -40,8 +37,22 @@ def first_path(service: RolloutService, config: HttpConfig) -> str:
 
 
 def served_name(service: RolloutService, config: HttpConfig) -> str:
-    """Return a name of the model that updates do not change."""
-    return config.model_name or first_path(service, config)
+    """Return the model's name for clients of /v1, which updates do not change: the configured one, or else that of the
+    first weights' folder."""
+    return config.model_name or Path(first_path(service, config)).name
+
+
+def refuse_unknown_model(app: FastAPI, name: object) -> None:
+    """Refuse a model that is not served, where the server was given a name. Raises HttpError 404."""
+    base = app.state.config.model_name
+    if base is None or not isinstance(name, str) or not name or name.startswith(f"{base}:"):
+        return  # the last may name an adapter
+    if name not in (card["id"] for card in _cards(app)):
+        raise _unknown_model(name)
+
+
+def _unknown_model(name: str) -> HttpError:
+    return HttpError(404, f"the model {name[:200]!r} does not exist", param="model", code="model_not_found")
 
 
 @endpoint(router, "/model_info", InfoBody, methods=("GET", "POST"))
@@ -69,16 +80,18 @@ async def model_info(request: Request, body: InfoBody) -> Response:
         "supports_weight_update": True,
         "supports_weights_checker": True,
     }
+    settings = request.app.state.config
+    calls, reasoning = names_of_forms(engine.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
     return json_response(
         {
             **weights,
             "success": True,
-            "served_model_name": model_name(request.app),
+            "served_model_name": served_name(service_of(request), request.app.state.config),
             "tokenizer_path": getattr(engine.tokenizer, "name_or_path", None),
             "is_generation": True,
             "preferred_sampling_params": None,
-            "reasoning_parser": None,
-            "tool_call_parser": None,
+            "reasoning_parser": reasoning,
+            "tool_call_parser": calls,
             "disaggregation_mode": "null",
             "has_image_understanding": False,
             "has_audio_understanding": False,
@@ -99,7 +112,7 @@ async def get_weight_version(request: Request) -> Response:
 
 def _card(app: FastAPI) -> dict[str, object]:
     return {
-        "id": model_name(app),
+        "id": served_name(app.state.service, app.state.config),
         "object": "model",
         "created": int(STARTED),
         "owned_by": "lockstep",
@@ -127,4 +140,4 @@ async def get_model(request: Request, model: str) -> Response:
     for card in _cards(request.app):
         if card["id"] == model:
             return json_response(card)
-    raise HttpError(404, f"the model {model!r} does not exist", param="model", code="model_not_found")
+    raise _unknown_model(model)

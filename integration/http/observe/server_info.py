@@ -14,7 +14,7 @@ from ..admin.common import json_response, service_of
 from ..edge.config import HttpConfig
 from .health import is_alive
 from .loads import num_accelerators
-from .model_info import STARTED, model_name, model_path
+from .model_info import STARTED, model_path, served_name
 from .state import read_state
 
 router = APIRouter(tags=["information"])
@@ -36,7 +36,7 @@ def _settings(app: FastAPI, state: dict[str, Any]) -> dict[str, object]:
     capacity = state["num_blocks"] * engine.config.block_size
     ours = {
         "model_path": model_path(app),
-        "served_model_name": model_name(app),
+        "served_model_name": served_name(app.state.service, app.state.config),
         "tokenizer_path": getattr(engine.tokenizer, "name_or_path", None),
         "host": config.host,
         "port": config.port,

@@ -27,6 +27,7 @@ async def get_state(request: Request) -> Response:
             **state,
             "pause_seconds_left": lease.seconds_left,
             "update_age_s": updates.age_s,
+            "conversations": request.app.state.conversations.report(),
             "draining": request.app.state.is_draining,
         }
     )

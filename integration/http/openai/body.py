@@ -1,21 +1,22 @@
-"""The fields of OpenAI's two calls, and SGLang's extras, read from a JSON object."""
+"""The reading of OpenAI's two calls from JSON objects."""
 
 from __future__ import annotations
 
-import inspect
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jinja2 import TemplateError
-from pydantic import Field
-
 from ....rollout.engine import Engine
 from ....rollout.request_options import RequestOptions
-from ....rollout.sampling_params import SamplingParams
-from ..edge.bodies import Body, fields_of
+from ....rollout.sampling_params import GRAMMARS, SamplingParams
+from ..chat.content import read_prediction
+from ..chat.form import ChatForm, read_form
+from ..chat.template import apply_template, read_messages
+from ..conversations.next_turn import NextTurn
+from ..conversations.params import SessionParams
+from ..edge.bodies import fields_of
 from ..edge.errors import BadField
 from ..generation.admission import Size
 from ..generation.body import REFUSED as REFUSED_BY_GENERATE
@@ -23,93 +24,19 @@ from ..generation.body import drafts_of, namespace, refuse_other_adapters, refus
 from ..generation.limits import RequestLimits
 from ..generation.meta import Wanted
 from ..generation.subscriptions import Asked
-from .content import read_message, read_prediction
+from .fields import ChatBody, CommonBody, CompletionBody
+from .sessions import read_chat_session, session_prompt, with_one_name
+from .vllm_fields import num_kept, num_prompt_top, refuse_vllm, shortened, structured_settings, token_name
 
 DEFAULT_MAX_TOKENS = 16  # of a completion; the default of a chat is the rest of the context
 REFUSED = (
     *REFUSED_BY_GENERATE, "json_schema", "structural_tag", "guided_json", "guided_regex", "guided_choice",
     "guided_grammar", "use_beam_search", "return_input_ids_in_sglext", "return_output_ids_in_sglext",
 )  # fmt: skip
-REFUSED_BY_COMPLETIONS = ("suffix",)
+REFUSED_BY_COMPLETIONS = ("suffix", "session_params")
 REFUSED_BY_CHAT = (
-    "tools", "functions", "function_call", "audio", "web_search_options", "verbosity", "chat_template",
+    "functions", "function_call", "audio", "web_search_options", "verbosity", "chat_template",
 )  # fmt: skip
-
-
-class StreamOptions(Body):
-    """Settings of a streamed answer."""
-
-    include_usage: bool = False
-
-
-class CommonBody(Body):
-    """Fields of both calls. Names are OpenAI's; the names from top_k on are SGLang's."""
-
-    model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int = 1
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    stop_regex: str | list[str] | None = None
-    ignore_eos: bool = False
-    no_stop_trim: bool = False
-    skip_special_tokens: bool = True
-    custom_params: dict[str, Any] | None = None
-    response_format: Any = None
-    regex: str | None = None
-    ebnf: str | None = None
-    jump_forward: str | None = None
-    rid: str | None = None
-    extra_key: str | None = None
-    cache_salt: str | None = None
-    return_token_ids: bool = False
-    return_prompt_token_ids: bool = False
-    return_meta_info: bool = False
-    draft_token_ids: list[Any] | None = Field(None, description="see POST /generate")
-    speculation: bool = True
-    stream_when_final: bool = Field(
-        False, description="nothing is streamed before the answer's end, so that a weight commit may draw it again"
-    )
-
-
-class CompletionBody(CommonBody):
-    """Fields of POST /v1/completions."""
-
-    prompt: str | list[Any] = Field(description="a text, texts, token ids, or lists of token ids")
-    logprobs: int | None = Field(None, ge=0, description="alternatives at each token")
-    echo: bool = False
-    best_of: int | None = None
-
-
-class ChatBody(CommonBody):
-    """Fields of POST /v1/chat/completions."""
-
-    messages: list[dict[str, Any]] | None = None
-    input_ids: list[int] | None = Field(None, description="instead of messages and the chat template")
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0)
-    tool_choice: Any = None
-    modalities: list[str] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    reasoning_effort: str | None = None
-    prediction: dict[str, Any] | None = Field(
-        None, description="an answer that may come again: draft_token_ids, as text"
-    )
 
 
 @dataclass(frozen=True)
@@ -127,95 +54,120 @@ class OpenAIRequest:
     num_top: int
     echo: bool
     prompts: list[Any]  # texts or token ids; empty for a chat, whose prompt `asked` makes
+    num_prompt_top: int | None  # alternatives at each token of the prompt; None: it is not scored
     return_token_ids: bool
     return_prompt_token_ids: bool
     return_meta_info: bool
     decode: Callable[[Sequence[int]], str]
+    form: ChatForm | None  # of a chat's answers
+    begun: str | None  # the beginning of the answer that a chat's prompt has already
     has_prediction: bool
     size: Size
-    asked: Callable[[], Asked]  # tokenises, which may take long; raises BadField
+    asked: Callable[..., Asked]  # (turn=None): tokenises, which may take long; raises BadField. turn: of a session
+    session: SessionParams | None = None
+    extra_key: str = ""
 
 
 def read_completion(values: dict[str, object], engine: Engine, model: str, limits: RequestLimits) -> OpenAIRequest:
     """Read and check the fields of a completion. Raises BadField."""
     refuse_unsupported(values, (*REFUSED, *REFUSED_BY_COMPLETIONS))
+    refuse_vllm(values, is_chat=False)
     _check_sizes(values, limits)
+    values = shortened(values, "prompt", engine.max_model_len)
+    limits.long_lists(values, "prompt", ("draft_token_ids",))
     body = fields_of(CompletionBody, values)
     _check_model(body.model, values, engine, model)
     if body.best_of not in (None, body.n):
         raise BadField("best_of", "is not supported, but where it equals n")
+    params = _params(body, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
+    kept = num_kept(body.truncate_prompt_tokens, params, engine.max_model_len)
     prompts = _prompts(body.prompt)
     limits.prompts(len(prompts), "prompt")
+    if kept is not None:
+        prompts = [prompt if isinstance(prompt, str) else prompt[-kept:] for prompt in prompts]
     limits.lengths(prompts, "prompt")
     limits.top(body.logprobs or 0, "logprobs")
     has_logprobs = body.logprobs is not None
     if body.echo and has_logprobs and body.stream:
         raise BadField("echo", "with logprobs cannot be streamed")
-    params = _params(body, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
     limits.sequences(len(prompts) * body.n)
-    start = 0 if body.echo and has_logprobs else -1
+    num_top = _num_prompt_top(body, engine, limits)
+    start = 0 if (body.echo and has_logprobs) or num_top is not None else -1
     drafts = drafts_of(body.draft_token_ids, len(prompts), len(prompts) > 1, limits)
     key = namespace(body.extra_key, body.cache_salt)
     options = [
-        RequestOptions(start, body.logprobs or 0, (), key, draft, body.speculation, **_streaming(body))
+        RequestOptions(
+            start,
+            max(body.logprobs or 0, num_top or 0),
+            (),
+            key,
+            draft,
+            body.speculation,
+            **_streaming(body),
+            max_kept_ids=_max_kept_ids(body, params, limits),
+        )
         for draft in drafts
     ]
     id = body.rid or f"cmpl-{uuid.uuid4().hex}"
     rids = [id] if len(prompts) == 1 else [f"{id}_{index}" for index in range(len(prompts))]
 
-    def asked() -> Asked:
+    def asked(turn: NextTurn | None = None) -> Asked:
         count = len(prompts)
-        token_ids = limits.tokenising.token_ids(prompts, "prompt", [params] * count)
+        token_ids = limits.tokenising.token_ids(prompts, "prompt", [params] * count, kept)
         limits.entries(token_ids, [params] * count, options, "logprobs")
         return Asked(token_ids, [params] * count, options, rids)
 
     return _request(
         body, id, model, asked, engine, is_chat=False, logprobs=has_logprobs, num_top=body.logprobs or 0,
-        echo=body.echo, prompts=prompts, start=start, size=Size.of(prompts, [body.n] * len(prompts), drafts),
+        echo=body.echo, prompts=[None] * len(prompts) if kept is not None else prompts, start=start,
+        num_prompt_top=num_top, size=Size.of(prompts, [body.n] * len(prompts), drafts),
     )  # fmt: skip
 
 
 def read_chat(values: dict[str, object], engine: Engine, model: str, limits: RequestLimits) -> OpenAIRequest:
     """Read and check the fields of a chat completion. Raises BadField."""
-    refuse_unsupported(values, (*REFUSED, *REFUSED_BY_CHAT))
-    _check_sizes(values, limits)
-    body = fields_of(ChatBody, values)
-    _check_model(body.model, values, engine, model)
-    if body.tool_choice not in (None, "none", "auto"):
-        raise BadField("tool_choice", "is not supported")
-    if body.modalities not in (None, ["text"]):
-        raise BadField("modalities", "only text is supported")
-    if body.top_logprobs and not body.logprobs:
-        raise BadField("top_logprobs", "needs logprobs to be true")
-    if (body.messages is None) == (body.input_ids is None):
-        raise BadField("messages", "exactly one of messages and input_ids is needed")
+    body = _chat_body(values, engine, model, limits)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = _params(body, max_tokens if max_tokens is not None else engine.max_model_len)
     limits.sequences(body.n)
     limits.top(body.top_logprobs, "top_logprobs")
-    predicted = read_prediction(body.prediction)
-    limits.characters(len(predicted or ""), "prediction")
-    if predicted and (body.draft_token_ids is not None or engine.tokenizer is None):
-        raise BadField("prediction", "is a text, and there is no tokenizer, or draft_token_ids are given too")
+    predicted = _predicted(body, engine, limits)
     [draft] = drafts_of(body.draft_token_ids, 1, False, limits)
-    key = namespace(body.extra_key, body.cache_salt)
-    options = RequestOptions(-1, body.top_logprobs, (), key, draft, body.speculation, **_streaming(body))
-    messages = None if body.messages is None else [read_message(message) for message in body.messages]
+    key, num_top = namespace(body.extra_key, body.cache_salt), _num_prompt_top(body, engine, limits)
+    start = -1 if num_top is None else 0
+    options = RequestOptions(
+        start, max(body.top_logprobs, num_top or 0), (), key, draft, body.speculation,
+        **_streaming(body), max_kept_ids=_max_kept_ids(body, params, limits),
+    )  # fmt: skip
+    kept = num_kept(body.truncate_prompt_tokens, params, engine.max_model_len)
+    input_ids = body.input_ids if body.input_ids is None or kept is None else body.input_ids[-kept:]
+    messages = None if body.messages is None else read_messages(body.messages, limits)
     contents = [content for message in messages or [] if isinstance(content := message.get("content"), str)]
-    limits.characters(sum(map(len, contents)), "messages")
-    limits.lengths([body.input_ids or []], "input_ids")
+    limits.lengths([input_ids or []], "input_ids")
+    form = read_form(body, engine.tokenizer, limits)
+    shown = () if form.tools is None else form.tools.shown
+    begun = contents[-1] if contents and body.continue_final_message else None
     id = body.rid or f"chatcmpl-{uuid.uuid4().hex}"
+    session = read_chat_session(body, kept)
 
-    def asked() -> Asked:
-        if body.input_ids is not None:
-            [token_ids] = limits.tokenising.token_ids([body.input_ids], "input_ids", [params])
+    def render(told: list[dict[str, Any]]) -> str:
+        return apply_template(engine, told, body, shown)
+
+    def asked(turn: NextTurn | None = None) -> Asked:
+        if input_ids is not None:
+            [token_ids] = limits.tokenising.token_ids([input_ids], "input_ids", [params], turn=turn)
+        elif turn is not None and messages is not None:
+            token_ids = session_prompt(turn, messages, render, limits, params)
         else:
             assert messages is not None  # one of the two is given: checked above
-            text = apply_template(engine, messages, body)
+            text = render(messages)
             limits.characters(len(text), "messages")
-            token_ids = limits.tokenising.conversation(text, "messages", params)
+            token_ids = limits.tokenising.conversation(text, "messages", params, kept)
         room = max(engine.max_model_len - len(token_ids), 1)
         its_params = params if max_tokens is not None else replace(params, max_new_tokens=room)
+        its_params = form.params(its_params, form.beginning(token_ids, begun))
+        if form.has_grammar:
+            limits.grammar(its_params, "tools")
         its_options = options
         if predicted:
             its_options = replace(options, draft_token_ids=tuple(limits.tokenising.draft(predicted, "prediction")))
@@ -224,36 +176,38 @@ def read_chat(values: dict[str, object], engine: Engine, model: str, limits: Req
 
     return _request(
         body, id, model, asked, engine, is_chat=True, logprobs=body.logprobs, num_top=body.top_logprobs, echo=False,
-        prompts=[], start=-1,
-        size=Size.of([body.input_ids or "".join(contents)], [body.n], [predicted or draft]),
+        prompts=[], start=start, num_prompt_top=num_top,
+        size=Size.of([input_ids or "".join(contents)], [body.n], [predicted or draft]), form=form, begun=begun,
+        session=session, extra_key=key,
     )  # fmt: skip
 
 
-def apply_template(engine: Engine, messages: list[dict[str, Any]], body: ChatBody) -> str:
-    """Convert a conversation to text by the tokenizer's chat template. Raises BadField."""
-    tokenizer = engine.tokenizer
-    if tokenizer is None or not tokenizer.chat_template:
-        raise BadField("messages", "this model has no chat template: send input_ids")
-    extra = dict(body.chat_template_kwargs or {})
-    if reserved := sorted(set(extra) & set(inspect.signature(tokenizer.apply_chat_template).parameters)):
-        raise BadField("chat_template_kwargs", f"must not set {', '.join(reserved)}")
-    if body.reasoning_effort is not None:
-        extra.setdefault("reasoning_effort", body.reasoning_effort)
-    asks_for_answer = body.add_generation_prompt
-    if asks_for_answer is None:
-        asks_for_answer = not body.continue_final_message
-    try:
-        text: Any = tokenizer.apply_chat_template(
-            messages,
-            add_generation_prompt=asks_for_answer,
-            continue_final_message=body.continue_final_message,
-            tokenize=False,
-            **extra,
-        )
-    # A template may fail in any of these ways on a message that its author did not expect.
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-        raise BadField("messages", f"the chat template refuses them: {error}") from None
-    return str(text)
+def _chat_body(values: dict[str, object], engine: Engine, model: str, limits: RequestLimits) -> ChatBody:
+    """Return the fields of a chat completion, sizes first. Raises BadField."""
+    refuse_unsupported(values, (*REFUSED, *REFUSED_BY_CHAT))
+    refuse_vllm(values, is_chat=True)
+    values = with_one_name(values)
+    _check_sizes(values, limits)
+    values = shortened(values, "input_ids", engine.max_model_len)
+    limits.long_lists(values, "input_ids", ("draft_token_ids",))
+    body = fields_of(ChatBody, values)
+    _check_model(body.model, values, engine, model)
+    if body.modalities not in (None, ["text"]):
+        raise BadField("modalities", "only text is supported")
+    if body.top_logprobs and not body.logprobs:
+        raise BadField("top_logprobs", "needs logprobs to be true")
+    if (body.messages is None) == (body.input_ids is None):
+        raise BadField("messages", "exactly one of messages, input_ids and prompt_token_ids is needed")
+    return body
+
+
+def _predicted(body: ChatBody, engine: Engine, limits: RequestLimits) -> str | None:
+    """Return the text of an answer that may come again. Raises BadField."""
+    predicted = read_prediction(body.prediction)
+    limits.characters(len(predicted or ""), "prediction")
+    if predicted and (body.draft_token_ids is not None or engine.tokenizer is None):
+        raise BadField("prediction", "is a text, and there is no tokenizer, or draft_token_ids are given too")
+    return predicted
 
 
 def format_settings(given: object) -> dict[str, object]:
@@ -280,7 +234,7 @@ def _request(
     body: CommonBody,
     id: str,
     model: str,
-    asked: Callable[[], Asked],
+    asked: Callable[..., Asked],
     engine: Engine,
     *,
     is_chat: bool,
@@ -289,8 +243,14 @@ def _request(
     echo: bool,
     prompts: list[Any],
     start: int,
+    num_prompt_top: int | None,
     size: Size,
+    form: ChatForm | None = None,
+    begun: str | None = None,
+    session: SessionParams | None = None,
+    extra_key: str = "",
 ) -> OpenAIRequest:
+    text_of = token_name if body.return_tokens_as_token_ids else text_of_token(engine)
     return OpenAIRequest(
         id=id,
         model=body.model or model,
@@ -299,7 +259,8 @@ def _request(
         n=body.n,
         stream=body.stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        wanted=Wanted(logprobs, start, num_top > 0, False, text_of_token(engine)),
+        wanted=Wanted(logprobs, start, num_top > 0, False, text_of),
+        num_prompt_top=num_prompt_top,
         num_top=num_top,
         echo=echo,
         prompts=prompts,
@@ -310,6 +271,10 @@ def _request(
         decode=_decoder(engine, body.skip_special_tokens),
         size=size,
         asked=asked,
+        form=form,
+        begun=begun,
+        session=session,
+        extra_key=extra_key,
     )
 
 
@@ -325,11 +290,18 @@ def _params(body: CommonBody, max_new_tokens: int) -> SamplingParams:
     same = (
         "temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "top_k", "min_p",
         "repetition_penalty", "stop_token_ids", "stop_regex", "ignore_eos", "no_stop_trim", "skip_special_tokens",
-        "custom_params", "regex", "ebnf", "jump_forward",
+        "custom_params", "regex", "ebnf", "jump_forward", "spaces_between_special_tokens",
     )  # fmt: skip
     given = {name: getattr(body, name) for name in same} | {ours: getattr(body, name) for name, ours in names.items()}
     given["max_new_tokens"] = max_new_tokens
-    given |= format_settings(body.response_format)
+    given["no_stop_trim"] = body.no_stop_trim or body.include_stop_str_in_output
+    for name, settings in (
+        ("response_format", format_settings(body.response_format)),
+        ("structured_outputs", structured_settings(body.structured_outputs)),
+    ):
+        if twice := [other for other in GRAMMARS if settings and given.get(other) is not None]:
+            raise BadField(name, f"and {twice[0]}: only one grammar can constrain an output")
+        given |= settings
     if body.stream and (body.return_token_ids or getattr(body, "logprobs", None) not in (None, False)):
         # A jump by text may replace tokens, but chunks can only add tokens.
         if given["jump_forward"] == "text":
@@ -342,6 +314,15 @@ def _params(body: CommonBody, max_new_tokens: int) -> SamplingParams:
         for name, ours in (*names.items(), ("max_tokens", "max_new_tokens")):
             message = message.replace(ours, name)
         raise BadField(message.split()[0], message.partition(" ")[2]) from None
+
+
+def _num_prompt_top(body: CommonBody, engine: Engine, limits: RequestLimits) -> int | None:
+    """Return the alternatives at each token of the prompt; None: it is not scored. Raises BadField."""
+    num_top = num_prompt_top(body.prompt_logprobs, engine.model.vocab_size)
+    limits.top(num_top or 0, "prompt_logprobs")
+    if num_top is not None and body.stream:
+        raise BadField("prompt_logprobs", "cannot be streamed")
+    return num_top
 
 
 def _check_model(name: str | None, values: Mapping[str, object], engine: Engine, base: str) -> None:
@@ -371,6 +352,14 @@ def _prompts(given: str | list[Any]) -> list[Any]:
     if all(isinstance(entry, str) for entry in given) or all(isinstance(entry, list) for entry in given):
         return given
     raise BadField("prompt", "must be a text, a list of texts, token ids, or a list of lists of token ids")
+
+
+def _max_kept_ids(body: CommonBody, params: SamplingParams, limits: RequestLimits) -> int:
+    """Return how many tokens that its filters keep an answer may report. Raises BadField."""
+    num = limits.max_kept_ids(params)
+    if num and not body.return_meta_info:
+        raise BadField("custom_params", "return_top_p_token_ids needs return_meta_info, which has the token ids")
+    return num
 
 
 def _streaming(body: CompletionBody | ChatBody) -> dict[str, Any]:

@@ -5,53 +5,84 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ....rollout.completion import Completion, FinishReason, StreamChunk, TopLogprobs
+from ..chat.message import AnswerStream, Fields, message_of
 from ..generation.meta import Wanted, meta_info
 from .body import OpenAIRequest
+from .vllm_fields import prompt_logprobs
 
 
 def answer(
-    ask: OpenAIRequest, completions: Sequence[Completion], received: float, echoes: Sequence[str]
+    ask: OpenAIRequest,
+    completions: Sequence[Completion],
+    received: float,
+    echoes: Sequence[str],
+    prefixes: Sequence[str] = (),
 ) -> dict[str, object]:
-    """Make the body of an answer that is not streamed. echoes: texts of the prompts; empty if they are not echoed."""
+    """Make the body of an answer that is not streamed. echoes: texts of the prompts; empty if they are not echoed.
+    prefixes: those of a chat's answers, see `AnswerForm.prefix`."""
     last = completions[-1]
-    metadata: dict[str, object] = {"weight_version": last.weight_version, "weight_digest": last.weight_digest}
+    metadata = {"weight_version": last.weight_version}  # texts alone, as OpenAI's clients check
+    if last.weight_digest is not None:
+        metadata["weight_digest"] = last.weight_digest
+    found: dict[str, object] = {"metadata": metadata, "weight_digest": last.weight_digest}
     if len(completions) == 1:
-        metadata["weight_versions"] = [
+        found["weight_versions"] = [
             {"version": span.version, "start": span.start, "end": span.end} for span in last.weight_versions
         ]
-    return {
+    if ask.is_chat and ask.return_token_ids:
+        found["prompt_token_ids"] = last.prompt_ids
+    if ask.is_chat and ask.num_prompt_top is not None:
+        found["prompt_logprobs"] = prompt_logprobs(last, ask.num_prompt_top, text_of(ask))
+    return found | {
         "id": ask.id,
         "object": "chat.completion" if ask.is_chat else "text_completion",
         "created": ask.created,
         "model": ask.model,
         "choices": [
-            choice(ask, completion, index, received, echoes[index // ask.n] if echoes else "")
+            choice(ask, completion, index, received, (echoes or prefixes)[index // ask.n] if echoes or prefixes else "")
             for index, completion in enumerate(completions)
         ],
         "usage": usage(ask, completions),
-        "metadata": metadata,
     }
 
 
-def choice(ask: OpenAIRequest, completion: Completion, index: int, received: float, echo: str) -> dict[str, object]:
-    """Make one choice of an answer that is not streamed. received: time of the request, by time.monotonic(). echo: text
-    before the output."""
+def choice(ask: OpenAIRequest, completion: Completion, index: int, received: float, before: str) -> dict[str, object]:
+    """Make one choice of an answer that is not streamed. received: time of the request, by time.monotonic(). before:
+    the echoed prompt of a completion, or the prefix of a chat's answer."""
     c = completion
     found: dict[str, object] = {"index": index}
+    has_calls = False
     if ask.is_chat:
-        found["message"] = {"role": "assistant", "content": c.text}
+        message = _message(ask, c.text, before)
+        has_calls = "tool_calls" in message
+        found["message"] = message
         found["logprobs"] = chat_logprobs(ask, c.token_ids, c.logprobs, c.top_logprobs) if ask.wanted.logprobs else None
     else:
-        found["text"] = echo + c.text
+        found["text"] = before + c.text
         found["logprobs"] = _completion_logprobs(ask, c) if ask.wanted.logprobs else None
-    found |= ending(c.finish_reason)
+        if ask.num_prompt_top is not None:
+            found["prompt_logprobs"] = prompt_logprobs(c, ask.num_prompt_top, text_of(ask))
+    found |= ending(c.finish_reason, has_calls=has_calls)
     return found | extras(ask, c, received)
 
 
-def ending(reason: FinishReason | None) -> dict[str, object]:
-    """Make the fields that say how a choice ended; null while the sequence runs."""
+def _message(ask: OpenAIRequest, text: str, prefix: str) -> dict[str, object]:
+    if ask.form is None or ask.form.answers is None:
+        return plain_message(text)
+    return message_of(ask.form.answers, prefix, text)
+
+
+def plain_message(text: str) -> dict[str, object]:
+    """Make the message of an answer that is content alone."""
+    return {"role": "assistant", "content": text}
+
+
+def ending(reason: FinishReason | None, *, has_calls: bool = False) -> dict[str, object]:
+    """Make the fields that say how a choice ended; null while the sequence runs. has_calls: the answer calls tools,
+    which is the reason where nothing cut it."""
+    kind = None if reason is None else reason.type
     return {
-        "finish_reason": None if reason is None else reason.type,
+        "finish_reason": "tool_calls" if has_calls and kind == "stop" else kind,
         "matched_stop": None if reason is None else reason.matched,
     }
 
@@ -114,21 +145,32 @@ def chunk_head(ask: OpenAIRequest) -> dict[str, object]:
     return {"id": ask.id, "object": kind, "created": ask.created, "model": ask.model}
 
 
-def chunk_choice(ask: OpenAIRequest, chunk: StreamChunk, index: int, offset: int) -> dict[str, object]:
-    """Make the choice of a chunk from a step's output. offset: number of earlier characters, for completions."""
-    found: dict[str, object] = {"index": index}
+def chunk_choices(
+    ask: OpenAIRequest, chunk: StreamChunk, index: int, offset: int, stream: AnswerStream | None
+) -> list[dict[str, object]]:
+    """Make the choices of the events from a step's output: one, or one for each piece of a chat's message; the last
+    has everything else. offset: number of earlier characters, for completions. stream: of the message; None: it is
+    content alone."""
+    last: dict[str, object] = {"index": index}
+    deltas: list[Fields] = [{"content": chunk.text}]
+    if stream is not None:
+        deltas = stream.deltas(chunk.text, is_last=chunk.completion is not None) or [{}]
     if ask.is_chat:
-        found["delta"] = {"content": chunk.text}
+        last["delta"] = deltas.pop()
     else:
-        found["text"] = chunk.text
-    found["logprobs"] = None
+        last["text"] = chunk.text
+    last["logprobs"] = None
     if ask.wanted.logprobs:
         parts = (chunk.token_ids, chunk.logprobs, chunk.top_logprobs or None)
-        found["logprobs"] = chat_logprobs(ask, *parts) if ask.is_chat else token_logprobs(ask, *parts, offset)
-    found |= ending(chunk.completion.finish_reason if chunk.completion is not None else None)
+        last["logprobs"] = chat_logprobs(ask, *parts) if ask.is_chat else token_logprobs(ask, *parts, offset)
+    has_calls = stream is not None and stream.has_calls
+    last |= ending(chunk.completion.finish_reason if chunk.completion is not None else None, has_calls=has_calls)
     if ask.return_token_ids:
-        found |= token_ids(chunk.token_ids)
-    return found
+        last |= token_ids(chunk.token_ids)
+    return [
+        *({"index": index, "delta": delta, "logprobs": None, **ending(None)} for delta in deltas if ask.is_chat),
+        last,
+    ]
 
 
 # -- log-probabilities ----------------------------------------------------------------------------------------------
@@ -139,7 +181,10 @@ def chat_logprobs(
 ) -> dict[str, object]:
     """Make the `logprobs` object of /v1/chat/completions. top: per token its likeliest alternatives."""
     content = [
-        {**_token(ask, id, logprob), "top_logprobs": [_token(ask, other, its_own) for its_own, other in others]}
+        {
+            **_token(ask, id, logprob),
+            "top_logprobs": [_token(ask, other, its_own) for its_own, other in others[: ask.num_top]],
+        }
         for id, logprob, others in zip(ids, logprobs, top or [()] * len(ids), strict=True)
     ]
     return {"content": content, "refusal": None}
@@ -179,7 +224,7 @@ def token_logprobs(
 def _by_text(ask: OpenAIRequest, ranked: TopLogprobs) -> dict[str, float | None]:
     """Return the alternatives' log-probabilities by text, likeliest first. Equal texts keep the likeliest value."""
     found: dict[str, float | None] = {}
-    for logprob, token_id in ranked:
+    for logprob, token_id in ranked[: ask.num_top]:
         found.setdefault(text_of(ask)(token_id), ask.wanted.triple(logprob, token_id)[0])
     return found
 

@@ -118,7 +118,7 @@ def test_train_check_prints_the_plan_and_runs_nothing(capsys, monkeypatch, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_train_becomes_torchrun_of_the_same_interpreter(monkeypatch):
+def test_train_becomes_torchrun_of_the_same_interpreter(monkeypatch, capsys):
     commands = []
     monkeypatch.setattr(os, "execv", lambda path, command: commands.append((path, command)))
     cli.main(["train", CONFIG, "run.num_steps=3", "--resume", "--nproc-per-node", "2", "run.name=trial"])
@@ -130,6 +130,8 @@ def test_train_becomes_torchrun_of_the_same_interpreter(monkeypatch):
     assert command[job - 1 :] == [
         "-m", "lockstep.integration.grpo", CONFIG, "run.num_steps=3", "run.name=trial", "--resume",
     ]  # fmt: skip
+    told = capsys.readouterr().out
+    assert "steps      3, 1 optimizer step(s) on each" in told and "starting   2 ranks with torchrun\n" in told
 
 
 def test_doctor_reports_kernels_and_the_guarantee():

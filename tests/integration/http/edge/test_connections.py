@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 
+import h11
 import httpx
 import pytest
 import torch
 
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.edge.connections import Connection
+from lockstep.integration.http.edge.reader import Reader
 from lockstep.integration.http.server import BackgroundServer, serve_in_background
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
@@ -111,6 +115,61 @@ def test_a_body_in_tiny_chunks_is_refused_and_the_connection_ends(quick, path, u
         assert answer.startswith(b"HTTP/1.1 400 ") and b"connection: close" in answer.lower()
         assert b"1001 chunks of a body have fewer than 16 bytes on average" in answer
     until(lambda: connections.num_open == 0)
+
+
+def test_the_chunks_of_a_body_are_read_in_turns():
+    """Each takes long for its few bytes, and many connections may send some at once."""
+    reader = Reader(1 << 14, 100)
+    reader.receive_data(CHUNKED + b"1\r\n \r\n" * 200 + b"0\r\n\r\n")
+    assert isinstance(reader.next_event(), h11.Request)
+    found = []
+    for _ in range(5):
+        reader.begin_turn()
+        assert not reader.is_interrupted
+        turn = []
+        while (event := reader.next_event()) not in (h11.NEED_DATA, h11.PAUSED):
+            turn.append(event)
+        found.append((len(turn), reader.is_interrupted))
+        if not reader.is_interrupted:
+            break
+    assert found == [(64, True), (64, True), (64, True), (9, False)]
+
+
+def test_connections_that_come_together_are_accepted_a_few_at_a_time(quick, monkeypatch):
+    """A report would wait for all of them otherwise."""
+    accepted, passes = [], []
+    made = Connection.connection_made
+
+    def connection_made(self, transport) -> None:
+        accepted.append(len(passes))
+        made(self, transport)
+
+    run_once = asyncio.BaseEventLoop._run_once
+
+    def run(self) -> None:
+        passes.append(1)
+        run_once(self)
+
+    monkeypatch.setattr(Connection, "connection_made", connection_made)
+    monkeypatch.setattr(asyncio.BaseEventLoop, "_run_once", run)
+    hold, held = threading.Event(), threading.Event()
+
+    def stand() -> None:
+        held.set()
+        hold.wait(PATIENCE)
+
+    loop = quick._server.servers[0].get_loop()
+    loop.call_soon_threadsafe(stand)
+    assert held.wait(PATIENCE)
+    connections = [connect(quick) for _ in range(100)]  # all are in the kernel's queue
+    hold.set()
+    for connection in connections:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        assert read_to_end(connection).startswith(b"HTTP/1.1 200 ")
+        connection.close()
+    a_pass = Counter(accepted)
+    assert sum(a_pass.values()) == 100
+    assert max(a_pass.values()) <= 32, "of two accepting callbacks at most"
 
 
 def test_a_body_in_many_chunks_that_are_not_tiny_is_read(quick):

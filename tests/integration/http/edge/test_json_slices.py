@@ -6,10 +6,11 @@ import json
 import random
 import threading
 import time
+import tracemalloc
 
 import pytest
 
-from lockstep.integration.http.edge import json_slices
+from lockstep.integration.http.edge import bodies, json_slices
 from lockstep.integration.http.edge.bodies import parse_object
 from lockstep.integration.http.edge.errors import HttpError
 from lockstep.integration.http.edge.json_slices import TooManyLists, encode_in_slices, parse_in_slices
@@ -99,6 +100,46 @@ def test_long_bodies_are_refused_for_what_short_ones_are(inside, says, padding):
     with pytest.raises(HttpError) as caught:
         parse_object(body.encode())
     assert caught.value.status == 400 and says in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        ({"a": 1, "b": [1, {"c": ["x", ["\ud800"]]}, 2]}, "b"),
+        ({"a": [{}] * 5000 + [{"d\udc00": 1}]}, "a"),
+        ({"a": {"b": {"c": ["é"] * 9000 + ["\udfff"]}}}, "a"),
+        ({"\ud800": 1}, "a key"),
+        ({"a": ["\ud83d\ude00"], "b": {"c": [[], {}, ["x"], None, 1.0, True]}}, None),
+    ],
+)
+def test_half_a_character_is_found_anywhere_and_its_field_is_named(value, where):
+    body = json.dumps(value).encode()
+    if where is None:
+        assert parse_object(body) == json.loads(body)
+        return
+    with pytest.raises(HttpError) as caught:
+        parse_object(body)
+    assert caught.value.message.startswith(f"{where}: has a lone surrogate")
+
+
+def test_a_refused_body_of_millions_of_texts_holds_no_other_thread(monkeypatch):
+    """Neither its check makes a list of all of them, nor are they let go all at once."""
+    slices = []
+    monkeypatch.setattr(bodies, "give_way", lambda: slices.append(1))
+    body = b'{"a": [' + b",".join([b'"x"'] * 500_000) + b', "\\ud800"]}'
+    tracemalloc.start()
+    try:
+        with pytest.raises(HttpError, match="lone surrogate"):
+            parse_object(body)
+        values = json.loads(b'{"a": [' + b",".join([b"7000"] * 500_000) + b"]}")
+        before, num = tracemalloc.get_traced_memory()[0], len(slices)
+        tracemalloc.reset_peak()
+        bodies.let_go(values)
+        assert values == {"a": []} and len(slices) - num >= 100
+        bodies._refuse_surrogates({"a": ["é"] * 500_000})
+        assert tracemalloc.get_traced_memory()[1] - before < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("entry", ['"\\ud83d\\ude00"', '"\\\\ud83d"', '"\\uD83D\\uDE00\\ud83d\\ude00"'])

@@ -76,7 +76,7 @@ PARAMETERS = [
     "max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p",
     "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "n", "json_schema", "regex",
     "ebnf", "ignore_eos", "skip_special_tokens", "no_stop_trim", "stream_interval", "logit_bias", "sampling_seed",
-    "custom_params", "no_such_thing",
+    "custom_params", "kept_special_tokens", "no_such_thing",
 ]  # fmt: skip
 
 

@@ -12,7 +12,9 @@ import time
 import pytest
 
 from lockstep.integration.http.edge import threads as module
-from lockstep.integration.http.edge.threads import Threads, give_way, run_giving_way, start_pool
+from lockstep.integration.http.edge.threads import Threads, run_giving_way, start_pool
+from lockstep.rollout.control import giving_way
+from lockstep.rollout.control.giving_way import give_way
 
 PATIENCE = 10
 
@@ -56,6 +58,39 @@ def test_a_call_waits_for_a_free_thread_where_the_system_allows_no_further_one(m
     monkeypatch.setattr(_thread, "start_new_thread", refuse)
     assert asyncio.run(scenario()) == [True, 2]
     assert "no further thread could be started: " in caplog.text
+
+
+def test_a_thread_that_dies_for_lack_of_memory_gives_its_place_to_another(monkeypatch):
+    threads, hold, deaths = Threads(2), threading.Event(), []
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: None)
+    known = threading.current_thread
+
+    def name_it() -> threading.Thread:
+        if not deaths and sys._getframe(1).f_code is module._Queue.work.__code__:  # a thread that is to take a name
+            deaths.append(1)
+            raise MemoryError
+        return known()
+
+    async def scenario() -> list[object]:
+        while not threads._queue._num_free:
+            await asyncio.sleep(0.001)
+        first = asyncio.ensure_future(threads.run(lambda: hold.wait(3 * PATIENCE)))
+        while threads._queue._num_free:
+            await asyncio.sleep(0.001)
+        monkeypatch.setattr(module.threading, "current_thread", name_it)
+        calls = [asyncio.ensure_future(threads.run(lambda: 1))]
+        while not deaths:
+            await asyncio.sleep(0.001)
+        calls.append(asyncio.ensure_future(threads.run(lambda: 2)))  # the first holds the other place
+        try:
+            return await asyncio.wait_for(asyncio.gather(*calls), PATIENCE)
+        finally:
+            hold.set()
+            await first
+
+    assert asyncio.run(scenario()) == [1, 2]
+    assert deaths
 
 
 def test_at_most_the_limit_runs_at_a_time_and_a_cancelled_call_that_waits_never_runs():
@@ -131,7 +166,7 @@ def test_a_pool_whose_threads_do_not_start_says_so(monkeypatch):
 def test_a_thread_that_gives_way_computes_a_slice_while_the_event_loop_runs_all_that_is_ready(monkeypatch):
     """A document is parsed: without giving way the thread goes on while the event loop has work."""
     monkeypatch.setattr(module, "_LONGEST_WAIT_S", PATIENCE)
-    monkeypatch.setattr(module, "_SLICE_S", 0.0)
+    monkeypatch.setattr(giving_way, "_SLICE_S", 0.0)
     pool, gone_on = start_pool(1, "parser"), []
 
     def compute() -> int:
@@ -162,7 +197,7 @@ def test_a_thread_that_gives_way_computes_a_slice_while_the_event_loop_runs_all_
 
 def test_a_busy_event_loop_delays_a_thread_that_gives_way_no_longer_than_the_limit(monkeypatch):
     monkeypatch.setattr(module, "_LONGEST_WAIT_S", 0.01)
-    monkeypatch.setattr(module, "_SLICE_S", 0.0)
+    monkeypatch.setattr(giving_way, "_SLICE_S", 0.0)
     pool, gone_on = start_pool(1, "parser"), threading.Event()
 
     def compute() -> None:

@@ -14,7 +14,7 @@ import pytest
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.generation import generate
 from lockstep.integration.http.generation.encoding import QUICK_COST, Encoder, chunk_cost, encode
-from lockstep.integration.http.generation.generate import StreamedAnswer
+from lockstep.integration.http.generation.generate import GenerateReply, StreamedAnswer
 from lockstep.integration.http.generation.meta import Wanted
 from lockstep.integration.http.openai import format as openai_format
 from lockstep.integration.http.server import BackgroundServer, serve_in_background
@@ -186,3 +186,14 @@ def test_an_event_that_repeats_a_long_output_is_made_in_the_thread():
         shown = json.loads(answer.event([chunk], 0.0).removeprefix(b"data: "))
         assert len(shown["meta_info"]["output_top_logprobs"]) == len(shown["output_ids"]) == number
     assert answer.cost([chunk]) > QUICK_COST
+
+
+def test_an_answer_of_many_prompts_asks_once_whether_it_has_texts(small_service, monkeypatch):
+    """It looks at every prompt: once for each answer was seconds of the event loop for thousands of them."""
+    looked, whether = [], GenerateReply.has_texts.fget
+    assert whether is not None
+    monkeypatch.setattr(GenerateReply, "has_texts", property(lambda reply: looked.append(1) or whether(reply)))
+    body = {"input_ids": [[5, 6]] * 40, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
+    with serve_in_background(small_service, HttpConfig(port=0)) as server:
+        answers = httpx.post(server.url + "/generate", json=body, timeout=30).raise_for_status().json()
+    assert len(answers) == 40 and len(looked) == 1

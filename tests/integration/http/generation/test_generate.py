@@ -251,7 +251,7 @@ def test_rescoring_gives_no_token_and_one_log_probability_of_what_would_have_com
         ({"sampling_params": {"json_schema": "{"}}, "json_schema"),
         ({"sampling_params": {"regex": "a("}}, "regex"),
         ({"sampling_params": {"regex": "a", "ebnf": "b"}}, "regex, ebnf"),
-        ({"sampling_params": {"custom_params": {"return_top_p_token_ids": True}}}, "return_top_p_token_ids"),
+        ({"sampling_params": {"custom_params": {"return_top_p_token_ids": "yes"}}}, "return_top_p_token_ids"),
         ({"sampling_params": {"n": 10**6}}, "n"),
         ({"sampling_params": [GREEDY, GREEDY]}, "sampling_params"),
         ({"sampling_params": 3}, "sampling_params"),

@@ -16,12 +16,18 @@ from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.edge.errors import BadField
 from lockstep.integration.http.generation import body as generate_body
 from lockstep.integration.http.generation import encoding, tokenising
-from lockstep.integration.http.generation.body import GenerateBody
-from lockstep.integration.http.openai.body import ChatBody
+from lockstep.integration.http.generation.body import GenerateBody, read_generate, read_renew
+from lockstep.integration.http.generation.limits import RequestLimits
+from lockstep.integration.http.openai import body as openai_body
+from lockstep.integration.http.openai.body import read_chat, read_completion
+from lockstep.integration.http.openai.fields import ChatBody
 from lockstep.integration.http.server import BackgroundServer, serve_in_background
+from lockstep.integration.http.vllm import body as vllm_body
+from lockstep.integration.http.vllm.body import read_inference
 from lockstep.integration.service import RolloutService
 from lockstep.tests.support.callers import soon, submit
 
+MANY = 300_000  # entries: more than any context has tokens
 LATEST_S = 10.0  # generous, since other tests share the cores; the torture suite measures against 2 s
 SHORT = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
 LIMITS = HttpConfig(
@@ -274,6 +280,55 @@ def test_a_list_of_wrong_entries_ends_at_its_first_one(model, values, field):
 
 
 # -- the queue ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("read", "values", "says"),
+    [
+        (read_generate, {"input_ids": [7] * MANY}, "input_ids: Input length"),
+        (read_generate, {"input_ids": [[7] * MANY]}, "input_ids: Input length"),
+        (read_generate, {"input_ids": [[7]] * MANY}, "(max_prompts)"),
+        (read_generate, {"input_ids": [7], "token_ids_logprob": [7] * MANY}, "token_ids_logprob: "),
+        (read_generate, {"input_ids": [7], "draft_token_ids": [7] * MANY}, "draft_token_ids: "),
+        (read_renew, {"input_ids": [7], "output_ids": [[7] * MANY]}, "output_ids: "),
+        (read_completion, {"prompt": [7] * MANY}, "prompt: Input length"),
+        (read_completion, {"prompt": ["a"] * MANY}, "(max_prompts)"),
+        (read_chat, {"input_ids": [7] * MANY}, "input_ids: Input length"),
+        (read_chat, {"messages": [{"role": "user", "content": "a"}] * MANY}, "messages"),
+        (read_inference, {"token_ids": [7] * MANY, "sampling_params": {}}, "token_ids: Input length"),
+    ],
+)
+def test_lists_that_no_context_has_room_for_are_refused_before_they_are_walked(
+    service, monkeypatch, read, values, says
+):
+    """A walk over millions of entries is one call that holds all threads."""
+
+    def walk(*_: object) -> None:
+        raise AssertionError("the fields were checked one by one")
+
+    for module in (generate_body, openai_body, vllm_body):
+        monkeypatch.setattr(module, "fields_of", walk)
+    limits = RequestLimits(service.engine, HttpConfig())
+    args = (values, service.engine) if read in (read_generate, read_renew) else (values, service.engine, "m")
+    with pytest.raises(BadField) as refused:
+        read(*args, limits)
+    assert says in str(refused.value)
+
+
+def test_a_prompt_that_is_truncated_is_cut_before_it_is_walked(service, monkeypatch):
+    seen = []
+
+    def look(model: type, values: dict) -> object:
+        seen.append(values["prompt"])
+        return fields_of(model, values)
+
+    monkeypatch.setattr(openai_body, "fields_of", look)
+    limits, room = RequestLimits(service.engine, HttpConfig()), service.engine.max_model_len
+    for prompt, expected in (([1] * MANY + [2, 3], room), ([[1] * MANY + [2, 3], [4]], room)):
+        asked = read_completion({"prompt": prompt, "truncate_prompt_tokens": 3}, service.engine, "m", limits).asked()
+        assert list(asked.prompts[0]) == [1, 2, 3]
+        [cut] = [seen.pop()]
+        assert len(cut if isinstance(cut[0], int) else cut[0]) == expected
 
 
 def test_what_waits_is_limited_and_a_refusal_says_when_to_come_again(served, client, service, until):

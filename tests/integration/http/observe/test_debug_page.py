@@ -78,8 +78,9 @@ def test_the_page_is_whole_and_loads_nothing_from_elsewhere():
 
 def test_every_element_that_the_script_names_exists():
     named = set(re.findall(r"\$\(\"([a-z-]+)\"\)", script()))
-    [actions] = re.findall(r"const actions = \{(.*?)\n\};", script(), re.DOTALL)
-    named |= set(re.findall(r"^  \"?([a-z-]+)\"?: (?:async|loadTree)", actions, re.MULTILINE))
+    for table in ("actions", "askedTwice"):
+        [actions] = re.findall(rf"const {table} = \{{(.*?)\n\}};", script(), re.DOTALL)
+        named |= set(re.findall(r"^  \"?([a-z-]+)\"?: (?:async|loadTree)", actions, re.MULTILINE))
     assert len(named) > 25
     assert named <= set(Page(page()).ids())
 
@@ -265,8 +266,91 @@ def test_a_person_generates_pauses_sees_it_paused_and_continues(browser, serve, 
     browser.wait_for_text("notice", "unpinned: 1")
     assert service.engine.cache_tree(under=hashes[0]).nodes[0].num_pins == 0
     browser.click("flush")
+    browser.wait_for_text("flush", "really?")
+    state = service.state()
+    assert state["num_free_blocks"] < state["num_blocks"], "one click has flushed"
+    browser.click("flush")
     browser.wait_for_text("notice", "flushed")
     assert service.state()["num_cached_blocks"] == 0
+    assert browser.errors == []
+
+
+@needs_chromium
+def test_a_dangerous_verb_wants_a_second_click_soon_and_on_the_same_button(browser, serve, service):
+    browser.open(serve().url + "/")
+    browser.wait_for_text("status", "idle")
+    browser.click("abort-all")
+    browser.wait_for_text("abort-all", "really?")
+    browser.click("pause-abort")  # arms this one, and no longer the other
+    browser.wait_for_text("pause-abort", "really?")
+    browser.run("armed.until = performance.now() - 1")  # five seconds have passed
+    browser.click("pause-abort")
+    browser.wait_for_text("pause-abort", "really?")
+    assert not service.engine.is_paused
+    browser.click("pause-abort")
+    browser.wait_for_text("status", "paused (abort)")
+    assert browser.text("pause-abort") == "Pause and abort all"
+    assert browser.run("[...document.getElementById('pause-mode').options].map(o => o.text)") == ["retract", "in_place"]
+    assert browser.errors == []
+
+
+@needs_chromium
+def test_a_session_shows_its_turns_with_reasoning_and_tool_calls(browser, serve):
+    server = serve()
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": {"town": NASTY}}}
+    answer = {"role": "assistant", "content": None, "reasoning_content": "It asks.", "tool_calls": [call]}
+    told = [{"role": "user", "content": NASTY}, answer, {"role": "tool", "tool_call_id": "call_1", "content": "rain"}]
+    httpx.post(f"{server.url}/open_session", json={"session_id": "mine"}).raise_for_status()
+    for _ in range(2):
+        params = {"max_new_tokens": 3, "ignore_eos": True}
+        body = {"input_ids": [7, 8], "sampling_params": params, "session_params": {"id": "mine"}}
+        httpx.post(f"{server.url}/generate", json=body).raise_for_status()
+    browser.open(server.url + "/")
+    browser.wait_for_text("sessions-summary", "1 open")
+    browser.fill("session-id", "mine")
+    browser.click("show-session")
+    browser.wait_for_text("session-summary", "2 turns")
+    cells = browser.run(
+        "[...document.querySelectorAll('#turns tr')].map(r => [2, 3, 4, 5].map(i => r.cells[i].textContent))"
+    )
+    assert cells == [["0", "2", "5", "default \u00d73"], ["5", "7", "10", "default \u00d73"]]
+    browser.wait_for_text("session-messages", "made of token ids: 7 8 ")
+    browser.run("document.querySelector('#turns button').click()")
+    browser.wait_for("document.querySelectorAll('#turns tr')[1].cells[5].textContent === ''")  # the first turn's tokens
+    texts = browser.run(
+        f"{json.dumps(told)}.map(messageElement).map(m => [...m.children].map(part => part.textContent))"
+    )
+    assert texts == [
+        ["user", NASTY],
+        ["assistant", "It asks.", f"calls weather({json.dumps({'town': NASTY}, separators=(',', ':'))})  call_1"],
+        ["tool call_1", "rain"],
+    ]
+    browser.fill("session-id", "other")
+    browser.click("show-session")
+    browser.wait_for_text("notice", "other")
+    assert browser.run("document.title") == "Lockstep"
+    assert len(browser.errors) == 1, "the last call's 404 alone"
+
+
+@needs_chromium
+def test_the_chart_has_axes_with_units_and_its_curve_lies_by_the_clock(browser, serve, service):
+    browser.open(serve().url + "/")
+    browser.wait_for_text("curve-values", "tok/s")
+    values = browser.run("""
+        curve = []; lastTokens = { tokens: 0, at: performance.now() - 30000 };
+        showCurve([{ num_output_tokens: 3600 }], { metrics: { num_output_tokens: 0 } });
+        const told = [...document.querySelectorAll('#curve-values span, #curve-times span')].map(p => p.textContent);
+        const points = () => document.getElementById('curve-line').getAttribute('points');
+        const first = points();
+        curve[0].at -= 60000;
+        showCurve([{ num_output_tokens: 3600 }], { metrics: { num_output_tokens: 0 } });
+        [told, first, points()]""")
+    assert isinstance(values, list)
+    told, first, both = values
+    assert told == ["200 tok/s", "100 tok/s", "0 tok/s", "120 s", "90 s", "60 s", "30 s", "now"]
+    [(x, y)] = [map(float, point.split(",")) for point in first.split()]
+    assert 119 < x <= 120 and 39 < y < 41  # 120 of 200
+    assert [round(float(point.split(",")[0])) for point in both.split()] == [60, 120]
     assert browser.errors == []
 
 
@@ -292,7 +376,12 @@ def test_running_sequences_show_their_tokens_and_versions_and_can_be_aborted(bro
     )
     browser.wait_for_text("pool-legend", "held")
     assert browser.run("parseFloat(document.querySelector('#pool-bar .held').style.width)") > 0
-    browser.run("document.querySelector('#sequences button').click()")
+    abort = "document.querySelector('#sequences button')"
+    browser.run(f"{abort}.click()")
+    browser.run("refresh()")  # the line is made anew, and still knows of the first click
+    browser.wait_for(f"{abort}.textContent === 'Abort: really?'")
+    assert service.state()["num_running"] == 1
+    browser.run(f"{abort}.click()")
     browser.wait_for_text("notice", "aborted")
     assert service.state()["num_running"] == 0
     assert browser.errors == []

