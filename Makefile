@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 # Where the environment forbids Python to keep what it has compiled, each of the many processes here compiles all anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup train test test-slow test-exhaustive torture families lint types pictures clean
+.PHONY: setup train test test-slow test-exhaustive test-trl test-clients torture families lint types pictures clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,16 @@ test-slow: setup
 # Every case of what test-slow has only one of each kind of. Not for every change: it takes half an hour and more.
 test-exhaustive: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m exhaustive -n 2 --dist loadfile $(ARGS)
+
+# TRL trains a toy model, with Lockstep's rollouts. Its packages are large, so that no other target installs them.
+test-trl: setup
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[trl]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/integration/trl tests/examples -k trl $(ARGS)
+
+# Clients of other packages (renderers, verifiers, SkyRL, vLLM's), each in an environment of its own, which pip installs:
+# when the wire changes, or they do. ARGS names some of them.
+test-clients: setup
+	$(BIN)/python -m lockstep.tests.clients.run $(ARGS)
 
 # Attack a server of our own, or --url's, and check that it holds: tests/torture/run.py says how.
 torture: setup

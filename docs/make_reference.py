@@ -219,6 +219,9 @@ def verb_parts(parser: argparse.ArgumentParser) -> list[str]:
 
 def metric_families() -> dict[str, list[tuple[str, str, str, str]]]:
     """List (name, type, labels, help) of every metric, of an engine's server and of a router."""
+    from lockstep.integration.http.conversations.collector import SessionsCollector
+    from lockstep.integration.http.conversations.store import Sessions
+    from lockstep.integration.http.edge.config import HttpConfig
     from lockstep.integration.http.observe.metrics import ServiceCollector
     from lockstep.integration.http.observe.traffic import Traffic, TrafficCollector
     from lockstep.integration.router.changes.journal import UpdateJournal
@@ -236,6 +239,7 @@ def metric_families() -> dict[str, list[tuple[str, str, str, str]]]:
             found = {
                 "An engine's server": [
                     *ServiceCollector(service, "model").collect(), *TrafficCollector(Traffic(), "model").collect(),
+                    *SessionsCollector(Sessions(HttpConfig()), "model").collect(),
                 ],
                 "A router": [*router.collect()],
             }  # fmt: skip
