@@ -36,7 +36,7 @@ _YOUNG_OBJECTS = (
 )
 _ACCEPTED_A_PASS = 16  # connections that the event loop accepts before it serves others
 _QUEUE = 2048  # connections that wait to be accepted
-_TURN_S = 0.001  # a thread that computes gives the interpreter's lock up after so long
+_TURN_S = 0.0002  # a thread that computes gives the interpreter's lock up after so long
 
 
 class _Server(uvicorn.Server):

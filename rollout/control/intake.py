@@ -17,7 +17,7 @@ from ..sequences.detokenizer import IncrementalDetokenizer
 from ..sequences.request import Request
 from ..sequences.search_time import SearchTime
 from ..sequences.sequence import Sequence as TokenSequence
-from .giving_way import give_way
+from .giving_way import give_way, others_compute
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Mapping[str, object] | None
@@ -169,7 +169,8 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer, and this engine has none: pass token ids")
-        prompt = tokenizer(prompt)["input_ids"]
+        with others_compute():
+            prompt = tokenizer(prompt)["input_ids"]
     if isinstance(prompt, Mapping):
         named = ", ".join(map(str, prompt))
         raise ValueError(

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 from weakref import WeakSet
 
+from ..control.giving_way import others_compute
 from ..errors import EngineStopped, Overloaded
 from .compiler import Constraint
 from .matcher import CompiledGrammar
@@ -142,7 +143,7 @@ class GrammarCache:
         promises = [
             None if one is None else _kept(faults, partial(self.ask, one, in_turn=False)) for one in constraints
         ]
-        grammars = [None if promise is None else _kept(faults, promise.result) for promise in promises]
+        grammars = [None if promise is None else _kept(faults, partial(_awaited, promise)) for promise in promises]
         if faults:
             raise ValueError("; ".join(faults))
         return grammars
@@ -233,6 +234,13 @@ class GrammarCache:
         if refusal.until > time.monotonic():
             raise ValueError(refusal.message)
         del self._refusals[key]
+
+
+def _awaited(promise: Promise) -> CompiledGrammar:
+    if promise.done():
+        return promise.result()
+    with others_compute():
+        return promise.result()
 
 
 def _kept(faults: dict[str, None], get: Callable[[], T]) -> T | None:

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 _KEPT_S = 10.0  # a thread without a call ends after so long, but for the first
 _START_S = 60.0
 _LONGEST_WAIT_S = 0.005  # a busy event loop delays a thread that gives way by so much for each slice
+_COMPUTING = threading.Lock()  # of the thread whose slice it is
 T = TypeVar("T")
 
 
@@ -125,8 +126,9 @@ def start_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
 
 
 def run_giving_way(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
-    """Return or raise the result of `call`, in which `give_way` waits until this event loop has run what is ready."""
-    with giving_way(partial(_wait_a_pass, loop)):
+    """Return or raise the result of `call`, in which `give_way` waits until this event loop has run what is ready. No
+    two such calls of the process compute at a time."""
+    with giving_way(partial(_wait_a_pass, loop), _COMPUTING):
         return call()
 
 

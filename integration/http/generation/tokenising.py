@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
-from ....rollout.control.giving_way import give_way
+from ....rollout.control.giving_way import give_way, others_compute
 from ....rollout.control.intake import prompt_ids
 from ....rollout.engine import Engine
 from ....rollout.sampling_params import SamplingParams
@@ -29,7 +29,7 @@ class Turns:
     @contextmanager
     def of(self, num_chars: int) -> Iterator[None]:
         """Wait for the turn of a text of this length, and count it until the block ends."""
-        with self._first, self._changed:
+        with others_compute(), self._first, self._changed:
             self._changed.wait_for(lambda: not self._num_chars or self._num_chars + num_chars <= self._limit)
             self._num_chars += num_chars
         try:
@@ -139,7 +139,9 @@ class Tokenising:
     def _tokens(self, text: str, *, adds_special: bool = False) -> list[int]:
         tokenizer = self._engine.tokenizer
         assert tokenizer is not None  # else texts have been refused
-        return list(tokenizer(text, add_special_tokens=adds_special, padding=False, truncation=False)["input_ids"])
+        with others_compute():
+            encoding = tokenizer(text, add_special_tokens=adds_special, padding=False, truncation=False)
+        return list(encoding["input_ids"])
 
 
 def _too_long(field: str, num_tokens: str, room: int) -> BadField:
