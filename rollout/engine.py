@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -254,9 +255,15 @@ class Engine:
             rid=rid, abort_all=abort_all, message=message, finished_reason=finished_reason,
         )  # fmt: skip
 
-    def flush_cache(self, *, op_id: str | None = None, timeout_s: float | None = None) -> FlushReport:
-        """Empty the prefix cache and drop every pin, unless sequences hold blocks. Waiting requests do not matter."""
-        return self.driver.control("flush_cache", self._between_steps.flush, op_id, timeout_s)
+    def flush_cache(
+        self, *, retracts: bool = False, op_id: str | None = None, timeout_s: float | None = None
+    ) -> FlushReport:
+        """Empty the prefix cache and drop every pin, unless sequences hold blocks. Waiting requests do not matter.
+
+        retracts: those that run are retracted first, with no step in between, and compute their KV anew.
+        """
+        flush = partial(self._between_steps.flush, retracts=retracts)
+        return self.driver.control("flush_cache", flush, op_id, timeout_s, retracts=retracts)
 
     # -- the prefix cache -------------------------------------------------------------------------------------------
 

@@ -104,8 +104,11 @@ class BetweenSteps:
 
     # -- the prefix cache -------------------------------------------------------------------------------------------
 
-    def flush(self) -> FlushReport:
-        """Empty the prefix cache and reset its counters, unless sequences hold blocks."""
+    def flush(self, *, retracts: bool = False) -> FlushReport:
+        """Empty the prefix cache and reset its counters, unless sequences hold blocks. retracts: they give them back
+        first."""
+        if retracts:
+            self.retract_running()
         if num_running := self._scheduler.num_running:
             why = f"{num_running} running, {self._scheduler.num_waiting} waiting: finish, retract or abort them first"
             return FlushReport(False, 0, why)

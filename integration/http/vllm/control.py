@@ -87,14 +87,9 @@ async def reset_prefix_cache(request: Request, reset_running_requests: bool = Fa
     """Empty the prefix cache. reset_running_requests, in the query or as SkyRL's clients send it in the body: those
     that run give their KV back first, and compute it anew."""
     body = await read_as(request, lambda values: fields_of(ResetBody, values))
-    engine, reset_running_requests = service_of(request).engine, reset_running_requests or body.reset_running_requests
-
-    def reset() -> bool:
-        if reset_running_requests:
-            engine.weights.retract_running()
-        return engine.flush_cache().success
-
-    return json_response({"success": await _run(request, reset)})
+    engine, retracts = service_of(request).engine, reset_running_requests or body.reset_running_requests
+    report = await _run(request, lambda: engine.flush_cache(retracts=retracts))
+    return json_response({"success": report.success})
 
 
 @router.get("/get_world_size", response_class=Response)

@@ -86,14 +86,22 @@ def test_each_mode_of_a_pause_does_what_its_name_says(clients, service, until, m
     assert user.get("/is_paused").json() == {"is_paused": False}
 
 
-def test_waiting_for_those_that_run_does_not_wait_for_those_that_come(clients, service, until):
+def test_waiting_for_those_that_run_does_not_wait_for_those_that_come(clients, service, until, monkeypatch):
     admin, user = clients
+    waits_began, wait_until = [], service.engine.driver.wait_until
+
+    def noted(is_done) -> None:
+        waits_began.append(1)
+        wait_until(is_done)
+
+    monkeypatch.setattr(service.engine.driver, "wait_until", noted)
     answers: list[dict] = []
     first = begin(user, answers, max_tokens=None)
     until(lambda: service.engine.num_running == 1)
     replies: list[httpx.Response] = []
     pausing = threading.Thread(target=lambda: replies.append(admin.post("/pause?mode=wait")))
     pausing.start()
+    until(lambda: waits_began)
     later: list[dict] = []
     others = [begin(user, later, max_tokens=None, seed=seed) for seed in range(12)]  # more than run at a time
     pausing.join(PATIENCE)
