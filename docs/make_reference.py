@@ -89,7 +89,7 @@ def job_settings(cls: type, prefix: str = "") -> Iterator[tuple[str, object, str
 
 def job_table() -> str:
     """Write a table with a row for each setting of the job, with defaults as in TOML."""
-    from lockstep.integration.grpo.config import JobConfig
+    from lockstep.integration.grpo.settings.config import JobConfig
 
     rows = []
     for key, default, comment in job_settings(JobConfig):

@@ -22,7 +22,7 @@ from tiny_model import load
 from torch.distributed.fsdp import fully_shard
 
 from lockstep import Completion, Engine, EngineConfig, RolloutService, SamplingParams
-from lockstep.integration.grpo.packing import Sample, pack
+from lockstep.integration.grpo.training.packing import Sample, pack
 from lockstep.integration.push.adapters.fsdp2 import fsdp2_tensors
 from lockstep.integration.ranks import Ranks, process_group, this_rank
 from lockstep.kernels.sampling.logprobs import selected_logprobs

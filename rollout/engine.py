@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -91,13 +90,9 @@ class Engine:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def add(
-        self,
-        prompt: Prompt,
-        sampling_params: Params = None,
-        *,
-        rid: str | None = None,
+        self, prompt: Prompt, sampling_params: Params = None, *, rid: str | None = None,
         options: RequestOptions | None = None,
-    ) -> list[str]:
+    ) -> list[str]:  # fmt: skip
         """Queue one prompt, text or token ids; returns the ids of its n sequences. `step()` returns their completions.
 
         Raises ValueError for a bad prompt or setting, or an id that a live request has; then nothing is queued.
@@ -259,11 +254,9 @@ class Engine:
         self, *, retracts: bool = False, op_id: str | None = None, timeout_s: float | None = None
     ) -> FlushReport:
         """Empty the prefix cache and drop every pin, unless sequences hold blocks. Waiting requests do not matter.
-
-        retracts: those that run are retracted first, with no step in between, and compute their KV anew.
-        """
-        flush = partial(self._between_steps.flush, retracts=retracts)
-        return self.driver.control("flush_cache", flush, op_id, timeout_s, retracts=retracts)
+        retracts: those that run are retracted first, with no step in between."""
+        flush = self._between_steps.flush
+        return self.driver.control("flush_cache", lambda: flush(retracts), op_id, timeout_s, retracts=retracts)
 
     # -- the prefix cache -------------------------------------------------------------------------------------------
 

@@ -31,15 +31,15 @@ from ...kernels.sampling.draws import derive_seed
 from ...rollout.ahead.rollouts import AheadCounts
 from ...rollout.sampling_params import SamplingParams
 from ..grpo.backends.ddp import DdpBackend
-from ..grpo.config import JobConfig
 from ..grpo.engines.aliased import AliasedEngine
 from ..grpo.engines.engine import JobEngine, StepPrompts
 from ..grpo.engines.rollouts import StepSamples, waited
 from ..grpo.engines.separate import SeparateEngine
-from ..grpo.loss import group_advantages
-from ..grpo.packing import Sample
-from ..grpo.sections import EngineSettings, ModelSettings, RolloutSettings, RunSettings, TrainSettings
-from ..grpo.trainer import GrpoTrainer
+from ..grpo.settings.config import JobConfig
+from ..grpo.settings.sections import EngineSettings, ModelSettings, RolloutSettings, RunSettings, TrainSettings
+from ..grpo.training.loss import group_advantages
+from ..grpo.training.packing import Sample
+from ..grpo.training.trainer import GrpoTrainer
 from ..ranks import Ranks, process_group
 from .parts.load import positive
 from .parts.phrases import MAX_ANSWER_TOKENS, MIN_ANSWER_TOKENS, PhraseLanguage, train_phrase_model

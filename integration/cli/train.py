@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ..grpo.config import load_config
+from ..grpo.settings.config import load_config
 from .parser import PACKAGE, CommandParser
 
 

@@ -20,9 +20,12 @@ from ...rollout.sampling_params import SamplingParams
 from ...weight_sync.disk.atomic_folder import flush_folder, partial_folder
 from ..failures import FileFailed, files_of
 from ..ranks import Ranks
-from .arithmetic import ArithmeticSpec
 from .backends.lora import add_adapters
-from .checkpoint import (
+from .engines.factory import make_engine
+from .engines.rollouts import Rollouts, StepSamples
+from .engines.schedule import SCHEDULE
+from .plan import model_spec
+from .results.checkpoint import (
     load_checkpoint,
     load_history,
     newest_checkpoint,
@@ -30,17 +33,14 @@ from .checkpoint import (
     save_checkpoint,
     saved_digest,
 )
-from .config import JobConfig
-from .engines.factory import make_engine
-from .engines.rollouts import Rollouts, StepSamples
-from .engines.schedule import SCHEDULE
-from .plan import model_spec
+from .results.run_folder import say
+from .results.run_log import RunLog, drop_lines_after
 from .rewards import load_reward
-from .run_folder import say
-from .run_log import RunLog, drop_lines_after
-from .task import build_task
-from .trainer import GrpoTrainer, make_backend
-from .warm_start import WarmStartProgress, WarmStartSpec, warm_start
+from .settings.config import JobConfig
+from .tasks.arithmetic import ArithmeticSpec
+from .tasks.task import build_task
+from .tasks.warm_start import WarmStartProgress, WarmStartSpec, warm_start
+from .training.trainer import GrpoTrainer, make_backend
 
 if TYPE_CHECKING:  # FastAPI is an extra
     from ..http.server import BackgroundServer
@@ -161,7 +161,8 @@ class GrpoJob:
         rollout_s = self.ranks.largest(done.waited_s)
         return {
             "step": step + 1,
-            "reward_mean": self.ranks.total(sum(done.rewards)) / self.ranks.total(len(done.rewards)),
+            "reward_mean": self.ranks.total(sum(score.total for score in done.scores))
+            / self.ranks.total(len(done.scores)),
             "logprob_gap": stats.logprob_gap,
             "loss": stats.loss,
             "kl": stats.kl,
@@ -184,7 +185,7 @@ class GrpoJob:
         mine = list(self.task.heldout[self.ranks.rank :: self.ranks.num_ranks])
         params = SamplingParams(temperature=0.0, max_new_tokens=self.config.rollout.max_new_tokens)
         completions = self.engine.generate([p.prompt for p in mine], params)
-        total = sum(self.rollouts.score(mine, completions))
+        total = sum(score.total for score in self.rollouts.score(mine, completions))
         return self.ranks.total(total) / len(self.task.heldout)
 
     # -- files of the run -------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
-from .config import JobConfig, load_config
+from .settings.config import JobConfig, load_config
 
 if TYPE_CHECKING:
     from ..ranks import Ranks
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(config: JobConfig, rank: str, *, resume: bool) -> int:
     """Run the job on this rank. Returns the exit code. Of a failure that concerns all ranks one rank reports."""
     from ..failures import FileFailed, OtherRankFailed
-    from .run_folder import owned_folder
+    from .results.run_folder import owned_folder
 
     try:
         # Owned before a process group exists: a refused rank 0 leaves no other rank in a collective.
@@ -121,7 +121,7 @@ def _train(config: JobConfig, ranks: Ranks, *, resume: bool) -> None:
     from ..failures import FileFailed
     from ..lost_ranks import leave, loss_of
     from .job import GrpoJob
-    from .run_folder import say
+    from .results.run_folder import say
 
     started = time.perf_counter()
     job = None

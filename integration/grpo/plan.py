@@ -14,14 +14,14 @@ from ...rollout.ranks.mesh import Mesh, MeshPlan
 from ...rollout.sharding.part import Part, build_part
 from ...weight_sync.layout.bucket import ALIGNMENT
 from ..ranks import Ranks
-from .arithmetic import CONTEXT_TOKENS, build_tokenizer
 from .backends.lora import add_adapters, missing_package
-from .config import JobConfig
 from .engines.schedule import read_schedule
 from .rewards import load_reward
-from .task import build_task, check_lengths
-from .trainer import make_backend
-from .warm_start import ModelSpec, build_model
+from .settings.config import JobConfig
+from .tasks.arithmetic import CONTEXT_TOKENS, build_tokenizer
+from .tasks.task import build_task, check_lengths
+from .tasks.warm_start import ModelSpec, build_model
+from .training.trainer import make_backend
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -3,12 +3,23 @@
 import importlib
 import logging
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
 # Old locations of our reward functions, with the new ones. Accepted until release 0.2.
 _MOVED = {"lockstep.integration.rewards:exact_answer": "lockstep.integration.grpo.rewards:exact_answer"}
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one completion was given."""
+
+    total: float  # what is trained on
+    components: Mapping[str, float] = field(default_factory=dict)  # by name, where the reward has several
+    is_success: bool | None = None  # None: the reward does not say
 
 
 class RewardFunction(Protocol):

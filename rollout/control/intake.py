@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ...kernels.sampling.draws import derive_seed
+from ..giving_way import give_way, others_compute
 from ..grammars.catalog import Grammars
 from ..grammars.matcher import CompiledGrammar
 from ..request_options import Begun, Renewal, RequestOptions
@@ -17,7 +18,6 @@ from ..sequences.detokenizer import IncrementalDetokenizer
 from ..sequences.request import Request
 from ..sequences.search_time import SearchTime
 from ..sequences.sequence import Sequence as TokenSequence
-from .giving_way import give_way, others_compute
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Mapping[str, object] | None

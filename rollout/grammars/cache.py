@@ -13,8 +13,8 @@ from functools import partial
 from typing import Protocol, TypeVar
 from weakref import WeakSet
 
-from ..control.giving_way import others_compute
 from ..errors import EngineStopped, Overloaded
+from ..giving_way import others_compute
 from .compiler import Constraint
 from .matcher import CompiledGrammar
 

@@ -104,7 +104,7 @@ class BetweenSteps:
 
     # -- the prefix cache -------------------------------------------------------------------------------------------
 
-    def flush(self, *, retracts: bool = False) -> FlushReport:
+    def flush(self, retracts: bool = False) -> FlushReport:
         """Empty the prefix cache and reset its counters, unless sequences hold blocks. retracts: they give them back
         first."""
         if retracts:

@@ -177,7 +177,7 @@ def test_python_blocks_compile_and_their_imports_resolve(name, index):
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     """Make a folder in which the pages' code runs, with a very small model in place of README's trained one."""
-    from lockstep.integration.grpo.arithmetic import VOCAB_SIZE, build_tokenizer
+    from lockstep.integration.grpo.tasks.arithmetic import VOCAB_SIZE, build_tokenizer
     from lockstep.tests.support.random_models import random_model
 
     home = tmp_path_factory.mktemp("home")
@@ -299,7 +299,7 @@ def check_module(page: str, reference: ModuleType, module: str, arguments: list[
 
 def check_job(page: str, arguments: list[str]) -> None:
     """Check that the job's own reader accepts CONFIG key=value ..."""
-    from lockstep.integration.grpo.config import load_config
+    from lockstep.integration.grpo.settings.config import load_config
 
     config, *overrides = arguments
     assert exists(page, config)
@@ -334,7 +334,7 @@ def check_lockstep(page: str, reference: ModuleType, arguments: list[str]) -> No
 
 def job_settings(cls: type | None = None, prefix: str = "") -> dict[str, object]:
     """Return every key of the job's config with its default."""
-    from lockstep.integration.grpo.config import JobConfig
+    from lockstep.integration.grpo.settings.config import JobConfig
 
     found: dict[str, object] = {}
     types = get_type_hints(cls or JobConfig)

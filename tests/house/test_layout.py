@@ -27,7 +27,7 @@ PLACES = {
     "rollout.ahead": "completion control engine errors request_options sampling_params",
     "rollout.engine": "completion config control kv loop ranks replica reports request_options",
     "rollout.control": (
-        "completion errors grammars loop model replica request_options sampling_params sequences speculation"
+        "completion errors giving_way grammars loop model replica request_options sampling_params sequences speculation"
     ),
     "rollout.loop": (
         "check completion config errors grammars kv model ranks replica reports running scheduling sequences "
@@ -46,13 +46,14 @@ PLACES = {
     "rollout.reports": "completion sequences",
     "rollout.sequences": "completion errors grammars request_options sampling_params",
     "rollout.sharding": "ranks",
-    "rollout.grammars": "errors sampling_params",
+    "rollout.grammars": "errors giving_way sampling_params",
     "rollout.ranks": "errors",
     "rollout.completion": "request_options sampling_params",
     "rollout.request_options": "",
     "rollout.config": "",
     "rollout.errors": "",
     "rollout.sampling_params": "stop_patterns",
+    "rollout.giving_way": "",
     "rollout.stop_patterns": "",
     "weight_sync.transports": "delta disk errors group layout manifest same_host target",
     "weight_sync.delta": "deadline digests disk errors layout manifest workers",
@@ -69,19 +70,16 @@ PLACES = {
     "weight_sync.manifest": "",
     "weight_sync.workers": "",
     "integration.grpo.__main__": "grpo.main launcher",
-    "integration.grpo.main": "grpo.config failures grpo.job grpo.plan grpo.run_folder lost_ranks ranks",
-    "integration.bench.ahead": (
-        "bench.parts grpo.backends grpo.config grpo.engines grpo.loss grpo.packing grpo.sections grpo.trainer ranks"
-    ),
+    "integration.grpo.main": "failures grpo.job grpo.plan grpo.results grpo.settings lost_ranks ranks",
+    "integration.bench.ahead": "bench.parts grpo.backends grpo.engines grpo.settings grpo.training ranks",
     "integration.bench.serve": "bench.parts http.edge http.server service",
     "integration.cli": (
-        "failures grpo.config grpo.plan http.edge http.server launcher lost_ranks ranks router.config router.server "
-        "service service_config version"
+        "failures grpo.plan grpo.settings http.edge http.server launcher lost_ranks ranks router.config "
+        "router.server service service_config version"
     ),
     "integration.grpo.job": (
-        "grpo.arithmetic grpo.backends grpo.checkpoint grpo.config grpo.engines failures "
-        "grpo.plan grpo.rewards grpo.run_folder grpo.run_log grpo.task grpo.trainer grpo.warm_start "
-        "http.edge http.server ranks"
+        "failures grpo.backends grpo.engines grpo.plan grpo.results grpo.rewards grpo.settings grpo.tasks "
+        "grpo.training http.edge http.server ranks"
     ),
     "integration.http.server": "http.app http.edge http.generation service",
     "integration.router.server": "http.edge router.app router.changes router.config router.fleet",
@@ -112,8 +110,8 @@ PLACES = {
     "integration.router.worker_paths": "http.edge router.fleet router.router",
     "integration.bench.parts": "push.local_target push.remote_engine service",
     "integration.grpo.engines": (
-        "grpo.backends grpo.config failures grpo.loss grpo.packing grpo.problems grpo.rewards grpo.run_folder "
-        "grpo.task push.adapters push.local_target push.pusher push.remote_engine ranks service"
+        "failures grpo.backends grpo.results grpo.rewards grpo.settings grpo.tasks grpo.training "
+        "push.adapters push.local_target push.pusher push.remote_engine ranks service"
     ),
     "integration.http.observe": "http.admin http.chat http.conversations http.edge service version",
     "integration.router.generation": (
@@ -131,23 +129,16 @@ PLACES = {
         "router.wire"
     ),
     "integration.router.sessions": "http.edge router.calls router.fleet",
-    "integration.grpo.plan": (
-        "grpo.arithmetic grpo.backends grpo.config grpo.engines grpo.rewards grpo.task grpo.trainer "
-        "grpo.warm_start ranks"
-    ),
+    "integration.grpo.plan": ("grpo.backends grpo.engines grpo.rewards grpo.settings grpo.tasks grpo.training ranks"),
     "integration.push.local_target": "plain_values service",
     "integration.router.changes": "http.edge router.calls router.config router.counters router.fleet router.wire",
     "integration.router.relay": "router.calls router.counters router.fleet",
-    "integration.grpo.checkpoint": "grpo.backends failures",
-    "integration.grpo.run_folder": "failures",
-    "integration.grpo.task": "grpo.arithmetic grpo.config grpo.problems",
-    "integration.grpo.trainer": "grpo.backends grpo.config grpo.loss grpo.packing grpo.sections ranks",
-    "integration.grpo.warm_start": "grpo.arithmetic failures",
     "integration.router.fleet": "http.edge router.calls router.config router.wire",
     "integration.service": "service_config weights",
-    "integration.grpo.arithmetic": "grpo.problems",
-    "integration.grpo.backends": "grpo.sections push.adapters ranks",
-    "integration.grpo.config": "grpo.reading grpo.sections",
+    "integration.grpo.training": "grpo.backends grpo.settings ranks",
+    "integration.grpo.results": "failures grpo.backends",
+    "integration.grpo.tasks": "failures grpo.settings",
+    "integration.grpo.backends": "grpo.settings push.adapters ranks",
     "integration.http.chat": "http.edge http.generation",
     "integration.http.generation": "http.conversations http.edge",
     "integration.http.conversations": "http.edge",
@@ -158,13 +149,8 @@ PLACES = {
     "integration.trl": "service",
     "integration.weights": "plain_values service_config",
     "integration.failures": "one_line",
-    "integration.grpo.loss": "",
-    "integration.grpo.packing": "",
-    "integration.grpo.problems": "",
-    "integration.grpo.reading": "",
     "integration.grpo.rewards": "",
-    "integration.grpo.run_log": "failures",
-    "integration.grpo.sections": "",
+    "integration.grpo.settings": "",
     "integration.http.edge": "",
     "integration.kv_events": "",
     "integration.launcher": "",

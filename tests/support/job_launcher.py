@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lockstep.integration.grpo.run_log import read_metrics
+from lockstep.integration.grpo.results.run_log import read_metrics
 from lockstep.tests.support import prepared_python
 
 CONFIG = Path(__file__).parents[2] / "configs" / "arithmetic_cpu.toml"
@@ -26,9 +26,9 @@ def by_text(prompt, completion, answer):
 JOBS = """
 import os, sys
 from contextlib import closing
-from lockstep.integration.grpo.run_folder import prepare_folder
+from lockstep.integration.grpo.results.run_folder import prepare_folder
 from lockstep.integration.grpo.job import GrpoJob
-from lockstep.integration.grpo.config import load_config
+from lockstep.integration.grpo.settings.config import load_config
 from lockstep.integration.ranks import process_group, this_rank
 
 config_path, common, runs = sys.argv[1], sys.argv[2].split(), sys.argv[3:]

@@ -9,7 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from lockstep.integration.grpo.run_log import read_metrics
+from lockstep.integration.grpo.results.run_log import read_metrics
 from lockstep.tests.support.forked_ranks import free_port
 from lockstep.tests.support.job_launcher import jobs, start_agent
 from lockstep.tests.support.prepared_python import rank_of

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ....rollout.engine import Engine
 from ...service import RolloutService
 from ..backends.backend import TrainerBackend
-from ..config import JobConfig
+from ..settings.config import JobConfig
 from .engine import LocalEngine
 
 

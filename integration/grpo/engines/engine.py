@@ -25,7 +25,7 @@ from ...push.adapters.named_tensors import outgoing_specs, unwrapped
 from ...ranks import Ranks
 from ...service import RolloutService
 from ..backends.backend import TrainerBackend
-from ..config import JobConfig
+from ..settings.config import JobConfig
 
 
 @dataclass(frozen=True)

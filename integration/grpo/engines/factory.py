@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...ranks import Ranks
 from ..backends.backend import TrainerBackend
-from ..config import JobConfig
+from ..settings.config import JobConfig
 from .aliased import AliasedEngine
 from .engine import JobEngine
 from .gathered import GatheredEngine

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ...ranks import Ranks
 from ..backends.backend import TrainerBackend
-from ..config import JobConfig
+from ..settings.config import JobConfig
 from .engine import LocalEngine, OtherModelEngine, copied_service, write_gathered
 
 

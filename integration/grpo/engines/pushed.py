@@ -25,8 +25,8 @@ from ...push.pusher import PushFailed, WeightPusher
 from ...push.remote_engine import RemoteEngine, RemoteTarget, VerbServer
 from ...ranks import Ranks
 from ..backends.backend import TrainerBackend
-from ..config import JobConfig
-from ..run_folder import SOCKETS
+from ..results.run_folder import SOCKETS
+from ..settings.config import JobConfig
 from .engine import LocalEngine, OtherModelEngine, copied_service
 
 

@@ -13,12 +13,12 @@ from ....rollout.ahead.rollouts import AheadCounts
 from ....rollout.completion import Completion, WeightSpan
 from ....rollout.sampling_params import SamplingParams
 from ...ranks import Ranks
-from ..config import JobConfig
-from ..loss import group_advantages
-from ..packing import Sample
-from ..problems import Problem
-from ..rewards import RewardFunction
-from ..task import Task
+from ..rewards import RewardFunction, Score
+from ..settings.config import JobConfig
+from ..tasks.problems import Problem
+from ..tasks.task import Task
+from ..training.loss import group_advantages
+from ..training.packing import Sample
 from .engine import JobEngine, StepPrompts
 from .schedule import SCHEDULE, append_step, read_schedule, step_spans
 
@@ -28,7 +28,7 @@ class StepSamples:
     """The answers of one step so far, with their rewards."""
 
     completions: list[Completion] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)  # of each completion
+    scores: list[Score] = field(default_factory=list)  # of each completion, as it is trained on
     waited_s: float = 0.0  # for the engine, or while it generated in this process
 
 
@@ -52,14 +52,15 @@ class Rollouts:
             self._begin(coming)
         problems = self._problems(step)
         groups = waited(self._engine.groups(step, len(problems)), into)
-        scored: Iterator[tuple[list[Completion], list[float]]] = (
+        scored: Iterator[tuple[list[Completion], list[Score]]] = (
             (answers, self._scores(problem, answers, into)) for problem, answers in zip(problems, groups, strict=True)
         )
         if rollout.shuffle_rewards:
             scored = self._shuffled(step, list(scored))
-        for answers, rewards in scored:
-            into.rewards += rewards
-            advantages = group_advantages(torch.tensor([rewards]), self._config.train.scale_by_std)[0].tolist()
+        for answers, scores in scored:
+            into.scores += scores
+            rewards = torch.tensor([[score.total for score in scores]])
+            advantages = group_advantages(rewards, self._config.train.scale_by_std)[0].tolist()
             for answer, advantage in zip(answers, advantages, strict=True):
                 num_older = sum(span.end - span.start for span in answer.weight_versions if lag_of(span, step))
                 yield Sample(answer.prompt_ids, answer.token_ids, answer.logprobs, advantage, num_older)
@@ -75,10 +76,10 @@ class Rollouts:
             self._engine.settle()
             self._ranks.total(0)  # the first rank pushes to the engines of all ranks: it waits until each has settled
 
-    def score(self, problems: Sequence[Problem], answers: Sequence[Completion]) -> list[float]:
-        """Return the rewards of answers to these problems."""
+    def score(self, problems: Sequence[Problem], answers: Sequence[Completion]) -> list[Score]:
+        """Return the scores of answers to these problems."""
         pairs = zip(problems, answers, strict=True)
-        return [self._reward(problem.prompt, answer.text, problem.answer) for problem, answer in pairs]
+        return [Score(self._reward(problem.prompt, answer.text, problem.answer)) for problem, answer in pairs]
 
     def lag(self, step: int, samples: StepSamples) -> dict[str, object]:
         """Return how many commits ago the step's tokens were drawn, over all ranks."""
@@ -134,17 +135,17 @@ class Rollouts:
         problems = self._task.train_problems(step, self._config.rollout.prompts_per_step)
         return list(problems)[self._ranks.rank :: self._ranks.num_ranks]
 
-    def _scores(self, problem: Problem, answers: list[Completion], into: StepSamples) -> list[float]:
+    def _scores(self, problem: Problem, answers: list[Completion], into: StepSamples) -> list[Score]:
         into.completions += answers
         return self.score([problem] * len(answers), answers)
 
     def _shuffled(
-        self, step: int, scored: list[tuple[list[Completion], list[float]]]
-    ) -> Iterator[tuple[list[Completion], list[float]]]:
-        """Permute the rewards of all groups of a step at random."""
-        rewards = torch.tensor([reward for _, its in scored for reward in its])
+        self, step: int, scored: list[tuple[list[Completion], list[Score]]]
+    ) -> Iterator[tuple[list[Completion], list[Score]]]:
+        """Permute the scores of all groups of a step at random."""
+        scores = [score for _, its in scored for score in its]
         generator = torch.Generator().manual_seed(derive_seed(self._config.run.seed, step, self._ranks.rank))
-        permuted = iter(rewards[torch.randperm(len(rewards), generator=generator)].tolist())
+        permuted = iter([scores[index] for index in torch.randperm(len(scores), generator=generator).tolist()])
         return ((answers, [next(permuted) for _ in its]) for answers, its in scored)
 
 

@@ -13,7 +13,7 @@ from ....rollout.ranks.channel import RankChannel
 from ....rollout.sampling_params import SamplingParams
 from ...service import RolloutService
 from ..backends.backend import TrainerBackend
-from ..config import JobConfig
+from ..settings.config import JobConfig
 from .engine import LocalEngine, StepPrompts, write_gathered
 
 

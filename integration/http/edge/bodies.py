@@ -27,8 +27,8 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Validat
 from pydantic_core import CoreSchema
 from starlette.requests import ClientDisconnect
 
-from ....rollout.control.giving_way import give_way
 from ....rollout.errors import Overloaded
+from ....rollout.giving_way import give_way
 from .config import HttpConfig
 from .disconnect import unless_gone
 from .errors import BadField, HttpError

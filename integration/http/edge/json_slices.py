@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 
-from ....rollout.control.giving_way import give_way
+from ....rollout.giving_way import give_way
 
 _WINDOW = 1 << 14  # characters of a slice
 _ROW = 16  # entries of a long list that are encoded together

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from ....rollout.control.giving_way import giving_way
+from ....rollout.giving_way import giving_way
 from .errors import forget_frames, is_expected
 
 logger = logging.getLogger(__name__)

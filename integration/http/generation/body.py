@@ -10,8 +10,8 @@ from typing import Annotated, Any, cast
 
 from pydantic import Field, StrictInt
 
-from ....rollout.control.giving_way import give_way
 from ....rollout.engine import Engine
+from ....rollout.giving_way import give_way
 from ....rollout.request_options import Renewal, RequestOptions
 from ....rollout.sampling_params import SamplingParams
 from ....rollout.sequences.request import fresh_ids

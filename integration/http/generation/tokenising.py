@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
-from ....rollout.control.giving_way import give_way, others_compute
 from ....rollout.control.intake import prompt_ids
 from ....rollout.engine import Engine
+from ....rollout.giving_way import give_way, others_compute
 from ....rollout.sampling_params import SamplingParams
 from ..conversations.next_turn import NextTurn
 from ..edge.errors import BadField

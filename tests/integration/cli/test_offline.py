@@ -19,7 +19,7 @@ import transformers
 from lockstep.integration.cli import offline
 from lockstep.integration.cli.offline import AnswerFile, OfflineJob, generate, read_prompts
 from lockstep.integration.failures import FileFailed
-from lockstep.integration.grpo.warm_start import ModelSpec, build_model
+from lockstep.integration.grpo.tasks.warm_start import ModelSpec, build_model
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
@@ -40,7 +40,7 @@ def one_thread(monkeypatch, restore_threads):
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory) -> str:
     """Save a small random model with its tokenizer."""
-    from lockstep.integration.grpo.arithmetic import build_tokenizer
+    from lockstep.integration.grpo.tasks.arithmetic import build_tokenizer
 
     folder = tmp_path_factory.mktemp("model")
     tokenizer = build_tokenizer()

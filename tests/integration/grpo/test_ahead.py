@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.integration.grpo.config import load_config
 from lockstep.integration.grpo.engines.rollouts import lag_of
 from lockstep.integration.grpo.plan import describe_plan
+from lockstep.integration.grpo.settings.config import load_config
 from lockstep.rollout.completion import WeightSpan
 from lockstep.tests.integration.grpo import test_job
 from lockstep.tests.support.job_launcher import CONFIG, log_of, run_jobs

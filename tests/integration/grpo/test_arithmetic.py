@@ -5,7 +5,8 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
-from lockstep.integration.grpo.arithmetic import (
+from lockstep.integration.grpo.rewards import exact_answer
+from lockstep.integration.grpo.tasks.arithmetic import (
     VOCAB_SIZE,
     ArithmeticSpec,
     arithmetic_problems,
@@ -14,8 +15,7 @@ from lockstep.integration.grpo.arithmetic import (
     operands,
     worked_solution,
 )
-from lockstep.integration.grpo.problems import Problem
-from lockstep.integration.grpo.rewards import exact_answer
+from lockstep.integration.grpo.tasks.problems import Problem
 
 
 def canonical(problem):
@@ -65,7 +65,7 @@ def test_problems_of_a_step_depend_on_seed_and_step_only():
 
 def test_another_process_with_another_hash_seed_draws_the_same_problems():
     script = (
-        "from lockstep.integration.grpo.arithmetic import *; import hashlib;"
+        "from lockstep.integration.grpo.tasks.arithmetic import *; import hashlib;"
         "d = arithmetic_problems(ArithmeticSpec());"
         "print(hashlib.sha256(repr((d.heldout, d.train_problems(3, 32))).encode()).hexdigest())"
     )

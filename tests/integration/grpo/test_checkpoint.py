@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from lockstep.integration.grpo.backends.ddp import DdpBackend
-from lockstep.integration.grpo.checkpoint import (
+from lockstep.integration.grpo.results.checkpoint import (
     load_checkpoint,
     load_history,
     newest_checkpoint,
     refuse_other_draws,
     save_checkpoint,
 )
-from lockstep.integration.grpo.run_log import drop_lines_after, read_metrics
-from lockstep.integration.grpo.sections import TrainSettings
+from lockstep.integration.grpo.results.run_log import drop_lines_after, read_metrics
+from lockstep.integration.grpo.settings.sections import TrainSettings
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams

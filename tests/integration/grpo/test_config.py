@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.integration.grpo.config import load_config
+from lockstep.integration.grpo.settings.config import load_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.integration.grpo import main as grpo
 from lockstep.integration.grpo.main import main
-from lockstep.integration.grpo.run_log import read_metrics
+from lockstep.integration.grpo.results.run_log import read_metrics
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lockstep.integration.grpo.loss import group_advantages, importance_weights, kl_k3, policy_loss
+from lockstep.integration.grpo.training.loss import group_advantages, importance_weights, kl_k3, policy_loss
 
 
 def ones_mask(tensor):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.integration.grpo.packing import Sample, microbatches, pack
+from lockstep.integration.grpo.training.packing import Sample, microbatches, pack
 
 A = Sample((1, 2, 3), (4, 5), (-0.1, -0.2), 1.0)
 B = Sample((6,), (7, 8, 9), (-0.3, -0.4, -0.5), -2.0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.integration.grpo.config import load_config
+from lockstep.integration.grpo.settings.config import load_config
 from lockstep.tests.support.forked_ranks import HOST, free_port
 from lockstep.tests.support.job_launcher import CONFIG, finish, jobs, log_of, run_jobs, start_agent
 

@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep.integration.grpo.problems import Problem, draw_problems, load_problems
+from lockstep.integration.grpo.tasks.problems import Problem, draw_problems, load_problems
 
 
 def write(tmp_path, text):

@@ -15,10 +15,10 @@ import torch
 
 from lockstep.integration.failures import FileFailed, files_of
 from lockstep.integration.grpo.backends.backend import TrainerState
-from lockstep.integration.grpo.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from lockstep.integration.grpo.main import main
-from lockstep.integration.grpo.run_folder import SOCKETS, owned_folder
-from lockstep.integration.grpo.run_log import RunLog, read_metrics
+from lockstep.integration.grpo.results.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from lockstep.integration.grpo.results.run_folder import SOCKETS, owned_folder
+from lockstep.integration.grpo.results.run_log import RunLog, read_metrics
 from lockstep.tests.support.full_disks import no_file_above, small_disk
 from lockstep.weight_sync.disk.claims import SUFFIX
 
@@ -26,7 +26,7 @@ CONFIG = Path(__file__).parents[3] / "configs" / "arithmetic_cpu.toml"
 OWNER = """
 import os, sys
 from pathlib import Path
-from lockstep.integration.grpo.run_folder import owned_folder
+from lockstep.integration.grpo.results.run_folder import owned_folder
 
 with owned_folder(Path(sys.argv[1]), resume=True):
     print(os.getpid(), flush=True)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from lockstep.integration.grpo.backends.backend import TrainerState
 from lockstep.integration.grpo.backends.ddp import DdpBackend
 from lockstep.integration.grpo.backends.lora import add_adapters
-from lockstep.integration.grpo.packing import Sample
-from lockstep.integration.grpo.sections import LoraSettings, TrainSettings
-from lockstep.integration.grpo.trainer import GrpoTrainer
+from lockstep.integration.grpo.settings.sections import LoraSettings, TrainSettings
+from lockstep.integration.grpo.training.packing import Sample
+from lockstep.integration.grpo.training.trainer import GrpoTrainer
 from lockstep.integration.ranks import Ranks, process_group
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig

@@ -5,13 +5,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lockstep.integration.grpo.arithmetic import (
+from lockstep.integration.grpo.tasks.arithmetic import (
     ArithmeticSpec,
     arithmetic_problems,
     build_tokenizer,
     worked_solution,
 )
-from lockstep.integration.grpo.warm_start import (
+from lockstep.integration.grpo.tasks.warm_start import (
     ModelSpec,
     WarmStartSpec,
     build_model,

@@ -21,8 +21,8 @@ def digits(completions: list[Any], **_: object) -> list[float]:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make the folder of the toy model and its tokenizer."""
-    from lockstep.integration.grpo.arithmetic import build_tokenizer
-    from lockstep.integration.grpo.warm_start import ModelSpec, build_model
+    from lockstep.integration.grpo.tasks.arithmetic import build_tokenizer
+    from lockstep.integration.grpo.tasks.warm_start import ModelSpec, build_model
 
     folder = tmp_path_factory.mktemp("toy")
     tokenizer = build_tokenizer()
@@ -43,7 +43,7 @@ def make_trainer(folder: Path, tmp_path: Path, restore_threads: None) -> Iterato
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    from lockstep.integration.grpo.arithmetic import ArithmeticSpec, arithmetic_problems
+    from lockstep.integration.grpo.tasks.arithmetic import ArithmeticSpec, arithmetic_problems
     from lockstep.integration.trl.rollouts import LockstepRollouts
     from lockstep.rollout.config import EngineConfig
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.integration.grpo.run_log import read_metrics
+from lockstep.integration.grpo.results.run_log import read_metrics
 from lockstep.tests.support import prepared_python
 from lockstep.tests.support.forked_ranks import free_port
 from lockstep.tests.support.job_launcher import CONFIG

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.integration.grpo.config import load_config
 from lockstep.integration.grpo.job import GrpoJob
-from lockstep.integration.grpo.run_folder import prepare_folder
+from lockstep.integration.grpo.results.run_folder import prepare_folder
+from lockstep.integration.grpo.settings.config import load_config
 from lockstep.integration.push.local_target import LocalTarget
 from lockstep.integration.push.pusher import WeightPusher
 from lockstep.integration.ranks import process_group, this_rank

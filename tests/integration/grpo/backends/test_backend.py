@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from transformers.utils import logging as transformers_logging
 
 from lockstep.integration.grpo.backends.backend import TrainerState
-from lockstep.integration.grpo.config import JobConfig
-from lockstep.integration.grpo.packing import Sample
-from lockstep.integration.grpo.sections import DeepSpeedSettings, RunSettings, TrainSettings
-from lockstep.integration.grpo.trainer import GrpoTrainer, make_backend
+from lockstep.integration.grpo.settings.config import JobConfig
+from lockstep.integration.grpo.settings.sections import DeepSpeedSettings, RunSettings, TrainSettings
+from lockstep.integration.grpo.training.packing import Sample
+from lockstep.integration.grpo.training.trainer import GrpoTrainer, make_backend
 from lockstep.integration.ranks import Ranks, process_group, this_rank
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine

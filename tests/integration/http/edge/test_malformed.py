@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
-from lockstep.integration.grpo.arithmetic import build_tokenizer
+from lockstep.integration.grpo.tasks.arithmetic import build_tokenizer
 from lockstep.integration.http.edge.auth import Level, level_of
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.server import BackgroundServer, serve_in_background

@@ -13,8 +13,8 @@ import pytest
 
 from lockstep.integration.http.edge import threads as module
 from lockstep.integration.http.edge.threads import Threads, run_giving_way, start_pool
-from lockstep.rollout.control import giving_way
-from lockstep.rollout.control.giving_way import give_way
+from lockstep.rollout import giving_way
+from lockstep.rollout.giving_way import give_way
 
 PATIENCE = 10
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.integration.grpo.arithmetic import build_tokenizer
+from lockstep.integration.grpo.tasks.arithmetic import build_tokenizer
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.generation.sse import GrowingList, GrowingText
 from lockstep.integration.http.server import serve_in_background

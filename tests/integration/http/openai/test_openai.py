@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.integration.grpo.arithmetic import build_tokenizer
+from lockstep.integration.grpo.tasks.arithmetic import build_tokenizer
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.server import serve_in_background
 from lockstep.integration.service import RolloutService

@@ -12,7 +12,7 @@ import openai
 import pytest
 import torch
 
-from lockstep.integration.grpo.arithmetic import build_tokenizer
+from lockstep.integration.grpo.tasks.arithmetic import build_tokenizer
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.edge.errors import BadField
 from lockstep.integration.http.openai.vllm_fields import structured_settings

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import torch
 
-from lockstep.integration.grpo.arithmetic import build_tokenizer
+from lockstep.integration.grpo.tasks.arithmetic import build_tokenizer
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.server import serve_in_background
 from lockstep.integration.service import RolloutService

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.sampling.logprobs import selected_logprobs
-from ...rollout.model.hosted_model import HostedModel
-from ..ranks import Ranks
-from .backends.adamw import learning_rate
-from .backends.backend import TrainerBackend
-from .backends.ddp import DdpBackend
-from .backends.deepspeed import DeepSpeedBackend
-from .backends.fsdp2 import Fsdp2Backend
-from .config import JobConfig
+from ....kernels.sampling.logprobs import selected_logprobs
+from ....rollout.model.hosted_model import HostedModel
+from ...ranks import Ranks
+from ..backends.adamw import learning_rate
+from ..backends.backend import TrainerBackend
+from ..backends.ddp import DdpBackend
+from ..backends.deepspeed import DeepSpeedBackend
+from ..backends.fsdp2 import Fsdp2Backend
+from ..settings.config import JobConfig
+from ..settings.sections import TrainSettings
 from .loss import PolicyLoss, importance_weights, policy_loss
 from .packing import PackedBatch, Sample, microbatches, pack
-from .sections import TrainSettings
 
 # Losses are divided by it while the number of tokens is not known yet, and the gradients are scaled at the end. A power
 # of two: it rounds nothing.

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...rollout.config import parse_kv_size
+from ....rollout.config import parse_kv_size
 
 DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("constant", "linear", "cosine")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from ..settings.config import JobConfig
 from .arithmetic import ArithmeticSpec, arithmetic_problems
-from .config import JobConfig
 from .problems import Problem, draw_problems, load_problems
 
 _HELDOUT_ONE_IN = 10  # of the problems of a file, where no file of held-out problems is given

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ...weight_sync.disk.claims import close_locked, open_locked, remove_leftovers
-from ...weight_sync.same_host.segment import remove_stale_segments
-from ..failures import files_of
+from ....weight_sync.disk.claims import close_locked, open_locked, remove_leftovers
+from ....weight_sync.same_host.segment import remove_stale_segments
+from ...failures import files_of
 
 _SEGMENTS = Path("/dev/shm")
 SOCKETS = "lockstep-job-"  # begin of the names of folders for sockets, in the folder for temporary files

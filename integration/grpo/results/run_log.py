@@ -13,8 +13,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ...weight_sync.disk.atomic_folder import flush
-from ..failures import files_of
+from ....weight_sync.disk.atomic_folder import flush
+from ...failures import files_of
 
 logger = logging.getLogger(__name__)
 

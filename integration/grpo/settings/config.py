@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ...rollout.config import EngineConfig
+from ....rollout.config import EngineConfig
 from .reading import apply_override, build
 from .sections import (
     DataSettings,

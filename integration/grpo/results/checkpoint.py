@@ -17,11 +17,11 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from ...kernels.sampling.definition import DRAW_DEFINITION
-from ...rollout.control.drafts import EngineDrafts
-from ...weight_sync.disk.atomic_folder import atomic_folder
-from ..failures import files_of
-from .backends.backend import TrainerState
+from ....kernels.sampling.definition import DRAW_DEFINITION
+from ....rollout.control.drafts import EngineDrafts
+from ....weight_sync.disk.atomic_folder import atomic_folder
+from ...failures import files_of
+from ..backends.backend import TrainerState
 
 _PREFIX = "step-"
 _HISTORY = "draft_history.json"

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
+from lockstep.rollout import giving_way as module
 from lockstep.rollout.config import EngineConfig
-from lockstep.rollout.control import giving_way as module
-from lockstep.rollout.control.giving_way import give_way, giving_way, others_compute
 from lockstep.rollout.control.intake import prompt_ids
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.giving_way import give_way, giving_way, others_compute
 from lockstep.rollout.grammars.cache import GrammarCache
 from lockstep.rollout.grammars.compiler import Constraint
 from lockstep.rollout.sampling_params import SamplingParams

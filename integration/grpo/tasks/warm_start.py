@@ -26,9 +26,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from ...weight_sync.disk.atomic_folder import flush_folder, partial_folder
-from ...weight_sync.disk.claims import remove_leftovers
-from ..failures import files_of
+from ....weight_sync.disk.atomic_folder import flush_folder, partial_folder
+from ....weight_sync.disk.claims import remove_leftovers
+from ...failures import files_of
 from .arithmetic import CONTEXT_TOKENS, ArithmeticSpec, arithmetic_problems, build_tokenizer, worked_solution
 
 FORMAT = 1  # part of the cache key: raise it when a code change gives another model for the same spec

@@ -1,0 +1,1 @@
+"""Files of a run: its metrics, its checkpoints, and the one owner of its folder."""

@@ -1,0 +1,1 @@
+"""The job's settings: TOML, overrides, and what is refused."""

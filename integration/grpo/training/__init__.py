@@ -1,0 +1,1 @@
+"""The training of a step: packed samples, the loss and the update."""
