@@ -36,6 +36,7 @@ from .supported import (
     refuse_randomness,
     refuse_unsupported,
     refused_if_it_fails,
+    warn_of_rounded_frequencies,
 )
 from .tensors import HostedTensors
 
@@ -63,10 +64,10 @@ class HostedModel:
         refuse_unsupported(self.module, self.config, invariant, self.division.layers)
         hosted = ForwardNumerics(self.module, invariant, self.division)
         self.numerics = hosted.numerics
-        self._trained = hosted
-        if trained is not None:
-            self._trained = ForwardNumerics(trained, invariant, _whole(trained, self.division.k_blocks).division)
+        whole = trained and _whole(trained, self.division.k_blocks)
+        self._trained = ForwardNumerics(whole.module, invariant, whole.division) if whole else hosted
         refuse_randomness(self.trained_module)
+        warn_of_rounded_frequencies(self.trained_module)
         refuse_different_choices(self.numerics.guarantee, self.mesh)
         self._phase = RolloutPhase(hosted, owned=owned)
         self._released_shapes: list[torch.Size] = []  # of the parameters in their order, while their memory is released

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,8 @@ from ...kernels.self_test import Guarantee
 from ..errors import LockstepError
 from ..ranks.mesh import Mesh
 from .recurrent.layers import recurrent_forward
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Rotary tables that are recomputed from the longest sequence of the batch: a row would depend on its neighbours.
@@ -120,6 +123,22 @@ def refuse_randomness(module: PreTrainedModel) -> None:
             f"{type(module).__name__} draws random numbers in train mode, so the trainer's log-probabilities would "
             f"differ from the engine's: {'; '.join(places)}. Set them to 0, or call eval()"
         )
+
+
+def warn_of_rounded_frequencies(module: nn.Module) -> None:
+    """Log the rotary frequencies that are not float32. `module.to(torch.bfloat16)` rounds them with the parameters;
+    they are in no file and no update, so that an engine that loads the folder has others."""
+    rounded = {
+        name: str(buffer.dtype).removeprefix("torch.")
+        for name, buffer in module.named_buffers()
+        if name.rpartition(".")[2].endswith("inv_freq") and buffer.is_floating_point() and buffer.dtype != torch.float32
+    }
+    if rounded:
+        logger.warning(
+            "rotary frequencies are %s (%s): module.to(dtype) has rounded them, and an engine that loads this model "
+            "from a folder would give other log-probabilities. Load it with from_pretrained(..., dtype=...) instead",
+            " and ".join(sorted(set(rounded.values()))), ", ".join(rounded),
+        )  # fmt: skip
 
 
 def refuse_different_choices(guarantee: Guarantee | None, mesh: Mesh) -> None:

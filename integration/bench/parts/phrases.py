@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from .presets import cast_parameters
+
 END = 0
 _VOCAB_SIZE, _NUM_TOPICS, _FIRST_WORD = 512, 16, 32
 _NUM_PHRASES, _LENGTHS = 40, (8, 16)
@@ -85,7 +87,9 @@ def train_phrase_model(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    return _padded(model, num_layers, mlp_width).eval().to(dtype)
+    padded = _padded(model, num_layers, mlp_width).eval()
+    cast_parameters(padded, dtype)
+    return padded
 
 
 def _config(num_layers: int, intermediate_size: int) -> Qwen3Config:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -68,13 +69,19 @@ def load_model(name: str, *, dtype: str = "bfloat16", device: str = "cpu") -> Pr
         is_recurrent = "full_attention_interval" in PRESETS[name]
         make = random_recurrent_model if is_recurrent else random_model
         model = make(PRESETS[name], tie_word_embeddings=True)
-        model.to(DTYPES[dtype])  # type: ignore[arg-type]  # transformers' wrapper of `to` has no `self` in its types
+        cast_parameters(model, DTYPES[dtype])
     elif (Path(name) / "config.json").is_file():
         model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[dtype])
     else:
         raise ValueError(f"--model {name!r} is neither {' nor '.join(PRESETS)} nor a folder with a config.json")
-    model.to(device)  # type: ignore[arg-type]  # as above
+    model.to(device)  # type: ignore[arg-type]  # transformers' wrapper of `to` has no `self` in its types
     return model.eval().requires_grad_(False)
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round the parameters, as loading in that dtype does. `model.to(dtype)` rounds the rotary frequencies too."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def random_model(
@@ -98,7 +105,7 @@ def random_model(
     )
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config)
-    model.to(dtype)  # type: ignore[arg-type]  # as above
+    cast_parameters(model, dtype)
     model.to_empty(device=device)
     # The constructor computes rotary tables as buffers, but not on the meta device.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)

@@ -292,3 +292,14 @@ def test_without_invariant_mode_the_modules_own_operations_run(make_model):
     with hosted.rollout_phase():
         assert not any("forward" in vars(m) for m in hosted.module.modules())
     assert "off" in hosted.numerics.describe()
+
+
+def test_rotary_frequencies_that_a_cast_has_rounded_are_warned_of(make_model, tmp_path, caplog):
+    """They are in no file and no digest: two engines of equal weights would differ by tenths of a nat."""
+    model = make_model("qwen3")
+    model.save_pretrained(tmp_path)
+    adopt(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
+    assert "rotary" not in caplog.text
+    adopt(model.to(torch.bfloat16))
+    assert "rotary frequencies are bfloat16 (model.rotary_emb.inv_freq" in caplog.text
+    assert "from_pretrained(..., dtype=...)" in caplog.text
