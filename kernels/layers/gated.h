@@ -29,4 +29,37 @@ void multiply(const T* gate, const T* up, T* y, int64_t count, int threads) {
   }
 }
 
+// The gradients of silu(gate) * up, silu unrounded.
+static inline void slopes(Floats gate, Floats up, Floats grad, Floats& grad_gate, Floats& grad_up) {
+  Floats small = exp_nonpositive(gate < splat(0.0f) ? gate : -gate), whole = splat(1.0f) + small;
+  Floats sigmoid = (gate < splat(0.0f) ? small : splat(1.0f)) / whole;
+  Floats rest = (gate < splat(0.0f) ? splat(1.0f) : small) / whole;  // 1 - sigmoid, which would cancel
+  grad_gate = grad * up * sigmoid * (splat(1.0f) + gate * rest);
+  grad_up = grad * (gate * sigmoid);
+}
+
+template <typename T>
+void differentiate(const T* gate, const T* up, const T* grad, T* grad_gate, T* grad_up, int64_t count, int threads) {
+  const int64_t whole = count / W * W, rest = count - whole;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t i = 0; i < whole; i += W) {
+    Floats dg, du;
+    slopes(load(gate + i), load(up + i), load(grad + i), dg, du);
+    store(grad_gate + i, dg);
+    store(grad_up + i, du);
+  }
+  if (rest) {
+    T g[W] = {}, u[W] = {}, d[W] = {}, out[2][W];
+    memcpy(g, gate + whole, rest * sizeof(T));
+    memcpy(u, up + whole, rest * sizeof(T));
+    memcpy(d, grad + whole, rest * sizeof(T));
+    Floats dg, du;
+    slopes(load(g), load(u), load(d), dg, du);
+    store(out[0], dg);
+    store(out[1], du);
+    memcpy(grad_gate + whole, out[0], rest * sizeof(T));
+    memcpy(grad_up + whole, out[1], rest * sizeof(T));
+  }
+}
+
 }  // namespace gated

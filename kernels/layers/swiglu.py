@@ -30,16 +30,23 @@ def reference_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _forward(gate: Tensor, up: Tensor) -> Tensor:
-    dtype = gate.dtype
-    if not gate.is_cpu or dtype not in (torch.bfloat16, torch.float32) or (function := _native()) is None:
+    if not _is_native(gate) or (function := _native("lockstep_swiglu", 3)) is None:
         return reference_swiglu(gate, up)
-    if gate.shape != up.shape or up.dtype != dtype:
-        raise ValueError(f"swiglu: gate is {list(gate.shape)} {dtype}, up {list(up.shape)} {up.dtype}")
+    if gate.shape != up.shape or up.dtype != gate.dtype:
+        raise ValueError(f"swiglu: gate is {list(gate.shape)} {gate.dtype}, up {list(up.shape)} {up.dtype}")
     gate, up = gate.contiguous(), up.contiguous()
-    out, size = torch.empty_like(gate), gate.numel()
-    threads = torch.get_num_threads() if size > PARALLEL_ELEMENTS else 1
-    native.run(function, gate.data_ptr(), up.data_ptr(), out.data_ptr(), size, dtype is torch.bfloat16, threads)
+    out = torch.empty_like(gate)
+    _run(function, gate, up, out)
     return out
+
+
+def reference_slopes(gate: Tensor, up: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of gate and up, in fp32 or wider, rounded at the end."""
+    wide_type = torch.promote_types(gate.dtype, torch.float32)
+    wide, grad = gate.to(wide_type), grad_out.to(wide_type)
+    gates = torch.sigmoid(wide)
+    grad_gate = grad * up * gates * (1 + wide * (1 - gates))
+    return grad_gate.to(gate.dtype), (grad * (wide * gates)).to(up.dtype)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -51,14 +58,25 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
-        wide_type = torch.promote_types(gate.dtype, torch.float32)
-        wide, grad = gate.to(wide_type), grad_out.to(wide_type)
-        gates = torch.sigmoid(wide)
-        grad_gate = grad * up * gates * (1 + wide * (1 - gates))
-        return grad_gate.to(gate.dtype), (grad * (wide * gates)).to(up.dtype)
+        gate, up = (tensor.contiguous() for tensor in ctx.saved_tensors)
+        if not _is_native(gate) or (function := _native("lockstep_swiglu_slopes", 5)) is None:
+            return reference_slopes(gate, up, grad_out)
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        _run(function, gate, up, grad_out.to(gate.dtype).contiguous(), grad_gate, grad_up)
+        return grad_gate, grad_up
+
+
+def _is_native(gate: Tensor) -> bool:
+    return gate.is_cpu and gate.dtype in (torch.bfloat16, torch.float32)
+
+
+def _run(function: Callable[..., None], *tensors: Tensor) -> None:
+    first = tensors[0]
+    threads = torch.get_num_threads() if first.numel() > PARALLEL_ELEMENTS else 1
+    addresses = (tensor.data_ptr() for tensor in tensors)
+    native.run(function, *addresses, first.numel(), first.dtype is torch.bfloat16, threads)
 
 
 @cache
-def _native() -> Callable[..., None] | None:
-    return native.function(SOURCE, "lockstep_swiglu", [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3])
+def _native(name: str, num_tensors: int) -> Callable[..., None] | None:
+    return native.function(SOURCE, name, [*[ctypes.c_void_p] * num_tensors, *[ctypes.c_int64] * 3])
