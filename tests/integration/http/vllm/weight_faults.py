@@ -107,7 +107,8 @@ def another_callers_update(stage: Stage) -> str:
     trainer = stage.starts()
     first = trainer.begin("/update_weights", {"update_info": info_of(stage.newer)})
     body = {"update_info": info_of(stage.newer)}
-    wait_until(lambda: stage.client.post("/update_weights", json=body).status_code == 409, SOON_S)
+    wait_until(stage.is_updating, SOON_S)
+    assert stage.client.post("/update_weights", json=body).status_code == 409
     trainer.broadcast(payloads(stage.newer))
     assert first().status_code == 200
     trainer.post("/finish_weight_update", {"weight_version": str(stage.step)})
@@ -198,8 +199,7 @@ def a_trainer_that_falls_silent(stage: Stage) -> str:
 
 def a_client_that_leaves_during_an_update(stage: Stage) -> str:
     trainer = stage.starts()
-    _post_and_leave(stage, "/update_weights", {"update_info": info_of(stage.newer)},
-                    lambda: stage.client.post("/start_weight_update").status_code == 409)  # fmt: skip
+    _post_and_leave(stage, "/update_weights", {"update_info": info_of(stage.newer)}, stage.is_updating)
     trainer.broadcast(payloads(stage.newer))
     return "old"  # it is not finished
 

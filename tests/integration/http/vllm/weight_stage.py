@@ -89,7 +89,14 @@ class Stage:
         trainer.close()
         self.old = self.step
 
+    def is_updating(self) -> bool:
+        """Return whether a call that writes weights runs. Asks without taking its turn."""
+        return self.client.get("/state").json()["update_age_s"] is not None
+
     def next(self) -> None:
+        for trainer in self.trainers:  # of a fault that failed
+            trainer.leave()
+        self.trainers.clear()
         self.step = self.old + 1
 
     def check(self, expected: str) -> None:
