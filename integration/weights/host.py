@@ -224,6 +224,10 @@ class EngineHost(SessionHost):
         """The reason why only an update of all weights lets requests run again; None: there is none."""
         return self._engine.weights.refusal_under((_UNWRITTEN, _POISONED))
 
+    def refuse_until_written(self) -> None:
+        """Refuse sampling: all weights are about to be allocated, with undefined values."""
+        self._engine.weights.refuse_sampling("the weights hold nothing: update them first", _UNWRITTEN)
+
     def weights_were_lost(self, names: set[str]) -> None:
         """Mark these tensors undefined. Sampling is refused until each has been written again."""
         self._roots.forget()

@@ -260,6 +260,8 @@ class WeightSessions:
     def resume_weights(self) -> int:
         """Allocate the weights' memory again, and return the number of bytes. Their values are undefined, so all have
         to be written first."""
+        if not self._engine.model.holds_weights:
+            self._host.refuse_until_written()  # a step could run with what they hold as soon as they are allocated
         num_bytes = self._engine.weights.resume_weights()
         if num_bytes:
             self._resumed_in = self._engine.epoch

@@ -256,3 +256,25 @@ def test_the_digest_is_over_names_and_bytes_of_every_parameter_once(model, servi
     names = [name for name, _ in service.engine.weights.resident_tensors()]
     assert len(names) == len(set(names)) and "lm_head.weight" not in names  # tied to the embedding
     assert len(service.model_digest()) == len(hashlib.sha256().hexdigest())
+
+
+def test_weights_that_come_back_empty_are_refused_before_they_are_there(model, tmp_path, monkeypatch):
+    """The engine's thread may run a step as soon as they are allocated: with nothing in them, every logit is NaN."""
+    model.save_pretrained(tmp_path)
+    service = RolloutService(Engine(tmp_path, EngineConfig(kv_cache="16 blocks", max_num_seqs=4)))
+    service.release_memory_occupation(["weights"])
+    weights = service.engine.weights
+    allocate, seen = weights.resume_weights, []
+
+    def allocate_and_look() -> int:
+        num_bytes = allocate()
+        seen.append((service.engine.model.holds_weights, service.engine.refusal))
+        return num_bytes
+
+    monkeypatch.setattr(weights, "resume_weights", allocate_and_look)
+    report = service.resume_memory_occupation(["weights"])["weights"]
+    assert report.bytes_after > report.bytes_before
+    [(holds_weights, refusal)] = seen
+    assert holds_weights and "weights hold nothing" in refusal
+    assert "weights hold nothing since they were released" in service.engine.refusal
+    service.close()
