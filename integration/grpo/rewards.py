@@ -15,7 +15,7 @@ _MOVED = {"lockstep.integration.rewards:exact_answer": "lockstep.integration.grp
 
 @dataclass(frozen=True)
 class Score:
-    """What one completion was given."""
+    """The reward of one completion."""
 
     total: float  # what is trained on
     components: Mapping[str, float] = field(default_factory=dict)  # by name, where the reward has several
