@@ -6,11 +6,11 @@ where the grammar proves that the text is short. Elsewhere the text is found byt
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
 
+from .processor_time import thread_time
 from .shortest_text import ForcedBound
 
 MAX_WHOLE_BYTES = 8192  # texts that may be longer are found byte by byte
@@ -45,11 +45,11 @@ class ForcedText:
 
     def find_by_bytes(self, limit_s: float | None = None) -> bytes:
         """Return the first `MAX_PIECE_BYTES` bytes of the forced text, in a time that its length does not determine."""
-        matcher, found, began = self._matcher, bytearray(), time.thread_time()
+        matcher, found, began = self._matcher, bytearray(), thread_time()
         self.is_late = False
         try:
             while len(found) < MAX_PIECE_BYTES and not matcher.is_completed():
-                if limit_s is not None and time.thread_time() - began > limit_s:
+                if limit_s is not None and thread_time() - began > limit_s:
                     self.is_late = True
                     break
                 if (byte := self._only_byte()) is None or not matcher.accept_string(byte, False):

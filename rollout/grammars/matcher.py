@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .forced_text import ForcedText
+from .processor_time import thread_time
 from .shortest_text import ForcedBound
 
 MAX_TOKEN_S = 0.25  # of processor time for one token of one sequence
@@ -120,10 +120,10 @@ class GrammarMatcher:
     def _accept_bytes(self, piece: bytes) -> int:
         """Accept a text byte by byte; returns the number of the library's steps, 0 if it is not allowed or took too
         long."""
-        began = time.thread_time()
+        began = thread_time()
         for num_done in range(len(piece)):
             is_allowed = self._matcher.accept_string(piece[num_done : num_done + 1], False)
-            self.is_lost = time.thread_time() - began > self.limit_s
+            self.is_lost = thread_time() - began > self.limit_s
             if not is_allowed or self.is_lost:
                 self._matcher.rollback(num_done + is_allowed)
                 return 0

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from ..completion import FinishReason
 from ..grammars.jump import NO_JUMP, Jump
 from ..grammars.matcher import allows
+from ..grammars.processor_time import thread_time
 from ..grammars.state import GrammarState
 from ..sequences.request import Request
 from ..sequences.sequence import HOLDS_BLOCKS
@@ -86,10 +87,10 @@ class GrammarSteps:
         assert state is not None
         if state.is_lost:
             return (), ()
-        output, began = request.sequence.output_ids, time.thread_time()
+        output, began = request.sequence.output_ids, thread_time()
         with state.looking_ahead(HURRIED_S):
             for id in token_ids:
-                if time.thread_time() - began > self._look_ahead_s or not allows(state.mask(), id):
+                if thread_time() - began > self._look_ahead_s or not allows(state.mask(), id):
                     break
                 state.follow([*output, *kept, id])
                 if state.is_over or self._plan(request, state, num_ahead=len(kept) + 1) or state.is_lost:
@@ -97,7 +98,7 @@ class GrammarSteps:
                 mask = state.mask()
                 kept.append(id)
                 masks.append(mask.tobytes())
-        self._look_ahead_s -= time.thread_time() - began
+        self._look_ahead_s -= thread_time() - began
         return tuple(kept), tuple(masks)
 
     def end(self, results: Sequence[SequenceResult]) -> None:
@@ -124,13 +125,17 @@ class GrammarSteps:
         self._end_slow_ones([result.id for result in results if result.token_id is not None])
 
     def _end_slow_ones(self, ids: list[str]) -> None:
-        """End those of a step's sequences whose grammar took too long, and the slowest if all together did."""
+        """End those of a step's sequences whose grammar took too long, and the slowest if all together did.
+
+        A grammar that does not nest is ended at its second long token: one may be the machine's, which gave its
+        processor to others meanwhile.
+        """
         engine = self._managers.engine
-        for id, seconds, is_too_long in self._time.end_step(ids, self._limits.max_num_seqs):
+        for id, seconds, num_long in self._time.end_step(ids, self._limits.max_num_seqs):
             request = engine.request(id) if id in engine else None
-            if request is None or request.grammar is None or request.finish_reason is not None:
+            if request is None or (grammar := request.grammar) is None or request.finish_reason is not None:
                 continue
-            if is_too_long or request.grammar.is_lost:
+            if num_long > (0 if grammar.nests else 1) or grammar.is_lost:
                 why = f"its grammar is too ambiguous: a token took {seconds:.2f} s of processor time"
                 self._managers.finish(id, FinishReason("abort", message=why))
 

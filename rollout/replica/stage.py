@@ -166,7 +166,12 @@ class Stage:
         assert self.mesh.stage_group is not None
         flag = torch.full_like(hidden[:1], float(is_broken))
         message = torch.cat([hidden, flag])
-        work = self.mesh.stage_group.send([message], self.mesh.local_rank + self.mesh.tp, 0)
-        self._sent.append((work, message))
-        if len(self._sent) > 4 * self.mesh.pp:  # more than may be in flight
-            self._sent.popleft()[0].wait(timedelta(seconds=self._ranks.timeout_s))
+        after = self.mesh.local_rank + self.mesh.tp
+        try:
+            work = self.mesh.stage_group.send([message], after, 0)
+            self._sent.append((work, message))
+            if len(self._sent) > 4 * self.mesh.pp:  # more than may be in flight
+                self._sent.popleft()[0].wait(timedelta(seconds=self._ranks.timeout_s))
+        except RuntimeError as error:
+            what = f"did not take the hidden states of {self._ranks.watch.describe(self.mesh.local_rank)}"
+            raise self._ranks.explain([after], what) from error

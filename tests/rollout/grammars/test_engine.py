@@ -3,7 +3,9 @@ jumps."""
 
 from __future__ import annotations
 
+import gc
 import json
+import time
 
 import jsonschema
 import pytest
@@ -13,6 +15,8 @@ import transformers
 
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.grammars.matcher import MAX_TOKEN_S
+from lockstep.rollout.grammars.state import GrammarState
 from lockstep.rollout.loop.assemble import make_runner
 from lockstep.rollout.loop.parts import MakeRunner
 from lockstep.rollout.request_options import RequestOptions
@@ -361,12 +365,36 @@ def test_very_long_forced_text_is_taken_in_pieces_with_the_same_tokens_in_every_
     engine.close()
 
 
+def test_the_time_of_garbage_collections_is_no_grammars(make_engine, monkeypatch):
+    follow = GrammarState.follow
+
+    def collect_slowly(phase: str, info: dict[str, int]) -> None:
+        end = time.thread_time() + (MAX_TOKEN_S + 0.01 if phase == "start" else 0)
+        while time.thread_time() < end:
+            pass
+
+    def collect_and_follow(state: GrammarState, output_ids: list[int]) -> None:
+        gc.collect(0)
+        follow(state, output_ids)
+
+    engine = make_engine()
+    monkeypatch.setattr(GrammarState, "follow", collect_and_follow)
+    gc.callbacks.append(collect_slowly)
+    try:
+        [answer] = engine.generate(["x"], [SamplingParams(regex="[a-z]{50}", max_new_tokens=3)])
+    finally:
+        gc.callbacks.remove(collect_slowly)
+    assert answer.finish_reason.type == "length"
+    engine.close()
+
+
 def test_a_sequence_whose_grammar_takes_too_long_ends_alone(make_engine, monkeypatch):
     engine = make_engine()
-    monkeypatch.setattr("lockstep.rollout.loop.grammar_time.MAX_TOKEN_S", 0.0)
+    monkeypatch.setattr("lockstep.rollout.loop.grammar_time.MAX_TOKEN_S", 1e-9)
     params = [SamplingParams(regex="[a-z]{50}"), SamplingParams(max_new_tokens=5, ignore_eos=True)]
     slow, free = engine.generate(["x"] * 2, params)
     assert slow.finish_reason.type == "abort" and "ambiguous" in slow.finish_reason.message
+    assert len(slow.token_ids) == 2  # one that took long may be the machine's
     assert free.finish_reason.type == "length" and len(free.token_ids) == 5
     engine.check_integrity()
     assert engine.state()["num_held_blocks"] == 0

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,9 @@ def generate_until_lost(engine: Engine) -> tuple[RankFailure, float]:
 
 
 def check(results: dict[int, object], victim: int) -> None:
-    for rank, (failure, _) in results.items():
+    for rank, result in results.items():
+        assert isinstance(result, tuple), f"rank {rank}: {result!r}"
+        failure = result[0]
         assert failure.ranks == (victim,), f"rank {rank}: {failure}"
         assert f"rank {victim} (stage" in str(failure) and failure.phase
 
@@ -86,6 +89,42 @@ def test_a_rank_lost_in_generation_is_named_by_all(
         return generate_until_lost(engine)
 
     check(run_survivors(shape[0] * shape[1], tmp_path, rank, victim), victim)
+
+
+class ClosedAtTheSixth:
+    """A group of two stages whose connection breaks at a send, before any rank knows that the other has ended."""
+
+    def __init__(self, group: dist.ProcessGroup, broken: Path) -> None:
+        self._group, self._broken, self._num_sent = group, broken, 0
+
+    def send(self, *arguments: object) -> dist.Work:
+        self._num_sent += 1
+        if self._num_sent < 6:
+            return self._group.send(*arguments)
+        self._broken.touch()
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+
+def test_a_stage_that_is_gone_when_its_hidden_states_are_sent_is_named(
+    make_model: MakeModel, tmp_path: Path, until: Until
+) -> None:
+    model, broken = make_model("llama"), tmp_path / "broken"
+
+    def rank(rank: int) -> object:
+        engine = make_engine(model, (1, 2))
+        stage = engine.parts.runner.stage
+
+        def die() -> None:
+            until(broken.exists)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if rank == 1:
+            threading.Thread(target=die, daemon=True).start()
+        else:
+            stage.mesh = replace(stage.mesh, stage_group=ClosedAtTheSixth(stage.mesh.stage_group, broken))
+        return generate_until_lost(engine)
+
+    check(run_survivors(2, tmp_path, rank, victim=1), 1)
 
 
 @pytest.mark.parametrize(
