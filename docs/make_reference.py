@@ -84,7 +84,8 @@ def job_settings(cls: type, prefix: str = "") -> Iterator[tuple[str, object, str
         if dataclasses.is_dataclass(types[field.name]):
             yield from job_settings(types[field.name], f"{prefix}{field.name}.")
         else:
-            yield f"{prefix}{field.name}", field.default, comments.get(field.name, "")
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            yield f"{prefix}{field.name}", default, comments.get(field.name, "")
 
 
 def job_table() -> str:
@@ -93,7 +94,7 @@ def job_table() -> str:
 
     rows = []
     for key, default, comment in job_settings(JobConfig):
-        text = str(default).lower() if isinstance(default, bool) else str(default)
+        text = str(default).lower() if isinstance(default, bool) else "" if default == {} else str(default)
         shown = "required" if default is dataclasses.MISSING else f"`{text}`" if text else "empty"
         rows.append(f"| `{key}` | {shown} | {cell(comment)} |")
     return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])

@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,17 @@ class Ranks:
     def largest(self, value: float) -> float:
         """Return the largest of one number over all ranks, on every rank."""
         return self._reduce(value, dist.ReduceOp.MAX)
+
+    def in_turn(self, own: Sequence[T]) -> list[T]:
+        """Return the things of all ranks on the first one: one of each rank, then the next of each; [] on the others.
+        All ranks call it together. own: picklable, as many on every rank, or one more on the first ranks."""
+        if self.num_ranks == 1:
+            return list(own)
+        found: list[Sequence[T]] | None = [()] * self.num_ranks if self.is_first else None
+        dist.gather_object(own, found, dst=0)
+        if found is None:
+            return []
+        return [found[index % self.num_ranks][index // self.num_ranks] for index in range(sum(map(len, found)))]
 
     def _reduce(self, value: float, op: dist.ReduceOp.RedOpType) -> float:
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)

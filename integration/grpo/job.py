@@ -16,7 +16,6 @@ from transformers.utils import logging as transformers_logging
 
 from ...rollout.control.drafts import EngineDrafts
 from ...rollout.model.loading import auto_class
-from ...rollout.sampling_params import SamplingParams
 from ...weight_sync.disk.atomic_folder import flush_folder, partial_folder
 from ..failures import FileFailed, files_of
 from ..ranks import Ranks
@@ -24,6 +23,7 @@ from .backends.lora import add_adapters
 from .engines.factory import make_engine
 from .engines.rollouts import Rollouts, StepSamples
 from .engines.schedule import SCHEDULE
+from .evaluation import REWARD, Evaluation
 from .plan import model_spec
 from .results.checkpoint import (
     load_checkpoint,
@@ -35,7 +35,9 @@ from .results.checkpoint import (
 )
 from .results.run_folder import say
 from .results.run_log import RunLog, drop_lines_after
-from .rewards import load_reward
+from .results.samples import SampleFiles
+from .results.statistics import step_statistics
+from .rewards.scorer import make_scorer
 from .settings.config import JobConfig
 from .tasks.arithmetic import ArithmeticSpec
 from .tasks.task import build_task
@@ -57,9 +59,9 @@ class GrpoJob:
         transformers_logging.disable_progress_bar()  # the job has a bar of its own
         self.config = config
         self.ranks = ranks
-        self.task = build_task(config)
         folder = Path(config.model.path) if config.model.path else self._built_model()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.task = build_task(config, self.tokenizer)
         loader = auto_class(AutoConfig.from_pretrained(folder))
         self.model: PreTrainedModel = loader.from_pretrained(folder, dtype=_DTYPES[config.model.dtype]).to(ranks.device)
         self.adapted = None  # the PeftModel around the model, if adapters are trained
@@ -68,7 +70,9 @@ class GrpoJob:
         self.backend = make_backend(config, ranks)
         # The engine comes before the trainer, which may shard the module that the engine hosts or copies.
         self.engine = make_engine(config, self.model, folder, self.tokenizer, ranks, self.backend)
-        self.rollouts = Rollouts(config, ranks, self.engine, self.task, load_reward(config.reward))
+        self.rollouts = Rollouts(config, ranks, self.engine, self.task, make_scorer(config))
+        self.evaluation = Evaluation(config, ranks, self.engine, self.task.heldout, self.rollouts.score)
+        self._sample_files: SampleFiles | None = None  # of the first rank, while the job runs
         self.first_step = self.step = 0  # step: number of the current step, from 1
         try:
             self.trainer = GrpoTrainer(
@@ -102,8 +106,10 @@ class GrpoJob:
     def run(self) -> None:
         """Train to the last step, evaluate and save the model. Rank 0 prints the results."""
         config, log, is_writable = self.config, None, True
-        before = self._accuracy_before()
+        before = self._reward_before()
         if self.ranks.is_first:
+            if config.run.rollouts_every:
+                self._sample_files = SampleFiles(config.folder, config.run.rollouts_keep, self.first_step)
             if config.depends_on_timing:
                 drop_lines_after(config.folder / SCHEDULE, self.first_step)
             log = RunLog(config.folder, config.run.num_steps, self.first_step, tensorboard=config.run.tensorboard)
@@ -113,7 +119,9 @@ class GrpoJob:
                 line = self._step(step)
                 is_last = step + 1 == config.run.num_steps
                 if is_last or (step + 1) % config.run.eval_every == 0:
-                    line["heldout_accuracy"] = self.heldout_accuracy()
+                    line |= self.evaluation.run()
+                    if log is not None:
+                        log.show(self.evaluation.examples)
                 if log is not None:
                     log.step(line)
                 if is_last or (step + 1) % config.run.checkpoint_every == 0:
@@ -126,8 +134,8 @@ class GrpoJob:
                 log.close(draws=is_writable)
         self._save_model(config.folder / "model")
         if log is not None:
-            after = f"{log.heldout_accuracy:.1%} after {config.run.num_steps} steps"
-            say(f"held-out accuracy: {before:.1%} before, {after}")
+            after = f"{log.eval_reward_mean:.1%} after {config.run.num_steps} steps"
+            say(f"held-out mean reward: {before:.1%} before, {after}")
         dist.barrier()  # no rank ends before the results are written, or while other ranks may call its engine
 
     def _serve(self) -> BackgroundServer | None:
@@ -176,31 +184,34 @@ class GrpoJob:
             "rollout_s": rollout_s,
             "train_s": trained - started - done.waited_s,
             "sync_s": synced - trained,
+            **self._statistics(step, done),
             **self.rollouts.lag(step, done),
             **self.rollouts.ahead(rollout_s),
         }
 
-    def heldout_accuracy(self) -> float:
-        """Measure the mean reward of greedy answers to the held-out problems. The ranks share the problems."""
-        mine = list(self.task.heldout[self.ranks.rank :: self.ranks.num_ranks])
-        params = SamplingParams(temperature=0.0, max_new_tokens=self.config.rollout.max_new_tokens)
-        completions = self.engine.generate([p.prompt for p in mine], params)
-        total = sum(score.total for score in self.rollouts.score(mine, completions))
-        return self.ranks.total(total) / len(self.task.heldout)
+    def _statistics(self, step: int, done: StepSamples) -> dict[str, object]:
+        """Keep the step's samples where it is their turn, and return their statistics, on the first rank."""
+        every, group_size = self.config.run.rollouts_every, self.config.rollout.group_size
+        if every and (step + 1) % every == 0:
+            rows = self.rollouts.rows(done)
+            if self._sample_files is not None:
+                self._sample_files.write(step + 1, rows)
+        numbers = self.rollouts.numbers(done)
+        return step_statistics(numbers, group_size) if numbers else {}
 
     # -- files of the run -------------------------------------------------------------------------------------------
 
-    def _accuracy_before(self) -> float:
-        """Measure the held-out accuracy of the run's first model. A resumed run reads it from the run's folder."""
+    def _reward_before(self) -> float:
+        """Measure the mean held-out reward of the run's first model. A resumed run reads it from the run's folder."""
         path = self.config.folder / "before.json"
         if self.first_step:
             with files_of(path, "read"):
-                return json.loads(path.read_text())["heldout_accuracy"] if self.ranks.is_first else 0.0
-        accuracy = self.heldout_accuracy()
+                return json.loads(path.read_text())[REWARD] if self.ranks.is_first else 0.0
+        found = self.evaluation.run()
         if self.ranks.is_first:
             with files_of(path):
-                path.write_text(json.dumps({"heldout_accuracy": accuracy}) + "\n")
-        return accuracy
+                path.write_text(json.dumps(found) + "\n")
+        return found.get(REWARD, 0.0)
 
     def _built_model(self) -> Path:
         config = self.config

@@ -16,7 +16,7 @@ from ...weight_sync.layout.bucket import ALIGNMENT
 from ..ranks import Ranks
 from .backends.lora import add_adapters, missing_package
 from .engines.schedule import read_schedule
-from .rewards import load_reward
+from .rewards.scorer import make_scorer
 from .settings.config import JobConfig
 from .tasks.arithmetic import CONTEXT_TOKENS, build_tokenizer
 from .tasks.task import build_task, check_lengths
@@ -45,9 +45,9 @@ def check_job(config: JobConfig, num_ranks: int) -> None:
         mesh_plan(config, num_ranks)
     except ValueError as error:
         wrong.append(f"parallel: {error}")
-    needed = ["matplotlib"] + ["tensorboard"] * config.run.tensorboard
+    needed = ["matplotlib"] + ["tensorboard"] * config.run.tensorboard + ["zstandard"] * (config.run.rollouts_every > 0)
     if absent := [name for name in needed if importlib.util.find_spec(name) is None]:
-        names = " and ".join(absent)
+        names = " and ".join(sorted(absent))
         wrong.append(f"{names} must be installed for plots and logs, the extra `train`: pip install -e '.[train]'")
     if config.trainer == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         wrong.append(
@@ -64,10 +64,10 @@ def check_job(config: JobConfig, num_ranks: int) -> None:
     config.engine_config()
     if config.run.replay_schedule:
         read_schedule(config.run.replay_schedule)
-    load_reward(config.reward)
+    make_scorer(config)
     model_spec(config)
-    task = build_task(config)
     tokenizer, max_model_len = _tokenizer_and_context(config)
+    task = build_task(config, tokenizer)
     check_lengths(task.all_known, tokenizer, config.rollout.max_new_tokens, max_model_len)
     if config.train.lora.rank:
         add_adapters(_model_without_memory(config), config.train.lora, config.run.seed)

@@ -28,7 +28,8 @@ TEXTS = dict(zip(NAMES, (page.read_text(encoding="utf-8") for page in CHECKED), 
 FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 A_FILE = re.compile(r"(?:[\w.]+/)*[\w.]+\.(?:py|md|toml|cpp|h|svg|cfg|html|txt)|(?:[\w.-]+/)+(?:[\w.]+/)?")
-NOT_OURS = re.compile(r"runs/.*|checkpoints/|model/|conftest\.py")  # which a run makes, or which must not be there
+# What a run makes, or what must not be there.
+NOT_OURS = re.compile(r"runs/.*|checkpoints/|rollouts/|model/|conftest\.py")
 METRIC = re.compile(r"\b(?:lockstep|sglang):[a-z0-9_]+")
 
 
@@ -342,7 +343,8 @@ def job_settings(cls: type | None = None, prefix: str = "") -> dict[str, object]
         if is_dataclass(types[field.name]):
             found |= job_settings(types[field.name], f"{prefix}{field.name}.")
         else:
-            found[f"{prefix}{field.name}"] = field.default
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            found[f"{prefix}{field.name}"] = default if default != {} else ""
     return found
 
 

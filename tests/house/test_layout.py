@@ -78,9 +78,10 @@ PLACES = {
         "router.server service service_config version"
     ),
     "integration.grpo.job": (
-        "failures grpo.backends grpo.engines grpo.plan grpo.results grpo.rewards grpo.settings grpo.tasks "
-        "grpo.training http.edge http.server ranks"
+        "failures grpo.backends grpo.engines grpo.evaluation grpo.plan grpo.results grpo.rewards grpo.settings "
+        "grpo.tasks grpo.training http.edge http.server ranks"
     ),
+    "integration.grpo.evaluation": "grpo.engines grpo.results grpo.rewards grpo.settings grpo.tasks ranks",
     "integration.http.server": "http.app http.edge http.generation service",
     "integration.router.server": "http.edge router.app router.changes router.config router.fleet",
     "integration.bench.gpu": "bench.decode bench.parts bench.pause service",
@@ -136,7 +137,7 @@ PLACES = {
     "integration.router.fleet": "http.edge router.calls router.config router.wire",
     "integration.service": "service_config weights",
     "integration.grpo.training": "grpo.backends grpo.settings ranks",
-    "integration.grpo.results": "failures grpo.backends",
+    "integration.grpo.results": "failures grpo.backends grpo.rewards grpo.tasks",
     "integration.grpo.tasks": "failures grpo.settings",
     "integration.grpo.backends": "grpo.settings push.adapters ranks",
     "integration.http.chat": "http.edge http.generation",
@@ -149,7 +150,7 @@ PLACES = {
     "integration.trl": "service",
     "integration.weights": "plain_values service_config",
     "integration.failures": "one_line",
-    "integration.grpo.rewards": "",
+    "integration.grpo.rewards": "grpo.settings grpo.tasks",
     "integration.grpo.settings": "",
     "integration.http.edge": "",
     "integration.kv_events": "",

@@ -18,7 +18,7 @@ from lockstep.tests.torture.wire import Address, Answer, Verdict, exchange, requ
 
 START_S, LONGEST_S = 180.0, 3600.0
 STEPS_A_MINUTE = 120  # an undisturbed run takes a part of the minute, and one under attack about all of it
-COMPARED = ("step", "weight_digest", "weight_version", "reward_mean", "loss", "logprob_gap", "heldout_accuracy")
+COMPARED = ("step", "weight_digest", "weight_version", "reward_mean", "loss", "logprob_gap", "eval_reward_mean")
 
 
 class RankJob:

@@ -32,7 +32,7 @@ from ..settings.config import JobConfig
 class StepPrompts:
     """One rank's prompts of a step, with the settings of each."""
 
-    prompts: list[str]
+    prompts: list[str | list[int]]
     params: list[SamplingParams]
     schedule: Sequence[Sequence[Spans]] | None = None  # of each prompt's samples, where a run is repeated
 
@@ -45,7 +45,9 @@ class JobEngine(ABC):
     ranks: RankChannel | None = None  # between the ranks of an engine that has several
 
     @abstractmethod
-    def generate(self, prompts: Sequence[str], params: Sequence[SamplingParams] | SamplingParams) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[str | list[int]], params: Sequence[SamplingParams] | SamplingParams
+    ) -> list[Completion]:
         """Complete every prompt with the weights of the last sync."""
 
     @abstractmethod
@@ -112,7 +114,9 @@ class LocalEngine(JobEngine):
         """See `JobEngine.counts`."""
         return self._ahead.counts
 
-    def generate(self, prompts: Sequence[str], params: Sequence[SamplingParams] | SamplingParams) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[str | list[int]], params: Sequence[SamplingParams] | SamplingParams
+    ) -> list[Completion]:
         """See `JobEngine.generate`."""
         with self.service.rollout(release_kv=True):
             return self.service.engine.generate(prompts, params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -13,7 +14,10 @@ from ....rollout.ahead.rollouts import AheadCounts
 from ....rollout.completion import Completion, WeightSpan
 from ....rollout.sampling_params import SamplingParams
 from ...ranks import Ranks
-from ..rewards import RewardFunction, Score
+from ..results.samples import sample_row
+from ..results.statistics import SampleNumbers, numbers_of
+from ..rewards.score import Score
+from ..rewards.scorer import Scorer
 from ..settings.config import JobConfig
 from ..tasks.problems import Problem
 from ..tasks.task import Task
@@ -22,6 +26,8 @@ from ..training.packing import Sample
 from .engine import JobEngine, StepPrompts
 from .schedule import SCHEDULE, append_step, read_schedule, step_spans
 
+T = TypeVar("T")
+
 
 @dataclass
 class StepSamples:
@@ -29,13 +35,15 @@ class StepSamples:
 
     completions: list[Completion] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)  # of each completion, as it is trained on
+    advantages: list[float] = field(default_factory=list)  # of each completion
+    problems: list[Problem] = field(default_factory=list)  # of each completion
     waited_s: float = 0.0  # for the engine, or while it generated in this process
 
 
 class Rollouts:
     """Samplings of the steps of a job, of which coming ones may be begun before their turn."""
 
-    def __init__(self, config: JobConfig, ranks: Ranks, engine: JobEngine, task: Task, reward: RewardFunction) -> None:
+    def __init__(self, config: JobConfig, ranks: Ranks, engine: JobEngine, task: Task, reward: Scorer) -> None:
         self._config, self._ranks, self._engine, self._task, self._reward = config, ranks, engine, task, reward
         self._num_begun = 0  # steps whose prompts the engine has
         self._counts = AheadCounts()  # at the end of the step before
@@ -61,6 +69,7 @@ class Rollouts:
             into.scores += scores
             rewards = torch.tensor([[score.total for score in scores]])
             advantages = group_advantages(rewards, self._config.train.scale_by_std)[0].tolist()
+            into.advantages += advantages
             for answer, advantage in zip(answers, advantages, strict=True):
                 num_older = sum(span.end - span.start for span in answer.weight_versions if lag_of(span, step))
                 yield Sample(answer.prompt_ids, answer.token_ids, answer.logprobs, advantage, num_older)
@@ -78,8 +87,22 @@ class Rollouts:
 
     def score(self, problems: Sequence[Problem], answers: Sequence[Completion]) -> list[Score]:
         """Return the scores of answers to these problems."""
-        pairs = zip(problems, answers, strict=True)
-        return [Score(self._reward(problem.prompt, answer.text, problem.answer)) for problem, answer in pairs]
+        return self._reward(problems, answers)
+
+    def numbers(self, samples: StepSamples) -> list[SampleNumbers]:
+        """Return the numbers of a step's samples, those of all ranks on the first. All ranks call it together."""
+        own = [numbers_of(*pair) for pair in zip(samples.completions, samples.scores, strict=True)]
+        return self._of_all_ranks(own)
+
+    def rows(self, samples: StepSamples) -> list[dict[str, object]]:
+        """Return a step's samples as they are kept, likewise."""
+        parts = zip(samples.problems, samples.completions, samples.scores, samples.advantages, strict=True)
+        return self._of_all_ranks([sample_row(*part) for part in parts])
+
+    def _of_all_ranks(self, own: list[T]) -> list[T]:
+        size = self._config.rollout.group_size
+        groups = self._ranks.in_turn([own[at : at + size] for at in range(0, len(own), size)])
+        return [one for group in groups for one in group]
 
     def lag(self, step: int, samples: StepSamples) -> dict[str, object]:
         """Return how many commits ago the step's tokens were drawn, over all ranks."""
@@ -127,7 +150,7 @@ class Rollouts:
                 path, num = self._config.run.replay_schedule, self._config.rollout.prompts_per_step
                 raise ValueError(f"run.replay_schedule: {path!r} has no step {step + 1} of {num} prompts")
             schedule = spans[ranks.rank :: ranks.num_ranks]
-        self._engine.begin(step, StepPrompts([problem.prompt for problem in problems], params, schedule))
+        self._engine.begin(step, StepPrompts([problem.model_input for problem in problems], params, schedule))
         self._num_begun = step + 1
 
     def _problems(self, step: int) -> list[Problem]:
@@ -137,6 +160,7 @@ class Rollouts:
 
     def _scores(self, problem: Problem, answers: list[Completion], into: StepSamples) -> list[Score]:
         into.completions += answers
+        into.problems += [problem] * len(answers)
         return self.score([problem] * len(answers), answers)
 
     def _shuffled(

@@ -10,8 +10,6 @@ import json
 import os
 from pathlib import Path
 
-import torch.distributed as dist
-
 from ....rollout.ahead.group import Spans
 from ....rollout.completion import Completion
 from ...failures import files_of
@@ -22,14 +20,11 @@ StepSpans = list[list[Spans]]  # of each prompt and sample
 
 
 def step_spans(completions: list[Completion], group_size: int, ranks: Ranks) -> StepSpans:
-    """Return the spans of a step's samples, over all ranks. All ranks call it together."""
-    spans = [[(span.version, span.end - span.start) for span in one.weight_versions] for one in completions]
-    own = [spans[at : at + group_size] for at in range(0, len(spans), group_size)]
-    if ranks.num_ranks == 1:
-        return own  # type: ignore[return-value]
-    found: list[StepSpans] = [[]] * ranks.num_ranks
-    dist.all_gather_object(found, own)
-    return [found[index % ranks.num_ranks][index // ranks.num_ranks] for index in range(sum(map(len, found)))]
+    """Return the spans of a step's samples, those of all ranks on the first. All ranks call it together."""
+    spans: list[Spans] = [
+        [(span.version, span.end - span.start) for span in one.weight_versions] for one in completions
+    ]
+    return ranks.in_turn([spans[at : at + group_size] for at in range(0, len(spans), group_size)])
 
 
 def append_step(path: Path, step: int, spans: StepSpans) -> None:

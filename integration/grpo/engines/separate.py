@@ -31,7 +31,9 @@ class SeparateEngine(PushedEngine):
         self._target = RemoteEngine(folder, socket.parent, socket.stem, settings, options)
         self._exit.callback(self._target.close)
 
-    def generate(self, prompts: Sequence[str], params: Sequence[SamplingParams] | SamplingParams) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[str | list[int]], params: Sequence[SamplingParams] | SamplingParams
+    ) -> list[Completion]:
         """See `JobEngine.generate`."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         return self._target.generate(list(prompts), [asdict(p) for p in each], _TIMEOUT_S)

@@ -31,7 +31,9 @@ class ShardedEngine(LocalEngine):
         self._backend, self._config = backend, config
         self._own_samples: dict[int, slice] = {}  # of the steps that were begun
 
-    def generate(self, prompts: Sequence[str], params: Sequence[SamplingParams] | SamplingParams) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[str | list[int]], params: Sequence[SamplingParams] | SamplingParams
+    ) -> list[Completion]:
         """See `JobEngine.generate`. All ranks of the replica call it together."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         asked, own = self._gather(StepPrompts(list(prompts), list(each)))

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -62,14 +62,20 @@ class RunLog:
         self._writer = None
         logger.error("TensorBoard's events in %s end here, the run goes on: %s", self._folder, error)
 
+    def show(self, texts: Iterable[str]) -> None:
+        """Print texts above the bar."""
+        for text in texts:
+            with suppress(OSError):
+                self._bar.write(text)
+
     @property
-    def heldout_accuracy(self) -> float | None:
-        """The newest held-out accuracy; None before the first evaluation."""
-        return next((x["heldout_accuracy"] for x in reversed(self._lines) if "heldout_accuracy" in x), None)
+    def eval_reward_mean(self) -> float | None:
+        """The newest mean reward of the held-out problems; None before the first evaluation."""
+        return next((x["eval_reward_mean"] for x in reversed(self._lines) if "eval_reward_mean" in x), None)
 
     def _summary(self) -> str:
-        last, accuracy = self._lines[-1], self.heldout_accuracy
-        heldout = "-" if accuracy is None else f"{accuracy:.1%}"
+        last, reward = self._lines[-1], self.eval_reward_mean
+        heldout = "-" if reward is None else f"{reward:.1%}"
         ahead = f"lag {last['lag_mean']:.2f} | " if last.get("lag_mean") else ""
         if last.get("kept_share") is not None:
             ahead += f"kept {last['kept_share']:.1%} of {last['verified_tokens']} verified | "
@@ -136,7 +142,7 @@ def drop_lines_after(path: Path, num_steps: int) -> list[dict[str, Any]]:
 
 
 def plot(lines: list[dict[str, Any]], path: Path) -> None:
-    """Plot reward, held-out accuracy, log-probability gap and seconds against the step, as a PNG; where rollouts ran
+    """Plot reward, mean held-out reward, log-probability gap and seconds against the step, as a PNG; where rollouts ran
     ahead of training also the lag, and the share of tokens that commits kept."""
     import matplotlib  # an extra, and slow to import
 
@@ -145,13 +151,13 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
 
     steps = [line["step"] for line in lines]
     ran_ahead = any(line.get("lag_mean") or line.get("kept_share") is not None for line in lines)
-    evaluated = [line for line in lines if "heldout_accuracy" in line]
+    evaluated = [line for line in lines if "eval_reward_mean" in line]
     figure, axes = pyplot.subplots(3 + ran_ahead, 1, sharex=True, figsize=(8, 9 + 3 * ran_ahead))
     quality, gap, seconds = axes[:3]
     quality.plot(steps, [line["reward_mean"] for line in lines], label="reward, sampled", alpha=0.6)
     quality.plot(
-        [line["step"] for line in evaluated], [line["heldout_accuracy"] for line in evaluated],
-        "o-", label="held-out, greedy",
+        [line["step"] for line in evaluated], [line["eval_reward_mean"] for line in evaluated],
+        "o-", label="held-out",
     )  # fmt: skip
     quality.set_ylim(0, 1)
     quality.legend()

@@ -14,6 +14,7 @@ from .sections import (
     DataSettings,
     DeepSpeedSettings,
     EngineSettings,
+    EvalSettings,
     Fault,
     HttpSettings,
     ModelSettings,
@@ -40,11 +41,17 @@ class JobConfig:
     model: ModelSettings = field(default_factory=ModelSettings)
     warm_start: WarmStartSettings = field(default_factory=WarmStartSettings)
     data: DataSettings = field(default_factory=DataSettings)
-    reward: str = "lockstep.integration.grpo.rewards:exact_answer"  # the reward function, as module:function
+    reward: str | list[str] = "exact_answer"  # the reward function, as module:function or the name of a ready one; or
+    # a list of several, whose values are added
+    reward_weights: dict[str, float] = field(default_factory=dict)  # weights of rewards or of their components, by
+    # name; 1.0 where nothing is said
+    reward_options: dict[str, dict[str, object]] = field(default_factory=dict)  # of each reward, by its name: settings
+    # that it gets as keywords
     trainer: str = "ddp"  # how the model is trained on several ranks: "ddp", "fsdp2" or "deepspeed"
     sync: str = "in_place"  # how engines get the weights: "in_place", "distributed", "tensor", "disk" or "delta"
     engines: str = "local"  # "local": in the trainer's processes; "separate": in processes of their own
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    eval: EvalSettings = field(default_factory=EvalSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     deepspeed: DeepSpeedSettings = field(default_factory=DeepSpeedSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
@@ -72,6 +79,8 @@ class JobConfig:
         if self.engine.invariant and tp > 0 and k_blocks % tp:
             why = f"must be a multiple of parallel.tp={tp} in invariant mode, not {k_blocks}"
             found.append(("engine.k_blocks", why))
+        if not self.rewards:
+            found.append(("reward", "must name at least one function"))
         if self.train.lora.rank:
             found += self._refused_with_adapters()
         if self.train.low_precision != "masters":
@@ -90,6 +99,11 @@ class JobConfig:
         if self.http.port and self.engines == "separate":
             found.append(("http.port", 'must be 0 with engines="separate": they are not in the ranks'))
         return found
+
+    @property
+    def rewards(self) -> list[str]:
+        """The locations of the rewards."""
+        return [self.reward] if isinstance(self.reward, str) else self.reward
 
     def _refused_precision(self) -> list[Fault]:
         name, given = "train.low_precision", self.train.low_precision

@@ -6,7 +6,8 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, get_args, get_type_hints
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
@@ -66,11 +67,33 @@ def _nearest(name: str, prefix: str, known: Iterable[str]) -> str:
 
 def _typed(value: object, wanted: type, key: str, faults: list[str]) -> object:
     """Convert the value to the wanted type: an integer is accepted for a float. Adds a fault for another type."""
-    allowed = get_args(wanted) or (wanted,)
-    is_bool = isinstance(value, bool)
-    if float in allowed and isinstance(value, int) and not is_bool:
+    allowed = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
+    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if (is_bool and bool not in allowed) or not isinstance(value, allowed):
-        names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
-        faults.append(f"{key} must be {names[allowed[0]]}, not {value!r}")
+    if not any(_is_of(value, one) for one in allowed):
+        faults.append(f"{key} must be {' or '.join(map(_kind, allowed))}, not {value!r}")
     return value
+
+
+def _is_of(value: object, wanted: Any) -> bool:
+    """Return whether a value is of a type: a plain one, or a list or table of such."""
+    if wanted is object:
+        return True
+    origin, parts = get_origin(wanted), get_args(wanted)
+    if origin is list:
+        return isinstance(value, list) and all(_is_of(one, parts[0]) for one in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_is_of(one, parts[1]) for one in value.values())
+    if isinstance(value, bool) or wanted is bool:
+        return isinstance(value, bool) and wanted is bool
+    return isinstance(value, (int, float) if wanted is float else wanted)
+
+
+def _kind(wanted: Any) -> str:
+    names = {str: "text", int: "a whole number", float: "a number", bool: "true or false", object: "anything"}
+    origin, parts = get_origin(wanted), get_args(wanted)
+    if origin is list:
+        return f"a list, each of {_kind(parts[0])}"
+    if origin is dict:
+        return f"a table, each of {_kind(parts[1])}"
+    return names[wanted]

@@ -41,12 +41,15 @@ class RunSettings(Section):
     replay_schedule: str = ""  # schedule.jsonl of a run with rollout.on_commit "keep" or "drop": each token is drawn
     # under the commit that drew it there, so that the digests are those of that run
     timeout_s: int = 120  # longest time that a rank waits for the others in a collective
+    rollouts_every: int = 1  # steps between those whose samples are kept in the folder `rollouts`; 0: none are
+    rollouts_keep: int = 200  # number of newest steps whose samples are kept; 0: all
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
         found = too_small(self, "num_steps", "eval_every", "checkpoint_every", "timeout_s")
-        if self.num_ranks < 0:
-            found.append(("num_ranks", f"must not be negative, not {self.num_ranks}"))
+        for name in ("num_ranks", "rollouts_every", "rollouts_keep"):
+            if (value := getattr(self, name)) < 0:
+                found.append((name, f"must not be negative, not {value}"))
         if not self.name or "/" in self.name:
             found.append(("name", f"must be a folder name, not {self.name!r}"))
         return found
@@ -100,14 +103,20 @@ class DataSettings(Section):
     path: str = ""  # JSONL file, one problem a line; empty: generated sums
     heldout_path: str = ""  # JSONL file of held-out problems; empty: every tenth problem of `path` is held out
     prompt_field: str = "prompt"  # field of a line that has the prompt
-    answer_field: str = "answer"  # field of a line that has the answer
+    answer_field: str = "answer"  # field of a line that has the answer; empty: rows have none, the reward reads the row
     min_digits: int = 3  # least number of digits of each number to add
     max_digits: int = 3  # largest number of digits of each number to add
     num_heldout: int = 512  # largest number of held-out problems
+    chat: bool = False  # a prompt that is text becomes a user's message; prompts that are messages do so in any case
+    system_prompt: str = ""  # system message before the messages of each prompt; needs chat, or messages
+    few_shot_path: str = ""  # JSONL file of rows that are shown, with their answers, before each prompt
+    chat_template_kwargs: dict[str, object] = field(default_factory=dict)  # variables of the model's chat template
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
         found = too_small(self, "num_heldout")
+        names = ("chat", "system_prompt", "few_shot_path", "chat_template_kwargs")
+        found += [(name, "needs data.path") for name in names if getattr(self, name) and not self.path]
         if self.heldout_path and not self.path:
             found.append(("heldout_path", "needs data.path"))
         return found
@@ -145,6 +154,23 @@ class RolloutSettings(Section):
             found.append(("keep_kv", 'must be false with on_commit="verify", which computes all KV anew'))
         if self.group_size < 2:
             found.append(("group_size", "must be at least 2: advantages compare the samples of a group"))
+        return found
+
+
+@dataclass(frozen=True)
+class EvalSettings(Section):
+    """The evaluations on held-out problems, every `run.eval_every` steps. Their seeds are the same each time."""
+
+    n: int = 1  # samples of each held-out problem
+    temperature: float = 0.0  # temperature of their sampling; 0: greedy
+
+    def faults(self) -> list[Fault]:
+        """See `Section.faults`."""
+        found = too_small(self, "n")
+        if self.temperature < 0:
+            found.append(("temperature", f"must not be negative, not {self.temperature}"))
+        if self.n > 1 and not self.temperature:
+            found.append(("temperature", f"must be positive with n={self.n}: greedy samples are all the same"))
         return found
 
 

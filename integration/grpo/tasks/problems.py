@@ -1,26 +1,44 @@
 """Problems, which are prompts with their answers, and the JSONL files that hold them."""
 
+from __future__ import annotations
+
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+Message = Mapping[str, Any]  # of a conversation: role and content, and what else its chat template reads
 
 
 @dataclass(frozen=True)
 class Problem:
     """A prompt and the answer that verifies its completion."""
 
-    prompt: str  # the model's input
+    prompt: str  # the model's input; of messages, the text that the chat template makes of them
     answer: str  # the reward function compares the completion with it
     source: str = field(default="", compare=False)  # "file:line" to name in errors; empty for a generated problem
+    row: Mapping[str, Any] = field(default_factory=dict, compare=False)  # all fields of its line, for the reward
+    messages: Sequence[Message] = field(default=(), compare=False)  # where the prompt is a conversation
+    prompt_ids: tuple[int, ...] | None = field(default=None, compare=False)  # of messages: tokens of the prompt
+
+    @property
+    def model_input(self) -> str | list[int]:
+        """The prompt for an engine."""
+        return self.prompt if self.prompt_ids is None else list(self.prompt_ids)
+
+    def whole_row(self) -> dict[str, Any]:
+        """Return the fields for a reward; of a generated problem prompt and answer."""
+        return dict(self.row) or {"prompt": self.prompt, "answer": self.answer}
 
 
 def load_problems(path: str | Path, prompt_field: str = "prompt", answer_field: str = "answer") -> list[Problem]:
     """Read one problem per line of a UTF-8 JSONL file, in file order.
 
-    Each line is an object with both fields as strings; further fields are ignored. An answer may also be an integer,
-    which is read as its decimal text. A prompt must not be blank. Lines of white space only are skipped.
+    Each line is an object with a prompt, text or a list of messages, which must not be blank; further fields are for
+    the reward. The answer is text or an integer, which is read as its decimal text; with an empty `answer_field` rows
+    have none. Lines of white space only are skipped.
 
     Raises ValueError naming the file, and for every wrong line (the first ten) its number and fault, at once; also for
     a file that cannot be read or holds no problem.
@@ -60,20 +78,34 @@ def _parse_problem(line: str, prompt_field: str, answer_field: str, source: str)
         raise ValueError(f"not valid JSON: {error.msg} at column {error.colno}") from error
     if not isinstance(record, dict):
         raise ValueError(f"a JSON object is needed, not {_json_kind(record)}")
-    faults = [f"field {field!r} is missing" for field in (prompt_field, answer_field) if field not in record]
-    if prompt_field in record:
-        prompt = record[prompt_field]
-        if not isinstance(prompt, str):
-            faults.append(f"field {prompt_field!r} must be a string, not {_json_kind(prompt)}")
-        elif not prompt.strip():
-            faults.append(f"field {prompt_field!r} is blank")
-    if answer_field in record:
-        answer = record[answer_field]
-        if isinstance(answer, bool) or not isinstance(answer, (str, int)):
-            faults.append(f"field {answer_field!r} must be a string or an integer, not {_json_kind(answer)}")
+    faults = [f"field {field!r} is missing" for field in (prompt_field, answer_field) if field and field not in record]
+    prompt, answer = record.get(prompt_field, " "), record.get(answer_field, "")
+    if isinstance(prompt, list):
+        faults += [f"field {prompt_field!r}: {why}" for why in _wrong_messages(prompt)]
+    elif not isinstance(prompt, str):
+        faults.append(f"field {prompt_field!r} must be a string or a list of messages, not {_json_kind(prompt)}")
+    elif prompt_field in record and not prompt.strip():
+        faults.append(f"field {prompt_field!r} is blank")
+    if isinstance(answer, bool) or not isinstance(answer, (str, int)):
+        faults.append(f"field {answer_field!r} must be a string or an integer, not {_json_kind(answer)}")
     if faults:
         raise ValueError(", ".join(faults))
-    return Problem(prompt=record[prompt_field], answer=str(record[answer_field]), source=source)
+    messages = prompt if isinstance(prompt, list) else ()
+    return Problem("" if messages else prompt, str(answer), source, record, messages)
+
+
+def _wrong_messages(messages: list[object]) -> list[str]:
+    """List what is wrong with messages: each is an object with a role and a content, and the last one is not the
+    assistant's."""
+    if not messages:
+        return ["holds no message"]
+    found = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            found.append(f"message {number} must be an object with role and content, not {_json_kind(message)}")
+    if not found and isinstance(messages[-1], dict) and messages[-1]["role"] == "assistant":
+        found.append("the last message is the assistant's, whose turn it is")
+    return found
 
 
 def _json_kind(value: object) -> str:

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..settings.config import JobConfig
 from .arithmetic import ArithmeticSpec, arithmetic_problems
+from .chat import ChatPrompts
 from .problems import Problem, draw_problems, load_problems
 
 _HELDOUT_ONE_IN = 10  # of the problems of a file, where no file of held-out problems is given
@@ -23,17 +24,20 @@ class Task:
     all_known: Sequence[Problem]  # for checks before the start: all problems of a file, or the longest generated sum
 
 
-def build_task(config: JobConfig) -> Task:
-    """Build the task of a config. Raises ValueError naming the file and line, or the key, of each fault."""
+def build_task(config: JobConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """Build the task of a config. tokenizer: of the model, whose chat template writes prompts that are messages.
+    Raises ValueError naming the file and line, or the key, of each fault."""
     data = config.data
     if not data.path:
         spec = ArithmeticSpec(config.run.seed, data.min_digits, data.max_digits, data.num_heldout)
         sums = arithmetic_problems(spec)
         longest = Problem(f"What is {'9' * data.max_digits} + {'9' * data.max_digits}?\n", "")
         return Task(sums.train_problems, sums.heldout, (longest,))
-    problems = load_problems(data.path, data.prompt_field, data.answer_field)
+    chat = ChatPrompts(data, tokenizer)
+    problems = chat.written(load_problems(data.path, data.prompt_field, data.answer_field))
     if data.heldout_path:
-        train, heldout = problems, load_problems(data.heldout_path, data.prompt_field, data.answer_field)
+        heldout = chat.written(load_problems(data.heldout_path, data.prompt_field, data.answer_field))
+        train = problems
     else:
         heldout = problems[_HELDOUT_ONE_IN - 1 :: _HELDOUT_ONE_IN]
         train = [problem for index, problem in enumerate(problems) if (index + 1) % _HELDOUT_ONE_IN]
@@ -58,7 +62,7 @@ def check_lengths(
     too_long = [
         f"{problem.source or repr(problem.prompt)}: the prompt has {num_tokens} tokens"
         for problem in problems
-        if (num_tokens := len(tokenizer(problem.prompt)["input_ids"])) > room
+        if (num_tokens := _num_tokens(problem, tokenizer)) > room
     ]
     if too_long:
         more = f"; and {len(too_long) - 3} more" if len(too_long) > 3 else ""
@@ -66,3 +70,8 @@ def check_lengths(
             f"{'; '.join(too_long[:3])}{more}; a context of {max_model_len} tokens with rollout.max_new_tokens="
             f"{max_new_tokens} takes prompts of {room}"
         )
+
+
+def _num_tokens(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> int:
+    ids = problem.prompt_ids
+    return len(tokenizer(problem.prompt)["input_ids"] if ids is None else ids)

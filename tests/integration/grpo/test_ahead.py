@@ -15,7 +15,7 @@ from lockstep.rollout.completion import WeightSpan
 from lockstep.tests.integration.grpo import test_job
 from lockstep.tests.support.job_launcher import CONFIG, log_of, run_jobs
 
-SAME = ("reward_mean", "loss", "kl", "grad_norm", "heldout_accuracy", "weight_version", "weight_digest", "logprob_gap")
+SAME = ("reward_mean", "loss", "kl", "grad_norm", "eval_reward_mean", "weight_version", "weight_digest", "logprob_gap")
 # Large steps, so that many tokens differ after each of them, and answers of many lengths.
 MORE = (
     "run.num_steps=20 run.eval_every=7 rollout.max_new_tokens=14 train.learning_rate=2e-3 reward=slow_rewards:by_text"

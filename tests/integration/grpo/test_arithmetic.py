@@ -5,7 +5,7 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
-from lockstep.integration.grpo.rewards import exact_answer
+from lockstep.integration.grpo.rewards.ready import exact_answer
 from lockstep.integration.grpo.tasks.arithmetic import (
     VOCAB_SIZE,
     ArithmeticSpec,

@@ -58,7 +58,7 @@ def by_text(prompt, completion, answer):
 """
 BASE = "base_model_name_or_path"
 SAME_IN_EVERY_RUN = ("step", "reward_mean", "logprob_gap", "sync_bytes", "weight_version", "weight_digest",
-                     "heldout_accuracy", "loss")  # fmt: skip
+                     "eval_reward_mean", "loss")  # fmt: skip
 
 
 def torchrun(folder: Path, *arguments: str, num_ranks: int = 2, **environment: object) -> subprocess.Popen:
@@ -122,10 +122,10 @@ def test_two_ranks_train_with_a_gap_of_zero_and_no_byte_moved(straight_run):
     assert all(line["logprob_gap"] == 0.0 and line["sync_bytes"] == 0 for line in lines)
     assert [line["weight_version"] for line in lines] == ["1", "2", "3", "4"]
     assert len({line["weight_digest"] for line in lines}) == 4, "every step changes the weights"
-    assert [("heldout_accuracy" in line) for line in lines] == [False, True, False, True]
+    assert [("eval_reward_mean" in line) for line in lines] == [False, True, False, True]
     assert all(line[key] > 0 for line in lines for key in ("rollout_tokens_per_s", "rollout_s", "train_s", "sync_s"))
     assert (straight_run / "runs/arithmetic/progress.png").stat().st_size > 1000
-    assert "held-out accuracy:" in (straight_run / "log").read_text()
+    assert "held-out mean reward:" in (straight_run / "log").read_text()
 
 
 def test_the_trained_model_loads_in_transformers_and_is_what_was_committed_last(straight_run):
@@ -381,6 +381,6 @@ def test_ten_steps_of_the_whole_job_raise_the_accuracy(tmp_path, settings):
     assert finish(torchrun(tmp_path, str(CONFIG), "run.num_steps=10", *settings), seconds=1500) == 0
     lines = read_metrics(tmp_path / "runs/arithmetic/metrics.jsonl")
     assert [line["logprob_gap"] for line in lines] == [0.0] * 10
-    before = re.search(r"held-out accuracy: ([0-9.]+)% before", (tmp_path / "log").read_text())
+    before = re.search(r"held-out mean reward: ([0-9.]+)% before", (tmp_path / "log").read_text())
     assert before is not None and 20 < float(before[1]) < 50
-    assert 100 * lines[-1]["heldout_accuracy"] > float(before[1]) + 20
+    assert 100 * lines[-1]["eval_reward_mean"] > float(before[1]) + 20

@@ -11,7 +11,7 @@ from lockstep.tests.support.forked_ranks import HOST, free_port
 from lockstep.tests.support.job_launcher import CONFIG, finish, jobs, log_of, run_jobs, start_agent
 
 LAYOUTS = {"dp2": "", "tp2": "parallel.tp=2", "pp2": "parallel.pp=2"}
-SAME = ("reward_mean", "loss", "kl", "grad_norm", "heldout_accuracy", "weight_version", "weight_digest", "logprob_gap")
+SAME = ("reward_mean", "loss", "kl", "grad_norm", "eval_reward_mean", "weight_version", "weight_digest", "logprob_gap")
 
 
 def lines_of(folder: Path, name: str) -> list[dict[str, object]]:

@@ -28,7 +28,7 @@ def test_characters_that_only_python_takes_for_line_ends_stay_inside_a_string(tm
         ('["p", "a"]', "a JSON object is needed, not an array"),
         ("null", "a JSON object is needed, not null"),
         ('{"prompt": "p"}', "field 'answer' is missing"),
-        ('{"prompt": 3, "answer": "a"}', "field 'prompt' must be a string, not a number"),
+        ('{"prompt": 3, "answer": "a"}', "field 'prompt' must be a string or a list of messages, not a number"),
         ('{"prompt": " ", "answer": "a"}', "field 'prompt' is blank"),
         ('{"prompt": "p", "answer": true}', "field 'answer' must be a string or an integer, not a boolean"),
         ('{"prompt": "p", "answer": 1.5}', "field 'answer' must be a string or an integer, not a number"),

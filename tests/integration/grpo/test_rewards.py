@@ -2,7 +2,12 @@ import sys
 
 import pytest
 
-from lockstep.integration.grpo.rewards import exact_answer, load_reward
+from lockstep.integration.grpo.rewards.loading import READY, load_reward
+from lockstep.integration.grpo.rewards.ready import exact_answer, follows_schema, matches, short_enough
+from lockstep.integration.grpo.rewards.score import Score
+from lockstep.integration.grpo.rewards.scorer import Scorer
+from lockstep.integration.grpo.tasks.problems import Problem
+from lockstep.rollout.completion import Completion, FinishReason
 
 
 @pytest.fixture
@@ -36,31 +41,139 @@ def test_exact_answer_reads_what_follows_the_last_equals_sign(completion, answer
     assert exact_answer("What is 347 + 285?\n", completion, answer) == expected
 
 
-def test_a_loaded_reward_gives_floats(user_module):
-    name = user_module(
-        "class Judge:\n    @staticmethod\n    def score(p, c, a):\n        return len(p) + len(c) + len(a)\n"
-    )
-    value = load_reward(f"{name}:Judge.score")("p", "cc", "aaa")
-    assert value == 6.0 and isinstance(value, float)
+ROWS = [{"prompt": f"p{n}", "answer": str(n), "wanted": n} for n in range(3)]
+PROBLEMS = [Problem(row["prompt"], row["answer"], f"rows.jsonl:{n + 1}", row) for n, row in enumerate(ROWS)]
+FORMS = """
+import asyncio
+async def late(row, completion):
+    await asyncio.sleep(0)
+    return row["wanted"] + len(completion)
+def plain(row, completion):
+    return row["wanted"] + len(completion)
+def texts(prompt, completion, answer):
+    return int(answer) + len(completion)
+def many(rows, completions):
+    return [row["wanted"] + len(text) for row, text in zip(rows, completions)]
+async def many_late(rows, completions):
+    return many(rows, completions)
+class Judge:
+    def __call__(self, row, completion):
+        return row["wanted"] + len(completion)
+    @staticmethod
+    def static(p, c, a):
+        return int(a) + len(c)
+judge = Judge()
+def style(row, completion):
+    return {"short": len(completion) < 3, "digits": completion.isdigit() * 0.5}
+def judged(row, completion):
+    return {"success": completion == "0", "grade": 2}
+def long(row, completion, info):
+    return len(info.token_ids) + info.index
+def none():
+    pass
+def four(a, b, c, d):
+    pass
+def few(rows, completions):
+    return [1.0]
+def broken(row, completion):
+    raise KeyError("gone")
+"""
+
+
+def completion(text: str, index: int = 0) -> Completion:
+    stop = FinishReason("stop")
+    return Completion(f"id-{index}", index, (1, 2), (3, 4), text, (-0.5, -0.25), stop, 0, 0, "0", None, ())
+
+
+ANSWERS = [completion(text, index) for index, text in enumerate(("0", "one", "2 "))]
 
 
 def test_the_default_reward_can_be_loaded_by_name():
-    assert load_reward("lockstep.integration.grpo.rewards:exact_answer")("", "7", "7") == 1.0
+    assert load_reward("exact_answer") is exact_answer
+    expected = [Score(1.0, {}, True), Score(0.0, {}, False), Score(1.0, {}, True)]
+    assert Scorer(["exact_answer"])(PROBLEMS, ANSWERS) == expected
+    assert Scorer(["exact_answer"])([], []) == []
 
 
-def test_the_old_place_of_the_default_reward_is_accepted_with_a_warning(caplog):
+@pytest.mark.parametrize("place", ["lockstep.integration.rewards", "lockstep.integration.grpo.rewards"])
+def test_the_old_places_of_the_default_reward_are_accepted_with_a_warning(caplog, place):
     with caplog.at_level("WARNING", logger="lockstep"):
-        assert load_reward("lockstep.integration.rewards:exact_answer")("", "7", "7") == 1.0
-    assert "has moved: write 'lockstep.integration.grpo.rewards:exact_answer'" in caplog.text
-    with pytest.raises(ValueError, match=r"cannot import 'lockstep\.integration\.rewards'"):
-        load_reward("lockstep.integration.rewards:another")
+        assert load_reward(f"{place}:exact_answer") is exact_answer
+    assert "has moved: write 'exact_answer'" in caplog.text
+    with pytest.raises(ValueError, match="another"):
+        load_reward(f"{place}:another")
+
+
+@pytest.mark.parametrize("name", ["late", "plain", "texts", "many", "many_late", "judge", "Judge.static"])
+def test_every_form_of_a_reward_scores_each_completion(user_module, name):
+    scores = Scorer([f"{user_module(FORMS)}:{name}"])(PROBLEMS, ANSWERS)
+    assert scores == [Score(total) for total in (1.0, 4.0, 4.0)]
+    assert all(type(score.total) is float for score in scores)
+
+
+def test_components_of_several_rewards_have_weights_and_say_what_is_a_success(user_module):
+    name = user_module(FORMS)
+    scorer = Scorer([f"{name}:style", f"{name}:judged"], {"short": 2.0, "grade": -1.0})
+    assert scorer(PROBLEMS, ANSWERS) == [
+        Score(2.0 + 0.5 - 2.0, {"short": 1.0, "digits": 0.5, "success": 1.0, "grade": 2.0}, True),
+        Score(0.0 + 0.0 - 2.0, {"short": 0.0, "digits": 0.0, "success": 0.0, "grade": 2.0}, False),
+        Score(2.0 + 0.0 - 2.0, {"short": 1.0, "digits": 0.0, "success": 0.0, "grade": 2.0}, False),
+    ]
+    assert Scorer([f"{name}:judged"], {"success": 3.0})(PROBLEMS, ANSWERS)[0].total == 5.0
+    assert [score.total for score in Scorer([f"{name}:long"])(PROBLEMS, ANSWERS)] == [2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize("result", ["float('nan')", "float('inf')", "-float('inf')", "None", "'1.0'", "[1.0]"])
-def test_results_that_are_not_finite_numbers_are_refused_by_name(user_module, result):
-    name = user_module(f"def score(p, c, a):\n    return {result}\n")
-    with pytest.raises(ValueError, match=f"{name}:score.* returned .*not a (finite )?number"):
-        load_reward(f"{name}:score")("p", "c", "a")
+def test_results_that_are_not_finite_numbers_are_refused_by_name_and_row(user_module, result):
+    name = user_module(
+        f"def score(p, c, a):\n    return {result}\ndef parts(row, completion):\n    return {{'part': {result}}}\n"
+    )
+    with pytest.raises(ValueError, match=rf"{name}:score.* returned .*not a (finite )?number, of rows.jsonl:1"):
+        Scorer([f"{name}:score"])(PROBLEMS, ANSWERS)
+    with pytest.raises(ValueError, match=rf"{name}:parts.* returned .* for 'part', not a (finite )?number"):
+        Scorer([f"{name}:parts"])(PROBLEMS, ANSWERS)
+
+
+def test_wrong_forms_options_and_names_are_refused(user_module):
+    name = user_module(FORMS)
+    for wrong in ("none", "four"):
+        with pytest.raises(ValueError, match=rf"{name}:{wrong}' takes [04] arguments"):
+            Scorer([f"{name}:{wrong}"])
+    with pytest.raises(ValueError, match="must return 3 values, one for each completion, not a list of 1"):
+        Scorer([f"{name}:few"])(PROBLEMS, ANSWERS)
+    with pytest.raises(KeyError, match="gone"):
+        Scorer([f"{name}:broken"])(PROBLEMS, ANSWERS)
+    with pytest.raises(ValueError, match="two rewards are called 'exact_answer'"):
+        Scorer(["exact_answer", "exact_answer"])
+    with pytest.raises(ValueError, match="'short_enough' has no option length"):
+        Scorer(["short_enough"], options={"short_enough": {"length": 3}})
+    with pytest.raises(ValueError, match="reward_options are of other, but the rewards are exact_answer"):
+        Scorer(["exact_answer"], options={"other": {}})
+
+
+def test_ready_rewards():
+    assert {"exact_answer", "matches", "follows_schema", "short_enough"} == set(READY)
+    assert [matches({}, text, pattern=r"\d+") for text in ("12\n", "12a", "")] == [1.0, 0.0, 0.0]
+    assert matches({"form": "a+"}, "aaa", field="form") == 1.0
+    with pytest.raises(ValueError, match="no text in its field 'pattern'"):
+        matches({}, "a")
+    with pytest.raises(ValueError, match=r"the pattern '\(' is wrong"):
+        matches({}, "a", pattern="(")
+    schema = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}
+    given = [follows_schema({"schema": schema}, text) for text in ('{"n": 3}', '{"n": "3"}', "no JSON", '{"m": 1}')]
+    assert given == [1.0, 0.0, 0.0, 0.0]
+    assert follows_schema({}, "[1]", schema='{"type": "array"}') == 1.0
+    with pytest.raises(ValueError, match="the schema is wrong"):
+        follows_schema({}, "1", schema='{"type": "none"}')
+    with pytest.raises(ValueError, match="no schema in its field 'schema'"):
+        follows_schema({}, "1")
+    assert [short_enough({}, "x" * n, target=4, slack=2) for n in (1, 4, 5, 6, 9)] == [1.0, 1.0, 0.5, 0.0, 0.0]
+    with pytest.raises(ValueError, match="target and slack"):
+        short_enough({}, "x", slack=0)
+    scorer = Scorer(["matches"], options={"matches": {"pattern": "[a-z]+"}})
+    assert [(score.total, score.is_success) for score in scorer(PROBLEMS, ANSWERS)] == [
+        (0.0, False), (1.0, True), (0.0, False)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def check(folder: Path, trainer: str, syncs: Sequence[str]) -> None:
     assert len(set(digests["in_place"])) == 3, "every step changes the weights"
     for name, of_run in lines.items():
         assert digests[name] == digests["in_place"], name
-        for key in ("reward_mean", "loss", "heldout_accuracy"):
+        for key in ("reward_mean", "loss", "eval_reward_mean"):
             assert [line.get(key) for line in of_run] == [line.get(key) for line in lines["in_place"]], (name, key)
         assert all(line["logprob_gap"] == 0.0 for line in of_run), name
         assert [line["weight_version"] for line in of_run] == ["1", "2", "3"]

@@ -95,7 +95,7 @@ FAULTS = [(phase, kind, rank) for phase in ("generation", "update", "paused") fo
 # Every phase, each kind on each rank, both layouts. That each kind is noticed in each phase is shown of engines in
 # test_rank_failures.py and integration/weights/test_sharded_failures.py.
 EACH_ONCE = [("generation", "SIGKILL", 0), ("update", "SIGKILL", 1), ("update", "SIGSTOP", 0), ("paused", "SIGSTOP", 1)]
-SAME = ("step", "reward_mean", "logprob_gap", "loss", "weight_version", "weight_digest", "heldout_accuracy")
+SAME = ("step", "reward_mean", "logprob_gap", "loss", "weight_version", "weight_digest", "eval_reward_mean")
 LAST_LINE = re.compile(
     r"lockstep: error: rank (?P<speaker>\d) stops in training step (?P<training_step>\d+): rank (?P<culprit>\d) "
     r"\(stage \d, tp \d\) .*\(in phase '[^']+', step -?\d+, last heard [\d.]+ s ago\)"

@@ -1,0 +1,128 @@
+"""Samples of a run on disk: for each step one file of lines of JSON, compressed with zstandard.
+
+`rollouts/step-000040.jsonl.zst` has a line for each sample of the step, prompt by prompt: everything that says what was
+sampled, from which weights, and what it was given. The files are a view of the run: one that cannot be written is
+reported once, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ....rollout.completion import Completion
+from ..rewards.score import Score
+
+if TYPE_CHECKING:
+    from ..tasks.problems import Problem
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "rollouts"
+_SUFFIX = ".jsonl.zst"
+_LEVEL = 3
+
+
+def sample_row(problem: Problem, completion: Completion, score: Score, advantage: float) -> dict[str, object]:
+    """Return what is kept of one sample."""
+    reason = completion.finish_reason
+    return {
+        "source": problem.source,
+        "prompt": problem.prompt,
+        "answer": problem.answer,
+        "sample": completion.index,
+        "text": completion.text,
+        "reward": score.total,
+        **({"components": dict(score.components)} if score.components else {}),
+        **({"is_success": score.is_success} if score.is_success is not None else {}),
+        "advantage": advantage,
+        "finish_reason": None if reason is None else reason.type,
+        "prompt_ids": completion.prompt_ids,
+        "token_ids": completion.token_ids,
+        "logprobs": completion.logprobs,
+        "weight_versions": [(span.version, span.start, span.end) for span in completion.weight_versions],
+    }
+
+
+def shown(row: Mapping[str, Any]) -> str:
+    """Return a sample of a file as text for a terminal, in which no character of the model's can control it."""
+    given = f"reward {row['reward']:g}"
+    if components := row.get("components"):
+        given += f" ({', '.join(f'{name} {value:g}' for name, value in components.items())})"
+    end = "" if row["finish_reason"] in (None, "stop") else f", ended by {row['finish_reason']}"
+    head = f"--- {row['source'] or 'sample'} #{row['sample']}: {given}, {len(row['token_ids'])} tokens{end}"
+    return "\n".join(map(printable, (head, row["prompt"], ">>> " + row["text"])))
+
+
+def printable(text: str) -> str:
+    """Return a text with every character written out that is neither printable nor the end of a line."""
+    return "".join(
+        one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode("ascii") for one in text
+    )
+
+
+class SampleFiles:
+    """Writer of the samples of a run. One rank has it."""
+
+    def __init__(self, folder: Path, num_kept: int, first_step: int) -> None:
+        """Remove the samples of later steps. folder: of the run; num_kept: number of newest files that stay; 0: all;
+        first_step: number of steps that the run has done."""
+        self._folder, self._num_kept, self._has_failed = folder / FOLDER, num_kept, False
+        for step in saved_steps(folder):
+            if step > first_step:
+                sample_path(folder, step).unlink()
+
+    def write(self, step: int, rows: Iterable[Mapping[str, object]]) -> None:
+        """Write the samples of a step, counted from 1, and remove the oldest beyond the number that is kept."""
+        if self._has_failed:
+            return
+        import zstandard  # of the extra `train`
+
+        path = sample_path(self._folder.parent, step)
+        partial = path.with_suffix(".partial")
+        data = "".join(json.dumps(row) + "\n" for row in rows).encode("ascii")  # json escapes the rest
+        try:
+            self._folder.mkdir(exist_ok=True)
+            partial.write_bytes(zstandard.ZstdCompressor(level=_LEVEL).compress(data))
+            os.replace(partial, path)
+            if self._num_kept:
+                for old in saved_steps(self._folder.parent)[: -self._num_kept]:
+                    sample_path(self._folder.parent, old).unlink()
+        except OSError as error:
+            self._has_failed = True
+            with suppress(OSError):  # the folder may be what is wrong
+                partial.unlink()
+            logger.error("samples end before %s, the run goes on: %s", path, error)
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Return the steps, counted from 1, whose samples a run's folder holds, in order."""
+    names = [path.name for path in (folder / FOLDER).glob(f"step-*{_SUFFIX}")]
+    return sorted(int(name.removeprefix("step-").removesuffix(_SUFFIX)) for name in names)
+
+
+def sample_path(folder: Path, step: int) -> Path:
+    """Return the path of the samples of a step."""
+    return folder / FOLDER / f"step-{step:06d}{_SUFFIX}"
+
+
+def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
+    """Read the samples of a step. Raises ValueError naming the file, and the steps that are there."""
+    import zstandard
+
+    path = sample_path(folder, step)
+    try:
+        with open(path, "rb") as file:
+            data = zstandard.ZstdDecompressor().stream_reader(file).read()
+        return [json.loads(line) for line in data.decode("ascii").splitlines()]
+    except FileNotFoundError:
+        steps = saved_steps(folder)
+        there = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none of any step"
+        raise ValueError(f"{folder} has no samples of step {step}: {there}") from None
+    except (OSError, ValueError, zstandard.ZstdError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error

@@ -1,0 +1,78 @@
+"""Numbers that say what a step sampled: lengths, truncation, entropy, spread of the rewards, successes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ....rollout.completion import Completion
+from ..rewards.score import Score
+
+
+@dataclass(frozen=True)
+class SampleNumbers:
+    """One sample in numbers, so that the ranks need not exchange the samples themselves."""
+
+    num_tokens: int
+    sum_logprobs: float
+    is_truncated: bool
+    reward: float
+    components: Mapping[str, float]
+    is_success: bool | None
+
+
+def numbers_of(completion: Completion, score: Score) -> SampleNumbers:
+    """Return the numbers of one sample."""
+    reason = completion.finish_reason
+    is_truncated = reason is not None and reason.type == "length"
+    sum_logprobs = math.fsum(completion.logprobs)
+    return SampleNumbers(
+        len(completion.token_ids), sum_logprobs, is_truncated, score.total, dict(score.components), score.is_success
+    )
+
+
+def step_statistics(samples: Sequence[SampleNumbers], group_size: int) -> dict[str, object]:
+    """Return the statistics of one step, as metrics.jsonl names them. samples: of all ranks, group by group.
+
+    entropy: mean of -log p of the sampled tokens, in nats: an unbiased estimate of the entropy of what was sampled
+    from. flat_groups: share of the groups whose rewards are all equal, and which teach nothing. pass@k: share of the
+    groups of k with a success, where the reward names successes.
+    """
+    groups = [samples[at : at + group_size] for at in range(0, len(samples), group_size)]
+    lengths, rewards = [one.num_tokens for one in samples], [one.reward for one in samples]
+    found: dict[str, object] = {
+        "reward_std": statistics.pstdev(rewards),
+        "flat_groups": sum(len({one.reward for one in group}) == 1 for group in groups) / len(groups),
+        "length_mean": statistics.fmean(lengths),
+        "length_min": min(lengths),
+        "length_max": max(lengths),
+        "truncated_share": sum(one.is_truncated for one in samples) / len(samples),
+        "entropy": -math.fsum(one.sum_logprobs for one in samples) / max(sum(lengths), 1),
+    }
+    for name in sorted({name for one in samples for name in one.components}):
+        its = [one.components[name] for one in samples if name in one.components]
+        found[f"reward/{name}"] = statistics.fmean(its)
+    if (successes := num_successes(groups)) is not None:
+        found["success"] = sum(successes) / len(samples)
+        found[f"pass@{group_size}"] = statistics.fmean(num > 0 for num in successes)
+    return found
+
+
+def num_successes(groups: Sequence[Sequence[SampleNumbers]]) -> list[int] | None:
+    """Count the successes of each group; None where the reward does not name them."""
+    if any(one.is_success is None for group in groups for one in group):
+        return None
+    return [sum(bool(one.is_success) for one in group) for group in groups]
+
+
+def pass_at_k(num_samples: int, num_successes: int, k: int) -> float:
+    """Estimate the probability that at least one of k samples is a success, from n >= k samples of which c are.
+
+    The estimate is unbiased: 1 - C(n - c, k) / C(n, k). Source: Chen et al., "Evaluating Large Language Models Trained
+    on Code", 2021, section 2.1 (arXiv 2107.03374). Raises ValueError for k beyond n, or c beyond it.
+    """
+    if not 0 < k <= num_samples or not 0 <= num_successes <= num_samples:
+        raise ValueError(f"pass@{k} of {num_successes} successes among {num_samples} samples is not defined")
+    return 1.0 - math.comb(num_samples - num_successes, k) / math.comb(num_samples, k)

@@ -1,0 +1,183 @@
+"""The scoring of completions by one reward function or several, in whatever form each is."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ....rollout.completion import Completion
+from ..settings.config import JobConfig
+from ..tasks.problems import Problem
+from .loading import RewardFunction, load_reward
+from .score import Score
+
+_AT_ONCE = 64  # calls of an async reward that are under way at a time
+_SUCCESS = "success"  # the component that says whether a completion is a success
+
+
+@dataclass(frozen=True)
+class SampleInfo:
+    """Facts of a sample that a reward may want beside its text."""
+
+    prompt: str  # as the model saw it, special tokens included
+    token_ids: tuple[int, ...]
+    finish_reason: str | None  # "stop", "length" or "abort"
+    index: int  # number of the sample among those of its prompt
+
+
+def make_scorer(config: JobConfig) -> Scorer:
+    """Load the rewards of a job. Raises ValueError as `Scorer`."""
+    return Scorer(config.rewards, config.reward_weights, config.reward_options)
+
+
+class Scorer:
+    """The rewards of a job, each with a name and a weight; the total is the weighted sum of all their components."""
+
+    def __init__(
+        self,
+        locations: Sequence[str],
+        weights: Mapping[str, float] | None = None,
+        options: Mapping[str, Mapping[str, object]] | None = None,
+    ) -> None:
+        """Load the reward functions; see `load_reward`.
+
+        weights: of rewards and of components, by name; 1.0 where nothing is said. A reward's name is its function's.
+        options: of rewards, by name. Raises ValueError for a location that cannot be loaded, two rewards of one name,
+        and options or weights of a reward that is not there.
+        """
+        self._weights = dict(weights or {})
+        self._rewards: dict[str, _Form] = {}
+        left = dict(options or {})
+        for location in locations:
+            name = location.rpartition(":")[2].rpartition(".")[2]
+            if name in self._rewards:
+                raise ValueError(f"two rewards are called {name!r}: {location!r} and {self._rewards[name].location!r}")
+            self._rewards[name] = _Form(location, load_reward(location, left.pop(name, None)))
+        if left:
+            raise ValueError(f"reward_options are of {' and '.join(left)}, but the rewards are {self.names}")
+
+    @property
+    def names(self) -> str:
+        """The names of the rewards, for messages."""
+        return ", ".join(self._rewards)
+
+    def __call__(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
+        """Return the score of each completion. Raises ValueError naming the reward, and the row, for a value that is
+        no finite number or no dict of such, and lets the errors of the rewards through."""
+        if not completions:
+            return []
+        by_reward = {name: reward.values(problems, completions) for name, reward in self._rewards.items()}
+        return [self._score({name: values[at] for name, values in by_reward.items()}) for at in range(len(completions))]
+
+    def _score(self, values: Mapping[str, float | dict[str, float]]) -> Score:
+        components: dict[str, float] = {}
+        successes: list[bool] = []
+        for name, value in values.items():
+            if isinstance(value, dict):
+                components |= value
+                if _SUCCESS in value:
+                    successes.append(value[_SUCCESS] > 0)
+            else:
+                components[name] = value
+                if (least := self._rewards[name].success_at) is not None:
+                    successes.append(value >= least)
+        total = sum(
+            value * self._weights.get(name, 0.0 if name == _SUCCESS else 1.0) for name, value in components.items()
+        )
+        has_several = len(components) > 1 or any(isinstance(value, dict) for value in values.values())
+        return Score(total, components if has_several else {}, all(successes) if successes else None)
+
+
+class _Form:
+    """One reward function, called as its signature wants it."""
+
+    def __init__(self, location: str, function: RewardFunction) -> None:
+        self.location, self._function = location, function
+        self.success_at: float | None = getattr(function, "success_at", None)
+        called = function if inspect.isroutine(function) or hasattr(function, "func") else type(function).__call__
+        self._is_async = inspect.iscoroutinefunction(getattr(called, "func", called))
+        parameters = inspect.signature(function).parameters.values()
+        names = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+        self._has_info = any(one.name == "info" for one in parameters)
+        names = [
+            name for name, one in zip(names, parameters, strict=False)
+            if name != "info" and (one.default is one.empty or len(names) == 3)
+        ]  # fmt: skip
+        has_many = any(one.kind is one.VAR_POSITIONAL for one in parameters)
+        if len(names) not in (2, 3) and not has_many:
+            raise ValueError(
+                f"reward {location!r} takes {len(names)} arguments: it must take (row, completion), "
+                "(rows, completions) or (prompt, completion, answer)"
+            )
+        self._has_texts = len(names) == 3 or has_many
+        self._is_batched = bool(names) and names[0] == "rows"
+
+    def values(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | dict[str, float]]:
+        """Return the checked value of each completion."""
+        if self._is_batched:
+            info = (
+                {"info": [_info(*pair) for pair in zip(problems, completions, strict=True)]} if self._has_info else {}
+            )
+            rows, texts = [problem.whole_row() for problem in problems], [one.text for one in completions]
+            found = self._function(rows, texts, **info)
+            values = asyncio.run(_awaited(found)) if self._is_async else found
+            if not isinstance(values, Sequence) or len(values) != len(completions):
+                raise ValueError(
+                    f"reward {self.location!r} must return {len(completions)} values, one for each completion, "
+                    f"not {_described(values)}"
+                )
+        elif self._is_async:
+            values = asyncio.run(self._concurrently(problems, completions))
+        else:
+            values = [self._called(*pair) for pair in zip(problems, completions, strict=True)]
+        return [self._checked(value, problem) for value, problem in zip(values, problems, strict=True)]
+
+    def _called(self, problem: Problem, completion: Completion) -> Any:
+        info = {"info": _info(problem, completion)} if self._has_info else {}
+        if self._has_texts:
+            return self._function(problem.prompt, completion.text, problem.answer, **info)
+        return self._function(problem.whole_row(), completion.text, **info)
+
+    async def _concurrently(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Any]:
+        limit = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(problem: Problem, completion: Completion) -> Any:
+            async with limit:
+                return await self._called(problem, completion)
+
+        # The first error ends the others: nothing goes on in the background.
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(*pair)) for pair in zip(problems, completions, strict=True)]
+        return [task.result() for task in tasks]
+
+    def _checked(self, value: Any, problem: Problem) -> float | dict[str, float]:
+        if isinstance(value, Mapping):
+            return {str(name): self._number(one, problem, f" for {name!r}") for name, one in value.items()}
+        return self._number(value, problem)
+
+    def _number(self, value: Any, problem: Problem, what: str = "") -> float:
+        """Convert an integer, a boolean, or any other value that float() converts, such as a scalar of NumPy."""
+        where = f", of {problem.source}" if problem.source else ""
+        if not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+            raise ValueError(f"reward {self.location!r} returned {_described(value)}{what}, not a number{where}")
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"reward {self.location!r} returned {number}{what}, not a finite number{where}")
+        return number
+
+
+async def _awaited(found: Any) -> Any:
+    return await found
+
+
+def _info(problem: Problem, completion: Completion) -> SampleInfo:
+    reason = completion.finish_reason
+    return SampleInfo(problem.prompt, completion.token_ids, None if reason is None else reason.type, completion.index)
+
+
+def _described(value: object) -> str:
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, Sequence) else "")

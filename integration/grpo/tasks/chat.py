@@ -1,0 +1,58 @@
+"""Prompts that are conversations, as the model's chat template writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from ..settings.sections import DataSettings
+from .problems import Message, Problem, load_problems
+
+
+class ChatPrompts:
+    """Writer of the prompts of a job: with messages before each, and the template's text and tokens."""
+
+    def __init__(self, data: DataSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Read the rows that are shown before each prompt. Raises ValueError for a wrong file, or shown rows without
+        an answer."""
+        self._data, self._tokenizer = data, tokenizer
+        self._before: list[Message] = []
+        if data.system_prompt:
+            self._before.append({"role": "system", "content": data.system_prompt})
+        if data.few_shot_path:
+            for shown in load_problems(data.few_shot_path, data.prompt_field, data.answer_field):
+                if not shown.answer:
+                    raise ValueError(f"{shown.source}: a row that is shown needs an answer")
+                self._before += [*_messages(shown), {"role": "assistant", "content": shown.answer}]
+
+    def written(self, problems: Sequence[Problem]) -> list[Problem]:
+        """Return the problems with the prompts that the model gets. Raises ValueError naming the first problem that
+        the template refuses, and for a model without a template."""
+        return [self._written(problem) for problem in problems]
+
+    def _written(self, problem: Problem) -> Problem:
+        if not (problem.messages or self._data.chat or self._before):
+            return problem
+        own = _messages(problem)
+        before = self._before[1:] if self._data.system_prompt and own[0]["role"] == "system" else self._before
+        where = problem.source or repr(problem.prompt)
+        if not self._tokenizer.chat_template:
+            raise ValueError(f"{where}: messages need a chat template, and the tokenizer of model.path has none")
+        try:
+            settings: dict[str, Any] = {**self._data.chat_template_kwargs, "tokenize": False}
+            settings.setdefault("add_generation_prompt", True)
+            messages = [dict(message) for message in (*before, *own)]
+            text = str(self._tokenizer.apply_chat_template(messages, **settings))
+        except (TemplateError, TypeError, KeyError) as error:
+            raise ValueError(f"{where}: the chat template refuses it: {error}") from error
+        # The template has written the special tokens that belong there.
+        ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return replace(problem, prompt=text, prompt_ids=ids)
+
+
+def _messages(problem: Problem) -> list[Message]:
+    return list(problem.messages) or [{"role": "user", "content": problem.prompt}]
