@@ -13,6 +13,7 @@
 
 #include "layers/gated.h"
 #include "linear/linear_call.h"
+#include "linear/linear_prefetch.h"
 
 namespace amx {
 
@@ -39,6 +40,8 @@ struct Columns {
   struct Half {
     const bf16 *weight, *bias;
     int64_t stride, count;
+
+    WeightRows rows() const { return {weight, stride * 2, count}; }
   } halves[2];
   const Tile* tail;  // [2] the last K % 32 values of each, zeros beyond
 
@@ -57,49 +60,6 @@ struct Columns {
         _mm512_store_si512(to[&half - halves].values + c * STEP,
                            _mm512_maskz_loadu_epi16(first_lanes(K - k), half.weight + c * half.stride + k));
   }
-};
-
-// Prefetches the next weights during the current products, line by line in the order of memory: a few lines between any
-// two tile instructions. A processor has a limited number of outstanding lines and stalls at the first one above it.
-class Prefetch {
- public:
-  Prefetch() = default;
-  // blocks: how many times these columns are read, once for each block of rows.
-  Prefetch(const Columns& next, int64_t K, int64_t blocks)
-      : second_(next.halves[1]), row_bytes_(K * 2), blocks_((int)blocks) {
-    begin(next.halves[0]);
-  }
-  // Lines to prefetch after each of the instructions of a step along K.
-  int share(int lines, int instructions) const { return (lines - 1) / (instructions * blocks_) + 1; }
-  void lines(int count) {
-    if (left_ < count) {
-      if (rows_) last_lines();
-      return;
-    }
-    for (int i = 0; i < count; i++) _mm_prefetch(at_ + i * 64, _MM_HINT_T1);
-    at_ += count * 64, left_ -= count;
-  }
-
- private:
-  void begin(const Columns::Half& half) {
-    at_ = (const char*)half.weight, gap_ = half.stride * 2 - row_bytes_, rows_ = half.count, row_lines_ = row_bytes_;
-    if (!gap_ && rows_) row_lines_ *= rows_, rows_ = 1;  // contiguous rows
-    left_ = row_lines_ = rows_ ? (row_lines_ + 63) / 64 : 0;
-  }
-  void last_lines() {  // the last lines of a row
-    for (; left_ > 0; left_--, at_ += 64) _mm_prefetch(at_, _MM_HINT_T1);
-    if (--rows_) {
-      at_ += gap_, left_ = row_lines_;
-    } else {
-      begin(second_);
-      second_.count = 0;
-    }
-  }
-
-  const char* at_ = nullptr;
-  Columns::Half second_ = {};
-  int64_t row_bytes_ = 0, gap_ = 0, rows_ = 0, row_lines_ = 0, left_ = 0;
-  int blocks_ = 1;
 };
 
 // Computes sums of NT tiles of columns by MT tiles of rows, [MT * NT][16 columns][16 rows].
@@ -208,7 +168,10 @@ inline void multiply_part(const Part& part, const Part* up, int64_t first, int64
     if (K % STEP) columns.copy_tail(K, tail);
     asm volatile("" ::"r"(tail) : "memory");  // the compiler does not know that tile instructions read it
     Prefetch next;
-    if (n + width < last) next = Prefetch(Columns(part, up, n + width, last, tail), K, (rows - 1) / PAIR + 1);
+    if (n + width < last) {
+      const Columns after(part, up, n + width, last, tail);
+      next = Prefetch(after.halves[0].rows(), after.halves[1].rows(), K * 2, (rows - 1) / PAIR + 1);
+    }
     multiply_columns(part, columns, up != nullptr, n, x, row, rows, K, next);
   }
 }

@@ -7,22 +7,28 @@
 #include <vector>
 
 #include "linear/linear_call.h"
+#include "linear/linear_prefetch.h"
 
 namespace lanes {
 
 using namespace simd;
 
-constexpr int64_t X_BYTES = 1 << 19;  // bytes of x that stay in the L2 cache while all weights are read
+constexpr int ROWS = 6;                     // the most rows computed together
+constexpr int COLUMNS = W == 16 ? 4 : 2;    // the columns computed together: their sums fill the registers
+constexpr int64_t X_BYTES = 1 << 19;        // bytes of x that stay in the L2 cache while all weights are read
 
 // Products of fp32 values; weights in bf16 are widened as they are loaded.
 template <typename T>
 struct Widened {
   using X = float;
   using Weight = T;
+  using Values = Floats;
   static constexpr int STEP = W;
-  static Floats multiply(const float* x, const Weight* weight, Floats sum) {
-    return fused(load(x), load(weight), sum);
+  template <typename From>
+  static Values load(const From* p) {
+    return simd::load(p);
   }
+  static Floats multiply(Values x, Values weight, Floats sum) { return fused(x, weight, sum); }
 };
 
 #if defined(__AVX512BF16__)
@@ -30,77 +36,103 @@ struct Widened {
 struct Pairs {
   using X = bf16;
   using Weight = bf16;
+  using Values = __m512i;
   static constexpr int STEP = 2 * W;
-  static Floats multiply(const bf16* x, const bf16* weight, Floats sum) {
-    __m512bh a, b;
-    memcpy(&a, x, sizeof a);
-    memcpy(&b, weight, sizeof b);
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, a, b);
+  static Values load(const bf16* p) { return _mm512_loadu_si512(p); }
+  static Floats multiply(Values x, Values weight, Floats sum) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)weight);
   }
 };
 #endif
 
-// Computes a block of R x C elements, R * C == W, so that one tree adds all their lanes. Rows and columns beyond the
-// matrix are repeats of real ones and are not written.
+// Adds one step along K to the sums of R rows by C columns.
 template <typename Dot, int R, int C>
-Floats block(const typename Dot::X* const* x, const typename Dot::Weight* const* weight, int64_t K) {
-  static_assert(R * C == W, "one vector of results");
-  Floats acc[W];
+inline void add_step(const typename Dot::X* x, int64_t x_stride, const typename Dot::Weight* weight, int64_t stride,
+                     Floats* acc) {
+  typename Dot::Values w[C];
 #pragma GCC unroll 16
-  for (int i = 0; i < W; i++) acc[i] = splat(0.0f);
+  for (int c = 0; c < C; c++) w[c] = Dot::load(weight + c * stride);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+    const typename Dot::Values values = Dot::load(x + r * x_stride);
+#pragma GCC unroll 16
+    for (int c = 0; c < C; c++) acc[r * C + c] = Dot::multiply(values, w[c], acc[r * C + c]);
+  }
+}
+
+// Computes the sums of R rows by C columns, a register of lanes each, sums[r * TILE + c].
+template <typename Dot, int R, int C>
+void add_products(const typename Dot::X* x, int64_t x_stride, const typename Dot::Weight* weight, int64_t stride,
+                  int64_t K, int lines, Prefetch& next, Floats* sums) {
+  Floats acc[R * C];
+#pragma GCC unroll 32
+  for (int i = 0; i < R * C; i++) acc[i] = splat(0.0f);
   int64_t k = 0;
   for (; k + Dot::STEP <= K; k += Dot::STEP) {
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-      for (int c = 0; c < C; c++) acc[r * C + c] = Dot::multiply(x[r] + k, weight[c] + k, acc[r * C + c]);
+    add_step<Dot, R, C>(x + k, x_stride, weight + k, stride, acc);
+    next.lines(lines);
   }
   if (k < K) {  // the last lanes hold zeros: one more step of the same chain
-    typename Dot::X last_x[R][Dot::STEP] = {};
-    typename Dot::Weight last_weight[C][Dot::STEP] = {};
-    for (int r = 0; r < R; r++) std::copy(x[r] + k, x[r] + K, last_x[r]);
-    for (int c = 0; c < C; c++) std::copy(weight[c] + k, weight[c] + K, last_weight[c]);
-    for (int r = 0; r < R; r++)
-      for (int c = 0; c < C; c++) acc[r * C + c] = Dot::multiply(last_x[r], last_weight[c], acc[r * C + c]);
+    typename Dot::X last_x[R * Dot::STEP] = {};
+    typename Dot::Weight last_weight[C * Dot::STEP] = {};
+    for (int r = 0; r < R; r++) std::copy(x + r * x_stride + k, x + r * x_stride + K, last_x + r * Dot::STEP);
+    for (int c = 0; c < C; c++)
+      std::copy(weight + c * stride + k, weight + c * stride + K, last_weight + c * Dot::STEP);
+    add_step<Dot, R, C>(last_x, Dot::STEP, last_weight, Dot::STEP, acc);
   }
-  return sums(acc);
+#pragma GCC unroll 32
+  for (int i = 0; i < R * C; i++) sums[i / C * TILE + i % C] = acc[i];
 }
 
-// Computes a block of y: rows [row, last_row), at most R of them, and `count` <= C columns whose weights start at
-// `weight`.
-template <typename Dot, typename T, int R, int C>
-void multiply_block(const typename Dot::X* x, int64_t x_stride, const typename Dot::Weight* weight, int64_t stride,
-                    int64_t K, int64_t rows, int64_t count, const T* bias, T* y, int64_t y_stride) {
-  const typename Dot::X* x_rows[R];
-  const typename Dot::Weight* w[C];
-  for (int64_t r = 0; r < R; r++) x_rows[r] = x + std::min(r, rows - 1) * x_stride;
-  for (int64_t c = 0; c < C; c++) w[c] = weight + std::min(c, count - 1) * stride;
-  Floats sum = block<Dot, R, C>(x_rows, w, K);
-  if (bias)
-    for (int64_t i = 0; i < W; i++) sum[i] += scalar(bias[std::min(i % C, count - 1)]);
-  T found[W];
-  store(found, sum);
-  for (int64_t r = 0; r < std::min<int64_t>(R, rows); r++)
-    for (int64_t c = 0; c < std::min<int64_t>(C, count); c++) y[r * y_stride + c] = found[r * C + c];
-}
-
-// Computes rows [0, rows) of x by `count` columns. Columns are the outer loop, so that their few weights stay in the L1
-// cache while all rows are read.
-template <typename Dot, typename T>
-void multiply_columns(const typename Dot::X* x, int64_t x_stride, int64_t rows, const typename Dot::Weight* weight,
-                      int64_t stride, int64_t K, int64_t count, const T* bias, T* y, int64_t y_stride) {
-  constexpr int SQUARE = W == 16 ? 4 : 2;  // rows of the squarest block
-  constexpr int COLUMNS = W / SQUARE;
-  const int64_t step = rows > 1 ? COLUMNS : W;
-  for (int64_t c = 0; c < count; c += step) {
-    const T* its_bias = bias ? bias + c : nullptr;
-    if (rows == 1)
-      multiply_block<Dot, T, 1, W>(x, x_stride, weight + c * stride, stride, K, 1, count - c, its_bias, y + c,
-                                   y_stride);
+// Stores `count` columns of the rows of sums, with the bias [TILE].
+template <typename T>
+void store_rows(Floats* sums, int64_t rows, int64_t count, const float* bias, T* y, int64_t y_stride) {
+  for (int64_t r = 0; r < rows; r++) {
+    T found[TILE];
+#pragma GCC unroll 4
+    for (int64_t c = 0; c < TILE; c += W) store(found + c, simd::sums(sums + r * TILE + c) + load(bias + c));
+    if (count == TILE)  // a copy of known size is one instruction
+      memcpy(y + r * y_stride, found, sizeof found);
     else
-      for (int64_t r = 0; r < rows; r += SQUARE)
-        multiply_block<Dot, T, SQUARE, COLUMNS>(x + r * x_stride, x_stride, weight + c * stride, stride, K, rows - r,
-                                                count - c, its_bias, y + r * y_stride + c, y_stride);
+      memcpy(y + r * y_stride, found, count * sizeof(T));
+  }
+}
+
+// Computes R rows of y by `count` <= TILE columns.
+template <typename Dot, typename T, int R, int C = COLUMNS>
+void multiply_rows(const typename Dot::X* x, int64_t x_stride, const typename Dot::Weight* weight, int64_t stride,
+                   int64_t K, int64_t count, const float* bias, Prefetch& next, T* y, int64_t y_stride) {
+  Floats sums[R * TILE];
+  const int lines = next.share(std::max<int>(C * Dot::STEP * sizeof(T) / 64, 1), 1);
+  int64_t c = 0;
+  for (; c + C <= count; c += C)
+    add_products<Dot, R, C>(x, x_stride, weight + c * stride, stride, K, lines, next, sums + c);
+  for (; c < count; c++) add_products<Dot, R, 1>(x, x_stride, weight + c * stride, stride, K, 1, next, sums + c);
+  for (; c < TILE; c++)
+    for (int r = 0; r < R; r++) sums[r * TILE + c] = splat(0.0f);
+  store_rows(sums, R, count, bias, y, y_stride);
+}
+
+// Computes rows of y, at most ROWS, by `count` <= TILE columns.
+template <typename Dot, typename T, int R = ROWS, typename... Arguments>
+void multiply_few_rows(int64_t rows, Arguments&&... arguments) {
+  if (rows == R)
+    multiply_rows<Dot, T, R>(arguments...);
+  else if constexpr (R > 1)
+    multiply_few_rows<Dot, T, R - 1>(rows, arguments...);
+}
+
+// Computes rows of y by `count` <= TILE columns. Rows are the outer loop: a few rows of x stay in the L1 cache while
+// the columns are read, from memory for the first of them, then from the L2 cache.
+template <typename Dot, typename T>
+void multiply_tile(const typename Dot::X* x, int64_t x_stride, int64_t rows, const typename Dot::Weight* weight,
+                   int64_t stride, int64_t K, int64_t count, const float* bias, Prefetch& next, T* y,
+                   int64_t y_stride) {
+  const int64_t blocks = (rows + ROWS - 1) / ROWS;
+  for (int64_t i = 0, row = 0, last; i < blocks; i++, row = last) {
+    last = rows * (i + 1) / blocks;
+    multiply_few_rows<Dot, T>(last - row, x + row * x_stride, x_stride, weight, stride, K, count, bias, next,
+                              y + row * y_stride, y_stride);
   }
 }
 
@@ -115,8 +147,12 @@ void widen(const T* from, int64_t count, float* to) {
 template <typename Dot, typename T>
 void multiply_part(const Call& call, const Part& part, const typename Dot::X* x, int64_t x_stride, int64_t first,
                    int64_t last) {
-  const int64_t row_bytes = call.K * sizeof(typename Dot::X);
-  const int64_t block_rows = std::max<int64_t>(X_BYTES / std::max<int64_t>(row_bytes, 1) / 4 * 4, 16);
+  const int64_t row_bytes = call.K * sizeof(typename Dot::X), stride = part.weight_stride;
+  const int64_t block_rows = std::max<int64_t>(X_BYTES / std::max<int64_t>(row_bytes, 1), 16);
+  const auto weights_at = [&](int64_t n) {
+    return WeightRows{(const T*)part.weight + n * stride, stride * (int64_t)sizeof(T),
+                      std::clamp<int64_t>(last - n, 0, TILE)};
+  };
   constexpr bool is_narrow = std::is_same_v<Dot, Widened<bf16>>;
   static thread_local std::vector<float> widened;
   if (is_narrow && (int64_t)widened.size() < TILE * call.K) widened.resize(TILE * call.K);
@@ -124,16 +160,20 @@ void multiply_part(const Call& call, const Part& part, const typename Dot::X* x,
   for (int64_t row = 0; row < call.M; row += block_rows) {
     const int64_t rows = std::min(block_rows, call.M - row);
     for (int64_t n = first; n < last; n += TILE) {
-      const int64_t count = std::min(TILE, last - n), stride = part.weight_stride;
+      const int64_t count = std::min(TILE, last - n);
       const auto* weight = (const typename Dot::Weight*)part.weight + n * stride;
-      const T* bias = part.bias ? (const T*)part.bias + n : nullptr;
+      float bias[TILE] = {};
+      if (part.bias)
+        for (int64_t c = 0; c < count; c++) bias[c] = scalar(((const T*)part.bias)[n + c]);
+      Prefetch next(weights_at(n + TILE), {}, call.K * sizeof(T), (rows + ROWS - 1) / ROWS);
       T* y = (T*)part.y + row * part.N + n;
+      const typename Dot::X* block = x + row * x_stride;
       if (is_narrow && rows > 4) {  // many rows read these weights: widen them once
         for (int64_t c = 0; c < count; c++) widen(weight + c * stride, call.K, wide + c * call.K);
-        multiply_columns<Widened<float>, T>((const float*)x + row * x_stride, x_stride, rows, wide, call.K, call.K,
-                                            count, bias, y, part.N);
+        multiply_tile<Widened<float>, T>((const float*)block, x_stride, rows, wide, call.K, call.K, count, bias, next,
+                                         y, part.N);
       } else {
-        multiply_columns<Dot, T>(x + row * x_stride, x_stride, rows, weight, stride, call.K, count, bias, y, part.N);
+        multiply_tile<Dot, T>(block, x_stride, rows, weight, stride, call.K, count, bias, next, y, part.N);
       }
     }
   }

@@ -13,7 +13,7 @@ WINDOW = 9  # steps of each size that are kept: one slow step changes no median
 WARM_UP = 11  # first steps of a size, which are left out: they compile, record or try something
 MAX_SIZES = 128  # sizes that are kept; the ones used least recently are forgotten
 MAX_AGE = 128  # steps after which a size is measured again before drafts are compared with it
-PRIOR_SLOPE = 0.05  # of a step with one row more, as a share of a step with the fewest rows: before it was measured
+PRIOR_SLOPE = 0.05  # the least for a row more than was measured, as a share of a step with the fewest rows
 
 
 class StepCosts:
@@ -62,7 +62,7 @@ class StepCosts:
             return cost * (1 + PRIOR_SLOPE * num_rows) / (1 + PRIOR_SLOPE * size)
         size, cost = below[-1]
         if above is None:
-            return cost + PRIOR_SLOPE * known[0][1] * (num_rows - size)
+            return cost + max(PRIOR_SLOPE * known[0][1], _last_slope(known)) * (num_rows - size)
         if above[0] == size:
             return cost
         return cost + (above[1] - cost) * (num_rows - size) / (above[0] - size)
@@ -78,6 +78,13 @@ class StepCosts:
         """Return the size that a step counts as: rows with padding, in eights where there are many."""
         computed = self._computed_rows(num_rows)
         return computed if computed <= 16 else -(-computed // 8) * 8
+
+
+def _last_slope(known: list[tuple[int, float]]) -> float:
+    """Return the seconds of a row between the largest size and the largest that is at most half of it; 0.0 without."""
+    size, cost = known[-1]
+    smaller = [one for one in known if 2 * one[0] <= size]
+    return (cost - smaller[-1][1]) / (size - smaller[-1][0]) if smaller else 0.0
 
 
 def _ascending(values: list[float]) -> list[float]:

@@ -35,6 +35,12 @@ def test_steps_cost_what_was_measured_and_lie_on_a_line_between():
     assert values == sorted(values)
 
 
+def test_rows_beyond_the_measured_ones_cost_what_the_last_of_these_did():
+    costs = costs_of({1: 4.0, 8: 8.0, 16: 14.0, 32: 26.0})
+    assert costs.seconds(64) == pytest.approx(26.0 + 32 * 0.75)
+    assert costs_of({1: 4.0, 16: 4.0}).seconds(32) > 4.0  # a little, where many rows took no longer than one
+
+
 def test_before_anything_is_measured_a_row_costs_a_little():
     costs = StepCosts()
     assert costs.seconds(1) < costs.seconds(2) < 2 * costs.seconds(1)

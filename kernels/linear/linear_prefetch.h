@@ -1,0 +1,52 @@
+// Prefetching of the weights that are multiplied next.
+#pragma once
+#include <cstdint>
+
+struct WeightRows {  // some rows of a weight
+  const void* start;
+  int64_t stride_bytes, count;
+};
+
+// Prefetches the next weights during the current products, line by line in the order of memory: a few lines between any
+// two instructions that multiply. A processor has a limited number of outstanding lines and stalls at the first one
+// above it.
+class Prefetch {
+ public:
+  Prefetch() = default;
+  // blocks: how many times the current weights are read, once for each block of rows.
+  Prefetch(const WeightRows& first, const WeightRows& second, int64_t row_bytes, int64_t blocks)
+      : second_(second), row_bytes_(row_bytes), blocks_((int)blocks) {
+    begin(first);
+  }
+  // Lines to prefetch after each of the instructions that read together `lines` lines of the current weights.
+  int share(int lines, int instructions) const { return (lines - 1) / (instructions * blocks_) + 1; }
+  void lines(int count) {
+    if (left_ < count) {
+      if (rows_) last_lines();
+      return;
+    }
+    for (int i = 0; i < count; i++) __builtin_prefetch(at_ + i * 64, 0, 2);
+    at_ += count * 64, left_ -= count;
+  }
+
+ private:
+  void begin(const WeightRows& rows) {
+    at_ = (const char*)rows.start, gap_ = rows.stride_bytes - row_bytes_, rows_ = rows.count, row_lines_ = row_bytes_;
+    if (!gap_ && rows_) row_lines_ *= rows_, rows_ = 1;  // contiguous rows
+    left_ = row_lines_ = rows_ ? (row_lines_ + 63) / 64 : 0;
+  }
+  void last_lines() {  // the last lines of a row
+    for (; left_ > 0; left_--, at_ += 64) __builtin_prefetch(at_, 0, 2);
+    if (--rows_) {
+      at_ += gap_, left_ = row_lines_;
+    } else {
+      begin(second_);
+      second_.count = 0;
+    }
+  }
+
+  const char* at_ = nullptr;
+  WeightRows second_ = {};
+  int64_t row_bytes_ = 0, gap_ = 0, rows_ = 0, row_lines_ = 0, left_ = 0;
+  int blocks_ = 1;
+};
