@@ -20,6 +20,7 @@ COMMANDS = {
     "route": "serve many engines at one address",
     "ctl": "pause, continue, flush, pin or inspect a served engine from a shell",
     "train": "check the config of the GRPO job, and run the job under torchrun",
+    "rollouts": "show what a run of the job has sampled",
     "bench": f"run a benchmark: {', '.join(BENCHMARKS)}",
     "doctor": "report which kernels run here and why, and whether a model can be hosted",
 }

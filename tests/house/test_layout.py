@@ -74,8 +74,8 @@ PLACES = {
     "integration.bench.ahead": "bench.parts grpo.backends grpo.engines grpo.settings grpo.training ranks",
     "integration.bench.serve": "bench.parts http.edge http.server service",
     "integration.cli": (
-        "failures grpo.plan grpo.settings http.edge http.server launcher lost_ranks ranks router.config "
-        "router.server service service_config version"
+        "failures grpo.plan grpo.results grpo.settings http.edge http.server launcher lost_ranks ranks "
+        "router.config router.server service service_config version"
     ),
     "integration.grpo.job": (
         "failures grpo.backends grpo.engines grpo.evaluation grpo.plan grpo.results grpo.rewards grpo.settings "

@@ -15,10 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....rollout.completion import Completion
-from ..rewards.score import Score
-
 if TYPE_CHECKING:
+    from ....rollout.completion import Completion
+    from ..rewards.score import Score
     from ..tasks.problems import Problem
 
 logger = logging.getLogger(__name__)
@@ -113,7 +112,10 @@ def sample_path(folder: Path, step: int) -> Path:
 
 def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
     """Read the samples of a step. Raises ValueError naming the file, and the steps that are there."""
-    import zstandard
+    try:
+        import zstandard  # of the extra `train`
+    except ModuleNotFoundError as error:
+        raise ValueError("samples need zstandard, the extra `train`: pip install -e '.[train]'") from error
 
     path = sample_path(folder, step)
     try:

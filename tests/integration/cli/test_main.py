@@ -27,10 +27,10 @@ def test_help_lists_every_command_and_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert all(f"\n  {name} " in done.stdout for name in ("generate", "train", "bench", "doctor"))
+    assert all(f"\n  {name} " in done.stdout for name in ("generate", "train", "rollouts", "bench", "doctor"))
 
 
-@pytest.mark.parametrize("command", ["generate", "train", "doctor", "bench"])
+@pytest.mark.parametrize("command", ["generate", "train", "rollouts", "doctor", "bench"])
 def test_every_command_has_a_help(command, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main([command, "--help"])
