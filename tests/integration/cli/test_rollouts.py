@@ -17,7 +17,8 @@ def row(name: str, reward: float, num_tokens: int, **more: object) -> dict[str, 
     return {
         "source": "rows:1", "prompt": "2+2?", "answer": "4", "sample": 0, "text": f"text {name}\x1b[2J",
         "reward": reward, "advantage": -reward, "finish_reason": "stop", "prompt_ids": [1],
-        "token_ids": [2] * num_tokens, "logprobs": [-reward] * num_tokens, "weight_versions": [["1", 0, num_tokens]], **more,
+        "token_ids": [2] * num_tokens, "logprobs": [-reward] * num_tokens,
+        "weight_versions": [["1", 0, num_tokens]], **more,
     }  # fmt: skip
 
 
