@@ -11,14 +11,13 @@ from ...rollout.sampling_params import SamplingParams
 from ..ranks import Ranks
 from .engines.engine import JobEngine
 from .results.samples import sample_row, shown
-from .results.statistics import num_successes, numbers_of, pass_at_k
+from .results.statistics import REWARD, num_successes, numbers_of, pass_at_k
 from .rewards.score import Score
 from .settings.config import JobConfig
 from .tasks.problems import Problem
 
 _STREAM = -1  # of the seeds: no step has this number
 _NUM_SHOWN = 2
-REWARD = "eval_reward_mean"
 
 
 class Evaluation:

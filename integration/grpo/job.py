@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,9 @@ from .backends.lora import add_adapters
 from .engines.factory import make_engine
 from .engines.rollouts import Rollouts, StepSamples
 from .engines.schedule import SCHEDULE
-from .evaluation import REWARD, Evaluation
+from .evaluation import Evaluation
 from .plan import model_spec
+from .results.best_model import BestModel
 from .results.checkpoint import (
     load_checkpoint,
     load_history,
@@ -36,7 +38,7 @@ from .results.checkpoint import (
 from .results.run_folder import say
 from .results.run_log import RunLog, drop_lines_after
 from .results.samples import SampleFiles
-from .results.statistics import step_statistics
+from .results.statistics import REWARD, step_statistics
 from .rewards.scorer import make_scorer
 from .settings.config import JobConfig
 from .tasks.arithmetic import ArithmeticSpec
@@ -119,7 +121,8 @@ class GrpoJob:
                 line = self._step(step)
                 is_last = step + 1 == config.run.num_steps
                 if is_last or (step + 1) % config.run.eval_every == 0:
-                    line |= self.evaluation.run()
+                    line |= (found := self.evaluation.run())
+                    self._keep_if_best(step + 1, found)
                     if log is not None:
                         log.show(self.evaluation.examples)
                 if log is not None:
@@ -232,14 +235,25 @@ class GrpoJob:
         state = self.backend.state()  # called on every rank, because it gathers shards
         if self.ranks.is_first:
             folder, digest = self.config.folder / "checkpoints", self.engine.weight_digest()
-            save_checkpoint(folder, step, state, digest, self._drafts())
+            save_checkpoint(folder, step, state, digest, self._drafts(), self.config.checkpoints.keep)
+
+    def _keep_if_best(self, step: int, found: Mapping[str, float]) -> None:
+        """Save the model in the folder `best` if no evaluation before gave as large a mean reward. found: what the
+        evaluation after this step returned. All ranks call it together."""
+        if not self.config.checkpoints.best:
+            return
+        best = BestModel(self.config.folder)
+        if self.ranks.largest(float(self.ranks.is_first and best.is_beaten_by(found[REWARD]))):
+            digest = self.engine.weight_digest()
+            self._save_model(best.folder, best.described(step, found, digest))
 
     def _drafts(self) -> EngineDrafts | None:
         """Return the drafts of the first rank's engine, if it is in this process."""
         service = self.engine.service
         return service.engine.drafts if self.ranks.is_first and service is not None else None
 
-    def _save_model(self, folder: Path) -> None:
+    def _save_model(self, folder: Path, more: Mapping[str, str] | None = None) -> None:
+        """Write the model and its tokenizer as a folder, or not at all. more: further files in it, text by name."""
         tensors = self.backend.on_first(self.backend.named_tensors())
         if not self.ranks.is_first:
             return
@@ -249,10 +263,15 @@ class GrpoJob:
             else:
                 self.model.save_pretrained(partial, state_dict=tensors)
             self.tokenizer.save_pretrained(partial)
+            for name, text in (more or {}).items():
+                (partial / name).write_text(text, encoding="utf-8")
             flush_folder(partial)
-            if folder.exists():  # of a run that had ended and was resumed: the same model
-                shutil.rmtree(folder)
-            partial.rename(folder)
+            if folder.exists():  # an earlier best one; or of a run that had ended and was resumed: the same model
+                old = folder.rename(folder.with_name(f".{folder.name}.removed"))
+                partial.rename(folder)
+                shutil.rmtree(old)
+            else:
+                partial.rename(folder)
 
 
 def _report_warm_start(progress: WarmStartProgress) -> None:

@@ -25,17 +25,21 @@ from ..backends.backend import TrainerState
 
 _PREFIX = "step-"
 _HISTORY = "draft_history.json"
-_NUM_KEPT = 2
 _UNNUMBERED_DRAWS = 1  # of checkpoints that were written before definitions had numbers
 
 
 def save_checkpoint(
-    folder: Path, step: int, state: TrainerState, digest: str | None = None, drafts: EngineDrafts | None = None
+    folder: Path,
+    step: int,
+    state: TrainerState,
+    digest: str | None = None,
+    drafts: EngineDrafts | None = None,
+    num_kept: int = 2,
 ) -> Path:
-    """Write the state after `step` finished steps, and delete all but the newest two checkpoints. One rank calls it.
+    """Write the state after `step` finished steps, and delete all but the newest checkpoints. One rank calls it.
 
-    drafts: of its engine, if that is in this process. Raises FileFailed; then nothing is left of this checkpoint, and
-    the older ones are all there.
+    drafts: of its engine, if that is in this process. num_kept: number of checkpoints that stay; 0: all. Raises
+    FileFailed; then nothing is left of this checkpoint, and the older ones are all there.
     """
     path = folder / f"{_PREFIX}{step:06d}"
     with files_of(path), atomic_folder(path) as partial:
@@ -47,7 +51,7 @@ def save_checkpoint(
         )
         if drafts is not None and drafts.keeps_history:
             drafts.save_history(partial / _HISTORY)
-    for old in _checkpoints(folder)[:-_NUM_KEPT]:
+    for old in _checkpoints(folder)[:-num_kept] if num_kept else []:
         with files_of(old, "removed"):
             shutil.rmtree(old.rename(old.with_name(f".{old.name}.removed")))
     return path

@@ -69,7 +69,7 @@ def prepare_folder(folder: Path, *, resume: bool) -> None:
             shutil.move(folder, aside)
             say(f"an earlier run of this name was moved to {aside}")
         # Its owner alone writes there: a checkpoint without its name belongs to a process that has ended.
-        for unfinished in (folder / "checkpoints").glob(".*"):
+        for unfinished in (*(folder / "checkpoints").glob(".*"), *folder.glob(".*.removed")):
             if unfinished.is_dir():
                 shutil.rmtree(unfinished)
             else:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from ....rollout.completion import Completion
 from ..rewards.score import Score
 
+REWARD = "eval_reward_mean"  # the name of an evaluation's mean reward
+
 
 @dataclass(frozen=True)
 class SampleNumbers:

@@ -11,6 +11,7 @@ from typing import Literal
 from ....rollout.config import EngineConfig
 from .reading import apply_override, build
 from .sections import (
+    CheckpointSettings,
     DataSettings,
     DeepSpeedSettings,
     EngineSettings,
@@ -52,6 +53,7 @@ class JobConfig:
     engines: str = "local"  # "local": in the trainer's processes; "separate": in processes of their own
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)
+    checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     deepspeed: DeepSpeedSettings = field(default_factory=DeepSpeedSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)

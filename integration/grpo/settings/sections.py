@@ -175,6 +175,18 @@ class EvalSettings(Section):
 
 
 @dataclass(frozen=True)
+class CheckpointSettings(Section):
+    """The files of a run's weights that stay. `run.checkpoint_every` says how often a checkpoint is written."""
+
+    keep: int = 2  # number of newest checkpoints that stay; 0: all
+    best: bool = False  # also keep the model of the evaluation with the largest mean reward, in the folder `best`
+
+    def faults(self) -> list[Fault]:
+        """See `Section.faults`."""
+        return [("keep", f"must not be negative, not {self.keep}")] if self.keep < 0 else []
+
+
+@dataclass(frozen=True)
 class LoraSettings(Section):
     """Adapters in place of all weights: the base stays frozen, where the engine aliases it too."""
 

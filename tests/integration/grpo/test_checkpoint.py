@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lockstep.integration.failures import FileFailed
 from lockstep.integration.grpo.backends.ddp import DdpBackend
+from lockstep.integration.grpo.results.best_model import BestModel
 from lockstep.integration.grpo.results.checkpoint import (
     load_checkpoint,
     load_history,
@@ -63,6 +65,30 @@ def test_only_the_newest_two_are_kept_and_unfinished_ones_do_not_count(make_mode
         save_checkpoint(tmp_path, step, backend.state())
     assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-000002", "step-000010"]
     assert newest_checkpoint(tmp_path).name == "step-000010"
+
+
+def test_as_many_checkpoints_stay_as_are_asked_for(make_model, tmp_path):
+    backend = OneProcess(make_model("qwen2"))
+    for num_kept, expected in ((1, [3]), (3, [1, 2, 3]), (0, [1, 2, 3])):
+        folder = tmp_path / str(num_kept)
+        for step in (1, 2, 3):
+            save_checkpoint(folder, step, backend.state(), num_kept=num_kept)
+        assert sorted(p.name for p in folder.glob("*")) == [f"step-{step:06d}" for step in expected]
+
+
+def test_the_first_of_equally_good_models_stays_the_best(tmp_path):
+    best = BestModel(tmp_path)
+    assert best.is_beaten_by(0.0)
+    best.folder.mkdir()
+    (files,) = best.described(4, {"eval_reward_mean": 0.5, "eval_success": 0.25}, "digest").items()
+    (best.folder / files[0]).write_text(files[1])
+    assert json.loads(files[1]) == {
+        "step": 4, "eval_reward_mean": 0.5, "eval_success": 0.25, "weight_digest": "digest"
+    }  # fmt: skip
+    assert not best.is_beaten_by(0.5) and best.is_beaten_by(0.51)
+    (best.folder / files[0]).write_text("{")
+    with pytest.raises(FileFailed, match=r"evaluation\.json"):
+        best.is_beaten_by(1.0)
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(make_model, tmp_path):

@@ -27,6 +27,7 @@ from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.tests.support import prepared_python
+from lockstep.weight_sync.digests.model_digest import model_digest
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "arithmetic_cpu.toml"
@@ -36,6 +37,7 @@ SHRUNK = [
     "model.num_layers=2", "model.hidden_size=64", "engine.kv_cache=4MiB", "reward=text_reward:by_text",
     "train.learning_rate=1e-3",
 ]  # fmt: skip
+BEST = "checkpoints.best=true"
 # This reward differs between samples of an untrained model, so that every step changes the weights. It also kills the
 # whole job, like kill -9 from outside, when its log has KILL_AFTER_STEP steps, and waits for ever (nothing opens the
 # pipe's other end) when it has HOLD_AFTER_STEP.
@@ -112,7 +114,7 @@ def lines_of(folder: Path) -> list[dict[str, object]]:
 def straight_run(tmp_path_factory):
     """Run the job once without interruption, for several tests."""
     folder = tmp_path_factory.mktemp("straight")
-    assert finish(torchrun(folder, str(CONFIG), *SHRUNK)) == 0, (folder / "log").read_text()
+    assert finish(torchrun(folder, str(CONFIG), *SHRUNK, BEST)) == 0, (folder / "log").read_text()
     return folder
 
 
@@ -129,8 +131,6 @@ def test_two_ranks_train_with_a_gap_of_zero_and_no_byte_moved(straight_run):
 
 
 def test_the_trained_model_loads_in_transformers_and_is_what_was_committed_last(straight_run):
-    from lockstep.weight_sync.digests.model_digest import model_digest
-
     folder = straight_run / "runs/arithmetic/model"
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -141,16 +141,29 @@ def test_the_trained_model_loads_in_transformers_and_is_what_was_committed_last(
     assert model_digest(model.named_parameters()) == last["weight_digest"]
 
 
+def test_the_best_model_is_that_of_the_first_largest_mean_reward(straight_run):
+    folder = straight_run / "runs/arithmetic"
+    evaluated = [line for line in read_metrics(folder / "metrics.jsonl") if "eval_reward_mean" in line]
+    best = max(evaluated, key=lambda line: line["eval_reward_mean"])  # the first of equal ones
+    found = json.loads((folder / "best/evaluation.json").read_text())
+    assert found == {key: best[key] for key in found} and found["step"] in (2, 4)
+    model = AutoModelForCausalLM.from_pretrained(folder / "best")
+    assert model_digest(model.named_parameters()) == found["weight_digest"]
+    assert not list(folder.glob(".*.removed"))
+
+
 @pytest.mark.slow
 def test_a_killed_and_resumed_run_ends_as_an_uninterrupted_one(straight_run, tmp_path):
     """It is killed before the first checkpoint, then between two."""
     os.symlink(straight_run / ".cache", tmp_path / ".cache")  # the warm start is shared, so it is skipped
     for kill_after_step, resume in ((1, []), (3, ["--resume"])):
-        process = torchrun(tmp_path, str(CONFIG), *SHRUNK, *resume, KILL_AFTER_STEP=kill_after_step)
+        process = torchrun(tmp_path, str(CONFIG), *SHRUNK, BEST, *resume, KILL_AFTER_STEP=kill_after_step)
         assert finish(process) == -signal.SIGKILL
         assert len(lines_of(tmp_path)) == kill_after_step, (tmp_path / "log").read_text()
-    assert finish(torchrun(tmp_path, str(CONFIG), *SHRUNK, "--resume")) == 0, (tmp_path / "log").read_text()
+    assert finish(torchrun(tmp_path, str(CONFIG), *SHRUNK, BEST, "--resume")) == 0, (tmp_path / "log").read_text()
     assert lines_of(tmp_path) == lines_of(straight_run)
+    evaluations = [(one / "runs/arithmetic/best/evaluation.json").read_text() for one in (tmp_path, straight_run)]
+    assert evaluations[0] == evaluations[1]
     assert "warm start" not in (tmp_path / "log").read_text()
 
 

@@ -1,0 +1,38 @@
+"""The model of the evaluation with the largest mean reward so far, in the folder `best` of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...failures import FileFailed, files_of
+from .statistics import REWARD
+
+_DESCRIPTION = "evaluation.json"
+
+
+class BestModel:
+    """The folder of the best model: its file `evaluation.json` has the step, the evaluation and the model digest."""
+
+    def __init__(self, run_folder: Path) -> None:
+        """Name the folder inside that of a run; nothing is read yet."""
+        self.folder = run_folder / "best"
+
+    def is_beaten_by(self, reward: float) -> bool:
+        """Return whether a mean reward is larger than that of the best model. The first of equal ones stays, so that
+        a resumed run keeps the same. Raises FileFailed."""
+        path = self.folder / _DESCRIPTION
+        if not path.exists():
+            return True
+        try:
+            with files_of(path, "read"):
+                best = json.loads(path.read_text(encoding="utf-8"))[REWARD]
+        except (ValueError, KeyError) as error:
+            raise FileFailed(f"{path} is no evaluation: move {self.folder} away, then start with --resume") from error
+        return reward > best
+
+    def described(self, step: int, found: Mapping[str, float], weight_digest: str | None) -> dict[str, str]:
+        """Return the files that the folder holds beside the model, text by name. found: the evaluation."""
+        description = {"step": step, **found, "weight_digest": weight_digest}
+        return {_DESCRIPTION: json.dumps(description) + "\n"}
