@@ -128,10 +128,13 @@ def test_a_stream_of_a_worker_that_drains_is_relayed_to_its_end(engines, router)
             assert next(lines).startswith("data: ")
             url = answer.headers["x-lockstep-worker"]
             [engine] = [engine for engine in engines if engine.url == url]
+            # the stream may not end before the router has seen the drain, however slowly the router runs
+            assert http.post(f"{url}/pause_generation", json={"mode": "in_place"}).status_code == 200
             engine.signal(signal.SIGTERM)
             wait_until(lambda: workers(router.url)[url]["status"] == "draining", "the router knows that it drains")
             others = [http.post("/generate", json=body(seed)) for seed in range(4)]
             assert {other.headers["x-lockstep-worker"] for other in others} == {one.url for one in engines} - {url}
+            assert http.post(f"{url}/continue_generation", json={}).status_code == 200
             events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         assert events[-1] == "[DONE]" and bits(json.loads(events[-2])) == alone
         assert engine.process.wait(START_S) == 0
