@@ -79,7 +79,8 @@ class GrpoJob:
         try:
             self.trainer = GrpoTrainer(
                 self.engine.hosted, self.backend, config.train, config.rollout.temperature, ranks,
-                num_steps=config.run.num_steps, announce_step=self.engine.announce_step,
+                num_steps=config.run.num_steps, max_new_tokens=config.rollout.max_new_tokens,
+                announce_step=self.engine.announce_step,
             )  # fmt: skip
             checkpoint = newest_checkpoint(config.folder / "checkpoints") if resume else None
             if checkpoint is not None:

@@ -15,7 +15,7 @@ from ....rollout.completion import Completion, WeightSpan
 from ....rollout.sampling_params import SamplingParams
 from ...ranks import Ranks
 from ..results.samples import sample_row
-from ..results.statistics import SampleNumbers, numbers_of
+from ..results.statistics import SampleNumbers, is_truncated, numbers_of
 from ..rewards.score import Score
 from ..rewards.scorer import Scorer
 from ..settings.config import JobConfig
@@ -67,12 +67,15 @@ class Rollouts:
             scored = self._shuffled(step, list(scored))
         for answers, scores in scored:
             into.scores += scores
-            rewards = torch.tensor([[score.total for score in scores]])
-            advantages = group_advantages(rewards, self._config.train.scale_by_std)[0].tolist()
+            train = self._config.train
+            penalties = [train.truncated_penalty * is_truncated(answer) for answer in answers]
+            rewards = torch.tensor([[score.total - less for score, less in zip(scores, penalties, strict=True)]])
+            advantages = group_advantages(rewards, train.scale_by_std)[0].tolist()
             into.advantages += advantages
             for answer, advantage in zip(answers, advantages, strict=True):
                 num_older = sum(span.end - span.start for span in answer.weight_versions if lag_of(span, step))
-                yield Sample(answer.prompt_ids, answer.token_ids, answer.logprobs, advantage, num_older)
+                counts = train.truncated == "count" or not is_truncated(answer)
+                yield Sample(answer.prompt_ids, answer.token_ids, answer.logprobs, advantage, num_older, counts)
 
     def end(self, step: int, samples: StepSamples) -> None:
         """Log what the samples of a step depend on beyond the settings, and wait for what a schedule still wants of

@@ -25,13 +25,21 @@ class SampleNumbers:
     is_success: bool | None
 
 
+def is_truncated(completion: Completion) -> bool:
+    """Return whether the largest number of new tokens has ended a sample."""
+    return completion.finish_reason is not None and completion.finish_reason.type == "length"
+
+
 def numbers_of(completion: Completion, score: Score) -> SampleNumbers:
     """Return the numbers of one sample."""
-    reason = completion.finish_reason
-    is_truncated = reason is not None and reason.type == "length"
     sum_logprobs = math.fsum(completion.logprobs)
     return SampleNumbers(
-        len(completion.token_ids), sum_logprobs, is_truncated, score.total, dict(score.components), score.is_success
+        len(completion.token_ids),
+        sum_logprobs,
+        is_truncated(completion),
+        score.total,
+        dict(score.components),
+        score.is_success,
     )
 
 

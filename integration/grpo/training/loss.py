@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .surrogates import SURROGATES, token_weights
+
 
 def group_advantages(rewards: Tensor, scale_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
     """Compare each sample's reward with the other samples of its prompt: (reward - mean) / (std + epsilon).
@@ -54,42 +56,48 @@ def policy_loss(
     clip_high: float = 0.2,
     reference_logprobs: Tensor | None = None,
     kl_coefficient: float = 0.0,
+    *,
+    name: str = "token_mean",
+    lengths: Sequence[int] = (),
 ) -> PolicyLoss:
-    """Compute the clipped policy loss per token, -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), and KL.
+    """Compute a policy loss, by default the clipped one per token, and the KL to a reference, with the same weights.
 
     logprobs (with gradient), behaviour_logprobs, advantages, reference_logprobs: one shape, one value per
     sampled token; mask: bool, same shape, true for the tokens that count; values where it is false are ignored.
-    num_tokens: number of tokens that count, over all ranks and micro-batches, so that every token has the same weight
-    for any division into micro-batches. DDP averages gradients over ranks: back-propagate `loss` times the number of
-    ranks.
+    num_tokens: what the sum is divided by: the number of tokens that count, over all ranks and micro-batches, so that
+    every token has the same weight for any division into micro-batches; of other losses, see `surrogates.amount`. DDP
+    averages gradients over ranks: back-propagate `loss` times the number of ranks. name: one of `SURROGATES`; lengths:
+    number of tokens of each sequence, of all losses but "token_mean", "dapo", "dr_grpo" and "cispo", for one row [M].
 
     Raises ValueError for shapes that differ, a non-positive num_tokens, or a KL coefficient without a
     reference.
 
-    Sources: clipped surrogate, Schulman et al., "Proximal Policy Optimization", 2017, eq. 7 (arXiv
-    1707.06347); separate clip bounds and the token mean over the whole batch, Yu et al., "DAPO", 2025, eq. 8
-    (arXiv 2503.14476); KL per token, Schulman, "Approximating KL Divergence", 2020, estimator k3, as in
+    Sources: `surrogates`; KL per token, Schulman, "Approximating KL Divergence", 2020, estimator k3, as in
     DeepSeekMath, eq. 4.
     """
     _check_policy_loss(logprobs, behaviour_logprobs, advantages, mask, num_tokens, reference_logprobs, kl_coefficient)
+    surrogate = SURROGATES[name]
     log_ratio = torch.where(mask, logprobs - behaviour_logprobs.detach(), 0.0)
     # Masked before the product, because 0 * inf is NaN, and its gradient too.
     advantages = torch.where(mask, advantages.detach(), 0.0)
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-    loss = -surrogate.sum() / num_tokens
+    terms = surrogate.terms(logprobs, log_ratio, advantages, mask, lengths, clip_low, clip_high)
+    weights = token_weights(surrogate.divisor, mask, lengths)
+
+    def weighted_sum(values: Tensor) -> Tensor:
+        return values.sum() if weights is None else (values * weights).sum()
+
+    loss = -weighted_sum(terms.objective) / num_tokens
     kl = loss.new_zeros(())
     if reference_logprobs is not None:
         reference_log_ratio = torch.where(mask, reference_logprobs.detach() - logprobs, 0.0)
-        kl = kl_k3(reference_log_ratio).sum() / num_tokens
+        kl = weighted_sum(kl_k3(reference_log_ratio)) / num_tokens
         # A product with a coefficient of 0 would turn an infinite estimate into NaN.
         if kl_coefficient:
             loss = loss + kl_coefficient * kl
     with torch.no_grad():
-        num_clipped = (clipped * advantages < ratio * advantages).sum().item()
-        deviation = (ratio - 1.0).abs().amax().item() if ratio.numel() else 0.0
-    return PolicyLoss(loss=loss, clip_fraction=num_clipped / num_tokens, kl=kl.item(), ratio_deviation=deviation)
+        clip_fraction = float(weighted_sum(terms.is_clipped.float())) / num_tokens
+        deviation = (log_ratio.exp() - 1.0).abs().amax().item() if log_ratio.numel() else 0.0
+    return PolicyLoss(loss=loss, clip_fraction=clip_fraction, kl=kl.item(), ratio_deviation=deviation)
 
 
 def importance_weights(

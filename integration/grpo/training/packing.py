@@ -18,6 +18,7 @@ class Sample:
     logprobs: tuple[float, ...]  # from the engine, one per sampled token
     advantage: float
     num_older: int = 0  # first tokens, which older weights have drawn
+    counts: bool = True  # whether its tokens count in the loss; their log-probabilities are compared in any case
 
     @property
     def num_rows(self) -> int:
@@ -37,6 +38,7 @@ class PackedBatch:
     logprobs: Tensor  # float32 [M]: of the behaviour policy
     advantages: Tensor  # float32 [M]
     is_older: Tensor  # bool [M]: drawn by older weights than the trainer's
+    mask: Tensor  # bool [M]: counts in the loss
     lengths: tuple[int, ...]  # number of sampled tokens of each sequence
 
     @property
@@ -95,5 +97,6 @@ def pack(samples: Sequence[Sample], device: torch.device) -> PackedBatch:
             [s.advantage for s in samples for _ in s.token_ids], dtype=torch.float32, device=device
         ),
         is_older=torch.tensor([i < s.num_older for s in samples for i in range(len(s.token_ids))], device=device),
+        mask=torch.tensor([s.counts for s in samples for _ in s.token_ids], device=device),
         lengths=tuple(len(s.token_ids) for s in samples),
     )

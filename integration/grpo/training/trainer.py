@@ -22,6 +22,7 @@ from ..settings.config import JobConfig
 from ..settings.sections import TrainSettings
 from .loss import PolicyLoss, importance_weights, policy_loss
 from .packing import PackedBatch, Sample, microbatches, pack
+from .surrogates import SURROGATES, amount
 
 # Losses are divided by it while the number of tokens is not known yet, and the gradients are scaled at the end. A power
 # of two: it rounds nothing.
@@ -71,7 +72,8 @@ class GrpoTrainer:
     """GRPO on a hosted model. The constructor passes the module to the backend, which wraps or shards it.
 
     hosted: the engine's model where the engine aliases the trainer's module; else the module, adopted before for its
-    numerics. num_steps: of the whole run, at whose end a schedule of the learning rate ends. announce_step: makes a
+    numerics. num_steps: of the whole run, at whose end a schedule of the learning rate ends. max_new_tokens: the most
+    that a sample may have, by which the loss "dr_grpo" divides. announce_step: makes a
     context for the optimizer's step; for an engine that aliases the module, it is `RolloutService.optimizer_step`.
     """
 
@@ -84,6 +86,7 @@ class GrpoTrainer:
         ranks: Ranks,
         *,
         num_steps: int = 0,
+        max_new_tokens: int = 1,
         announce_step: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.backend = backend
@@ -93,6 +96,7 @@ class GrpoTrainer:
         self._ranks = ranks
         self._announce_step = announce_step
         self._num_steps = num_steps
+        self._max_new_tokens = max_new_tokens
         self._reference: HostedModel | None = None
         if settings.kl_coefficient and not hosted.adapters:
             frozen = copy.deepcopy(hosted.trained_module).requires_grad_(False).eval()  # before it is sharded
@@ -118,16 +122,15 @@ class GrpoTrainer:
             passing = _kept(self._packed(samples), batches)
         normaliser = _NORMALISER
         if not self.backend.scales_gradients:
-            normaliser = int(self._ranks.total(sum(batch.packed.num_tokens for batch in batches)))
+            normaliser = self._divisor(batches)
         gap = norm = 0.0
         for epoch in range(settings.epochs_per_step):
             losses, epoch_gap = self._backward(passing, normaliser)
             gap = epoch_gap if epoch == 0 else gap
             passing = batches
-            num_tokens = int(self._ranks.total(sum(batch.packed.num_tokens for batch in batches)))
+            scale = normaliser / self._divisor(batches)
             with self._announce_step():
-                norm = self.backend.step(normaliser / num_tokens)
-        scale = normaliser / num_tokens
+                norm = self.backend.step(scale)
         return TrainStats(
             logprob_gap=self._ranks.largest(gap),
             loss=self._ranks.total(sum(item.loss.item() for item in losses)) * scale,
@@ -135,6 +138,12 @@ class GrpoTrainer:
             clip_fraction=self._ranks.total(sum(item.clip_fraction for item in losses)) * scale,
             grad_norm=norm,
         )
+
+    def _divisor(self, batches: Iterable[_Batch]) -> int:
+        """Return what the sum over all tokens of the step is divided by; 1 where no token of any rank counts."""
+        divisor = SURROGATES[self._settings.loss].divisor
+        own = sum(amount(divisor, b.packed.mask, b.packed.lengths, self._max_new_tokens) for b in batches)
+        return max(int(self._ranks.total(own)), 1)
 
     def _packed(self, samples: Iterable[Sample]) -> Iterator[_Batch]:
         for run, is_last in microbatches(samples, self._settings.microbatch_tokens):
@@ -185,12 +194,13 @@ class GrpoTrainer:
             logprobs,
             torch.where(packed.is_older, batch.proximal, packed.logprobs),
             packed.advantages * weights,
-            torch.ones_like(packed.targets, dtype=torch.bool),
+            packed.mask,
             normaliser,
-            settings.clip_low,
-            settings.clip_high,
+            *settings.clip_bounds,
             batch.reference,
             settings.kl_coefficient,
+            name=settings.loss,
+            lengths=packed.lengths,
         )
 
     def _reference_logprobs(self, batch: PackedBatch) -> Tensor | None:
