@@ -1,0 +1,82 @@
+"""Tests of a step's samples: what becomes of those that were cut off, and the parameters that are asked for."""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.integration.grpo.engines.rollouts import Rollouts, StepSamples
+from lockstep.integration.grpo.rewards.scorer import Scorer
+from lockstep.integration.grpo.settings.config import JobConfig
+from lockstep.integration.grpo.settings.sections import RolloutSettings, RunSettings, TrainSettings
+from lockstep.integration.grpo.tasks.problems import Problem
+from lockstep.integration.grpo.tasks.task import Task
+from lockstep.integration.ranks import Ranks
+from lockstep.rollout.completion import Completion, FinishReason, WeightSpan
+
+RANKS = Ranks(0, 1, torch.device("cpu"))
+WHOLE, CUT = FinishReason("stop", matched=2), FinishReason("length", length=2)
+ENDS = (WHOLE, CUT, CUT, WHOLE)  # of the samples of a group
+LENGTHS = (4, 6, 2, 8)  # of their texts, which are their rewards
+
+
+class FixedEngine:
+    """Answers every prompt with the same group, and keeps what it was asked."""
+
+    service = None
+
+    def __init__(self):
+        self.asked = {}
+
+    def begin(self, step, asked):
+        self.asked[step] = asked
+
+    def groups(self, step, num_groups):
+        for _ in range(num_groups):
+            yield [
+                Completion(
+                    "id", at, (5, 6), (7, 8), "x" * length, (-0.5, -0.25), end, 0, 0, "0", None,
+                    (WeightSpan("0", None, 0, 2),),
+                )
+                for at, (end, length) in enumerate(zip(ENDS, LENGTHS, strict=True))
+            ]  # fmt: skip
+
+
+def length(prompt, completion, answer):
+    """Reward the length of a text."""
+    return len(completion)
+
+
+def sampled(tmp_path, **train):
+    """Return the samples of one step of one prompt, and what the job notes of them."""
+    config = JobConfig(
+        RunSettings("x", str(tmp_path)),
+        rollout=RolloutSettings(prompts_per_step=1, group_size=4, max_new_tokens=2),
+        train=TrainSettings(scale_by_std=False, **train),
+    )
+    problems = [Problem("a", "b")]
+    task = Task(lambda step, num: problems[:num], problems, problems)
+    noted, engine = StepSamples(), FixedEngine()
+    rollouts = Rollouts(config, RANKS, engine, task, Scorer([f"{__name__}:length"]))
+    return list(rollouts.samples(0, noted)), noted, engine
+
+
+def test_samples_that_were_cut_off_count_as_all_others(tmp_path):
+    samples, noted, engine = sampled(tmp_path)
+    assert [one.advantage for one in samples] == noted.advantages == [-1.0, 1.0, -3.0, 3.0]
+    assert all(one.counts for one in samples)
+    (params,) = engine.asked[0].params
+    assert (params.n, params.max_new_tokens) == (4, 2)
+
+
+def test_masked_samples_are_in_their_groups_mean_and_not_in_the_loss(tmp_path):
+    samples, _, _ = sampled(tmp_path, truncated="mask")
+    assert [one.advantage for one in samples] == [-1.0, 1.0, -3.0, 3.0]
+    assert [one.counts for one in samples] == [True, False, False, True]
+
+
+def test_the_penalty_of_samples_that_were_cut_off_is_in_advantages_and_not_in_rewards(tmp_path):
+    samples, noted, _ = sampled(tmp_path, truncated_penalty=2.0)
+    # 4, 4, 0, 8 around their mean of 4
+    assert [one.advantage for one in samples] == noted.advantages == [0.0, 0.0, -4.0, 4.0]
+    assert [score.total for score in noted.scores] == [4.0, 6.0, 2.0, 8.0]
+    assert all(one.counts for one in samples)
