@@ -36,7 +36,9 @@ from ..grpo.engines.engine import JobEngine, StepPrompts
 from ..grpo.engines.rollouts import StepSamples, waited
 from ..grpo.engines.separate import SeparateEngine
 from ..grpo.settings.config import JobConfig
-from ..grpo.settings.sections import EngineSettings, ModelSettings, RolloutSettings, RunSettings, TrainSettings
+from ..grpo.settings.sampling import RolloutSettings
+from ..grpo.settings.sections import EngineSettings, ModelSettings, RunSettings
+from ..grpo.settings.training import TrainSettings
 from ..grpo.training.loss import group_advantages
 from ..grpo.training.packing import Sample
 from ..grpo.training.trainer import GrpoTrainer

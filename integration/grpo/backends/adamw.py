@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from ....kernels.sampling.draws import derive_seed
-from ..settings.sections import TrainSettings
+from ..settings.training import TrainSettings
 
 _EPSILON = 1e-8
 _LOST_BITS = 16  # of a float32, that bfloat16 does not have

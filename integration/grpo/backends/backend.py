@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ....weight_sync.manifest import NamedTensors
 from ...ranks import Ranks
-from ..settings.sections import TrainSettings
+from ..settings.training import TrainSettings
 from .adamw import TrainerAdamW, make_adamw
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ....weight_sync.manifest import NamedTensors
 from ...push.adapters.deepspeed import prepare_deepspeed, zero_tensors
 from ...ranks import Ranks
-from ..settings.sections import TrainSettings
+from ..settings.training import TrainSettings
 from .adamw import adamw_options
 from .backend import TrainerBackend, TrainerState, clip, refuse_other_model, scale_gradients
 

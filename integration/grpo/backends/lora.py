@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ....kernels.sampling.draws import derive_seed
-from ..settings.sections import LoraSettings
+from ..settings.training import LoraSettings
 
 ALL_LINEAR = "all-linear"  # PEFT's name for every linear layer but the output
 

@@ -10,24 +10,20 @@ from typing import Literal
 
 from ....rollout.config import EngineConfig
 from .reading import apply_override, build
+from .sampling import EvalSettings, RolloutSettings
+from .section import Fault, Section, not_among
 from .sections import (
     CheckpointSettings,
     DataSettings,
-    DeepSpeedSettings,
     EngineSettings,
-    EvalSettings,
-    Fault,
     HttpSettings,
     ModelSettings,
     ParallelSettings,
-    RolloutSettings,
     RunSettings,
-    Section,
-    TrainSettings,
     WarmStartSettings,
     WeightSettings,
-    not_among,
 )
+from .training import DeepSpeedSettings, TrainSettings
 
 TRAINERS = ("ddp", "fsdp2", "deepspeed")
 SYNCS = ("in_place", "distributed", "tensor", "disk", "delta")

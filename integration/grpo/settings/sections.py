@@ -1,35 +1,14 @@
-"""The sections of the job's settings. Each checks the ranges of its own values."""
+"""The other sections of the job's settings. Each checks the ranges of its own values."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ....rollout.config import parse_kv_size
+from .section import Fault, Section, not_among, not_positive, too_small
 
 DTYPES = ("float32", "bfloat16")
-SCHEDULES = ("constant", "linear", "cosine")
-# The losses by name (`training/surrogates.py`), with the clip bounds, low and high, that each has where none are set.
-CLIP_BOUNDS = {
-    "token_mean": (0.2, 0.2), "grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4),
-    "cispo": (0.0, 4.0),
-}  # fmt: skip
-TRUNCATED = ("count", "mask")
-LOW_PRECISIONS = ("masters", "stochastic", "nearest")
-ON_COMMITS = ("verify", "keep", "drop")
 UNDOS = ("tensors", "none")
-MAX_ZERO_STAGE = 3
-
-Fault = tuple[str, str]  # a key, and the reason for which its value is refused
-
-
-class Section(ABC):
-    """One table of the job's TOML."""
-
-    @abstractmethod
-    def faults(self) -> list[Fault]:
-        """List every value that is out of range, by its key in this section."""
 
 
 @dataclass(frozen=True)
@@ -129,58 +108,6 @@ class DataSettings(Section):
 
 
 @dataclass(frozen=True)
-class RolloutSettings(Section):
-    """The sampling of a step."""
-
-    prompts_per_step: int = 32  # prompts of a step, over all ranks
-    group_size: int = 16  # samples of each prompt
-    max_new_tokens: int = 16  # longest sample, in tokens
-    temperature: float = 1.0  # temperature of sampling, and of the engine's and the trainer's log-probabilities
-    ahead: int = 0  # how many steps beyond the current one may be begun while it runs out, and with separate engines
-    # while the trainer trains; 0: none
-    on_commit: str = "verify"  # what a commit does with samples that were begun ahead: "verify" draws them again, so
-    # that the run is the one with ahead=0; "keep" trains on samples of older weights; "drop" on those up to max_lag
-    max_lag: int = 1  # for "keep" and "drop": largest number of commits between a sample's first token and its training
-    keep_kv: bool = False  # for "keep" and "drop": go on with the KV of older weights; then logprob_gap is not 0.0
-    shuffle_rewards: bool = False  # permute the rewards of a step's samples at random, as a control experiment
-
-    @property
-    def steps_begun_ahead(self) -> int:
-        """Largest number of steps that are begun beyond the current one."""
-        return min(self.ahead, self.max_lag) if self.on_commit == "keep" else self.ahead
-
-    def faults(self) -> list[Fault]:
-        """See `Section.faults`."""
-        found = too_small(self, "prompts_per_step", "group_size", "max_new_tokens") + not_positive(self, "temperature")
-        for name in ("ahead", "max_lag"):
-            if getattr(self, name) < 0:
-                found.append((name, f"must not be negative, not {getattr(self, name)}"))
-        found += not_among(self, "on_commit", ON_COMMITS)
-        if self.keep_kv and self.on_commit == "verify":
-            found.append(("keep_kv", 'must be false with on_commit="verify", which computes all KV anew'))
-        if self.group_size < 2:
-            found.append(("group_size", "must be at least 2: advantages compare the samples of a group"))
-        return found
-
-
-@dataclass(frozen=True)
-class EvalSettings(Section):
-    """The evaluations on held-out problems, every `run.eval_every` steps. Their seeds are the same each time."""
-
-    n: int = 1  # samples of each held-out problem
-    temperature: float = 0.0  # temperature of their sampling; 0: greedy
-
-    def faults(self) -> list[Fault]:
-        """See `Section.faults`."""
-        found = too_small(self, "n")
-        if self.temperature < 0:
-            found.append(("temperature", f"must not be negative, not {self.temperature}"))
-        if self.n > 1 and not self.temperature:
-            found.append(("temperature", f"must be positive with n={self.n}: greedy samples are all the same"))
-        return found
-
-
-@dataclass(frozen=True)
 class CheckpointSettings(Section):
     """The files of a run's weights that stay. `run.checkpoint_every` says how often a checkpoint is written."""
 
@@ -190,104 +117,6 @@ class CheckpointSettings(Section):
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
         return [("keep", f"must not be negative, not {self.keep}")] if self.keep < 0 else []
-
-
-@dataclass(frozen=True)
-class LoraSettings(Section):
-    """Adapters in place of all weights: the base stays frozen, where the engine aliases it too."""
-
-    rank: int = 0  # rank of the adapters that are trained; 0: all weights are trained and there are no adapters
-    alpha: int = 16  # the adapters' results are scaled by alpha / rank
-    targets: str = "all-linear"  # layers that get an adapter: names, separated by commas, or "all-linear": all but the
-    # output
-
-    def faults(self) -> list[Fault]:
-        """See `Section.faults`."""
-        found = too_small(self, "alpha")
-        if self.rank < 0:
-            found.append(("rank", f"must not be negative, not {self.rank}"))
-        if not all(name.strip() for name in self.targets.split(",")):
-            found.append(("targets", f"must be names separated by commas, not {self.targets!r}"))
-        return found
-
-
-@dataclass(frozen=True)
-class TrainSettings(Section):
-    """The optimizer and the loss of a step."""
-
-    learning_rate: float = 5e-5  # learning rate of AdamW
-    weight_decay: float = 0.0  # weight decay of AdamW
-    low_precision: str = "masters"  # of bfloat16 weights: float32 "masters" in the optimizer, or "stochastic" rounding
-    beta1: float = 0.9  # decay of AdamW's first moment
-    beta2: float = 0.95  # decay of AdamW's second moment
-    num_warmup_steps: int = 10  # steps over which the learning rate rises to its value
-    schedule: str = "constant"  # of the learning rate after the warm-up: "constant", or "linear" or "cosine" to the end
-    final_share: float = 0.0  # of learning_rate, what a "linear" or "cosine" schedule has at run.num_steps
-    max_grad_norm: float = 1.0  # gradients are clipped to this norm
-    epochs_per_step: int = 1  # optimizer steps on each batch of samples
-    microbatch_tokens: int = 16384  # rows of one micro-batch; a longer sample has a micro-batch of its own
-    loss: str = "token_mean"  # "token_mean": clipped surrogate, mean over the step's tokens; "grpo": mean over each
-    # sample's tokens, then over samples; "dr_grpo": sum over tokens / (samples * max_new_tokens); "dapo": token mean
-    # with a higher upper bound; "gspo": one ratio for each sample; "cispo": clipped weights of REINFORCE, token mean
-    clip_low: float = 0.0  # the ratio is clipped from below at 1 - clip_low; 0: the loss's own, 0.2, but 3e-4 of "gspo"
-    clip_high: float = 0.0  # the ratio is clipped from above at 1 + clip_high; 0: the loss's own, 0.2, but 0.28 of
-    # "dapo", 4e-4 of "gspo", 4.0 of "cispo"
-    truncated: str = (
-        "count"  # those ended by max_new_tokens: "count" in the loss, or "mask": in their group's mean only
-    )
-    truncated_penalty: float = 0.0  # subtracted from their rewards before advantages; metrics leave it out
-    importance_bound: float = 2.0  # largest weight p / p_behaviour of a token that older weights have drawn
-    sequence_bound: float = 0.0  # samples of older weights whose product of ratios is beyond it count nothing; 0: all
-    # count
-    kl_coefficient: float = 0.0  # weight of the KL to the model at the start, of which a copy is kept unless
-    # adapters are trained: then it is the base; 0: none
-    scale_by_std: bool = True  # divide advantages by the group's standard deviation; must be false with "dr_grpo"
-    lora: LoraSettings = field(default_factory=LoraSettings)
-
-    def faults(self) -> list[Fault]:
-        """See `Section.faults`."""
-        found = too_small(self, "epochs_per_step", "microbatch_tokens")
-        found += not_among(self, "low_precision", LOW_PRECISIONS) + not_among(self, "schedule", SCHEDULES)
-        for name in ("beta1", "beta2"):
-            if not 0 <= (value := getattr(self, name)) < 1:
-                found.append((name, f"must be at least 0 and less than 1, not {value}"))
-        if not 0 <= self.final_share <= 1:
-            found.append(("final_share", f"must be from 0 to 1, not {self.final_share}"))
-        found += not_positive(self, "learning_rate", "max_grad_norm", "importance_bound")
-        if self.sequence_bound and not self.sequence_bound > 1:
-            found.append(("sequence_bound", f"must be 0 or more than 1, not {self.sequence_bound}"))
-        found += not_among(self, "truncated", TRUNCATED) + self._loss_faults()
-        return found + [(f"lora.{key}", why) for key, why in self.lora.faults()]
-
-    def _loss_faults(self) -> list[Fault]:
-        found = not_among(self, "loss", tuple(CLIP_BOUNDS))
-        for name in ("clip_low", "clip_high", "truncated_penalty"):
-            if (value := getattr(self, name)) < 0:
-                found.append((name, f"must not be negative, not {value}"))
-        if self.loss == "cispo" and self.clip_low:
-            found.append(("clip_low", 'must be 0 with loss="cispo", which bounds its weights from above alone'))
-        if self.loss == "dr_grpo" and self.scale_by_std:
-            found.append(("scale_by_std", 'must be false with loss="dr_grpo", which divides advantages by nothing'))
-        return found
-
-    @property
-    def clip_bounds(self) -> tuple[float, float]:
-        """The lower and the upper clip bound: those that are set, else the loss's own."""
-        low, high = CLIP_BOUNDS[self.loss]
-        return self.clip_low or low, self.clip_high or high
-
-
-@dataclass(frozen=True)
-class DeepSpeedSettings(Section):
-    """The ZeRO stage of `trainer = "deepspeed"`."""
-
-    zero_stage: int = 2  # sharded state: 0: none, 1: optimizer state, 2: gradients too, 3: parameters too
-
-    def faults(self) -> list[Fault]:
-        """See `Section.faults`."""
-        if 0 <= self.zero_stage <= MAX_ZERO_STAGE:
-            return []
-        return [("zero_stage", f"must be from 0 to {MAX_ZERO_STAGE}, not {self.zero_stage}")]
 
 
 @dataclass(frozen=True)
@@ -364,25 +193,6 @@ class HttpSettings(Section):
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
         return [] if 0 <= self.port < 65536 else [("port", f"must be from 0 to 65535, not {self.port}")]
-
-
-def too_small(settings: object, *names: str) -> list[Fault]:
-    """List the named settings that are less than 1."""
-    values = {name: getattr(settings, name) for name in names}
-    return [(name, f"must be at least 1, not {value}") for name, value in values.items() if value < 1]
-
-
-def not_positive(settings: object, *names: str) -> list[Fault]:
-    """List the named settings that are not more than 0."""
-    values = {name: getattr(settings, name) for name in names}
-    return [(name, f"must be positive, not {value}") for name, value in values.items() if not value > 0]
-
-
-def not_among(settings: object, name: str, choices: Sequence[str]) -> list[Fault]:
-    """List the setting if it is none of the choices."""
-    value = getattr(settings, name)
-    *first, last = (f'"{choice}"' for choice in choices)
-    return [] if value in choices else [(name, f"must be {', '.join(first)} or {last}, not {value!r}")]
 
 
 def _num_bytes(text: str) -> int:

@@ -19,7 +19,7 @@ from ..backends.ddp import DdpBackend
 from ..backends.deepspeed import DeepSpeedBackend
 from ..backends.fsdp2 import Fsdp2Backend
 from ..settings.config import JobConfig
-from ..settings.sections import TrainSettings
+from ..settings.training import TrainSettings
 from .loss import PolicyLoss, importance_weights, policy_loss
 from .packing import PackedBatch, Sample, microbatches, pack
 from .surrogates import SURROGATES, amount

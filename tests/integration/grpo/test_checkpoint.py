@@ -19,7 +19,7 @@ from lockstep.integration.grpo.results.checkpoint import (
     save_checkpoint,
 )
 from lockstep.integration.grpo.results.run_log import drop_lines_after, read_metrics
-from lockstep.integration.grpo.settings.sections import TrainSettings
+from lockstep.integration.grpo.settings.training import TrainSettings
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams

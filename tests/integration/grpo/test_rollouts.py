@@ -7,7 +7,9 @@ import torch
 from lockstep.integration.grpo.engines.rollouts import Rollouts, StepSamples
 from lockstep.integration.grpo.rewards.scorer import Scorer
 from lockstep.integration.grpo.settings.config import JobConfig
-from lockstep.integration.grpo.settings.sections import RolloutSettings, RunSettings, TrainSettings
+from lockstep.integration.grpo.settings.sampling import RolloutSettings
+from lockstep.integration.grpo.settings.sections import RunSettings
+from lockstep.integration.grpo.settings.training import TrainSettings
 from lockstep.integration.grpo.tasks.problems import Problem
 from lockstep.integration.grpo.tasks.task import Task
 from lockstep.integration.ranks import Ranks

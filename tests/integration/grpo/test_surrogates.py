@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.integration.grpo.backends.ddp import DdpBackend
-from lockstep.integration.grpo.settings.sections import CLIP_BOUNDS, TrainSettings
+from lockstep.integration.grpo.settings.training import CLIP_BOUNDS, TrainSettings
 from lockstep.integration.grpo.training.loss import policy_loss
 from lockstep.integration.grpo.training.packing import Sample
 from lockstep.integration.grpo.training.surrogates import SURROGATES, amount

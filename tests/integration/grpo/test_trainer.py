@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lockstep.integration.grpo.backends.backend import TrainerState
 from lockstep.integration.grpo.backends.ddp import DdpBackend
 from lockstep.integration.grpo.backends.lora import add_adapters
-from lockstep.integration.grpo.settings.sections import LoraSettings, TrainSettings
+from lockstep.integration.grpo.settings.training import LoraSettings, TrainSettings
 from lockstep.integration.grpo.training.packing import Sample
 from lockstep.integration.grpo.training.trainer import GrpoTrainer
 from lockstep.integration.ranks import Ranks, process_group

@@ -22,7 +22,7 @@ import transformers
 
 from lockstep.integration.push.adapters.named_tensors import outgoing_specs
 from lockstep.integration.grpo.backends.deepspeed import DeepSpeedBackend
-from lockstep.integration.grpo.settings.sections import TrainSettings
+from lockstep.integration.grpo.settings.training import TrainSettings
 from lockstep.integration.ranks import process_group, this_rank
 from lockstep.integration.push.remote_engine import RemoteEngine
 from lockstep.integration.service import RolloutService

@@ -19,7 +19,8 @@ from lockstep.integration.grpo.backends.adamw import (
 from lockstep.integration.grpo.backends.backend import TrainerState
 from lockstep.integration.grpo.backends.ddp import DdpBackend
 from lockstep.integration.grpo.settings.config import JobConfig
-from lockstep.integration.grpo.settings.sections import LoraSettings, ModelSettings, RunSettings, TrainSettings
+from lockstep.integration.grpo.settings.sections import ModelSettings, RunSettings
+from lockstep.integration.grpo.settings.training import LoraSettings, TrainSettings
 from lockstep.integration.ranks import Ranks
 from lockstep.tests.support.random_models import random_model
 

@@ -22,7 +22,8 @@ from transformers.utils import logging as transformers_logging
 
 from lockstep.integration.grpo.backends.backend import TrainerState
 from lockstep.integration.grpo.settings.config import JobConfig
-from lockstep.integration.grpo.settings.sections import DeepSpeedSettings, RunSettings, TrainSettings
+from lockstep.integration.grpo.settings.sections import RunSettings
+from lockstep.integration.grpo.settings.training import DeepSpeedSettings, TrainSettings
 from lockstep.integration.grpo.training.packing import Sample
 from lockstep.integration.grpo.training.trainer import GrpoTrainer, make_backend
 from lockstep.integration.ranks import Ranks, process_group, this_rank

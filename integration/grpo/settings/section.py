@@ -1,0 +1,35 @@
+"""The base class of all sections of the job's settings, and checks that several make of their values."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+Fault = tuple[str, str]  # a key, and the reason for which its value is refused
+
+
+class Section(ABC):
+    """One table of the job's TOML."""
+
+    @abstractmethod
+    def faults(self) -> list[Fault]:
+        """List every value that is out of range, by its key in this section."""
+
+
+def too_small(settings: object, *names: str) -> list[Fault]:
+    """List the named settings that are less than 1."""
+    values = {name: getattr(settings, name) for name in names}
+    return [(name, f"must be at least 1, not {value}") for name, value in values.items() if value < 1]
+
+
+def not_positive(settings: object, *names: str) -> list[Fault]:
+    """List the named settings that are not more than 0."""
+    values = {name: getattr(settings, name) for name in names}
+    return [(name, f"must be positive, not {value}") for name, value in values.items() if not value > 0]
+
+
+def not_among(settings: object, name: str, choices: Sequence[str]) -> list[Fault]:
+    """List the setting if it is none of the choices."""
+    value = getattr(settings, name)
+    *first, last = (f'"{choice}"' for choice in choices)
+    return [] if value in choices else [(name, f"must be {', '.join(first)} or {last}, not {value!r}")]

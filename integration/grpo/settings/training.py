@@ -1,0 +1,115 @@
+"""The sections about training: loss, optimizer, adapters, ZeRO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .section import Fault, Section, not_among, not_positive, too_small
+
+SCHEDULES = ("constant", "linear", "cosine")
+# The losses by name (`training/surrogates.py`), with the clip bounds, low and high, that each has where none are set.
+CLIP_BOUNDS = {
+    "token_mean": (0.2, 0.2), "grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4),
+    "cispo": (0.0, 4.0),
+}  # fmt: skip
+TRUNCATED = ("count", "mask")
+LOW_PRECISIONS = ("masters", "stochastic", "nearest")
+MAX_ZERO_STAGE = 3
+
+
+@dataclass(frozen=True)
+class LoraSettings(Section):
+    """Adapters in place of all weights: the base stays frozen, where the engine aliases it too."""
+
+    rank: int = 0  # rank of the adapters that are trained; 0: all weights are trained and there are no adapters
+    alpha: int = 16  # the adapters' results are scaled by alpha / rank
+    targets: str = "all-linear"  # layers that get an adapter: names, separated by commas, or "all-linear": all but the
+    # output
+
+    def faults(self) -> list[Fault]:
+        """See `Section.faults`."""
+        found = too_small(self, "alpha")
+        if self.rank < 0:
+            found.append(("rank", f"must not be negative, not {self.rank}"))
+        if not all(name.strip() for name in self.targets.split(",")):
+            found.append(("targets", f"must be names separated by commas, not {self.targets!r}"))
+        return found
+
+
+@dataclass(frozen=True)
+class TrainSettings(Section):
+    """The optimizer and the loss of a step."""
+
+    learning_rate: float = 5e-5  # learning rate of AdamW
+    weight_decay: float = 0.0  # weight decay of AdamW
+    low_precision: str = "masters"  # of bfloat16 weights: float32 "masters" in the optimizer, or "stochastic" rounding
+    beta1: float = 0.9  # decay of AdamW's first moment
+    beta2: float = 0.95  # decay of AdamW's second moment
+    num_warmup_steps: int = 10  # steps over which the learning rate rises to its value
+    schedule: str = "constant"  # of the learning rate after the warm-up: "constant", or "linear" or "cosine" to the end
+    final_share: float = 0.0  # of learning_rate, what a "linear" or "cosine" schedule has at run.num_steps
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm
+    epochs_per_step: int = 1  # optimizer steps on each batch of samples
+    microbatch_tokens: int = 16384  # rows of one micro-batch; a longer sample has a micro-batch of its own
+    loss: str = "token_mean"  # "token_mean": clipped surrogate, mean over the step's tokens; "grpo": mean over each
+    # sample's tokens, then over samples; "dr_grpo": sum over tokens / (samples * max_new_tokens); "dapo": token mean
+    # with a higher upper bound; "gspo": one ratio for each sample; "cispo": clipped weights of REINFORCE, token mean
+    clip_low: float = 0.0  # the ratio is clipped from below at 1 - clip_low; 0: the loss's own, 0.2, but 3e-4 of "gspo"
+    clip_high: float = 0.0  # the ratio is clipped from above at 1 + clip_high; 0: the loss's own, 0.2, but 0.28 of
+    # "dapo", 4e-4 of "gspo", 4.0 of "cispo"
+    truncated: str = (
+        "count"  # those ended by max_new_tokens: "count" in the loss, or "mask": in their group's mean only
+    )
+    truncated_penalty: float = 0.0  # subtracted from their rewards before advantages; metrics leave it out
+    importance_bound: float = 2.0  # largest weight p / p_behaviour of a token that older weights have drawn
+    sequence_bound: float = 0.0  # samples of older weights whose product of ratios is beyond it count nothing; 0: all
+    # count
+    kl_coefficient: float = 0.0  # weight of the KL to the model at the start, of which a copy is kept unless
+    # adapters are trained: then it is the base; 0: none
+    scale_by_std: bool = True  # divide advantages by the group's standard deviation; must be false with "dr_grpo"
+    lora: LoraSettings = field(default_factory=LoraSettings)
+
+    def faults(self) -> list[Fault]:
+        """See `Section.faults`."""
+        found = too_small(self, "epochs_per_step", "microbatch_tokens")
+        found += not_among(self, "low_precision", LOW_PRECISIONS) + not_among(self, "schedule", SCHEDULES)
+        for name in ("beta1", "beta2"):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                found.append((name, f"must be at least 0 and less than 1, not {value}"))
+        if not 0 <= self.final_share <= 1:
+            found.append(("final_share", f"must be from 0 to 1, not {self.final_share}"))
+        found += not_positive(self, "learning_rate", "max_grad_norm", "importance_bound")
+        if self.sequence_bound and not self.sequence_bound > 1:
+            found.append(("sequence_bound", f"must be 0 or more than 1, not {self.sequence_bound}"))
+        found += not_among(self, "truncated", TRUNCATED) + self._loss_faults()
+        return found + [(f"lora.{key}", why) for key, why in self.lora.faults()]
+
+    def _loss_faults(self) -> list[Fault]:
+        found = not_among(self, "loss", tuple(CLIP_BOUNDS))
+        for name in ("clip_low", "clip_high", "truncated_penalty"):
+            if (value := getattr(self, name)) < 0:
+                found.append((name, f"must not be negative, not {value}"))
+        if self.loss == "cispo" and self.clip_low:
+            found.append(("clip_low", 'must be 0 with loss="cispo", which bounds its weights from above alone'))
+        if self.loss == "dr_grpo" and self.scale_by_std:
+            found.append(("scale_by_std", 'must be false with loss="dr_grpo", which divides advantages by nothing'))
+        return found
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """The lower and the upper clip bound: those that are set, else the loss's own."""
+        low, high = CLIP_BOUNDS[self.loss]
+        return self.clip_low or low, self.clip_high or high
+
+
+@dataclass(frozen=True)
+class DeepSpeedSettings(Section):
+    """The ZeRO stage of `trainer = "deepspeed"`."""
+
+    zero_stage: int = 2  # sharded state: 0: none, 1: optimizer state, 2: gradients too, 3: parameters too
+
+    def faults(self) -> list[Fault]:
+        """See `Section.faults`."""
+        if 0 <= self.zero_stage <= MAX_ZERO_STAGE:
+            return []
+        return [("zero_stage", f"must be from 0 to {MAX_ZERO_STAGE}, not {self.zero_stage}")]
