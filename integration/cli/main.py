@@ -19,6 +19,7 @@ COMMANDS = {
     "serve": "serve one engine over HTTP",
     "route": "serve many engines at one address",
     "ctl": "pause, continue, flush, pin or inspect a served engine from a shell",
+    "probe": "sample with a job's model, data and reward before its first run",
     "train": "check the config of the GRPO job, and run the job under torchrun",
     "rollouts": "show what a run of the job has sampled",
     "bench": f"run a benchmark: {', '.join(BENCHMARKS)}",

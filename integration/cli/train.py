@@ -21,6 +21,8 @@ def run(arguments: Sequence[str]) -> int:
 
     from ..grpo.plan import check_job, describe_plan
 
+    if (here := os.getcwd()) not in sys.path:  # where the ranks find the modules of rewards, for Python starts them -m
+        sys.path.insert(0, here)
     num_ranks = options.nproc_per_node
     if num_ranks is None:
         num_ranks = config.run.num_ranks or torch.cuda.device_count() or 2

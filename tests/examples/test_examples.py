@@ -39,7 +39,7 @@ def torchrun(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_every_example_is_run_by_a_test_of_this_file():
+def test_every_example_is_run_by_a_test_of_this_folder():
     programs = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")} - {"tiny_model.py"}
     named = {name.replace("config.toml", "reward.py") for name in re.findall(r'"([\w/]+\.(?:py|toml))"', SOURCE)}
     assert programs <= named
@@ -126,4 +126,4 @@ def test_right_digits_are_counted_from_the_ones():
     assert right_digits("", "=32", "632") == right_digits("", "nothing", "632") == 0
 
 
-SOURCE = Path(__file__).read_text(encoding="utf-8")
+SOURCE = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))

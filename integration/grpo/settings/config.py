@@ -38,8 +38,8 @@ class JobConfig:
     model: ModelSettings = field(default_factory=ModelSettings)
     warm_start: WarmStartSettings = field(default_factory=WarmStartSettings)
     data: DataSettings = field(default_factory=DataSettings)
-    reward: str | list[str] = "exact_answer"  # the reward function, as module:function or the name of a ready one; or
-    # a list of several, whose values are added
+    reward: str | list[str] = "exact_answer"  # the reward function, as module:function, file.py:function or the name
+    # of a ready one; or a list of several, whose values are added
     reward_weights: dict[str, float] = field(default_factory=dict)  # weights of rewards or of their components, by
     # name; 1.0 where nothing is said
     reward_options: dict[str, dict[str, object]] = field(default_factory=dict)  # of each reward, by its name: settings

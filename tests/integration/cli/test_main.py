@@ -118,6 +118,15 @@ def test_train_check_prints_the_plan_and_runs_nothing(capsys, monkeypatch, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+def test_train_finds_a_reward_of_the_folder_it_is_started_in(capsys, monkeypatch, tmp_path):
+    (tmp_path / "reward_of_this_folder.py").write_text("def score(row, completion):\n    return 0.0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", os.getcwd())])
+    reward = "reward=reward_of_this_folder:score"
+    assert cli.main(["train", CONFIG, "--check", "run.name=trial", reward, "--nproc-per-node", "2"]) == 0
+    del sys.modules["reward_of_this_folder"]
+
+
 def test_train_becomes_torchrun_of_the_same_interpreter(monkeypatch, capsys):
     commands = []
     monkeypatch.setattr(os, "execv", lambda path, command: commands.append((path, command)))

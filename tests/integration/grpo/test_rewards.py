@@ -179,13 +179,14 @@ def test_ready_rewards():
 @pytest.mark.parametrize(
     ("location", "reason"),
     [
-        ("no_colon", "'module:function' is needed"),
-        (":score", "'module:function' is needed"),
-        ("module:", "'module:function' is needed"),
+        ("no_colon", "'module:function' or 'file.py:function' is needed"),
+        (":score", "'module:function' or 'file.py:function' is needed"),
+        ("module:", "'module:function' or 'file.py:function' is needed"),
         ("no_such_module_anywhere:score", "cannot import 'no_such_module_anywhere'"),
         ("math:no_such_function", "'math' has no 'no_such_function'"),
         ("math:pi", "a float cannot be called"),
         (".relative:score", "must be an absolute module name"),
+        ("no/such/file.py:score", "there is no file 'no/such/file.py' in"),
     ],
 )
 def test_a_reward_that_cannot_be_found_is_named_in_one_line(location, reason):
@@ -198,3 +199,25 @@ def test_a_module_with_a_syntax_error_is_named_with_its_line(user_module):
     name = user_module("x = 1\ndef score(:\n")
     with pytest.raises(ValueError, match=rf"{name}:score.*{name}\.py:2: "):
         load_reward(f"{name}:score")
+
+
+def test_a_file_is_imported_once_from_wherever_it_lies_with_what_lies_beside_it(tmp_path, monkeypatch):
+    folder = tmp_path / "of-mine"  # no name that a module could have
+    folder.mkdir()
+    (folder / "beside_the_reward.py").write_text("bonus = 0.5\n")
+    (folder / "my-reward.py").write_text(
+        "import beside_the_reward\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 1\n"
+        "calls = []\ndef score(row, completion):\n    calls.append(1)\n"
+        "    return len(calls) + beside_the_reward.bonus\n"
+    )
+    (folder / "broken.py").write_text("def score(:\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    assert load_reward("of-mine/my-reward.py:score")({}, "") == 1.5
+    assert load_reward(f"{folder}/my-reward.py:score")({}, "") == 2.5
+    with pytest.raises(ValueError, match=r"broken\.py:1: "):
+        load_reward("of-mine/broken.py:score")
+    with pytest.raises(ValueError, match="has no 'other'"):
+        load_reward("of-mine/my-reward.py:other")
+    for name in [name for name in sys.modules if name.startswith(str(folder)) or name == "beside_the_reward"]:
+        del sys.modules[name]

@@ -1,0 +1,85 @@
+"""The real model of examples/smollm2: its task, and a few steps of the config that trains it."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SENTENCES = ROOT / "examples" / "smollm2/sentences.py"
+MODEL = ROOT / "examples" / "smollm2/model.py"
+ROW = {"subject": "cat", "least": 4, "largest": 6}
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward", "success"),
+    [
+        ("The cat sleeps all day.", 1.0, 1.0),
+        ("  A mother-in-law's cat sleeps!\n", 1.0, 1.0),  # white space around it; a hyphen joins, an apostrophe too
+        ("Cats sleep.", 0.75, 0.0),  # two words too few
+        ("The cat sleeps on my old red sofa.", 0.75, 0.0),
+        ("The cat " + "very " * 12 + "long.", 0.0, 0.0),  # nine words too many
+        ("The cat sleeps all day", 0.0, 0.0),  # no end
+        ("A cat. It sleeps.", 0.0, 0.0),
+        ("The dog sleeps all day.", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_a_sentence_is_rewarded_by_its_number_of_words(completion, reward, success):
+    one_sentence = runpy.run_path(str(SENTENCES))["one_sentence"]
+    assert one_sentence(ROW, completion) == {"in_band": reward, "success": success}
+
+
+def test_the_rows_share_no_subject_and_are_the_same_each_time(tmp_path):
+    write = runpy.run_path(str(SENTENCES))["write"]
+    found = []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        write(folder)
+        found.append([(folder / name).read_text() for name in ("train.jsonl", "heldout.jsonl")])
+    assert found[0] == found[1]
+    train, heldout = ([json.loads(line) for line in text.splitlines()] for text in found[0])
+    assert len(train) >= 500 and len(heldout) >= 256
+    assert not {row["subject"] for row in train} & {row["subject"] for row in heldout}
+    first = heldout[0]
+    assert all(str(first[name]) in first["prompt"][0]["content"] for name in ("subject", "least", "largest"))
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Make the model's folder and the rows, where the configs look for them, and return the folder to start in."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    for program, place in ((MODEL, "data/smollm2/model"), (SENTENCES, "data/smollm2")):
+        done = subprocess.run([sys.executable, str(program), place], cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["smollm2_sentences", "smollm2_lora"])
+def test_a_few_steps_of_the_real_run(prepared, name):
+    shrunk = [
+        "run.num_steps=2", "run.eval_every=2", "data.num_heldout=8", "rollout.prompts_per_step=4",
+        "rollout.group_size=4", "checkpoints.keep=1",
+    ]  # fmt: skip
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "-m", "lockstep.integration.grpo", f"configs/{name}.toml", *shrunk,
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=prepared, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    lines = [json.loads(line) for line in (prepared / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    assert [line["logprob_gap"] for line in lines] == [0.0, 0.0]
+    assert len({line["weight_digest"] for line in lines}) == 2
+    assert 0.0 < lines[-1]["eval_reward_mean"] < 1.0 and 1.0 < lines[0]["entropy"] < 5.0  # a model that speaks
