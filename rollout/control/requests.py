@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 
@@ -234,7 +235,10 @@ class RequestDesk:
     async def _add_all_async(
         self, prompts: Prompts, params: ManyParams, options: ManyOptions, *, streamed: bool = False
     ) -> list[str]:
-        adding = asyncio.ensure_future(asyncio.to_thread(self._add_all, prompts, params, options, streamed=streamed))
+        # No task, which the end of `asyncio.run` would cancel as well, so that nobody would know what was queued.
+        adding = asyncio.get_running_loop().run_in_executor(
+            None, partial(copy_context().run, self._add_all, prompts, params, options, streamed=streamed)
+        )
         try:
             return await asyncio.shield(adding)
         except asyncio.CancelledError:  # a thread cannot be stopped: its requests are aborted

@@ -137,6 +137,24 @@ def test_coroutine_cancelled_while_it_queues_leaves_nothing_behind(make_engine):
     assert_idle(engine)
 
 
+def test_the_end_of_an_event_loop_leaves_no_request_that_was_being_queued(make_engine):
+    engine = make_engine()
+    queueing = threading.Event()
+
+    async def leave() -> None:
+        asyncio.ensure_future(engine.agenerate(LONG, sampled(max_new_tokens=400)))
+        await asyncio.sleep(0)
+        queueing.set()
+
+    caller = threading.Thread(target=asyncio.run, args=(leave(),))
+    with engine.driver.lock:
+        caller.start()
+        assert queueing.wait(timeout=30)
+    caller.join(timeout=30)
+    assert not caller.is_alive()
+    assert_idle(engine)
+
+
 def test_two_threads_that_generate_at_once_get_what_one_gets(make_engine):
     engine = make_engine()
     expected = [c.token_ids for c in engine.generate(PROMPTS, sampled(max_new_tokens=20))]
