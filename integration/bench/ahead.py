@@ -33,8 +33,9 @@ from ...rollout.sampling_params import SamplingParams
 from ..grpo.backends.ddp import DdpBackend
 from ..grpo.engines.aliased import AliasedEngine
 from ..grpo.engines.engine import JobEngine, StepPrompts
-from ..grpo.engines.rollouts import StepSamples, waited
+from ..grpo.engines.rollouts import Answer, StepSamples, waited
 from ..grpo.engines.separate import SeparateEngine
+from ..grpo.rewards.score import Score
 from ..grpo.settings.config import JobConfig
 from ..grpo.settings.sampling import RolloutSettings
 from ..grpo.settings.sections import EngineSettings, ModelSettings, RunSettings
@@ -156,9 +157,9 @@ class Run:
 
     def _samples(self, step: int, done: StepSamples) -> Iterator[Sample]:
         for answers in waited(self.engine.groups(step, self.config.rollout.prompts_per_step), done):
-            done.completions += answers
-            rewards = torch.tensor([[sum(one.token_ids) % 97 / 97 for one in answers]])
-            advantages = group_advantages(rewards)[0].tolist()
+            rewards = [sum(one.token_ids) % 97 / 97 for one in answers]
+            done.answers += [Answer(one, Score(reward)) for one, reward in zip(answers, rewards, strict=True)]
+            advantages = group_advantages(torch.tensor([rewards]))[0].tolist()
             for one, advantage in zip(answers, advantages, strict=True):
                 yield Sample(one.prompt_ids, one.token_ids, one.logprobs, advantage)
 

@@ -6,13 +6,11 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from ...kernels.sampling.draws import derive_seed
-from ...rollout.completion import Completion
 from ...rollout.sampling_params import SamplingParams
 from ..ranks import Ranks
-from .engines.engine import JobEngine
+from .engines.rollouts import Answer
 from .results.samples import sample_row, shown
 from .results.statistics import REWARD, num_successes, numbers_of, pass_at_k
-from .rewards.score import Score
 from .settings.config import JobConfig
 from .tasks.problems import Problem
 
@@ -27,12 +25,11 @@ class Evaluation:
         self,
         config: JobConfig,
         ranks: Ranks,
-        engine: JobEngine,
         problems: Sequence[Problem],
-        score: Callable[[Sequence[Problem], Sequence[Completion]], list[Score]],
+        answer: Callable[[Sequence[Problem], Sequence[SamplingParams]], list[Answer]],
     ) -> None:
-        """Prepare the evaluation. score: the job's reward of answers to problems."""
-        self._config, self._ranks, self._engine, self._score = config, ranks, engine, score
+        """Prepare the evaluation. answer: returns the scored answers to problems; see `Rollouts.answers`."""
+        self._config, self._ranks, self._answer = config, ranks, answer
         self._problems = problems
         self.examples: list[str] = []  # of the last evaluation: a few of this rank's answers, to be shown
 
@@ -51,12 +48,13 @@ class Evaluation:
             for index in indices
         ]
         mine = [self._problems[index] for index in indices]
-        answers = self._engine.generate([problem.model_input for problem in mine], params)
-        asked = [problem for problem in mine for _ in range(settings.n)]
-        scores = self._score(asked, answers)
-        triples = list(zip(asked, answers, scores, strict=True))[:: settings.n][:_NUM_SHOWN]
-        self.examples = [shown(sample_row(*triple, 0.0)) for triple in triples]
-        own = [numbers_of(*pair) for pair in zip(answers, scores, strict=True)]
+        answers = self._answer(mine, params)
+        firsts = zip(mine, answers[:: settings.n], strict=True)
+        self.examples = [
+            shown(sample_row(problem, first.completion, first.score, 0.0))
+            for problem, first in list(firsts)[:_NUM_SHOWN]
+        ]
+        own = [numbers_of(answer.completion, answer.score) for answer in answers]
         groups = ranks.in_turn([own[at : at + settings.n] for at in range(0, len(own), settings.n)])
         if not ranks.is_first:
             return {}

@@ -24,6 +24,7 @@ from .backends.lora import add_adapters
 from .engines.factory import make_engine
 from .engines.rollouts import Rollouts, StepSamples
 from .engines.schedule import SCHEDULE
+from .environments.player import EpisodePlayer
 from .evaluation import Evaluation
 from .plan import model_spec
 from .results.best_model import BestModel
@@ -72,8 +73,8 @@ class GrpoJob:
         self.backend = make_backend(config, ranks)
         # The engine comes before the trainer, which may shard the module that the engine hosts or copies.
         self.engine = make_engine(config, self.model, folder, self.tokenizer, ranks, self.backend)
-        self.rollouts = Rollouts(config, ranks, self.engine, self.task, make_scorer(config))
-        self.evaluation = Evaluation(config, ranks, self.engine, self.task.heldout, self.rollouts.score)
+        self.rollouts = Rollouts(config, ranks, self.engine, self.task, make_scorer(config), self._player())
+        self.evaluation = Evaluation(config, ranks, self.task.heldout, self.rollouts.answers)
         self._sample_files: SampleFiles | None = None  # of the first rank, while the job runs
         self.first_step = self.step = 0  # step: number of the current step, from 1
         try:
@@ -98,6 +99,11 @@ class GrpoJob:
             if config.parallel.num_ranks == 1:  # else closing would wait for the other ranks
                 self.engine.close()
             raise
+
+    def _player(self) -> EpisodePlayer | None:
+        """Return the player of the job's episodes, where it has an environment."""
+        service = self.engine.service
+        return EpisodePlayer(self.config, service, self.tokenizer) if self.config.environment and service else None
 
     def _refuse_other_base(self, saved: str | None) -> None:
         """Raise ValueError if the weights are not those of the checkpoint: it holds the adapters, not their base."""

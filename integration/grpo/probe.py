@@ -14,7 +14,7 @@ import torch
 from ..ranks import Ranks, process_group
 from .engines.rollouts import StepSamples
 from .job import GrpoJob
-from .results.samples import sample_row, shown
+from .results.samples import shown
 from .results.statistics import step_statistics
 from .settings.config import JobConfig
 from .settings.sections import HttpSettings, ParallelSettings
@@ -25,7 +25,7 @@ _FEW, _MANY = 8, 32  # samples of the two updates whose difference gives the tim
 
 @dataclass(frozen=True)
 class Probe:
-    """What a probe has found."""
+    """The findings of a probe."""
 
     reward_mean: float
     statistics: dict[str, object]  # of the samples, as metrics.jsonl names them
@@ -80,18 +80,17 @@ def _probed(config: JobConfig, job: GrpoJob) -> Probe:
         samples = list(job.rollouts.samples(0, done))
         group_size = job.config.rollout.group_size
         found = step_statistics(job.rollouts.numbers(done), group_size)
-        num_tokens = sum(len(sample.token_ids) for sample in samples)
+        num_tokens = sum(len(sample.logprobs) for sample in samples)
         is_on_cpu = job.ranks.device.type == "cpu"
         at_once = 1 if is_on_cpu else max(config.run.num_ranks, 1)
         num_of_step = config.rollout.prompts_per_step * config.rollout.group_size / at_once
         seconds, gap = _training_seconds(job, samples, num_of_step)
         began = time.perf_counter()
         job.engine.sync("1")
-        parts = zip(done.problems, done.completions, done.scores, done.advantages, strict=True)
         return Probe(
             sum(score.total for score in done.scores) / len(done.scores),
             found,
-            [shown(sample_row(*part)) for part in list(parts)[::group_size][:5]],
+            [shown(row) for row in job.rollouts.rows(done)[::group_size][:5]],
             num_tokens / done.waited_s,
             gap,
             done.waited_s * num_of_step / len(samples),

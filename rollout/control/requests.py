@@ -235,7 +235,7 @@ class RequestDesk:
     async def _add_all_async(
         self, prompts: Prompts, params: ManyParams, options: ManyOptions, *, streamed: bool = False
     ) -> list[str]:
-        # No task, which the end of `asyncio.run` would cancel as well, so that nobody would know what was queued.
+        # No task: the end of `asyncio.run` would cancel it as well, and what was queued would not be known.
         adding = asyncio.get_running_loop().run_in_executor(
             None, partial(copy_context().run, self._add_all, prompts, params, options, streamed=streamed)
         )

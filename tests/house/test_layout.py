@@ -71,17 +71,18 @@ PLACES = {
     "weight_sync.workers": "",
     "integration.grpo.__main__": "grpo.main launcher",
     "integration.grpo.main": "failures grpo.job grpo.plan grpo.results grpo.settings lost_ranks ranks",
-    "integration.bench.ahead": "bench.parts grpo.backends grpo.engines grpo.settings grpo.training ranks",
+    "integration.bench.ahead": "bench.parts grpo.backends grpo.engines grpo.rewards grpo.settings grpo.training ranks",
     "integration.bench.serve": "bench.parts http.edge http.server service",
     "integration.cli": (
-        "failures grpo.plan grpo.results grpo.settings http.edge http.server launcher lost_ranks ranks "
+        "failures grpo.plan grpo.probe grpo.results grpo.settings http.edge http.server launcher lost_ranks ranks "
         "router.config router.server service service_config version"
     ),
+    "integration.grpo.probe": "grpo.engines grpo.job grpo.results grpo.settings grpo.training ranks",
     "integration.grpo.job": (
-        "failures grpo.backends grpo.engines grpo.evaluation grpo.plan grpo.results grpo.rewards grpo.settings "
-        "grpo.tasks grpo.training http.edge http.server ranks"
+        "failures grpo.backends grpo.engines grpo.environments grpo.evaluation grpo.plan grpo.results grpo.rewards "
+        "grpo.settings grpo.tasks grpo.training http.edge http.server ranks"
     ),
-    "integration.grpo.evaluation": "grpo.engines grpo.results grpo.rewards grpo.settings grpo.tasks ranks",
+    "integration.grpo.evaluation": "grpo.engines grpo.results grpo.settings grpo.tasks ranks",
     "integration.http.server": "http.app http.edge http.generation service",
     "integration.router.server": "http.edge router.app router.changes router.config router.fleet",
     "integration.bench.gpu": "bench.decode bench.parts bench.pause service",
@@ -104,14 +105,14 @@ PLACES = {
     "integration.bench.soak": "bench.parts",
     "integration.bench.speculation": "bench.parts",
     "integration.bench.sync": "bench.parts push.adapters service",
-    "integration.http.openai": "http.chat http.conversations http.edge http.generation http.observe",
+    "integration.http.openai": "chat_tail http.chat http.conversations http.edge http.generation http.observe",
     "integration.http.vllm": (
         "http.admin http.chat http.edge http.generation http.observe http.openai service service_config"
     ),
     "integration.router.worker_paths": "http.edge router.fleet router.router",
     "integration.bench.parts": "push.local_target push.remote_engine service",
     "integration.grpo.engines": (
-        "failures grpo.backends grpo.results grpo.rewards grpo.settings grpo.tasks grpo.training "
+        "failures grpo.backends grpo.environments grpo.results grpo.rewards grpo.settings grpo.tasks grpo.training "
         "push.adapters push.local_target push.pusher push.remote_engine ranks service"
     ),
     "integration.http.observe": "http.admin http.chat http.conversations http.edge service version",
@@ -130,19 +131,21 @@ PLACES = {
         "router.wire"
     ),
     "integration.router.sessions": "http.edge router.calls router.fleet",
-    "integration.grpo.plan": ("grpo.backends grpo.engines grpo.rewards grpo.settings grpo.tasks grpo.training ranks"),
+    "integration.grpo.plan": (
+        "grpo.backends grpo.engines grpo.environments grpo.rewards grpo.settings grpo.tasks grpo.training ranks"
+    ),
     "integration.push.local_target": "plain_values service",
     "integration.router.changes": "http.edge router.calls router.config router.counters router.fleet router.wire",
     "integration.router.relay": "router.calls router.counters router.fleet",
     "integration.router.fleet": "http.edge router.calls router.config router.wire",
     "integration.service": "service_config weights",
     "integration.grpo.training": "grpo.backends grpo.settings ranks",
-    "integration.grpo.results": "failures grpo.backends grpo.rewards grpo.tasks",
+    "integration.grpo.results": "failures grpo.backends grpo.environments grpo.rewards grpo.tasks",
     "integration.grpo.tasks": "failures grpo.settings",
     "integration.grpo.backends": "grpo.settings push.adapters ranks",
     "integration.http.chat": "http.edge http.generation",
     "integration.http.generation": "http.conversations http.edge",
-    "integration.http.conversations": "http.edge",
+    "integration.http.conversations": "chat_tail http.edge",
     "integration.push.http_target": "one_line push.vllm_wire",
     "integration.push.vllm_wire": "",
     "integration.push.pusher": "push.adapters",
@@ -150,8 +153,11 @@ PLACES = {
     "integration.trl": "service",
     "integration.weights": "plain_values service_config",
     "integration.failures": "one_line",
-    "integration.grpo.rewards": "grpo.settings grpo.tasks",
+    "integration.grpo.rewards": "grpo.settings grpo.tasks grpo.user_code",
+    "integration.grpo.environments": "chat_tail grpo.rewards grpo.settings grpo.tasks grpo.user_code service",
     "integration.grpo.settings": "",
+    "integration.grpo.user_code": "",
+    "integration.chat_tail": "",
     "integration.http.edge": "",
     "integration.kv_events": "",
     "integration.launcher": "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -14,6 +14,8 @@ from ....rollout.ahead.rollouts import AheadCounts
 from ....rollout.completion import Completion, WeightSpan
 from ....rollout.sampling_params import SamplingParams
 from ...ranks import Ranks
+from ..environments.episode import Episode
+from ..environments.player import EpisodePlayer
 from ..results.samples import sample_row
 from ..results.statistics import SampleNumbers, is_truncated, numbers_of
 from ..rewards.score import Score
@@ -29,22 +31,54 @@ from .schedule import SCHEDULE, append_step, read_schedule, step_spans
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Answer:
+    """One sample of a problem, with its score."""
+
+    completion: Completion  # of an episode: the sampled tokens
+    score: Score
+    episode: Episode | None = None  # where the job has an environment
+
+    def sample(self, advantage: float, num_older: int, *, counts: bool) -> Sample:
+        """Return it for the trainer. num_older: first tokens, which older weights have drawn."""
+        done, episode = self.completion, self.episode
+        if episode is None:
+            return Sample(done.prompt_ids, done.token_ids, done.logprobs, advantage, num_older, counts)
+        return Sample(
+            episode.prompt_ids, episode.token_ids, episode.logprobs, advantage, num_older, counts, episode.sampled
+        )
+
+
 @dataclass
 class StepSamples:
     """The answers of one step so far, with their rewards."""
 
-    completions: list[Completion] = field(default_factory=list)
-    scores: list[Score] = field(default_factory=list)  # of each completion, as it is trained on
-    advantages: list[float] = field(default_factory=list)  # of each completion
-    problems: list[Problem] = field(default_factory=list)  # of each completion
+    answers: list[Answer] = field(default_factory=list)  # with the scores that are trained on
+    advantages: list[float] = field(default_factory=list)  # of each answer
+    problems: list[Problem] = field(default_factory=list)  # of each answer
     waited_s: float = 0.0  # for the engine, or while it generated in this process
+
+    @property
+    def completions(self) -> list[Completion]:
+        """The completions of the answers."""
+        return [answer.completion for answer in self.answers]
+
+    @property
+    def scores(self) -> list[Score]:
+        """The scores of the answers."""
+        return [answer.score for answer in self.answers]
 
 
 class Rollouts:
     """Samplings of the steps of a job, of which coming ones may be begun before their turn."""
 
-    def __init__(self, config: JobConfig, ranks: Ranks, engine: JobEngine, task: Task, reward: Scorer) -> None:
+    def __init__(
+        self, config: JobConfig, ranks: Ranks, engine: JobEngine, task: Task, reward: Scorer,
+        player: EpisodePlayer | None = None,
+    ) -> None:  # fmt: skip
+        """Begin nothing. player: of a job with an environment."""
         self._config, self._ranks, self._engine, self._task, self._reward = config, ranks, engine, task, reward
+        self._player = player
         self._num_begun = 0  # steps whose prompts the engine has
         self._counts = AheadCounts()  # at the end of the step before
         path = config.run.replay_schedule
@@ -55,27 +89,50 @@ class Rollouts:
 
         The steps that may be begun by now are begun.
         """
+        problems, train = self._problems(step), self._config.train
+        answered = self._played(step, problems, into) if self._player else self._generated(step, problems, into)
+        if self._config.rollout.shuffle_rewards:
+            answered = self._shuffled(step, list(answered))
+        for problem, answers in zip(problems, answered, strict=True):
+            totals = [a.score.total - train.truncated_penalty * is_truncated(a.completion) for a in answers]
+            advantages = group_advantages(torch.tensor([totals]), train.scale_by_std)[0].tolist()
+            into.answers += answers
+            into.problems += [problem] * len(answers)
+            into.advantages += advantages
+            for answer, advantage in zip(answers, advantages, strict=True):
+                spans = answer.completion.weight_versions
+                num_older = sum(span.end - span.start for span in spans if lag_of(span, step))
+                counts = train.truncated == "count" or not is_truncated(answer.completion)
+                yield answer.sample(advantage, num_older, counts=counts)
+
+    def _generated(self, step: int, problems: Sequence[Problem], into: StepSamples) -> Iterator[list[Answer]]:
+        """Yield the answers to each problem of a step as they come. Coming steps are begun as far as they may be."""
         rollout, num_steps = self._config.rollout, self._config.run.num_steps
         for coming in range(max(step, self._num_begun), min(step + rollout.steps_begun_ahead, num_steps - 1) + 1):
             self._begin(coming)
-        problems = self._problems(step)
         groups = waited(self._engine.groups(step, len(problems)), into)
-        scored: Iterator[tuple[list[Completion], list[Score]]] = (
-            (answers, self._scores(problem, answers, into)) for problem, answers in zip(problems, groups, strict=True)
-        )
-        if rollout.shuffle_rewards:
-            scored = self._shuffled(step, list(scored))
-        for answers, scores in scored:
-            into.scores += scores
-            train = self._config.train
-            penalties = [train.truncated_penalty * is_truncated(answer) for answer in answers]
-            rewards = torch.tensor([[score.total - less for score, less in zip(scores, penalties, strict=True)]])
-            advantages = group_advantages(rewards, train.scale_by_std)[0].tolist()
-            into.advantages += advantages
-            for answer, advantage in zip(answers, advantages, strict=True):
-                num_older = sum(span.end - span.start for span in answer.weight_versions if lag_of(span, step))
-                counts = train.truncated == "count" or not is_truncated(answer)
-                yield Sample(answer.prompt_ids, answer.token_ids, answer.logprobs, advantage, num_older, counts)
+        for problem, group in zip(problems, groups, strict=True):
+            yield self._scored([problem] * len(group), group)
+
+    def _played(self, step: int, problems: Sequence[Problem], into: StepSamples) -> Iterator[list[Answer]]:
+        """Yield the episodes of each problem of a step, once all of them are over."""
+        began = time.perf_counter()
+        answers = self.answers(problems, self._params(step, len(problems)))
+        into.waited_s += time.perf_counter() - began
+        size = self._config.rollout.group_size
+        yield from (answers[at : at + size] for at in range(0, len(answers), size))
+
+    def answers(self, problems: Sequence[Problem], params: Sequence[SamplingParams]) -> list[Answer]:
+        """Return the answers of the present weights, the `n` of a problem's parameters side by side."""
+        player = self._player
+        if player is None:
+            completions = self._engine.generate([problem.model_input for problem in problems], params)
+            return self._scored([p for p, its in zip(problems, params, strict=True) for _ in range(its.n)], completions)
+        return [
+            Answer(episode.as_completion(index), player.score(problem, episode), episode)
+            for problem, episodes in zip(problems, player.play(problems, params), strict=True)
+            for index, episode in enumerate(episodes)
+        ]
 
     def end(self, step: int, samples: StepSamples) -> None:
         """Log what the samples of a step depend on beyond the settings, and wait for what a schedule still wants of
@@ -88,10 +145,6 @@ class Rollouts:
             self._engine.settle()
             self._ranks.total(0)  # the first rank pushes to the engines of all ranks: it waits until each has settled
 
-    def score(self, problems: Sequence[Problem], answers: Sequence[Completion]) -> list[Score]:
-        """Return the scores of answers to these problems."""
-        return self._reward(problems, answers)
-
     def numbers(self, samples: StepSamples) -> list[SampleNumbers]:
         """Return the numbers of a step's samples, those of all ranks on the first. All ranks call it together."""
         own = [numbers_of(*pair) for pair in zip(samples.completions, samples.scores, strict=True)]
@@ -99,8 +152,14 @@ class Rollouts:
 
     def rows(self, samples: StepSamples) -> list[dict[str, object]]:
         """Return a step's samples as they are kept, likewise."""
-        parts = zip(samples.problems, samples.completions, samples.scores, samples.advantages, strict=True)
-        return self._of_all_ranks([sample_row(*part) for part in parts])
+        return self._of_all_ranks(
+            [
+                sample_row(problem, answer.completion, answer.score, advantage, answer.episode)
+                for problem, answer, advantage in zip(
+                    samples.problems, samples.answers, samples.advantages, strict=True
+                )
+            ]
+        )
 
     def _of_all_ranks(self, own: list[T]) -> list[T]:
         size = self._config.rollout.group_size
@@ -134,18 +193,8 @@ class Rollouts:
 
     def _begin(self, step: int) -> None:
         """Queue this rank's prompts of a step."""
-        rollout, ranks = self._config.rollout, self._ranks
-        problems = self._problems(step)
-        params = [
-            SamplingParams(
-                n=rollout.group_size,
-                temperature=rollout.temperature,
-                max_new_tokens=rollout.max_new_tokens,
-                # The same on any number of ranks.
-                sampling_seed=derive_seed(self._config.run.seed, step, ranks.rank + number * ranks.num_ranks),
-            )
-            for number in range(len(problems))
-        ]
+        ranks, problems = self._ranks, self._problems(step)
+        params = self._params(step, len(problems))
         schedule = None
         if self._replayed is not None:
             spans = self._replayed.get(step + 1)
@@ -161,19 +210,30 @@ class Rollouts:
         problems = self._task.train_problems(step, self._config.rollout.prompts_per_step)
         return list(problems)[self._ranks.rank :: self._ranks.num_ranks]
 
-    def _scores(self, problem: Problem, answers: list[Completion], into: StepSamples) -> list[Score]:
-        into.completions += answers
-        into.problems += [problem] * len(answers)
-        return self.score([problem] * len(answers), answers)
+    def _params(self, step: int, num_problems: int) -> list[SamplingParams]:
+        """Return the settings of this rank's problems of a step."""
+        rollout, ranks = self._config.rollout, self._ranks
+        return [
+            SamplingParams(
+                n=rollout.group_size,
+                temperature=rollout.temperature,
+                max_new_tokens=rollout.max_new_tokens,
+                # The same on any number of ranks.
+                sampling_seed=derive_seed(self._config.run.seed, step, ranks.rank + number * ranks.num_ranks),
+            )
+            for number in range(num_problems)
+        ]
 
-    def _shuffled(
-        self, step: int, scored: list[tuple[list[Completion], list[Score]]]
-    ) -> Iterator[tuple[list[Completion], list[Score]]]:
+    def _scored(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Answer]:
+        scores = self._reward(problems, completions)
+        return [Answer(*pair) for pair in zip(completions, scores, strict=True)]
+
+    def _shuffled(self, step: int, answered: list[list[Answer]]) -> Iterator[list[Answer]]:
         """Permute the scores of all groups of a step at random."""
-        scores = [score for _, its in scored for score in its]
+        scores = [answer.score for answers in answered for answer in answers]
         generator = torch.Generator().manual_seed(derive_seed(self._config.run.seed, step, self._ranks.rank))
         permuted = iter([scores[index] for index in torch.randperm(len(scores), generator=generator).tolist()])
-        return ((answers, [next(permuted) for _ in its]) for answers, its in scored)
+        return ([replace(answer, score=next(permuted)) for answer in answers] for answers in answered)
 
 
 def lag_of(span: WeightSpan, step: int) -> int:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ....rollout.completion import Completion
+    from ..environments.episode import Episode
     from ..rewards.score import Score
     from ..tasks.problems import Problem
 
@@ -27,8 +28,10 @@ _SUFFIX = ".jsonl.zst"
 _LEVEL = 3
 
 
-def sample_row(problem: Problem, completion: Completion, score: Score, advantage: float) -> dict[str, object]:
-    """Return what is kept of one sample."""
+def sample_row(
+    problem: Problem, completion: Completion, score: Score, advantage: float, episode: Episode | None = None
+) -> dict[str, object]:
+    """Return what is kept of one sample. episode: that it is, where it has several turns."""
     reason = completion.finish_reason
     return {
         "source": problem.source,
@@ -45,6 +48,7 @@ def sample_row(problem: Problem, completion: Completion, score: Score, advantage
         "token_ids": completion.token_ids,
         "logprobs": completion.logprobs,
         "weight_versions": [(span.version, span.start, span.end) for span in completion.weight_versions],
+        **(episode.kept() if episode is not None else {}),
     }
 
 

@@ -1,9 +1,15 @@
-"""The score of a completion."""
+"""The score of a completion or an episode, and how it follows from what a user's function returned."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+Value = float | dict[str, float]  # what a reward gives: a number, or components by name
+
+_SUCCESS = "success"  # the component that says whether a completion is a success
 
 
 @dataclass(frozen=True)
@@ -13,3 +19,53 @@ class Score:
     total: float  # what is trained on
     components: Mapping[str, float] = field(default_factory=dict)  # by name, where the reward has several
     is_success: bool | None = None  # None: the reward does not say
+
+
+def score_of(
+    values: Mapping[str, Value], weights: Mapping[str, float], success_at: Mapping[str, float | None]
+) -> Score:
+    """Return the score that checked values give together: the weighted sum of all their components.
+
+    values: by the name of what gave each. weights: of those names and of components; 1.0 where nothing is said, but 0.0
+    for "success". success_at: by name, the least number that is a success.
+    """
+    components: dict[str, float] = {}
+    successes: list[bool] = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            components |= value
+            if _SUCCESS in value:
+                successes.append(value[_SUCCESS] > 0)
+        else:
+            components[name] = value
+            if (least := success_at.get(name)) is not None:
+                successes.append(value >= least)
+    total = sum(value * weights.get(name, 0.0 if name == _SUCCESS else 1.0) for name, value in components.items())
+    has_several = len(components) > 1 or any(isinstance(value, dict) for value in values.values())
+    return Score(total, components if has_several else {}, all(successes) if successes else None)
+
+
+def checked_value(value: Any, who: str, source: str) -> Value:
+    """Return what a user's function returned as a number, or as numbers by name.
+
+    who: the function, source: the row, for errors; source may be empty. Raises ValueError for all that is no finite
+    number and no mapping to such. Integers, booleans and scalars of other libraries are converted.
+    """
+    where = f", of {source}" if source else ""
+    if isinstance(value, Mapping):
+        return {str(name): _number(one, who, f" for {name!r}", where) for name, one in value.items()}
+    return _number(value, who, "", where)
+
+
+def described(value: object) -> str:
+    """Return the kind of a value, for messages."""
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, Sequence) else "")
+
+
+def _number(value: Any, who: str, what: str, where: str) -> float:
+    if not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+        raise ValueError(f"{who} returned {described(value)}{what}, not a number{where}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{who} returned {number}{what}, not a finite number{where}")
+    return number

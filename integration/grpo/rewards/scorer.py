@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +12,9 @@ from ....rollout.completion import Completion
 from ..settings.config import JobConfig
 from ..tasks.problems import Problem
 from .loading import RewardFunction, load_reward
-from .score import Score
+from .score import Score, Value, checked_value, described, score_of
 
 _AT_ONCE = 64  # calls of an async reward that are under way at a time
-_SUCCESS = "success"  # the component that says whether a completion is a success
 
 
 @dataclass(frozen=True)
@@ -71,25 +69,11 @@ class Scorer:
         if not completions:
             return []
         by_reward = {name: reward.values(problems, completions) for name, reward in self._rewards.items()}
-        return [self._score({name: values[at] for name, values in by_reward.items()}) for at in range(len(completions))]
-
-    def _score(self, values: Mapping[str, float | dict[str, float]]) -> Score:
-        components: dict[str, float] = {}
-        successes: list[bool] = []
-        for name, value in values.items():
-            if isinstance(value, dict):
-                components |= value
-                if _SUCCESS in value:
-                    successes.append(value[_SUCCESS] > 0)
-            else:
-                components[name] = value
-                if (least := self._rewards[name].success_at) is not None:
-                    successes.append(value >= least)
-        total = sum(
-            value * self._weights.get(name, 0.0 if name == _SUCCESS else 1.0) for name, value in components.items()
-        )
-        has_several = len(components) > 1 or any(isinstance(value, dict) for value in values.values())
-        return Score(total, components if has_several else {}, all(successes) if successes else None)
+        success_at = {name: reward.success_at for name, reward in self._rewards.items()}
+        return [
+            score_of({name: values[at] for name, values in by_reward.items()}, self._weights, success_at)
+            for at in range(len(completions))
+        ]
 
 
 class _Form:
@@ -116,7 +100,7 @@ class _Form:
         self._has_texts = len(names) == 3 or has_many
         self._is_batched = bool(names) and names[0] == "rows"
 
-    def values(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | dict[str, float]]:
+    def values(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Value]:
         """Return the checked value of each completion."""
         if self._is_batched:
             info = (
@@ -128,13 +112,14 @@ class _Form:
             if not isinstance(values, Sequence) or len(values) != len(completions):
                 raise ValueError(
                     f"reward {self.location!r} must return {len(completions)} values, one for each completion, "
-                    f"not {_described(values)}"
+                    f"not {described(values)}"
                 )
         elif self._is_async:
             values = asyncio.run(self._concurrently(problems, completions))
         else:
             values = [self._called(*pair) for pair in zip(problems, completions, strict=True)]
-        return [self._checked(value, problem) for value, problem in zip(values, problems, strict=True)]
+        who = f"reward {self.location!r}"
+        return [checked_value(value, who, problem.source) for value, problem in zip(values, problems, strict=True)]
 
     def _called(self, problem: Problem, completion: Completion) -> Any:
         info = {"info": _info(problem, completion)} if self._has_info else {}
@@ -154,21 +139,6 @@ class _Form:
             tasks = [group.create_task(one(*pair)) for pair in zip(problems, completions, strict=True)]
         return [task.result() for task in tasks]
 
-    def _checked(self, value: Any, problem: Problem) -> float | dict[str, float]:
-        if isinstance(value, Mapping):
-            return {str(name): self._number(one, problem, f" for {name!r}") for name, one in value.items()}
-        return self._number(value, problem)
-
-    def _number(self, value: Any, problem: Problem, what: str = "") -> float:
-        """Convert an integer, a boolean, or any other value that float() converts, such as a scalar of NumPy."""
-        where = f", of {problem.source}" if problem.source else ""
-        if not (hasattr(value, "__float__") or hasattr(value, "__index__")):
-            raise ValueError(f"reward {self.location!r} returned {_described(value)}{what}, not a number{where}")
-        number = float(value)
-        if not math.isfinite(number):
-            raise ValueError(f"reward {self.location!r} returned {number}{what}, not a finite number{where}")
-        return number
-
 
 async def _awaited(found: Any) -> Any:
     return await found
@@ -177,7 +147,3 @@ async def _awaited(found: Any) -> Any:
 def _info(problem: Problem, completion: Completion) -> SampleInfo:
     reason = completion.finish_reason
     return SampleInfo(problem.prompt, completion.token_ids, None if reason is None else reason.type, completion.index)
-
-
-def _described(value: object) -> str:
-    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, Sequence) else "")

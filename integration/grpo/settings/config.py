@@ -28,6 +28,7 @@ from .training import DeepSpeedSettings, TrainSettings
 TRAINERS = ("ddp", "fsdp2", "deepspeed")
 SYNCS = ("in_place", "distributed", "tensor", "disk", "delta")
 ENGINES = ("local", "separate")
+_DEFAULT_REWARD = "exact_answer"
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,15 @@ class JobConfig:
     model: ModelSettings = field(default_factory=ModelSettings)
     warm_start: WarmStartSettings = field(default_factory=WarmStartSettings)
     data: DataSettings = field(default_factory=DataSettings)
-    reward: str | list[str] = "exact_answer"  # the reward function, as module:function, file.py:function or the name
+    reward: str | list[str] = _DEFAULT_REWARD  # the reward function, as module:function, file.py:function or the name
     # of a ready one; or a list of several, whose values are added
     reward_weights: dict[str, float] = field(default_factory=dict)  # weights of rewards or of their components, by
     # name; 1.0 where nothing is said
     reward_options: dict[str, dict[str, object]] = field(default_factory=dict)  # of each reward, by its name: settings
     # that it gets as keywords
+    environment: str = ""  # an environment of several turns in place of a reward, as module:function or
+    # file.py:function; empty: a sample is one answer to a row's prompt
+    environment_options: dict[str, object] = field(default_factory=dict)  # settings that it gets as keywords
     trainer: str = "ddp"  # how the model is trained on several ranks: "ddp", "fsdp2" or "deepspeed"
     sync: str = "in_place"  # how engines get the weights: "in_place", "distributed", "tensor", "disk" or "delta"
     engines: str = "local"  # "local": in the trainer's processes; "separate": in processes of their own
@@ -96,6 +100,21 @@ class JobConfig:
             )
         if self.http.port and self.engines == "separate":
             found.append(("http.port", 'must be 0 with engines="separate": they are not in the ranks'))
+        return found + self._refused_with_environment()
+
+    def _refused_with_environment(self) -> list[Fault]:
+        """List the settings that an environment of several turns does not go with."""
+        if not self.environment:
+            return [("environment_options", "needs environment")] if self.environment_options else []
+        found: list[Fault] = []
+        if self.reward != _DEFAULT_REWARD or self.reward_options:
+            found.append(("reward", "must not be set with environment, which gives the rewards itself"))
+        if self.engines == "separate":
+            found.append(("engines", 'must be "local" with environment: its turns are asked in the trainer\'s process'))
+        if self.parallel.num_ranks > 1:
+            found.append(("parallel", "must have tp=1 and pp=1 with environment, whose turns one rank asks for"))
+        if self.rollout.ahead:
+            found.append(("rollout.ahead", "must be 0 with environment: its episodes wait for the weights"))
         return found
 
     @property

@@ -34,18 +34,22 @@ class ChatPrompts:
         the template refuses, and for a model without a template."""
         return [self._written(problem) for problem in problems]
 
+    def opened(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages of a conversation with the system prompt and the shown rows before them. A system message
+        of its own takes the place of the job's."""
+        has_own = self._data.system_prompt and messages[0]["role"] == "system"
+        return [*(self._before[1:] if has_own else self._before), *messages]
+
     def _written(self, problem: Problem) -> Problem:
         if not (problem.messages or self._data.chat or self._before):
             return problem
-        own = _messages(problem)
-        before = self._before[1:] if self._data.system_prompt and own[0]["role"] == "system" else self._before
         where = problem.source or repr(problem.prompt)
         if not self._tokenizer.chat_template:
             raise ValueError(f"{where}: messages need a chat template, and the tokenizer of model.path has none")
         try:
             settings: dict[str, Any] = {**self._data.chat_template_kwargs, "tokenize": False}
             settings.setdefault("add_generation_prompt", True)
-            messages = [dict(message) for message in (*before, *own)]
+            messages = [dict(message) for message in self.opened(_messages(problem))]
             text = str(self._tokenizer.apply_chat_template(messages, **settings))
         except (TemplateError, TypeError, KeyError) as error:
             raise ValueError(f"{where}: the chat template refuses it: {error}") from error

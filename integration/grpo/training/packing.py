@@ -17,8 +17,15 @@ class Sample:
     token_ids: tuple[int, ...]  # the sampled tokens, at least one
     logprobs: tuple[float, ...]  # from the engine, one per sampled token
     advantage: float
-    num_older: int = 0  # first tokens, which older weights have drawn
+    num_older: int = 0  # first sampled tokens, which older weights have drawn
     counts: bool = True  # whether its tokens count in the loss; their log-probabilities are compared in any case
+    sampled: tuple[bool, ...] | None = None  # of each of token_ids: whether it was sampled, or is an environment's;
+    # None: all were
+
+    @property
+    def targets(self) -> list[int]:
+        """The positions in token_ids of the sampled tokens."""
+        return [at for at in range(len(self.token_ids)) if self.sampled is None or self.sampled[at]]
 
     @property
     def num_rows(self) -> int:
@@ -80,23 +87,24 @@ def pack(samples: Sequence[Sample], device: torch.device) -> PackedBatch:
     positions: list[int] = []
     starts = [0]
     rows: list[int] = []
+    targets: list[int] = []
     for sample in samples:
         first = len(token_ids)
         token_ids += (*sample.prompt_ids, *sample.token_ids[:-1])
         positions += range(sample.num_rows)
-        rows += range(first + len(sample.prompt_ids) - 1, first + sample.num_rows)
+        before = first + len(sample.prompt_ids) - 1
+        rows += [before + at for at in sample.targets]
+        targets += [sample.token_ids[at] for at in sample.targets]
         starts.append(len(token_ids))
     return PackedBatch(
         input_ids=torch.tensor([token_ids], device=device),
         position_ids=torch.tensor([positions], device=device),
         cu_seq_lens=torch.tensor(starts, dtype=torch.int32, device=device),
         logit_rows=torch.tensor(rows, device=device),
-        targets=torch.tensor([t for s in samples for t in s.token_ids], device=device),
+        targets=torch.tensor(targets, device=device),
         logprobs=torch.tensor([p for s in samples for p in s.logprobs], dtype=torch.float32, device=device),
-        advantages=torch.tensor(
-            [s.advantage for s in samples for _ in s.token_ids], dtype=torch.float32, device=device
-        ),
-        is_older=torch.tensor([i < s.num_older for s in samples for i in range(len(s.token_ids))], device=device),
-        mask=torch.tensor([s.counts for s in samples for _ in s.token_ids], device=device),
-        lengths=tuple(len(s.token_ids) for s in samples),
+        advantages=torch.tensor([s.advantage for s in samples for _ in s.logprobs], dtype=torch.float32, device=device),
+        is_older=torch.tensor([i < s.num_older for s in samples for i in range(len(s.logprobs))], device=device),
+        mask=torch.tensor([s.counts for s in samples for _ in s.logprobs], device=device),
+        lengths=tuple(len(s.logprobs) for s in samples),
     )

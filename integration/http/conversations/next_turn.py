@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ....rollout.completion import Completion
+from ...chat_tail import Template
 from ..edge.errors import BadField
-from .history import ChatPrompt, Template, chat_prompt, divide
+from .history import ChatPrompt, chat_prompt, divide
 from .params import FIELD, SessionParams
 from .session import Session
 from .turns import MESSAGE_BYTES, TOKEN_BYTES, TURN_BYTES, Turn, chained, encoded, tokens_of

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ....rollout.sampling_params import SamplingParams
-from ..conversations.history import Template
+from ...chat_tail import Template
 from ..conversations.next_turn import NextTurn
 from ..conversations.params import SessionParams, read_session_params, refuse_samples
 from ..edge.errors import BadField

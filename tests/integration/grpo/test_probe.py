@@ -13,7 +13,9 @@ from lockstep.integration.grpo.probe import Probe, advice, probed_config
 from lockstep.integration.grpo.settings.config import load_config
 
 CONFIG = str(Path(__file__).parents[3] / "configs" / "arithmetic_cpu.toml")
-REWARD = "def score(row, completion):\n    return {'letters': len(completion) % 5 / 4, 'success': len(completion) > 9}\n"
+REWARD = (
+    "def score(row, completion):\n    return {'letters': len(completion) % 5 / 4, 'success': len(completion) > 9}\n"
+)
 SHRUNK = [
     "warm_start.num_steps=12", "warm_start.batch_size=16", "data.num_heldout=16", "model.num_layers=2",
     "model.hidden_size=64", "engine.kv_cache=4MiB", "reward=letters.py:score", "run.num_steps=60",

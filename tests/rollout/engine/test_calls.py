@@ -142,9 +142,10 @@ def test_the_end_of_an_event_loop_leaves_no_request_that_was_being_queued(make_e
     queueing = threading.Event()
 
     async def leave() -> None:
-        asyncio.ensure_future(engine.agenerate(LONG, sampled(max_new_tokens=400)))
+        task = asyncio.ensure_future(engine.agenerate(LONG, sampled(max_new_tokens=400)))
         await asyncio.sleep(0)
         queueing.set()
+        assert not task.done()
 
     caller = threading.Thread(target=asyncio.run, args=(leave(),))
     with engine.driver.lock:

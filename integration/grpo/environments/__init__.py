@@ -1,0 +1,1 @@
+"""Environments of several turns: functions of the user that talk to the model, and are given episodes' rewards."""

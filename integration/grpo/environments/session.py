@@ -1,0 +1,175 @@
+"""The conversation of one episode: turn by turn, with the tokens that were sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ....kernels.sampling.draws import derive_seed
+from ....rollout.completion import Completion, FinishReason, WeightSpan
+from ....rollout.sampling_params import SamplingParams
+from ...chat_tail import UnclearEnd, added_tokens
+from .chat import EpisodeChat
+from .episode import Episode, Turn
+
+New = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Sequence[int]
+Generate = Callable[[list[int], SamplingParams], Awaitable[Completion]]
+
+# These belong to the job: the trainer's log-probabilities have its temperature, and a turn is one sample.
+_OF_THE_JOB = {"n": "rollout.group_size", "sampling_seed": "run.seed", "temperature": "rollout.temperature"}
+
+
+class NoRoom(ValueError):
+    """The error of a turn for which the model's context has no room."""
+
+
+class Session:
+    """One conversation with the model. An environment gets it, and asks for turns.
+
+    The tokens of earlier turns stand as they were sampled. Example:
+
+        async def rollout(row, session):
+            answer = await session.turn(row["prompt"])
+            if answer.text.strip() == row["answer"]:
+                return session.episode(1.0)
+            second = await session.turn("That is wrong. Try once more.")
+            return session.episode(0.5 * (second.text.strip() == row["answer"]))
+    """
+
+    def __init__(
+        self, generate: Generate, chat: EpisodeChat, params: SamplingParams, seed: int, max_model_len: int
+    ) -> None:
+        """Begin without tokens. params: of every turn, where it sets nothing itself. seed: of this episode."""
+        self._generate, self._chat, self._params, self._seed = generate, chat, params, seed
+        self._max_model_len = max_model_len
+        self._messages: list[dict[str, Any]] = []
+        self._prompt_ids: tuple[int, ...] = ()
+        self._token_ids: list[int] = []  # behind the first prompt
+        self._sampled: list[bool] = []
+        self._turns: list[Turn] = []
+        self._completions: list[Completion] = []
+        self._is_asking = False
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The turns so far."""
+        return list(self._turns)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages so far, answers included. Turns that were asked by token ids are not among them."""
+        return [dict(message) for message in self._messages]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the conversation."""
+        return len(self._prompt_ids) + len(self._token_ids)
+
+    @property
+    def room(self) -> int:
+        """Number of tokens that the model's context has left."""
+        return self._max_model_len - self.num_tokens
+
+    async def turn(self, new: New, **sampling: Any) -> Turn:
+        """Add messages to the conversation, and return the model's answer.
+
+        new: a text, which is a user's message; a message or several; or token ids, which are added as they are. A turn
+        after one of token ids must have token ids too. sampling: fields of `SamplingParams`, without `n`,
+        `sampling_seed` and `temperature`; `max_new_tokens` is `rollout.max_new_tokens` where it is not set, and less
+        where the context has less room. Raises ValueError for what is wrong with these, NoRoom where not one token
+        more fits, and RuntimeError for two turns at a time.
+        """
+        if self._is_asking:
+            raise RuntimeError("a turn of this session is under way: its answer must be awaited before the next turn")
+        if wrong := sorted(set(sampling) & set(_OF_THE_JOB)):
+            raise ValueError(f"a turn must not set {wrong[0]}: it is {_OF_THE_JOB[wrong[0]]} of the job")
+        self._is_asking = True
+        try:
+            added, messages = self._added(new)
+            room = self.room - len(added)
+            if room < 1:
+                raise NoRoom(
+                    f"a turn of {len(added)} tokens after {self.num_tokens} leaves no room in a context of "
+                    f"{self._max_model_len}"
+                )
+            params = replace(self._params, **sampling, sampling_seed=derive_seed(self._seed, len(self._turns)))
+            params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
+            completion = await self._generate([*self._prompt_ids, *self._token_ids, *added], params)
+            return self._noted(added, messages, completion)
+        finally:
+            self._is_asking = False
+
+    def episode(self, reward: float | Mapping[str, float]) -> Episode:
+        """Return the episode, which ends with the last answer. reward: a number, or components by name, of which
+        "success" says whether it is one. Raises ValueError before the first turn."""
+        if not self._turns:
+            raise ValueError("an episode needs one turn at least")
+        return Episode(
+            self._prompt_ids, tuple(self._token_ids), tuple(self._sampled),
+            tuple(one for turn in self._turns for one in turn.logprobs), self._spans(),
+            self._chat.text(self._token_ids), len(self._turns), self._end(),
+            sum(one.num_cached_tokens for one in self._completions),
+            sum(one.num_retractions for one in self._completions),
+            sum(one.num_accepted_tokens for one in self._completions), reward,
+        )  # fmt: skip
+
+    def _added(self, new: New) -> tuple[list[int], list[dict[str, Any]] | None]:
+        """Return the tokens that come before the next answer, and the messages that they are; None of token ids."""
+        if isinstance(new, Sequence) and not isinstance(new, str) and new and not isinstance(new[0], Mapping):
+            return self._chat.checked(new), None
+        if self._turns and not self._messages:
+            raise ValueError("the turns before were asked by token ids, which are no messages: add token ids again")
+        added: Any = [{"role": "user", "content": new}] if isinstance(new, str) else new
+        messages = [dict(message) for message in ([added] if isinstance(added, Mapping) else added)]
+        if not messages:
+            raise ValueError("a turn needs a message, or token ids")
+        if not self._turns:
+            messages = self._chat.opened(messages)
+            return self._chat.template.tokenise(self._chat.template.render(messages)), messages
+        history = [*self._prompt_ids, *self._token_ids]
+        reason = self._turns[-1].finish_reason
+        try:
+            tokens = added_tokens(
+                history, None if reason is None else reason.matched, self._messages, messages, self._chat.template,
+                refused=ValueError,
+            )  # fmt: skip
+        except UnclearEnd as error:
+            raise ValueError(f"{error}: add token ids instead of messages") from error
+        return tokens, messages
+
+    def _noted(self, added: list[int], messages: list[dict[str, Any]] | None, completion: Completion) -> Turn:
+        if self._turns:
+            self._token_ids += added
+            self._sampled += [False] * len(added)
+        else:
+            self._prompt_ids = tuple(added)
+        self._token_ids += completion.token_ids
+        self._sampled += [True] * len(completion.token_ids)
+        self._messages = [] if messages is None else [
+            *self._messages, *messages, {"role": "assistant", "content": completion.text}
+        ]  # fmt: skip
+        turn = Turn(
+            completion.text, completion.token_ids, completion.logprobs, completion.finish_reason,
+            completion.weight_versions,
+        )  # fmt: skip
+        self._turns.append(turn)
+        self._completions.append(completion)
+        return turn
+
+    def _spans(self) -> tuple[WeightSpan, ...]:
+        """Return the weight versions of the sampled tokens; neighbours of one version are joined."""
+        found: list[WeightSpan] = []
+        before = 0
+        for turn in self._turns:
+            for span in turn.weight_versions:
+                start, end = before + span.start, before + span.end
+                if found and (found[-1].version, found[-1].digest) == (span.version, span.digest):
+                    found[-1] = replace(found[-1], end=end)
+                else:
+                    found.append(WeightSpan(span.version, span.digest, start, end))
+            before += len(turn.token_ids)
+        return tuple(found)
+
+    def _end(self) -> FinishReason | None:
+        return next((turn.finish_reason for turn in self._turns if turn.is_cut_off), self._turns[-1].finish_reason)

@@ -1,0 +1,339 @@
+"""Episodes of several turns: their tokens, their rewards, and log-probabilities that are those of one forward."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lockstep.integration.grpo.backends.ddp import DdpBackend
+from lockstep.integration.grpo.engines.rollouts import Rollouts, StepSamples
+from lockstep.integration.grpo.environments.episode import Episode
+from lockstep.integration.grpo.environments.player import EpisodePlayer, load_environment
+from lockstep.integration.grpo.environments.session import NoRoom
+from lockstep.integration.grpo.rewards.scorer import Scorer
+from lockstep.integration.grpo.settings.config import JobConfig
+from lockstep.integration.grpo.settings.sampling import RolloutSettings
+from lockstep.integration.grpo.settings.sections import DataSettings, RunSettings
+from lockstep.integration.grpo.settings.training import TrainSettings
+from lockstep.integration.grpo.tasks.problems import Problem
+from lockstep.integration.grpo.tasks.task import Task
+from lockstep.integration.grpo.training.trainer import GrpoTrainer
+from lockstep.integration.ranks import Ranks, process_group
+from lockstep.integration.service import RolloutService
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.rollout.engine.callers import trainer_logprobs
+from lockstep.tests.support.chat.tokenizer import VOCAB_SIZE, byte_tokenizer, chat_template
+
+RANKS = Ranks(0, 1, torch.device("cpu"))
+TOKENIZER = byte_tokenizer(chat_template("hermes"))
+ROWS = [{"prompt": f"question {n}", "answer": str(n), "turns": n} for n in (1, 2, 3)]
+PROBLEMS = [Problem(row["prompt"], row["answer"], f"rows.jsonl:{at + 1}", row) for at, row in enumerate(ROWS)]
+PARAMS = [SamplingParams(n=2, max_new_tokens=12, sampling_seed=seed) for seed in range(3)]
+
+
+async def talk(row, session, *, ending="?"):
+    """Ask as many times as the row says; the reward is the length of all answers."""
+    texts = [(await session.turn(row["prompt"])).text]
+    while len(texts) < row["turns"]:
+        texts.append((await session.turn({"role": "user", "content": f"and {len(texts)}{ending}"})).text)
+    return session.episode({"length": sum(map(len, texts)), "success": len(texts) > 1})
+
+
+async def by_tokens(row, session):
+    """Ask with token ids alone."""
+    await session.turn([5, 6, 7])
+    await session.turn([8, 9], stop_token_ids=[10], max_new_tokens=3)
+    return session.episode(1.0)
+
+
+async def fails(row, session):
+    """Fail at the second row's second turn."""
+    await session.turn("hello")
+    if row["answer"] == "2":
+        raise KeyError("no such thing")
+    while True:
+        await session.turn("again")
+
+
+async def gives_a_number(row, session):
+    """Return what is no episode."""
+    return 1.0
+
+
+async def no_number(row, session):
+    """Return a reward that is no number."""
+    await session.turn("hello")
+    return session.episode("good")
+
+
+def config(tmp_path, name="talk", **options):
+    return JobConfig(
+        RunSettings("x", str(tmp_path)),
+        data=DataSettings(**options.pop("data", {})),
+        environment=f"{__name__}:{name}",
+        rollout=RolloutSettings(prompts_per_step=3, group_size=2, max_new_tokens=12),
+        train=TrainSettings(num_warmup_steps=0, microbatch_tokens=100),
+        environment_options=options,
+    )
+
+
+@pytest.fixture
+def service(make_model, restore_threads):
+    torch.set_num_threads(1)
+    engine = Engine(
+        make_model("qwen3", vocab_size=VOCAB_SIZE, max_position_embeddings=512),
+        EngineConfig(kv_cache="128 blocks", max_num_seqs=8), tokenizer=TOKENIZER,
+    )  # fmt: skip
+    service = RolloutService(engine)
+    service.commit_in_place("0", source=engine.model.trained_module.named_parameters())
+    yield service
+    engine.close()
+
+
+def one_forward(service, episode):
+    """Return the log-probabilities of an episode's sampled tokens in one forward over all of it."""
+    found = trainer_logprobs(service.engine, [*episode.prompt_ids, *episode.token_ids])[len(episode.prompt_ids) - 1 :]
+    return [logprob for logprob, sampled in zip(found, episode.sampled, strict=True) if sampled]
+
+
+def test_the_tokens_of_an_episode_are_those_of_the_template_around_those_that_were_sampled(service, tmp_path):
+    episodes = EpisodePlayer(config(tmp_path, ending="!"), service, TOKENIZER).play(PROBLEMS, PARAMS)
+    assert [[one.num_turns for one in group] for group in episodes] == [[1, 1], [2, 2], [3, 3]]
+    for row, group in zip(ROWS, episodes, strict=True):
+        for one in group:
+            text = TOKENIZER.decode(one.prompt_ids)
+            assert text == f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+            assert len(one.sampled) == len(one.token_ids) and sum(one.sampled) == len(one.logprobs) and one.sampled[-1]
+            written, runs = [], one.kept()["runs"]
+            at = 0
+            for number, length in enumerate(runs):
+                if number % 2:
+                    written.append(TOKENIZER.decode(one.token_ids[at : at + length]))
+                at += length
+            assert at == len(one.token_ids)
+            for number, text in enumerate(written, 1):
+                end = f"<|im_start|>user\nand {number}!<|im_end|>\n<|im_start|>assistant\n"
+                assert text in ("\n" + end, "<|im_end|>\n" + end)  # the answer ended with the token, or was cut off
+            done = one.as_completion(1)
+            assert (done.index, len(done.token_ids), done.logprobs) == (1, sum(one.sampled), one.logprobs)
+            assert [(span.version, span.start, span.end) for span in one.weight_versions] == [
+                ("0", 0, len(one.logprobs))
+            ]
+    assert len({one.token_ids for group in episodes for one in group}) == 6, "samples of a row differ"
+
+
+def test_episodes_are_the_same_however_many_play(service, tmp_path):
+    player = EpisodePlayer(config(tmp_path), service, TOKENIZER)
+    together = player.play(PROBLEMS, PARAMS)
+    alone = [player.play([problem], [params])[0] for problem, params in zip(PROBLEMS, PARAMS, strict=True)]
+    drawn = [[(one.token_ids, one.logprobs) for one in group] for group in together]
+    assert drawn == [[(one.token_ids, one.logprobs) for one in group] for group in alone]
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_log_probabilities_are_those_of_one_forward_through_pauses_and_commits_between_turns(service, tmp_path, mode):
+    engine, versions = service.engine, iter(range(1, 10_000))
+
+    async def disturbed(row, session):
+        for number in range(4):
+            await session.turn(f"{row['prompt']} {number}", ignore_eos=True)
+            if row["answer"] == "1":  # every episode meets some of these within a turn, and between turns
+                engine.pause_generation(mode)
+                service.commit_in_place(str(next(versions)), source=engine.model.trained_module.named_parameters())
+                engine.flush_cache(retracts=True)
+                engine.continue_generation()
+        return session.episode(0.0)
+
+    player = EpisodePlayer(config(tmp_path), service, TOKENIZER)
+    player._environment = disturbed
+    engine.start()
+    try:
+        episodes = [one for group in player.play(PROBLEMS, PARAMS) for one in group]
+    finally:
+        engine.stop()
+    assert max(len(one.weight_versions) for one in episodes) > 2
+    assert sum(one.num_retractions for one in episodes) > 0 or mode == "in_place"
+    for one in episodes:
+        assert list(one.logprobs) == one_forward(service, one)
+
+
+def test_a_step_of_episodes_is_trained_on_what_was_sampled_with_a_gap_of_zero(service, tmp_path):
+    job = config(tmp_path)
+    task = Task(lambda step, num: PROBLEMS[:num], PROBLEMS, PROBLEMS)
+
+    class Local:
+        def __init__(self):
+            self.service = service
+
+    player = EpisodePlayer(job, service, TOKENIZER)
+    rollouts = Rollouts(job, RANKS, Local(), task, Scorer(job.rewards), player)
+    with process_group(RANKS, 30):
+        backend = DdpBackend(job.train, RANKS)
+        trainer = GrpoTrainer(
+            service.engine.model, backend, job.train, 1.0, RANKS, announce_step=service.optimizer_step
+        )
+        noted = StepSamples()
+        before = service.engine.model.trained_module.lm_head.weight.detach().clone()
+        stats = trainer.update(rollouts.samples(0, noted), 0)
+        assert stats.logprob_gap == 0.0 and noted.waited_s > 0
+        assert not torch.equal(before, service.engine.model.trained_module.lm_head.weight)
+        del trainer, backend
+    assert [score.is_success for score in noted.scores] == [False, False, True, True, True, True]
+    assert all(score.total == score.components["length"] for score in noted.scores)
+    rows = rollouts.rows(noted)
+    assert [row["num_turns"] for row in rows] == [1, 1, 2, 2, 3, 3]
+    assert all(len(row["token_ids"]) == sum(row["runs"][::2]) for row in rows)
+    assert all("and 1?" in row["text"] for row in rows[2:])
+
+
+def test_a_gap_of_an_episode_is_seen(service, tmp_path):
+    """A wrong token among those that the environment wrote changes the log-probabilities behind it."""
+    [[episode]] = EpisodePlayer(config(tmp_path), service, TOKENIZER).play(
+        [PROBLEMS[1]], [replace(PARAMS[1], n=1)]
+    )  # fmt: skip
+    written = episode.sampled.index(False)
+    other = list(episode.token_ids)
+    other[written] = (other[written] + 1) % 256
+    changed = replace(episode, token_ids=tuple(other))
+    assert list(episode.logprobs) == one_forward(service, episode)
+    assert list(episode.logprobs) != one_forward(service, changed)
+
+
+def test_turns_of_token_ids_stand_as_they_are(service, tmp_path):
+    [[one, _]] = EpisodePlayer(config(tmp_path, "by_tokens"), service, TOKENIZER).play(PROBLEMS[:1], PARAMS[:1])
+    assert one.prompt_ids == (5, 6, 7) and one.num_turns == 2
+    start = one.sampled.index(False)
+    assert one.token_ids[start : start + 2] == (8, 9) and one.sampled[start + 2 :] == (True,) * len(
+        one.sampled[start + 2 :]
+    )
+    assert len(one.sampled) - start - 2 <= 3
+
+
+def test_an_error_of_an_environment_ends_the_others_and_names_the_row(service, tmp_path):
+    with pytest.raises(KeyError, match="no such thing") as error:
+        EpisodePlayer(config(tmp_path, "fails"), service, TOKENIZER).play(PROBLEMS, PARAMS)
+    assert any("of rows.jsonl:2, turn 2" in note for note in error.value.__notes__)
+    assert not service.engine.has_work
+    with pytest.raises(ValueError, match=r"returned a float for episode 0 of rows.jsonl:1, not an Episode"):
+        EpisodePlayer(config(tmp_path, "gives_a_number"), service, TOKENIZER).play(PROBLEMS, PARAMS)
+    player = EpisodePlayer(config(tmp_path, "no_number"), service, TOKENIZER)
+    [[episode, _]] = player.play(PROBLEMS[:1], PARAMS[:1])
+    with pytest.raises(ValueError, match=r"no_number' returned a str of 4, not a number, of rows.jsonl:1"):
+        player.score(PROBLEMS[0], episode)
+
+
+def misused(service, tmp_path, use, **data):
+    """Play an episode that only makes one mistake."""
+
+    async def environment(row, session):
+        await use(session)
+        raise AssertionError("the mistake was not seen")
+
+    player = EpisodePlayer(config(tmp_path, data=data), service, TOKENIZER)
+    player._environment = environment
+    player.play(PROBLEMS[:1], [replace(PARAMS[0], n=1)])
+
+
+async def _at_a_time(session):
+    await asyncio.gather(session.turn("a"), session.turn("b"))
+
+
+async def _after_tokens(session):
+    await session.turn([1, 2])
+    await session.turn("text")
+
+
+@pytest.mark.parametrize(
+    ("use", "kind", "words"),
+    [
+        (lambda s: s.turn("a", temperature=0.5), ValueError, "must not set temperature: it is rollout.temperature"),
+        (lambda s: s.turn("a", n=2), ValueError, "must not set n"),
+        (lambda s: s.turn("a", no_such=2), TypeError, "no_such"),
+        (lambda s: s.turn([]), ValueError, "needs a message"),
+        (lambda s: s.turn([1, VOCAB_SIZE + 100]), ValueError, "among its token ids"),
+        (lambda s: s.turn([1, "x"]), ValueError, "'x' among its token ids"),
+        (lambda s: s.turn([1] * 512), NoRoom, "leaves no room in a context of 512"),
+        (_at_a_time, RuntimeError, "under way"),
+        (_after_tokens, ValueError, "add token ids again"),
+    ],
+)
+def test_mistakes_of_an_environment_are_named(service, tmp_path, use, kind, words):
+    with pytest.raises(kind, match=words):
+        misused(service, tmp_path, use)
+    assert not service.engine.has_work
+
+
+def test_an_episode_needs_a_turn(service, tmp_path):
+    async def none(session):
+        session.episode(1.0)
+
+    with pytest.raises(ValueError, match="needs one turn"):
+        misused(service, tmp_path, none)
+
+
+def test_the_last_turn_gets_what_room_there_is(service, tmp_path):
+    async def long(row, session):
+        first = await session.turn([1] * 505, ignore_eos=True)
+        assert session.room == 0 and first.is_cut_off and len(first.token_ids) == 7
+        return session.episode(1.0)
+
+    player = EpisodePlayer(config(tmp_path), service, TOKENIZER)
+    player._environment = long
+    [[episode]] = player.play(PROBLEMS[:1], [replace(PARAMS[0], n=1)])
+    assert isinstance(episode, Episode) and episode.finish_reason.type == "length"
+
+
+def test_the_jobs_system_prompt_stands_before_a_conversation_that_has_none(service, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{}")
+    player = EpisodePlayer(config(tmp_path, data={"path": str(path), "system_prompt": "be brief"}), service, TOKENIZER)
+    [[one, _]] = player.play(PROBLEMS[:1], PARAMS[:1])
+    assert TOKENIZER.decode(one.prompt_ids).startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n")
+
+
+def test_environments_that_cannot_be_are_named(tmp_path):
+    assert load_environment(f"{__name__}:talk", {"ending": "!"}).keywords == {"ending": "!"}
+    for location, options, words in [
+        ("nowhere.py:play", None, "environment 'nowhere.py:play': there is no file"),
+        (f"{__name__}:config", None, "a coroutine function is needed"),
+        (f"{__name__}:talk", {"endings": 1}, "has no option endings"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            load_environment(location, options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"reward": "short_enough"}, "reward must not be set with environment"),
+        ({"engines": "separate", "sync": "tensor"}, 'engines must be "local" with environment'),
+        ({"rollout": RolloutSettings(ahead=1)}, "rollout.ahead must be 0 with environment"),
+        ({"environment": "", "environment_options": {"a": 1}}, "environment_options needs environment"),
+    ],
+)
+def test_settings_that_do_not_go_with_an_environment_are_refused(tmp_path, changes, words):
+    with pytest.raises(ValueError, match=words):
+        replace(config(tmp_path), **changes)
+
+
+def test_episodes_play_while_another_thread_asks_the_same_engine(service, tmp_path):
+    """An HTTP caller's requests share the engine's steps with a step's episodes."""
+    engine, found = service.engine, []
+    engine.start()
+    other = threading.Thread(
+        target=lambda: found.extend(engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=40, ignore_eos=True)))
+    )
+    try:
+        other.start()
+        episodes = EpisodePlayer(config(tmp_path), service, TOKENIZER).play(PROBLEMS, PARAMS)
+        with service.rollout():
+            other.join()
+    finally:
+        engine.stop()
+    assert len(episodes) == 3 and len(found[0].token_ids) == 40
