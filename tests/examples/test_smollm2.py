@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import runpy
@@ -9,11 +10,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 SENTENCES = ROOT / "examples" / "smollm2/sentences.py"
+TWO_TURNS = ROOT / "examples" / "smollm2/two_turns.py"
 MODEL = ROOT / "examples" / "smollm2/model.py"
 ROW = {"subject": "cat", "least": 4, "largest": 6}
 
@@ -51,6 +54,28 @@ def test_the_rows_share_no_subject_and_are_the_same_each_time(tmp_path):
     assert all(str(first[name]) in first["prompt"][0]["content"] for name in ("subject", "least", "largest"))
 
 
+@pytest.mark.parametrize(
+    ("second", "reward", "success"),
+    [("The cat sleeps.", 1.0, 1.0), ("The cat sleeps all day.", 0.875, 0.0), ("Still asleep.", 0.5, 0.0)],
+)
+def test_both_sentences_of_two_turns_are_rewarded(monkeypatch, second, reward, success):
+    monkeypatch.syspath_prepend(str(TWO_TURNS.parent))
+    asked, answers = [], iter(["The cat sleeps all day.", second])
+
+    class Session:
+        async def turn(self, text):
+            asked.append(text)
+            return SimpleNamespace(text=next(answers))
+
+        def episode(self, value):
+            return value
+
+    play = runpy.run_path(str(TWO_TURNS))["say_and_shorten"]
+    found = asyncio.run(play(ROW | {"least": 5, "prompt": "?"}, Session()))
+    assert found["said"] + found["shortened"] == reward and found["success"] == success
+    assert asked[0] == "?" and "at most 3 words" in asked[1]
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     """Make the model's folder and the rows, where the configs look for them, and return the folder to start in."""
@@ -65,7 +90,7 @@ def prepared(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["smollm2_sentences", "smollm2_lora"])
+@pytest.mark.parametrize("name", ["smollm2_sentences", "smollm2_lora", "smollm2_two_turns"])
 def test_a_few_steps_of_the_real_run(prepared, name):
     shrunk = [
         "run.num_steps=2", "run.eval_every=2", "data.num_heldout=8", "rollout.prompts_per_step=4",

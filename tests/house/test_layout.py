@@ -71,6 +71,8 @@ PLACES = {
     "weight_sync.workers": "",
     "integration.grpo.__main__": "grpo.main launcher",
     "integration.grpo.main": "failures grpo.job grpo.plan grpo.results grpo.settings lost_ranks ranks",
+    "integration.bench.job": "bench.parts bench.rivals grpo.job grpo.settings ranks",
+    "integration.bench.rivals": "bench.parts",
     "integration.bench.ahead": "bench.parts grpo.backends grpo.engines grpo.rewards grpo.settings grpo.training ranks",
     "integration.bench.serve": "bench.parts http.edge http.server service",
     "integration.cli": (
@@ -100,7 +102,7 @@ PLACES = {
     "integration.bench.pause": "bench.parts",
     "integration.bench.pin": "bench.parts",
     "integration.bench.pipeline": "bench.parts",
-    "integration.bench.rollout": "bench.parts",
+    "integration.bench.rollout": "bench.parts bench.rivals",
     "integration.bench.schedule": "bench.parts",
     "integration.bench.soak": "bench.parts",
     "integration.bench.speculation": "bench.parts",

@@ -22,16 +22,26 @@ from .chat import EpisodeChat
 from .episode import Episode
 from .session import Session
 
+# Ready environments, which play those of other packages.
+_ADAPTERS = "lockstep.integration.grpo.environments.adapters"
+READY = {
+    "reasoning_gym": f"{_ADAPTERS}.reasoning_gym:solve",
+    "textarena": f"{_ADAPTERS}.textarena:play",
+    "verifiers": f"{_ADAPTERS}.verifiers:rollout",
+}
+
 Environment = Callable[[dict[str, Any], Session], Awaitable[Episode]]
 
 
 def load_environment(location: str, options: Mapping[str, object] | None = None) -> Environment:
-    """Import the environment at "module:function" or "path/to/file.py:function", and bind its options.
+    """Import the environment at "module:function" or "path/to/file.py:function", or the ready one of that name, and
+    bind its options.
 
     Raises ValueError, in one line that names `location`, if it cannot be imported, is no coroutine function, or has no
     such option.
     """
-    found = imported(location, "environment")
+    ready_ones = f", or the name of a ready one: {', '.join(READY)}"
+    found = imported(READY.get(location, location), "environment", ready_ones)
     called = found if inspect.isroutine(found) else type(found).__call__
     if not inspect.iscoroutinefunction(called):
         raise ValueError(f"environment {location!r}: a coroutine function is needed: async def rollout(row, session)")

@@ -1,0 +1,46 @@
+"""Tasks of reasoning-gym, with further attempts after a wrong answer.
+
+A row is an entry of one of its datasets as it stands: `question`, `answer` and `metadata`, of which `source_dataset`
+names the scorer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..episode import Episode
+from ..session import Session
+from .packages import package
+
+ASK = "Give the answer at the end, between <answer> and </answer>."
+AGAIN = "That is not right. Try again."
+
+
+async def solve(
+    row: Mapping[str, Any], session: Session, *, attempts: int = 2, decay: float = 0.5, ask: str = ASK,
+    again: str = AGAIN,
+) -> Episode:  # fmt: skip
+    """Ask the row's question, and ask again after an answer that is not wholly right.
+
+    attempts: number of answers at most. The reward is the largest of the dataset's own scores, of which the second
+    answer's is multiplied by `decay`, the third's by its square, and so on. A success is a score of 1 in any attempt.
+    ask: stands behind the question; again: the message after a wrong answer. Raises ValueError for a row that names no
+    dataset.
+    """
+    gym = package("reasoning_gym", "rewards")
+    metadata = row.get("metadata")
+    name = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
+    if not isinstance(name, str) or "question" not in row:
+        raise ValueError("the environment reasoning_gym needs rows with question and metadata.source_dataset")
+    if attempts < 1:
+        raise ValueError(f"the environment reasoning_gym needs attempts of at least 1, not {attempts}")
+    score, extract = gym.get_score_answer_fn(name), gym.utils.extract_answer
+    best = last = 0.0
+    for attempt in range(attempts):
+        turn = await session.turn(f"{row['question']}\n{ask}" if attempt == 0 else again)
+        last = float(score(extract(turn.text), dict(row)))
+        best = max(best, last * decay**attempt)
+        if last >= 1.0:
+            break
+    return session.episode({"score": best, "success": float(last >= 1.0)})

@@ -1,0 +1,59 @@
+"""The examples of environments: their rows, and a step of each config that needs no package beyond the tests' own."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.integration.grpo.settings.config import load_config
+from lockstep.tests.support.chat.tokenizer import VOCAB_SIZE, byte_tokenizer, chat_template
+from lockstep.tests.support.random_models import random_model
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "environments"
+ROWS = ROOT / "examples" / "environments/rows.py"
+PLAYED_BY_TEST_CLIENTS = "environments/shorter_each_time.py"  # with verifiers, which is not installed here
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("package", "file", "options"), [
+    ("textarena", "games", []), ("reasoning_gym", "tasks", ["--name", "basic_arithmetic"]),
+])  # fmt: skip
+def test_a_step_of_episodes(tmp_path, package, file, options):
+    """Run the example's commands, with a tiny model in place of the real one."""
+    shutil.copytree(FOLDER, tmp_path / "examples" / "environments")
+    model = tmp_path / "data" / "smollm2" / "model"
+    random_model("qwen3", vocab_size=VOCAB_SIZE, max_position_embeddings=2048).save_pretrained(model)
+    byte_tokenizer(chat_template("hermes")).save_pretrained(model)
+    commands = [
+        [str(ROWS), package, f"data/{file}.jsonl", *options, "--num", "40"],
+        ["-m", "lockstep.integration.grpo", f"examples/environments/{package}.toml",
+         "run.num_steps=1", "run.num_ranks=1", "rollout.prompts_per_step=2", "rollout.group_size=2",
+         "rollout.max_new_tokens=8", "data.num_heldout=2"],
+    ]  # fmt: skip
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True,
+            text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    [line] = (tmp_path / "runs" / package / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["logprob_gap"] == 0.0
+
+
+def test_the_configs_are_those_of_jobs():
+    for name in ("textarena", "reasoning_gym", "verifiers"):
+        assert load_config(FOLDER / f"{name}.toml", []).environment == name
+    assert (ROOT / "examples" / PLAYED_BY_TEST_CLIENTS).is_file()
+
+
+def test_rows_of_games_have_seeds():
+    rows = list(runpy.run_path(str(ROWS))["rows"]("textarena", "Wordle-v0", 3))
+    assert [row["seed"] for row in rows] == [0, 1, 2] and rows[0]["env"] == "Wordle-v0"
