@@ -34,7 +34,8 @@ from ...rollout.engine import Engine
 from .parts.load import Load, add_load_arguments, load_of, positive
 from .parts.presets import DTYPES, PRESETS, load_model
 from .parts.runs import Run, find_device, make_engine, num_kv_blocks, run_engine, run_transformers
-from .parts.vllm_process import VllmWorker, unwinding_on_sigterm
+from .rivals.vllm_process import VllmWorker
+from .rivals.worker_process import unwinding_on_sigterm
 
 RIVALS = ("hf", "vllm", "other")
 _WARM_UP_TOKENS = 8  # for transformers, which has nothing to compile

@@ -24,6 +24,7 @@ BENCHMARKS = {
     "grammar": "time saved by jump-forward on a load with much forced text, and cost of masks for requests without one",
     "speculation": "time saved by drafts that are often right, lost to drafts that never are, and saved in a long tail",
     "ahead": "time saved by rollouts ahead of training, with an engine beside the trainer and in a long tail",
+    "job": "seconds of a step of the job, alone or against TRL's GRPOTrainer with its own generation",
     "serve": "cost of HTTP: streams over a socket against the same load by the Python API",
     "schedule": "scheduler time per step, by policy and by number of waiting requests",
 }

@@ -125,7 +125,7 @@ class GrpoJob:
         try:
             for step in range(self.first_step, config.run.num_steps):
                 self.step = step + 1
-                line = self._step(step)
+                line = self.run_step(step)
                 is_last = step + 1 == config.run.num_steps
                 if is_last or (step + 1) % config.run.eval_every == 0:
                     line |= (found := self.evaluation.run())
@@ -166,8 +166,8 @@ class GrpoJob:
             self._http.close()
         self.engine.close()
 
-    def _step(self, step: int) -> dict[str, object]:
-        """Generate, score, train and commit. Returns the step's metrics."""
+    def run_step(self, step: int) -> dict[str, object]:
+        """Generate, score, train and commit, all ranks together. Returns the step's metrics. step: from 0, in order."""
         started = time.perf_counter()
         done = StepSamples()
         stats = self.trainer.update(self.rollouts.samples(step, done), step)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.integration.bench.parts import vllm_process
 from lockstep.integration.bench.parts.load import Load
+from lockstep.integration.bench.rivals import vllm_process, worker_process
 from lockstep.integration.cli import main as cli
 
 LOAD = Load(batch=4, prompt_tokens=6, new_tokens=3, group=2, lengths="lognormal")
@@ -60,7 +60,7 @@ def start(python, load=LOAD):
 
 
 def state_of(worker):
-    return Path(f"/proc/{worker._process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    return Path(f"/proc/{worker.process._process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
 def test_the_worker_runs_the_same_load_and_is_stopped_in_between(python, tmp_path):
@@ -68,11 +68,11 @@ def test_the_worker_runs_the_same_load_and_is_stopped_in_between(python, tmp_pat
     assert worker.version == "0.0-stand-in"
     prompts = LOAD.prompts(100, 0)
     for _ in range(2):
-        os.waitid(os.P_PID, worker._process.pid, os.WSTOPPED | os.WNOWAIT)
+        os.waitid(os.P_PID, worker.process._process.pid, os.WSTOPPED | os.WNOWAIT)
         assert state_of(worker) == "T"
         assert worker.run(LOAD, prompts, 0).seconds > 0
     worker.close()
-    assert worker._process.returncode == 0
+    assert worker.process._process.returncode == 0
     (settings, environment), (asked, params), _ = map(json.loads, (tmp_path / "notes.jsonl").read_text().splitlines())
     assert settings["model"] == "/models/m" and settings["enable_prefix_caching"] is True
     assert settings["max_model_len"] == LOAD.length and settings["max_num_seqs"] == 4
@@ -96,7 +96,7 @@ def test_a_benchmark_that_is_terminated_leaves_no_stopped_worker_behind(python):
 
     def benchmark():
         with ExitStack() as stack:
-            stack.enter_context(vllm_process.unwinding_on_sigterm())
+            stack.enter_context(worker_process.unwinding_on_sigterm())
             workers.append(start(python))
             stack.callback(workers[0].close)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -104,7 +104,7 @@ def test_a_benchmark_that_is_terminated_leaves_no_stopped_worker_behind(python):
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit):
         benchmark()
-    assert workers[0]._process.returncode is not None
+    assert workers[0].process._process.returncode is not None
     assert signal.getsignal(signal.SIGTERM) is before
 
 
