@@ -31,3 +31,6 @@ async def say_and_shorten(row: Mapping[str, Any], session: Any) -> Any:
             "success": said["success"] * shortened["success"],
         }
     )
+
+
+say_and_shorten.is_repeatable = True  # so that rollout.ahead may begin episodes before their step

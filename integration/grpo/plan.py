@@ -16,7 +16,7 @@ from ...weight_sync.layout.bucket import ALIGNMENT
 from ..ranks import Ranks
 from .backends.lora import add_adapters, missing_package
 from .engines.schedule import read_schedule
-from .environments.player import load_environment
+from .environments.player import job_environment
 from .rewards.scorer import make_scorer
 from .settings.config import JobConfig
 from .tasks.arithmetic import CONTEXT_TOKENS, build_tokenizer
@@ -67,7 +67,7 @@ def check_job(config: JobConfig, num_ranks: int) -> None:
         read_schedule(config.run.replay_schedule)
     make_scorer(config)
     if config.environment:
-        load_environment(config.environment, config.environment_options)
+        job_environment(config)
     model_spec(config)
     tokenizer, max_model_len = _tokenizer_and_context(config)
     task = build_task(config, tokenizer)

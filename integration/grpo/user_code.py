@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-CARRIED = ("success_at",)  # attributes that a function keeps when options are bound to it
+CARRIED = ("success_at", "is_repeatable")  # attributes that a function keeps when options are bound to it
 
 
 def imported(location: str, what: str, or_else: str = "") -> object:

@@ -15,7 +15,7 @@ from ....rollout.completion import Completion, WeightSpan
 from ....rollout.sampling_params import SamplingParams
 from ...ranks import Ranks
 from ..environments.episode import Episode
-from ..environments.player import EpisodePlayer
+from ..environments.player import EpisodePlayer, Play
 from ..results.samples import sample_row
 from ..results.statistics import SampleNumbers, is_truncated, numbers_of
 from ..rewards.score import Score
@@ -116,21 +116,28 @@ class Rollouts:
 
     def _played(self, step: int, problems: Sequence[Problem], into: StepSamples) -> Iterator[list[Answer]]:
         """Yield the episodes of each problem of a step, once all of them are over."""
-        began = time.perf_counter()
-        answers = self.answers(problems, self._params(step, len(problems)))
+        began, rollout = time.perf_counter(), self._config.rollout
+        coming = []
+        for later in range(step + 1, min(step + rollout.ahead, self._config.run.num_steps - 1) + 1):
+            its_problems = self._problems(later)
+            coming.append(Play(its_problems, self._params(later, len(its_problems))))
+        answers = self.answers(problems, self._params(step, len(problems)), coming)
         into.waited_s += time.perf_counter() - began
         size = self._config.rollout.group_size
         yield from (answers[at : at + size] for at in range(0, len(answers), size))
 
-    def answers(self, problems: Sequence[Problem], params: Sequence[SamplingParams]) -> list[Answer]:
-        """Return the answers of the present weights, the `n` of a problem's parameters side by side."""
+    def answers(
+        self, problems: Sequence[Problem], params: Sequence[SamplingParams], coming: Sequence[Play] = ()
+    ) -> list[Answer]:
+        """Return the answers of the present weights, the `n` of a problem's parameters side by side. coming: see
+        `EpisodePlayer.play`."""
         player = self._player
         if player is None:
             completions = self._engine.generate([problem.model_input for problem in problems], params)
             return self._scored([p for p, its in zip(problems, params, strict=True) for _ in range(its.n)], completions)
         return [
             Answer(episode.as_completion(index), player.score(problem, episode), episode)
-            for problem, episodes in zip(problems, player.play(problems, params), strict=True)
+            for problem, episodes in zip(problems, player.play(problems, params, coming), strict=True)
             for index, episode in enumerate(episodes)
         ]
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ....kernels.sampling.draws import derive_seed
-from ....rollout.completion import Completion
 from ....rollout.sampling_params import SamplingParams
 from ...service import RolloutService
 from ..rewards.score import Score, checked_value, score_of
@@ -21,6 +20,7 @@ from ..user_code import bound, imported
 from .chat import EpisodeChat
 from .episode import Episode
 from .session import Session
+from .turns import Asked, Turns
 
 # Ready environments, which play those of other packages.
 _ADAPTERS = "lockstep.integration.grpo.environments.adapters"
@@ -31,6 +31,7 @@ READY = {
 }
 
 Environment = Callable[[dict[str, Any], Session], Awaitable[Episode]]
+EpisodeKey = tuple[str, int, int]
 
 
 def load_environment(location: str, options: Mapping[str, object] | None = None) -> Environment:
@@ -48,25 +49,57 @@ def load_environment(location: str, options: Mapping[str, object] | None = None)
     return bound(found, "environment", location, options)
 
 
+def job_environment(config: JobConfig) -> Environment:
+    """Return the environment of a job. Raises ValueError as `load_environment`, and where `rollout.ahead` would begin
+    episodes of an environment that does not call itself repeatable."""
+    found = load_environment(config.environment, config.environment_options)
+    if config.rollout.ahead and not getattr(found, "is_repeatable", False):
+        raise ValueError(
+            f"rollout.ahead must be 0 with environment {config.environment!r}, or the function's attribute "
+            "is_repeatable must be True, which says that an episode follows from its row and the model's tokens alone"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Play:
+    """Problems whose episodes are to be played, with the parameters of each problem's turns."""
+
+    problems: Sequence[Problem]
+    params: Sequence[SamplingParams]
+
+    def episodes(self) -> Iterator[tuple[Problem, SamplingParams, int]]:
+        """Yield the problem, the parameters and the number of each episode."""
+        for problem, its in zip(self.problems, self.params, strict=True):
+            for index in range(its.n):
+                yield problem, its, index
+
+
 class EpisodePlayer:
     """Plays the episodes of a job with its environment."""
 
     def __init__(self, config: JobConfig, service: RolloutService, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Load the environment. Raises ValueError as `load_environment`."""
+        """Load the environment. Raises ValueError as `load_environment`, and for one that cannot be played ahead where
+        `rollout.ahead` asks for it."""
         self._location = config.environment
-        self._environment = load_environment(config.environment, config.environment_options)
+        self._environment = job_environment(config)
         self._weights = config.reward_weights
         self._service = service
         self._chat = EpisodeChat(config.data, tokenizer)
+        self._begun: dict[EpisodeKey, list[Asked]] = {}  # turns of episodes that were begun before their step
 
-    def play(self, problems: Sequence[Problem], params: Sequence[SamplingParams]) -> list[list[Episode]]:
+    def play(
+        self, problems: Sequence[Problem], params: Sequence[SamplingParams], coming: Sequence[Play] = ()
+    ) -> list[list[Episode]]:
         """Play episodes of each problem, all of them at a time. Returns those of each problem.
 
         params: of each problem's turns; `n` is the number of its episodes, and `sampling_seed` that of all, which
-        differ by their number. An error of the environment ends the others; it gets a note with the row.
+        differ by their number. coming: problems whose turn comes later, and their parameters. As episodes end, theirs
+        are begun in the places, until all of the present ones are over; what they were is drawn again at their turn,
+        so that this changes no token. An error of the environment ends the others; it gets a note with the row.
         """
         with self._service.rollout(release_kv=True):
-            return asyncio.run(self._played(problems, params))
+            return asyncio.run(self._played(Play(problems, params), coming))
 
     def score(self, problem: Problem, episode: Episode) -> Score:
         """Return the score of an episode. Raises ValueError, naming the row, for a reward that is no finite number and
@@ -75,23 +108,56 @@ class EpisodePlayer:
         least: float | None = getattr(self._environment, "success_at", None)
         return score_of({"reward": value}, self._weights, {"reward": least})
 
-    async def _played(self, problems: Sequence[Problem], params: Sequence[SamplingParams]) -> list[list[Episode]]:
+    async def _played(self, present: Play, coming: Sequence[Play]) -> list[list[Episode]]:
+        places = asyncio.Semaphore(0)
+        beginning = [
+            asyncio.create_task(self._begin(problem, its, index, places))
+            for play in coming
+            for problem, its, index in play.episodes()
+        ]
+        try:
+            return await self._finished(present, places)
+        finally:
+            for task in beginning:
+                task.cancel()
+            # Their errors are those of older weights: they come again at their turn, or do not.
+            await asyncio.gather(*beginning, return_exceptions=True)
+
+    async def _finished(self, present: Play, places: asyncio.Semaphore) -> list[list[Episode]]:
+        problems, params = present.problems, present.params
         try:
             # The first error ends the others: nothing goes on in the background.
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    [group.create_task(self._episode(problem, its, index)) for index in range(its.n)]
+                    [group.create_task(self._episode(problem, its, index, places)) for index in range(its.n)]
                     for problem, its in zip(problems, params, strict=True)
                 ]
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [[task.result() for task in its] for its in tasks]
 
-    async def _episode(self, problem: Problem, params: SamplingParams, index: int) -> Episode:
+    async def _begin(self, problem: Problem, params: SamplingParams, index: int, places: asyncio.Semaphore) -> None:
+        """Begin an episode of a coming step in a free place, and keep its turns."""
+        async with places:
+            turns = self._turns(problem, params, index)
+            try:
+                await self._environment(problem.whole_row(), self._session(turns, params, index))
+            finally:
+                if turns.asked:
+                    self._begun[_key(problem, params, index)] = turns.asked
+
+    def _turns(self, problem: Problem, params: SamplingParams, index: int) -> Turns:
+        return Turns(self._service.engine, self._begun.pop(_key(problem, params, index), ()))
+
+    def _session(self, turns: Turns, params: SamplingParams, index: int) -> Session:
         assert params.sampling_seed is not None
-        engine = self._service.engine
         seed = derive_seed(params.sampling_seed, index)
-        session = Session(self._generate, self._chat, replace(params, n=1), seed, engine.max_model_len)
+        return Session(turns, self._chat, replace(params, n=1), seed, self._service.engine.max_model_len)
+
+    async def _episode(
+        self, problem: Problem, params: SamplingParams, index: int, places: asyncio.Semaphore
+    ) -> Episode:
+        session = self._session(self._turns(problem, params, index), params, index)
         where = f"episode {index} of {problem.source or repr(problem.prompt)}"
         try:
             episode = await self._environment(problem.whole_row(), session)
@@ -103,11 +169,11 @@ class EpisodePlayer:
                 f"environment {self._location!r} returned a {type(episode).__name__} for {where}, not an Episode: "
                 "`return session.episode(reward)`"
             )
+        places.release()
         return episode
 
-    async def _generate(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
-        [completion] = await self._service.engine.agenerate([prompt_ids], params)
-        if not completion.token_ids:
-            reason = completion.finish_reason
-            raise RuntimeError(f"a turn ended before its first token: {None if reason is None else reason.message}")
-        return completion
+
+def _key(problem: Problem, params: SamplingParams, index: int) -> EpisodeKey:
+    """Return what tells an episode from all others of a job: no two steps have a seed in common."""
+    assert params.sampling_seed is not None
+    return problem.source or problem.prompt, params.sampling_seed, index

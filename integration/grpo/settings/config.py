@@ -113,8 +113,8 @@ class JobConfig:
             found.append(("engines", 'must be "local" with environment: its turns are asked in the trainer\'s process'))
         if self.parallel.num_ranks > 1:
             found.append(("parallel", "must have tp=1 and pp=1 with environment, whose turns one rank asks for"))
-        if self.rollout.ahead:
-            found.append(("rollout.ahead", "must be 0 with environment: its episodes wait for the weights"))
+        if self.rollout.ahead and self.rollout.on_commit != "verify":
+            found.append(("rollout.on_commit", 'must be "verify" with environment: its episodes are played again'))
         return found
 
     @property

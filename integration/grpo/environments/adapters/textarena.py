@@ -56,6 +56,9 @@ async def play(
     return session.episode({"game": reward, "success": float(reward >= 1.0)})
 
 
+play.is_repeatable = True  # type: ignore[attr-defined]  # a game follows from its seed and the moves
+
+
 class _Game:
     """One game, whose random numbers are its own: TextArena draws from the module `random`, which all share."""
 

@@ -12,7 +12,7 @@ import torch
 from lockstep.integration.grpo.backends.ddp import DdpBackend
 from lockstep.integration.grpo.engines.rollouts import Rollouts, StepSamples
 from lockstep.integration.grpo.environments.episode import Episode
-from lockstep.integration.grpo.environments.player import EpisodePlayer, load_environment
+from lockstep.integration.grpo.environments.player import EpisodePlayer, Play, job_environment, load_environment
 from lockstep.integration.grpo.environments.session import NoRoom
 from lockstep.integration.grpo.rewards.scorer import Scorer
 from lockstep.integration.grpo.settings.config import JobConfig
@@ -313,7 +313,10 @@ def test_environments_that_cannot_be_are_named(tmp_path):
     [
         ({"reward": "short_enough"}, "reward must not be set with environment"),
         ({"engines": "separate", "sync": "tensor"}, 'engines must be "local" with environment'),
-        ({"rollout": RolloutSettings(ahead=1)}, "rollout.ahead must be 0 with environment"),
+        (
+            {"rollout": RolloutSettings(ahead=1, on_commit="keep")},
+            'rollout.on_commit must be "verify" with environment',
+        ),
         ({"environment": "", "environment_options": {"a": 1}}, "environment_options needs environment"),
     ],
 )
@@ -337,3 +340,69 @@ def test_episodes_play_while_another_thread_asks_the_same_engine(service, tmp_pa
     finally:
         engine.stop()
     assert len(episodes) == 3 and len(found[0].token_ids) == 40
+
+
+def changed(service, version):
+    """Commit other weights: as far from the old ones as a step of training takes them, and further in places."""
+    module = service.engine.model.trained_module
+    draw = torch.Generator().manual_seed(int(version))
+    with service.optimizer_step(), torch.no_grad():
+        for tensor in module.parameters():
+            tensor += tensor.abs().mean() * 0.02 * torch.randn(tensor.shape, generator=draw)
+    service.commit_in_place(version, source=module.named_parameters())
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_episodes_that_were_begun_before_their_step_are_those_of_the_present_weights(service, tmp_path, ahead):
+    plays = [
+        Play(PROBLEMS, [replace(its, sampling_seed=10 * step + its.sampling_seed) for its in PARAMS])
+        for step in range(4)
+    ]
+    player, fresh, engine = EpisodePlayer(config(tmp_path), service, TOKENIZER), None, service.engine
+    counts = []
+    for step, play in enumerate(plays):
+        if step:
+            changed(service, str(step))
+        before = engine.metrics.num_verified_tokens, engine.metrics.num_kept_tokens
+        found = player.play(play.problems, play.params, plays[step + 1 : step + 1 + ahead])
+        counts.append((engine.metrics.num_verified_tokens - before[0], engine.metrics.num_kept_tokens - before[1]))
+        engine.flush_cache()
+        fresh = EpisodePlayer(config(tmp_path), service, TOKENIZER).play(play.problems, play.params)
+        for mine, its in zip(found, fresh, strict=True):
+            assert [(one.token_ids, one.logprobs, one.value) for one in mine] == [
+                (one.token_ids, one.logprobs, one.value) for one in its
+            ]
+            assert all({span.version for span in one.weight_versions} == {str(step)} for one in mine)
+        assert not engine.has_work
+    assert all(verified > 0 for verified, _ in counts[1:]), "episodes were begun before their step"
+    assert any(kept for _, kept in counts[1:]) and any(kept < verified for verified, kept in counts[1:])
+
+
+def test_an_environment_that_may_be_played_ahead_says_so(tmp_path):
+    job = replace(config(tmp_path), rollout=RolloutSettings(ahead=1))
+    with pytest.raises(ValueError, match=r"rollout.ahead must be 0 with environment '.*:talk', or .* is_repeatable"):
+        job_environment(job)
+    talk.is_repeatable = True
+    try:
+        assert job_environment(job) is talk
+        assert job_environment(replace(job, environment_options={"ending": "!"})).is_repeatable
+    finally:
+        del talk.is_repeatable
+
+
+def test_an_error_of_a_coming_episode_waits_for_its_turn(service, tmp_path):
+    player = EpisodePlayer(config(tmp_path, "fails"), service, TOKENIZER)
+    coming = [Play([PROBLEMS[1]], [PARAMS[1]])]
+
+    async def once(row, session):
+        await session.turn("hello")
+        if row["answer"] == "2":
+            raise KeyError("no such thing")
+        await session.turn("again")
+        return session.episode(1.0)
+
+    player._environment = once
+    assert len(player.play([PROBLEMS[0]], [PARAMS[0]], coming)) == 1
+    with pytest.raises(KeyError, match="no such thing"):
+        player.play(*vars(coming[0]).values())
+    assert not service.engine.has_work

@@ -1,0 +1,61 @@
+"""The engine's answers to the turns of an episode, and what an earlier play of the same episode is worth for them.
+
+An episode that was begun under older weights is played again under the present ones. Where its environment is a
+function of the row and of the tokens, the new play asks the same turns as long as the answers come out equal; each
+answer of the old play is drawn again in one forward, as `RequestOptions.renewal` does, and only from the first token on
+that differs is anything generated. What comes out is what the present weights alone would have given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ....kernels.sampling.draws import derive_seed
+from ....rollout.completion import Completion
+from ....rollout.engine import Engine
+from ....rollout.request_options import Renewal, RequestOptions
+from ....rollout.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One turn that was asked, and as much of its answer as there is."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: list[int] = field(default_factory=list)
+
+
+class Turns:
+    """The turns of one play of an episode."""
+
+    def __init__(self, engine: Engine, earlier: Sequence[Asked] = ()) -> None:
+        """Begin a play. earlier: the turns of a play under other weights."""
+        self.asked: list[Asked] = []
+        self._engine, self._earlier = engine, earlier
+
+    async def __call__(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
+        """Return the answer of the present weights. params: with a seed, of one sample. A play that is cancelled keeps
+        the tokens so far. Raises RuntimeError if the engine gave none, as it does for a request that it aborts."""
+        asked = Asked(tuple(prompt_ids))
+        options = RequestOptions(renewal=self._renewal(asked, params))
+        self.asked.append(asked)
+        completion = None
+        async for chunk in self._engine.astream(prompt_ids, params, options=options):
+            if chunk.num_taken_back:
+                del asked.token_ids[-chunk.num_taken_back :]
+            asked.token_ids.extend(chunk.token_ids)
+            completion = chunk.completion
+        if completion is None or not completion.token_ids:
+            reason = None if completion is None else completion.finish_reason
+            raise RuntimeError(f"a turn ended before its first token: {None if reason is None else reason.message}")
+        return completion
+
+    def _renewal(self, asked: Asked, params: SamplingParams) -> Renewal | None:
+        """Return the earlier answer to the same tokens in the same turn, if there is one."""
+        number = len(self.asked)
+        if number >= len(self._earlier) or self._earlier[number].prompt_ids != asked.prompt_ids:
+            return None
+        assert params.sampling_seed is not None
+        tokens = tuple(self._earlier[number].token_ids[: params.max_new_tokens])
+        return Renewal(tokens, derive_seed(params.sampling_seed, 0)) if tokens else None
