@@ -268,7 +268,7 @@ class GrpoJob:
             if self.adapted is not None:
                 self.adapted.save_pretrained(partial, save_embedding_layers=False)
             else:
-                self.model.save_pretrained(partial, state_dict=tensors)
+                self.backend.save_pretrained(partial, tensors)
             self.tokenizer.save_pretrained(partial)
             for name, text in (more or {}).items():
                 (partial / name).write_text(text, encoding="utf-8")

@@ -224,14 +224,20 @@ def _weight_memory(config: JobConfig, model: PreTrainedModel, num_ranks: int) ->
         names = {name for name, _ in part.module.named_parameters()}  # tied parameters counted once
         num_in_engine = sum(math.prod(part.division.shards[name].shape) for name in names)
     itemsize = {"float32": 4, "bfloat16": 2}[config.model.dtype]
+    weights, gradients = itemsize, 4  # gradients are summed in float32
     # Of weights, gradients and optimizer state, the last `num_sharded` are sharded.
     num_sharded = {"ddp": 0, "fsdp2": 3, "deepspeed": config.deepspeed.zero_stage}[config.trainer]
     shards = [num_ranks if kind >= 3 - num_sharded else 1 for kind in range(3)]
     adamw = 2 * 4  # moments in float32
     if config.model.dtype == "bfloat16" and config.train.low_precision == "masters":
-        adamw += 4
-    if config.trainer == "deepspeed" and (config.deepspeed.zero_stage or config.model.dtype == "bfloat16"):
-        adamw = 3 * 4  # moments and a copy of the parameters, in float32
+        if config.trainer == "fsdp2":
+            weights = 4  # the shards are the masters
+        else:
+            adamw += 4
+    if config.trainer == "deepspeed":
+        gradients = itemsize
+        if config.deepspeed.zero_stage or config.model.dtype == "bfloat16":
+            adamw = 3 * 4  # moments and a copy of the parameters, in float32
     if config.train.lora.rank:  # in float32 whatever the base's dtype is
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         sizes = {
@@ -240,8 +246,8 @@ def _weight_memory(config: JobConfig, model: PreTrainedModel, num_ranks: int) ->
         }
         return " + ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items())
     parts = {
-        "weights": itemsize / shards[0],
-        "gradients": itemsize / shards[1],
+        "weights": weights / shards[0],
+        "gradients": gradients / shards[1],
         "AdamW": adamw / shards[2],
         "the engine's copy": 0
         if _aliases(config) or config.engines == "separate"
