@@ -22,6 +22,7 @@ from .settings.config import JobConfig
 from .tasks.arithmetic import CONTEXT_TOKENS, build_tokenizer
 from .tasks.task import build_task, check_lengths
 from .tasks.warm_start import ModelSpec, build_model
+from .training.checkpointing import refuse_without_layers
 from .training.trainer import make_backend
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -72,6 +73,8 @@ def check_job(config: JobConfig, num_ranks: int) -> None:
     tokenizer, max_model_len = _tokenizer_and_context(config)
     task = build_task(config, tokenizer)
     check_lengths(task.all_known, tokenizer, config.rollout.max_new_tokens, max_model_len)
+    if config.train.gradient_checkpointing:
+        refuse_without_layers(_model_without_memory(config))
     if config.train.lora.rank:
         add_adapters(_model_without_memory(config), config.train.lora, config.run.seed)
     if config.parallel.num_ranks > 1:

@@ -51,6 +51,8 @@ class TrainSettings(Section):
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     epochs_per_step: int = 1  # optimizer steps on each batch of samples
     microbatch_tokens: int = 16384  # rows of one micro-batch; a longer sample has a micro-batch of its own
+    gradient_checkpointing: bool = False  # keep each layer's input alone, and compute the rest again in the backward
+    # pass: less memory, more time, the same bits
     loss: str = "token_mean"  # "token_mean": clipped surrogate, mean over the step's tokens; "grpo": mean over each
     # sample's tokens, then over samples; "dr_grpo": sum over tokens / (samples * max_new_tokens); "dapo": token mean
     # with a higher upper bound; "gspo": one ratio for each sample; "cispo": clipped weights of REINFORCE, token mean

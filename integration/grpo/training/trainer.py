@@ -20,6 +20,7 @@ from ..backends.deepspeed import DeepSpeedBackend
 from ..backends.fsdp2 import Fsdp2Backend
 from ..settings.config import JobConfig
 from ..settings.training import TrainSettings
+from . import checkpointing
 from .loss import PolicyLoss, importance_weights, policy_loss
 from .packing import PackedBatch, Sample, microbatches, pack
 from .surrogates import SURROGATES, amount
@@ -104,6 +105,8 @@ class GrpoTrainer:
             self._reference = HostedModel.adopt(
                 frozen, dtype=None, device=None, invariant=invariant, k_blocks=hosted.k_blocks
             )
+        if settings.gradient_checkpointing:
+            checkpointing.switch_on(hosted.trained_module)
         backend.wrap(hosted.trained_module)
 
     def update(self, samples: Iterable[Sample], step: int) -> TrainStats:

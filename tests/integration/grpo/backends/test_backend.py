@@ -41,8 +41,8 @@ SETTINGS = TrainSettings(learning_rate=1e-4, num_warmup_steps=2, microbatch_toke
 # "plain": one micro-batch and no clipping, so that only sums over two ranks and AdamW are left.
 PLAIN = replace(SETTINGS, microbatch_tokens=4000, max_grad_norm=100.0)
 TORCH_KINDS = ("ddp", "fsdp2", "ddp plain", "fsdp2 plain", "ddp bf16", "fsdp2 bf16", "ddp bf16 stochastic",
-               "fsdp2 bf16 stochastic")  # fmt: skip
-ZERO_KINDS = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero3 bf16")
+               "fsdp2 bf16 stochastic", "ddp bf16 checkpointed", "fsdp2 bf16 checkpointed")  # fmt: skip
+ZERO_KINDS = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero3 checkpointed", "zero3 bf16")
 ZERO_BF16_KINDS = ("zero0 bf16", "zero1 bf16", "zero2 bf16", "zero3 bf16")
 
 
@@ -74,7 +74,11 @@ class Trained:
     def __init__(self, kind: str, ranks: Ranks) -> None:
         self.ranks = ranks
         settings = PLAIN if "plain" in kind else SETTINGS
-        settings = replace(settings, low_precision="stochastic" if "stochastic" in kind else "masters")
+        settings = replace(
+            settings,
+            low_precision="stochastic" if "stochastic" in kind else "masters",
+            gradient_checkpointing="checkpointed" in kind,
+        )
         self.backend = make_backend(job_config(kind, settings), ranks)
         self.model = tiny_qwen3(torch.bfloat16 if "bf16" in kind else torch.float32)
         hosted_here = self.model if self.backend.shares_storage else copy.deepcopy(self.model)
@@ -248,6 +252,8 @@ def test_ddp_and_fsdp2_train_alike(tmp_path):
     check(job)
     plain = job.steps("ddp plain")
     assert job.steps("fsdp2 plain") == [{**step, "norm": pytest.approx(step["norm"], rel=1e-4)} for step in plain]
+    for kind in ("ddp bf16", "fsdp2 bf16"):
+        assert job.steps(f"{kind} checkpointed") == job.steps(kind)
     assert difference(job, "fsdp2", "ddp") < 1e-3
     assert difference(job, "ddp plain", "ddp") > 1e-3  # the measure is sensitive to clipping
     assert difference(job, "fsdp2 bf16", "ddp bf16") < 0.05  # of weights that bfloat16 rounds
@@ -265,6 +271,7 @@ def test_every_zero_stage_trains_as_ddp_does(tmp_path):
     job = launch(tmp_path, *ZERO_KINDS)
     check(job)
     assert job.steps("zero0") == job.steps("ddp")
+    assert job.steps("zero3 checkpointed") == job.steps("zero3")
     for kind in ("zero1", "zero2", "zero3"):
         assert difference(job, kind, "ddp") < 1e-3, kind
         norms = [step["norm"] for step in job.steps(kind)]
