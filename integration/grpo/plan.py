@@ -7,7 +7,7 @@ import math
 import os
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...rollout.model.loading import auto_class
 from ...rollout.ranks.mesh import Mesh, MeshPlan
@@ -129,12 +129,7 @@ def describe_plan(config: JobConfig, num_ranks: int) -> str:
     # The largest share of one rank: the first stages may have one more layer, and several ranks may have one KV head.
     layers, kv_heads = -(-text.num_hidden_layers // mesh.pp), -(-text.num_key_value_heads // mesh.tp)
     kv_per_token = 2 * layers * kv_heads * head_dim * itemsize
-    rows = min(config.train.microbatch_tokens, 10**9)
-    # The backward pass keeps residual stream, attention and MLP of each layer, and the logits in float32.
-    per_layer = (10 * text.hidden_size + 3 * text.intermediate_size) * itemsize
-    activations = rows * (text.num_hidden_layers * per_layer + 3 * text.vocab_size * 4)
     prompts, group = config.rollout.prompts_per_step, config.rollout.group_size
-    mib = 2.0**20
     lines = [
         f"model      {config.model.path or 'built'}: {num_parameters / 1e6:.2f} M parameters, {config.model.dtype}"
         f"{adapters}",
@@ -145,12 +140,31 @@ def describe_plan(config: JobConfig, num_ranks: int) -> str:
         f"up to {config.rollout.max_new_tokens} new tokens each",
         *_ahead(config),
         f"steps      {config.run.num_steps}, {config.train.epochs_per_step} optimizer step(s) on each",
-        f"memory     per rank: {_weight_memory(config, model, num_ranks)}; activations about "
-        f"{activations / mib:.0f} MiB for {rows} rows; KV pool {config.engine.kv_cache} at {kv_per_token} bytes a "
-        "token, released while training",
+        f"memory     per rank: {_weight_memory(config, model, num_ranks)}; {_activations(config, text, num_ranks)}; "
+        f"KV pool {config.engine.kv_cache} at {kv_per_token} bytes a token, released while training",
         f"results    {config.folder}",
     ]
     return "\n".join(lines)
+
+
+def _activations(config: JobConfig, text: PretrainedConfig, num_ranks: int) -> str:
+    """Describe the memory of a micro-batch's activations. text: the decoder's configuration."""
+    train, rollout = config.train, config.rollout
+    if train.microbatch_bytes:
+        return f"activations of a micro-batch up to {train.microbatch_bytes}, as measured at the start"
+    rows, of_what = train.num_microbatch_rows, "rows"
+    if rows is None:
+        samples = -(-rollout.prompts_per_step * rollout.group_size // num_ranks)
+        rows = -(-samples // train.gradient_accumulation_steps) * rollout.max_new_tokens
+        of_what = "rows of new tokens"
+    itemsize = {"float32": 4, "bfloat16": 2}[config.model.dtype]
+    # The backward pass keeps residual stream, attention and MLP of each layer, and the logits in float32.
+    per_layer = (10 * text.hidden_size + 3 * text.intermediate_size) * itemsize
+    layers = text.num_hidden_layers * per_layer
+    if train.gradient_checkpointing:
+        layers = text.num_hidden_layers * text.hidden_size * itemsize + per_layer
+    size = min(rows, 10**9) * (layers + 3 * text.vocab_size * 4)
+    return f"activations about {size / 2**20:.0f} MiB for {rows} {of_what}"
 
 
 def _ahead(config: JobConfig) -> list[str]:

@@ -40,9 +40,13 @@ NUM_STEPS = 3
 SETTINGS = TrainSettings(learning_rate=1e-4, num_warmup_steps=2, microbatch_tokens=40, kl_coefficient=0.1)
 # "plain": one micro-batch and no clipping, so that only sums over two ranks and AdamW are left.
 PLAIN = replace(SETTINGS, microbatch_tokens=4000, max_grad_norm=100.0)
+# "idle": samples without a gradient, and so without a backward pass, on one rank or on both.
+IDLE = replace(SETTINGS, kl_coefficient=0.0)
 TORCH_KINDS = ("ddp", "fsdp2", "ddp plain", "fsdp2 plain", "ddp bf16", "fsdp2 bf16", "ddp bf16 stochastic",
-               "fsdp2 bf16 stochastic", "ddp bf16 checkpointed", "fsdp2 bf16 checkpointed")  # fmt: skip
-ZERO_KINDS = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero3 checkpointed", "zero3 bf16")
+               "fsdp2 bf16 stochastic", "ddp bf16 checkpointed", "fsdp2 bf16 checkpointed", "ddp idle",
+               "fsdp2 idle")  # fmt: skip
+ZERO_KINDS = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero3 checkpointed", "zero3 bf16", "ddp idle", "zero1 idle",
+              "zero2 idle", "zero3 idle")  # fmt: skip
 ZERO_BF16_KINDS = ("zero0 bf16", "zero1 bf16", "zero2 bf16", "zero3 bf16")
 
 
@@ -73,7 +77,8 @@ class Trained:
 
     def __init__(self, kind: str, ranks: Ranks) -> None:
         self.ranks = ranks
-        settings = PLAIN if "plain" in kind else SETTINGS
+        self.is_idle = "idle" in kind
+        settings = IDLE if self.is_idle else PLAIN if "plain" in kind else SETTINGS
         settings = replace(
             settings,
             low_precision="stochastic" if "stochastic" in kind else "masters",
@@ -106,9 +111,16 @@ class Trained:
         )
         prompt = [5 + self.ranks.rank, 6, 7 + step] * 4
         return [
-            Sample(c.prompt_ids, c.token_ids, c.logprobs, (-1.0) ** i + 0.1 * self.ranks.rank)
+            Sample(c.prompt_ids, c.token_ids, c.logprobs, self.advantage(step, i))
             for i, c in enumerate(self.engine.generate([prompt], params))
         ]
+
+    def advantage(self, step: int, index: int) -> float:
+        # In the first step rank 0 has three samples without a gradient and rank 1 one; in the second rank 1 has no
+        # other; in the third no rank has.
+        if self.is_idle and (step == 2 or index > 0 or (step == 1 and not self.ranks.is_first)):
+            return 0.0
+        return (-1.0) ** index + 0.1 * self.ranks.rank
 
     def step(self, step: int, samples: list[Sample]) -> dict[str, object]:
         stats = self.trainer.update(samples, step)
@@ -116,6 +128,7 @@ class Trained:
         digest = self.digest()
         return {
             "gap": stats.logprob_gap, "norm": stats.grad_norm, "loss": stats.loss, "kl": stats.kl, "digest": digest,
+            "without": stats.num_without_gradient,
             "engine_digest": model_digest(self.engine.weights.resident_tensors()),
         }  # fmt: skip
 
@@ -228,8 +241,13 @@ def check(job: Job) -> None:
         assert [step["gap"] for step in steps] == [0.0] * NUM_STEPS, kind
         assert all(step["engine_digest"] == step["digest"] for step in steps), kind
         assert len({before, *(step["digest"] for step in steps)}) == NUM_STEPS + 1, kind
-        assert [step["kl"] > 0 for step in steps] == [False, True, True], kind
-        assert all(step["norm"] > 2 * SETTINGS.max_grad_norm for step in steps), kind  # so that clipping has an effect
+        if "idle" in kind:
+            assert [step["without"] for step in steps] == [4, 4, 4], kind  # of six; each rank has one backward pass
+            assert [step["norm"] > 0 for step in steps] == [True, True, False], kind
+        else:
+            assert [step["without"] for step in steps] == [0, 0, 0], kind
+            assert [step["kl"] > 0 for step in steps] == [False, True, True], kind
+            assert all(step["norm"] > 2 * SETTINGS.max_grad_norm for step in steps), kind  # so that it is clipped
         assert told["resumed"] == steps[-1], kind
         assert "the state is of another model: model.layers.0.input_layernorm.weight" in told["refusal"][0], kind
         assert "state is of another trainer" in told["refusal"][1] and told["refusal"][2], kind
@@ -255,6 +273,7 @@ def test_ddp_and_fsdp2_train_alike(tmp_path):
     for kind in ("ddp bf16", "fsdp2 bf16"):
         assert job.steps(f"{kind} checkpointed") == job.steps(kind)
     assert difference(job, "fsdp2", "ddp") < 1e-3
+    assert difference(job, "fsdp2 idle", "ddp idle") < 1e-3
     assert difference(job, "ddp plain", "ddp") > 1e-3  # the measure is sensitive to clipping
     assert difference(job, "fsdp2 bf16", "ddp bf16") < 0.05  # of weights that bfloat16 rounds
     for dtype in ("", " bf16"):
@@ -276,6 +295,7 @@ def test_every_zero_stage_trains_as_ddp_does(tmp_path):
         assert difference(job, kind, "ddp") < 1e-3, kind
         norms = [step["norm"] for step in job.steps(kind)]
         assert norms == pytest.approx([step["norm"] for step in job.steps("ddp")], rel=1e-4), kind
+        assert difference(job, f"{kind} idle", "ddp idle") < 1e-3, kind
     assert not list(tmp_path.glob("extensions/**/*.so")), "nothing was compiled"
     for noise in ("[INFO]", "FutureWarning"):
         assert noise not in job.log

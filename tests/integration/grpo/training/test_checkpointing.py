@@ -113,5 +113,5 @@ def test_a_model_that_cannot_is_refused_by_the_name_of_the_setting(make_model, m
     model = make_model("qwen3")
     refuse_without_layers(model)
     monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)
-    with pytest.raises(ValueError, match="train.gradient_checkpointing must be false: Qwen3ForCausalLM"):
+    with pytest.raises(ValueError, match=r"train\.gradient_checkpointing must be false: Qwen3ForCausalLM"):
         refuse_without_layers(model)
