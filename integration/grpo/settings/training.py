@@ -52,16 +52,12 @@ class TrainSettings(Section):
     final_share: float = 0.0  # of learning_rate, what a "linear" or "cosine" schedule has at run.num_steps
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     epochs_per_step: int = 1  # optimizer steps on each batch of samples
-    microbatch_tokens: int = (
-        0  # rows of one micro-batch; a longer sample has a micro-batch of its own. 0: 16384, unless
-    )
-    # one of the next two is set
+    microbatch_tokens: int = 0  # rows of one micro-batch; a longer sample has one of its own. 0: 16384, unless one of
+    # the next two is set
     gradient_accumulation_steps: int = 0  # number of micro-batches of an optimizer step on each rank, with samples
     # spread evenly by tokens; 0: as many as another setting gives
-    microbatch_bytes: str = (
-        ""  # activations of one micro-batch ("2GiB"), by what a small forward keeps; a larger sample
-    )
-    # has a micro-batch of its own
+    microbatch_bytes: str = ""  # activations of one micro-batch ("2GiB"), by what small forwards keep; a larger sample
+    # has one of its own
     skip_forward: bool = False  # samples that have no gradient, as in groups of equal rewards, have no backward pass;
     # true: no forward either, so that their gap is not measured
     gradient_checkpointing: bool = False  # keep each layer's input alone, and compute the rest again in the backward
@@ -72,9 +68,8 @@ class TrainSettings(Section):
     clip_low: float = 0.0  # the ratio is clipped from below at 1 - clip_low; 0: the loss's own, 0.2, but 3e-4 of "gspo"
     clip_high: float = 0.0  # the ratio is clipped from above at 1 + clip_high; 0: the loss's own, 0.2, but 0.28 of
     # "dapo", 4e-4 of "gspo", 4.0 of "cispo"
-    truncated: str = (
-        "count"  # those ended by max_new_tokens: "count" in the loss, or "mask": in their group's mean only
-    )
+    truncated: str = "count"  # samples that max_new_tokens ended: "count" in the loss, or "mask": in their group's mean
+    # only
     truncated_penalty: float = 0.0  # subtracted from their rewards before advantages; metrics leave it out
     importance_bound: float = 2.0  # largest weight p / p_behaviour of a token that older weights have drawn
     sequence_bound: float = 0.0  # samples of older weights whose product of ratios is beyond it count nothing; 0: all
