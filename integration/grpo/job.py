@@ -186,6 +186,8 @@ class GrpoJob:
             "kl": stats.kl,
             "clip_fraction": stats.clip_fraction,
             "grad_norm": stats.grad_norm,
+            "samples_without_backward": stats.num_without_gradient + stats.num_unmeasured,
+            "samples_unmeasured": stats.num_unmeasured,  # those that logprob_gap is not of
             "sync_bytes": int(self.ranks.total(num_bytes)),
             "weight_version": str(step + 1),
             "weight_digest": self.engine.weight_digest(),
@@ -268,7 +270,7 @@ class GrpoJob:
             if self.adapted is not None:
                 self.adapted.save_pretrained(partial, save_embedding_layers=False)
             else:
-                self.model.save_pretrained(partial, state_dict=tensors)
+                self.backend.save_pretrained(partial, tensors)
             self.tokenizer.save_pretrained(partial)
             for name, text in (more or {}).items():
                 (partial / name).write_text(text, encoding="utf-8")

@@ -7,7 +7,7 @@ import math
 import os
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...rollout.model.loading import auto_class
 from ...rollout.ranks.mesh import Mesh, MeshPlan
@@ -22,6 +22,7 @@ from .settings.config import JobConfig
 from .tasks.arithmetic import CONTEXT_TOKENS, build_tokenizer
 from .tasks.task import build_task, check_lengths
 from .tasks.warm_start import ModelSpec, build_model
+from .training.checkpointing import refuse_without_layers
 from .training.trainer import make_backend
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -72,6 +73,8 @@ def check_job(config: JobConfig, num_ranks: int) -> None:
     tokenizer, max_model_len = _tokenizer_and_context(config)
     task = build_task(config, tokenizer)
     check_lengths(task.all_known, tokenizer, config.rollout.max_new_tokens, max_model_len)
+    if config.train.gradient_checkpointing:
+        refuse_without_layers(_model_without_memory(config))
     if config.train.lora.rank:
         add_adapters(_model_without_memory(config), config.train.lora, config.run.seed)
     if config.parallel.num_ranks > 1:
@@ -126,12 +129,7 @@ def describe_plan(config: JobConfig, num_ranks: int) -> str:
     # The largest share of one rank: the first stages may have one more layer, and several ranks may have one KV head.
     layers, kv_heads = -(-text.num_hidden_layers // mesh.pp), -(-text.num_key_value_heads // mesh.tp)
     kv_per_token = 2 * layers * kv_heads * head_dim * itemsize
-    rows = min(config.train.microbatch_tokens, 10**9)
-    # The backward pass keeps residual stream, attention and MLP of each layer, and the logits in float32.
-    per_layer = (10 * text.hidden_size + 3 * text.intermediate_size) * itemsize
-    activations = rows * (text.num_hidden_layers * per_layer + 3 * text.vocab_size * 4)
     prompts, group = config.rollout.prompts_per_step, config.rollout.group_size
-    mib = 2.0**20
     lines = [
         f"model      {config.model.path or 'built'}: {num_parameters / 1e6:.2f} M parameters, {config.model.dtype}"
         f"{adapters}",
@@ -142,12 +140,31 @@ def describe_plan(config: JobConfig, num_ranks: int) -> str:
         f"up to {config.rollout.max_new_tokens} new tokens each",
         *_ahead(config),
         f"steps      {config.run.num_steps}, {config.train.epochs_per_step} optimizer step(s) on each",
-        f"memory     per rank: {_weight_memory(config, model, num_ranks)}; activations about "
-        f"{activations / mib:.0f} MiB for {rows} rows; KV pool {config.engine.kv_cache} at {kv_per_token} bytes a "
-        "token, released while training",
+        f"memory     per rank: {_weight_memory(config, model, num_ranks)}; {_activations(config, text, num_ranks)}; "
+        f"KV pool {config.engine.kv_cache} at {kv_per_token} bytes a token, released while training",
         f"results    {config.folder}",
     ]
     return "\n".join(lines)
+
+
+def _activations(config: JobConfig, text: PretrainedConfig, num_ranks: int) -> str:
+    """Describe the memory of a micro-batch's activations. text: the decoder's configuration."""
+    train, rollout = config.train, config.rollout
+    if train.microbatch_bytes:
+        return f"activations of a micro-batch up to {train.microbatch_bytes}, as measured at the start"
+    rows, of_what = train.num_microbatch_rows, "rows"
+    if rows is None:
+        samples = -(-rollout.prompts_per_step * rollout.group_size // num_ranks)
+        rows = -(-samples // train.gradient_accumulation_steps) * rollout.max_new_tokens
+        of_what = "rows of new tokens"
+    itemsize = {"float32": 4, "bfloat16": 2}[config.model.dtype]
+    # The backward pass keeps residual stream, attention and MLP of each layer, and the logits in float32.
+    per_layer = (10 * text.hidden_size + 3 * text.intermediate_size) * itemsize
+    layers = text.num_hidden_layers * per_layer
+    if train.gradient_checkpointing:
+        layers = text.num_hidden_layers * text.hidden_size * itemsize + per_layer
+    size = min(rows, 10**9) * (layers + 3 * text.vocab_size * 4)
+    return f"activations about {size / 2**20:.0f} MiB for {rows} {of_what}"
 
 
 def _ahead(config: JobConfig) -> list[str]:
@@ -224,14 +241,20 @@ def _weight_memory(config: JobConfig, model: PreTrainedModel, num_ranks: int) ->
         names = {name for name, _ in part.module.named_parameters()}  # tied parameters counted once
         num_in_engine = sum(math.prod(part.division.shards[name].shape) for name in names)
     itemsize = {"float32": 4, "bfloat16": 2}[config.model.dtype]
+    weights, gradients = itemsize, 4  # gradients are summed in float32
     # Of weights, gradients and optimizer state, the last `num_sharded` are sharded.
     num_sharded = {"ddp": 0, "fsdp2": 3, "deepspeed": config.deepspeed.zero_stage}[config.trainer]
     shards = [num_ranks if kind >= 3 - num_sharded else 1 for kind in range(3)]
     adamw = 2 * 4  # moments in float32
     if config.model.dtype == "bfloat16" and config.train.low_precision == "masters":
-        adamw += 4
-    if config.trainer == "deepspeed" and (config.deepspeed.zero_stage or config.model.dtype == "bfloat16"):
-        adamw = 3 * 4  # moments and a copy of the parameters, in float32
+        if config.trainer == "fsdp2":
+            weights = 4  # the shards are the masters
+        else:
+            adamw += 4
+    if config.trainer == "deepspeed":
+        gradients = itemsize
+        if config.deepspeed.zero_stage or config.model.dtype == "bfloat16":
+            adamw = 3 * 4  # moments and a copy of the parameters, in float32
     if config.train.lora.rank:  # in float32 whatever the base's dtype is
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         sizes = {
@@ -240,8 +263,8 @@ def _weight_memory(config: JobConfig, model: PreTrainedModel, num_ranks: int) ->
         }
         return " + ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items())
     parts = {
-        "weights": itemsize / shards[0],
-        "gradients": itemsize / shards[1],
+        "weights": weights / shards[0],
+        "gradients": gradients / shards[1],
         "AdamW": adamw / shards[2],
         "the engine's copy": 0
         if _aliases(config) or config.engines == "separate"

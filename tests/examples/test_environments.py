@@ -26,26 +26,34 @@ PLAYED_BY_TEST_CLIENTS = "environments/shorter_each_time.py"  # with verifiers, 
 @pytest.mark.parametrize(("package", "file", "options"), [
     ("textarena", "games", []), ("reasoning_gym", "tasks", ["--name", "basic_arithmetic"]),
 ])  # fmt: skip
-def test_a_step_of_episodes(tmp_path, package, file, options):
+def test_steps_of_episodes_are_the_same_ahead_of_training(tmp_path, package, file, options):
     """Run the example's commands, with a tiny model in place of the real one."""
     shutil.copytree(FOLDER, tmp_path / "examples" / "environments")
     model = tmp_path / "data" / "smollm2" / "model"
     random_model("qwen3", vocab_size=VOCAB_SIZE, max_position_embeddings=2048).save_pretrained(model)
     byte_tokenizer(chat_template("hermes")).save_pretrained(model)
-    commands = [
-        [str(ROWS), package, f"data/{file}.jsonl", *options, "--num", "40"],
-        ["-m", "lockstep.integration.grpo", f"examples/environments/{package}.toml",
-         "run.num_steps=1", "run.num_ranks=1", "rollout.prompts_per_step=2", "rollout.group_size=2",
-         "rollout.max_new_tokens=8", "data.num_heldout=2"],
-    ]  # fmt: skip
-    for command in commands:
-        done = subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True,
-            text=True, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    [line] = (tmp_path / "runs" / package / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line)["logprob_gap"] == 0.0
+    run(tmp_path, str(ROWS), package, f"data/{file}.jsonl", *options, "--num", "40")
+    digests = []
+    for ahead in (0, 1):
+        settings = [
+            "run.num_steps=2", "run.num_ranks=1", "rollout.prompts_per_step=2", "rollout.group_size=2",
+            "rollout.max_new_tokens=8", "data.num_heldout=2", f"rollout.ahead={ahead}", f"run.name=ahead{ahead}",
+        ]  # fmt: skip
+        run(tmp_path, "-m", "lockstep.integration.grpo", f"examples/environments/{package}.toml", *settings)
+        text = (tmp_path / "runs" / f"ahead{ahead}" / "metrics.jsonl").read_text()
+        lines = [json.loads(line) for line in text.splitlines()]
+        assert [line["logprob_gap"] for line in lines] == [0.0, 0.0]
+        digests.append([line["weight_digest"] for line in lines])
+    assert digests[0] == digests[1]
+
+
+def run(folder, *arguments):
+    """Run a program of Python in a folder."""
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
 def test_the_configs_are_those_of_jobs():

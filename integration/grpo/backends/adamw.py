@@ -18,13 +18,17 @@ from torch.optim.adamw import adamw
 
 from ....kernels.sampling.draws import derive_seed
 from ..settings.training import TrainSettings
+from .gradient_sums import GradientSums
 
 _EPSILON = 1e-8
 _LOST_BITS = 16  # of a float32, that bfloat16 does not have
 
 
 class TrainerAdamW(torch.optim.AdamW):
-    """AdamW that updates the tensors in its groups: the parameters, or float32 masters of those in lower precision."""
+    """AdamW that updates the tensors in its groups: the parameters, or float32 masters of those in lower precision.
+
+    Gradients in lower precision are summed over micro-batches in float32.
+    """
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], settings: TrainSettings, *, has_masters: bool = True
@@ -34,15 +38,18 @@ class TrainerAdamW(torch.optim.AdamW):
         given = list(parameters)
         masters = [_master(one) if has_masters and one.dtype != torch.float32 else one for one in given]
         self.masters = dict(zip(given, masters, strict=True))
+        self.sums = GradientSums(given)
         super().__init__(masters, **adamw_options(settings))
 
     def take_gradients(self) -> list[Tensor]:
-        """Move the parameters' gradients to the masters, widened. Returns the tensors that have the gradients then."""
+        """Move the sums of the parameters' gradients to the tensors that `step` updates. Returns them, in float32: what
+        is done to them in place, `step` sees."""
+        gradients = []
         for parameter, master in self.masters.items():
-            if master is not parameter and parameter.grad is not None:
-                master.grad = parameter.grad.to(master.dtype)
-                parameter.grad = None
-        return list(self.masters.values())
+            if (gradient := self.sums.take(parameter)) is not None:
+                master.grad = gradient
+                gradients.append(gradient)
+        return gradients
 
     def step(self, closure: Any = None) -> Any:
         """Update the masters by their gradients, and write them, rounded, into the parameters' own storage."""
@@ -88,19 +95,22 @@ class StochasticAdamW(TrainerAdamW):
 
     def __init__(self, parameters: Iterable[nn.Parameter], settings: TrainSettings) -> None:
         super().__init__(parameters, settings, has_masters=False)
+        self._gradients: dict[nn.Parameter, Tensor] = {}  # a parameter in bfloat16 cannot hold them
 
     def take_gradients(self) -> list[Tensor]:
-        """Return the parameters: the gradients stay where they are."""
-        return list(self.masters)
+        """Take the sums of the parameters' gradients and keep them for `step`. Returns them, in float32."""
+        taken = ((parameter, self.sums.take(parameter)) for parameter in self.masters)
+        self._gradients = {parameter: gradient for parameter, gradient in taken if gradient is not None}
+        return list(self._gradients.values())
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update the parameters, one after another."""
+        """Update the parameters that have taken gradients, one after another."""
         assert closure is None
         for group in self.param_groups:
             for index, parameter in enumerate(group["params"]):
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad.float(), group, index)
+                if (gradient := self._gradients.pop(parameter, None)) is not None:
+                    self._update(parameter, gradient, group, index)
 
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any], index: int) -> None:
         state, value = self.state[parameter], parameter.detach().float()
@@ -121,6 +131,26 @@ class StochasticAdamW(TrainerAdamW):
     def load_state_of(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
         """Set a part of `state_of`; moments are in float32 whatever the parameter is."""
         self.state[parameter][key] = value if key == "step" else value.float().clone()
+
+
+class ShardedMastersAdamW(TrainerAdamW):
+    """AdamW of parameters that are the masters themselves: float32 shards, of which forwards gather roundings."""
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return what is kept of a parameter, itself as its master."""
+        return dict(self.state[parameter]) | {"master": parameter.detach()}
+
+    def load_state_of(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        """See `TrainerAdamW.load_state_of`."""
+        if key != "master":
+            super().load_state_of(parameter, key, value)
+            return
+        with torch.no_grad():
+            parameter.copy_(value)
+
+    def has_master(self, parameter: nn.Parameter) -> bool:
+        """Return that a parameter has a master: it is one."""
+        return True
 
 
 def rounded_stochastically(values: Tensor, seed: int) -> Tensor:

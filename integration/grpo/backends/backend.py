@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from transformers import PreTrainedModel
 
 from ....weight_sync.manifest import NamedTensors
 from ...ranks import Ranks
 from ..settings.training import TrainSettings
 from .adamw import TrainerAdamW, make_adamw
+
+_CLIP_EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class TrainerBackend(ABC):
     """One model on all ranks with its AdamW optimizer. After `wrap`, all ranks call every method together.
 
     A step is: for each micro-batch, inside `microbatch(is_last=...)`, `forward` and `backward`; then `step`. Gradients
-    are averaged over ranks.
+    are averaged over ranks, and summed over micro-batches in float32 whatever the parameters' dtype.
     """
 
     # Whether the module keeps whole parameters. Then an engine may alias them, also one that was made before `wrap`.
@@ -74,9 +77,9 @@ class TrainerBackend(ABC):
     def step(self, scale: float = 1.0) -> float:
         """Multiply the gradients by `scale`, clip them, update the parameters and drop the gradients. Returns the
         gradients' norm before clipping."""
-        updated = self.optimizer.take_gradients()
-        scale_gradients(updated, scale)
-        norm = clip(updated, self.settings.max_grad_norm)
+        gradients = self.optimizer.take_gradients()
+        scale_gradients(gradients, scale)
+        norm = clip(gradients, self.settings.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
@@ -85,6 +88,10 @@ class TrainerBackend(ABC):
     def named_tensors(self, dtype: torch.dtype | None = None) -> NamedTensors:
         """Gather the whole parameters by Hugging Face name, cast to `dtype`, with the backend's adapter. Every rank
         must iterate to the end."""
+
+    def save_pretrained(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write the model as a folder. tensors: `named_tensors`, whole."""
+        self.model.save_pretrained(folder, state_dict=dict(tensors))
 
     def state(self) -> TrainerState:
         """Gather the trained parameters and the optimizer state on rank 0. Changes nothing."""
@@ -141,19 +148,24 @@ class TrainerBackend(ABC):
         return kept
 
 
-def scale_gradients(parameters: Iterable[Tensor], scale: float) -> None:
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients of the parameters that have one."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def scale_gradients(gradients: Iterable[Tensor], scale: float) -> None:
     """Multiply gradients, or this rank's shards of them, in place."""
     if scale != 1.0:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
+        for gradient in gradients:
+            gradient.mul_(scale)
 
 
-def clip(parameters: Iterable[Tensor], max_norm: float) -> float:
-    """Clip gradients to a total norm over all ranks' shards. Returns the norm before clipping."""
-    parameters = list(parameters)
-    norm = _whole(get_total_norm([p.grad for p in parameters if p.grad is not None]))
-    clip_grads_with_norm_(parameters, max_norm, norm)
+def clip(gradients: Sequence[Tensor], max_norm: float) -> float:
+    """Clip gradients to a total norm over all ranks' shards, in place. Returns the norm before clipping."""
+    norm = _whole(get_total_norm(gradients))
+    coefficient = (max_norm / (norm + _CLIP_EPSILON)).clamp(max=1.0)  # as torch's clip_grads_with_norm_
+    for gradient in gradients:
+        gradient.mul_(coefficient.to(gradient.device))
     return float(norm)
 
 

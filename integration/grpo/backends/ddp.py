@@ -5,17 +5,23 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ....weight_sync.manifest import NamedTensors
 from ...push.adapters.ddp import ddp_tensors
 from .backend import TrainerBackend
+from .gradient_sums import GradientSums
 
 
 class DdpBackend(TrainerBackend):
-    """A backend with DistributedDataParallel: every rank has all parameters, gradients and optimizer state."""
+    """A backend with DistributedDataParallel: every rank has all parameters, gradients and optimizer state.
+
+    Gradients in lower precision are summed and sent in float32, in DDP's buckets while the backward pass goes on.
+    """
 
     shares_storage = True
     talks_in_forward = False
@@ -26,6 +32,9 @@ class DdpBackend(TrainerBackend):
         self._ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
         self.model = model
         self.optimizer = self.adamw(model)
+        if any(parameter.dtype != torch.float32 for parameter in self._trained().values()):
+            # Without annotations: DDP refuses those that are text.
+            self._ddp.register_comm_hook(self.optimizer.sums, lambda sums, bucket: _average(sums, bucket))
 
     def forward(self, **inputs: object) -> Tensor:
         return self._ddp(**inputs).logits
@@ -35,3 +44,12 @@ class DdpBackend(TrainerBackend):
 
     def named_tensors(self, dtype: torch.dtype | None = None) -> NamedTensors:
         return ddp_tensors(self._ddp, dtype)
+
+
+def _average(sums: GradientSums, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket over all ranks, as DDP's hook. Where the optimizer has sums, the bucket's own values stay."""
+    parameters, group = bucket.parameters(), dist.group.WORLD
+    if parameters[0].dtype == torch.float32:  # a bucket has one dtype
+        assert group is not None  # the job's process group is open
+        return allreduce_hook(group, bucket)
+    return sums.averaged(parameters, bucket.buffer())

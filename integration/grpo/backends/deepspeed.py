@@ -18,7 +18,7 @@ from ...push.adapters.deepspeed import prepare_deepspeed, zero_tensors
 from ...ranks import Ranks
 from ..settings.training import TrainSettings
 from .adamw import adamw_options
-from .backend import TrainerBackend, TrainerState, clip, refuse_other_model, scale_gradients
+from .backend import TrainerBackend, TrainerState, clip, gradients_of, refuse_other_model, scale_gradients
 
 _MAX_COMM_ELEMENTS = 50_000_000  # elements of one collective; DeepSpeed's default keeps buffers of 2 GB
 
@@ -90,8 +90,9 @@ class DeepSpeedBackend(TrainerBackend):
     def step(self, scale: float = 1.0) -> float:
         if scale != 1.0 and not self.scales_gradients:
             raise ValueError(f"gradients of ZeRO-{self.zero_stage} are in DeepSpeed's buffers and not scaled here")
-        scale_gradients(self.model.parameters(), scale)
-        norm = None if self._clips_itself else clip(self.model.parameters(), self.settings.max_grad_norm)
+        gradients = gradients_of(self.model.parameters())
+        scale_gradients(gradients, scale)
+        norm = None if self._clips_itself else clip(gradients, self.settings.max_grad_norm)
         self._engine.step()  # also drops the gradients
         return float(self._engine.get_global_grad_norm()) if norm is None else norm
 

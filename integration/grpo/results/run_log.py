@@ -81,8 +81,9 @@ class RunLog:
             ahead += f"kept {last['kept_share']:.1%} of {last['verified_tokens']} verified | "
         if last.get("dropped_tokens"):
             ahead += f"dropped {last['dropped_tokens']} | "
+        unmeasured = f" without {n} samples" if (n := last.get("samples_unmeasured")) else ""
         return (
-            f"reward {last['reward_mean']:.3f} | held-out {heldout} | logprob_gap {last['logprob_gap']} | "
+            f"reward {last['reward_mean']:.3f} | held-out {heldout} | logprob_gap {last['logprob_gap']}{unmeasured} | "
             f"{ahead}{last['rollout_tokens_per_s']:.0f} tok/s | "
             f"rollout {last['rollout_s']:.2f}s train {last['train_s']:.2f}s "
             f"sync {last['sync_s']:.3f}s | v{last['weight_version']} {str(last['weight_digest'])[:8]}"

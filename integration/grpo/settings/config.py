@@ -85,6 +85,9 @@ class JobConfig:
             found.append(("reward", "must name at least one function"))
         if self.train.lora.rank:
             found += self._refused_with_adapters()
+        if self.train.gradient_accumulation_steps > (num := self.rollout.prompts_per_step * self.rollout.group_size):
+            why = f"must be at most the {num} samples of a step, not {self.train.gradient_accumulation_steps}"
+            found.append(("train.gradient_accumulation_steps", why))
         if self.train.low_precision != "masters":
             found += self._refused_precision()
         if self.model.path and self.warm_start.enabled:

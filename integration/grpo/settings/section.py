@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from ....rollout.config import parse_kv_size
+
 Fault = tuple[str, str]  # a key, and the reason for which its value is refused
 
 
@@ -33,3 +35,14 @@ def not_among(settings: object, name: str, choices: Sequence[str]) -> list[Fault
     value = getattr(settings, name)
     *first, last = (f'"{choice}"' for choice in choices)
     return [] if value in choices else [(name, f"must be {', '.join(first)} or {last}, not {value!r}")]
+
+
+def bytes_of(text: str) -> int:
+    """Parse a number of bytes, written like the size of the KV pool. Raises ValueError, which does not name the key."""
+    try:
+        size = parse_kv_size(text).num_bytes
+    except ValueError:
+        size = None  # the error's message is about another setting
+    if size is None:
+        raise ValueError(f'must be bytes ("512MiB"), not {text!r}')
+    return size

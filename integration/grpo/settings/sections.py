@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ....rollout.config import parse_kv_size
-from .section import Fault, Section, not_among, not_positive, too_small
+from .section import Fault, Section, bytes_of, not_among, not_positive, too_small
 
 DTYPES = ("float32", "bfloat16")
 UNDOS = ("tensors", "none")
@@ -172,13 +171,13 @@ class WeightSettings(Section):
     @property
     def num_bucket_bytes(self) -> int:
         """The value of `bucket_bytes` as a number."""
-        return _num_bytes(self.bucket_bytes)
+        return bytes_of(self.bucket_bytes)
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
         found = too_small(self, "timeout_s") + not_among(self, "undo", UNDOS)
         try:
-            _num_bytes(self.bucket_bytes)
+            bytes_of(self.bucket_bytes)
         except ValueError as error:
             found.append(("bucket_bytes", str(error)))
         return found
@@ -193,14 +192,3 @@ class HttpSettings(Section):
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
         return [] if 0 <= self.port < 65536 else [("port", f"must be from 0 to 65535, not {self.port}")]
-
-
-def _num_bytes(text: str) -> int:
-    """Parse a number of bytes, written like the size of the KV pool. Raises ValueError, which does not name the key."""
-    try:
-        num_bytes = parse_kv_size(text).num_bytes
-    except ValueError:
-        num_bytes = None  # the error's message is about another setting
-    if num_bytes is None:
-        raise ValueError(f'must be bytes ("512MiB"), not {text!r}')
-    return num_bytes

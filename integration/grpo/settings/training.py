@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .section import Fault, Section, not_among, not_positive, too_small
+from .section import Fault, Section, bytes_of, not_among, not_positive, too_small
 
 SCHEDULES = ("constant", "linear", "cosine")
 # The losses by name (`training/surrogates.py`), with the clip bounds, low and high, that each has where none are set.
@@ -15,6 +15,8 @@ CLIP_BOUNDS = {
 TRUNCATED = ("count", "mask")
 LOW_PRECISIONS = ("masters", "stochastic", "nearest")
 MAX_ZERO_STAGE = 3
+MICROBATCH_SIZES = ("microbatch_tokens", "gradient_accumulation_steps", "microbatch_bytes")  # at most one may be set
+DEFAULT_MICROBATCH_TOKENS = 16384
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,24 @@ class TrainSettings(Section):
     final_share: float = 0.0  # of learning_rate, what a "linear" or "cosine" schedule has at run.num_steps
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     epochs_per_step: int = 1  # optimizer steps on each batch of samples
-    microbatch_tokens: int = 16384  # rows of one micro-batch; a longer sample has a micro-batch of its own
+    microbatch_tokens: int = 0  # rows of one micro-batch; a longer sample has one of its own. 0: 16384, unless one of
+    # the next two is set
+    gradient_accumulation_steps: int = 0  # number of micro-batches of an optimizer step on each rank, with samples
+    # spread evenly by tokens; 0: as many as another setting gives
+    microbatch_bytes: str = ""  # activations of one micro-batch ("2GiB"), by what small forwards keep; a larger sample
+    # has one of its own
+    skip_forward: bool = False  # samples that have no gradient, as in groups of equal rewards, have no backward pass;
+    # true: no forward either, so that their gap is not measured
+    gradient_checkpointing: bool = False  # keep each layer's input alone, and compute the rest again in the backward
+    # pass: less memory, more time, the same bits
     loss: str = "token_mean"  # "token_mean": clipped surrogate, mean over the step's tokens; "grpo": mean over each
     # sample's tokens, then over samples; "dr_grpo": sum over tokens / (samples * max_new_tokens); "dapo": token mean
     # with a higher upper bound; "gspo": one ratio for each sample; "cispo": clipped weights of REINFORCE, token mean
     clip_low: float = 0.0  # the ratio is clipped from below at 1 - clip_low; 0: the loss's own, 0.2, but 3e-4 of "gspo"
     clip_high: float = 0.0  # the ratio is clipped from above at 1 + clip_high; 0: the loss's own, 0.2, but 0.28 of
     # "dapo", 4e-4 of "gspo", 4.0 of "cispo"
-    truncated: str = (
-        "count"  # those ended by max_new_tokens: "count" in the loss, or "mask": in their group's mean only
-    )
+    truncated: str = "count"  # samples that max_new_tokens ended: "count" in the loss, or "mask": in their group's mean
+    # only
     truncated_penalty: float = 0.0  # subtracted from their rewards before advantages; metrics leave it out
     importance_bound: float = 2.0  # largest weight p / p_behaviour of a token that older weights have drawn
     sequence_bound: float = 0.0  # samples of older weights whose product of ratios is beyond it count nothing; 0: all
@@ -71,7 +81,7 @@ class TrainSettings(Section):
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
-        found = too_small(self, "epochs_per_step", "microbatch_tokens")
+        found = too_small(self, "epochs_per_step") + self._microbatch_faults()
         found += not_among(self, "low_precision", LOW_PRECISIONS) + not_among(self, "schedule", SCHEDULES)
         for name in ("beta1", "beta2"):
             if not 0 <= (value := getattr(self, name)) < 1:
@@ -84,6 +94,23 @@ class TrainSettings(Section):
         found += not_among(self, "truncated", TRUNCATED) + self._loss_faults()
         return found + [(f"lora.{key}", why) for key, why in self.lora.faults()]
 
+    def _microbatch_faults(self) -> list[Fault]:
+        found = [
+            (name, f"must not be negative, not {getattr(self, name)}")
+            for name in ("microbatch_tokens", "gradient_accumulation_steps")
+            if getattr(self, name) < 0
+        ]
+        first, *others = [name for name in MICROBATCH_SIZES if getattr(self, name)] or [""]
+        found += [
+            (name, f"must not be set with train.{first}: both say how large micro-batches are") for name in others
+        ]
+        if self.microbatch_bytes:
+            try:
+                bytes_of(self.microbatch_bytes)
+            except ValueError as error:
+                found.append(("microbatch_bytes", str(error)))
+        return found
+
     def _loss_faults(self) -> list[Fault]:
         found = not_among(self, "loss", tuple(CLIP_BOUNDS))
         for name in ("clip_low", "clip_high", "truncated_penalty"):
@@ -94,6 +121,18 @@ class TrainSettings(Section):
         if self.loss == "dr_grpo" and self.scale_by_std:
             found.append(("scale_by_std", 'must be false with loss="dr_grpo", which divides advantages by nothing'))
         return found
+
+    @property
+    def num_microbatch_rows(self) -> int | None:
+        """The most rows of a micro-batch, where rows are what limits it."""
+        if self.gradient_accumulation_steps or self.microbatch_bytes:
+            return None
+        return self.microbatch_tokens or DEFAULT_MICROBATCH_TOKENS
+
+    @property
+    def num_microbatch_bytes(self) -> int | None:
+        """The value of `microbatch_bytes` as a number, where it is set."""
+        return bytes_of(self.microbatch_bytes) if self.microbatch_bytes else None
 
     @property
     def clip_bounds(self) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,10 @@ class Sample:
     def targets(self) -> list[int]:
         """The positions in token_ids of the sampled tokens."""
         return [at for at in range(len(self.token_ids)) if self.sampled is None or self.sampled[at]]
+
+    def has_gradient(self, *, with_kl: bool) -> bool:
+        """Whether the loss depends on its log-probabilities. with_kl: the loss has a KL term."""
+        return self.counts and (with_kl or self.advantage != 0.0)
 
     @property
     def num_rows(self) -> int:
@@ -62,23 +66,6 @@ class PackedBatch:
             "logits_to_keep": self.logit_rows,
             "use_cache": False,
         }
-
-
-def microbatches(samples: Iterable[Sample], max_rows: int) -> Iterator[tuple[list[Sample], bool]]:
-    """Divide samples, in order, into runs of at most `max_rows` rows, and say of each whether it is the last.
-
-    A longer sample is a run by itself. A run is yielded as soon as the sample behind it is there.
-    """
-    run: list[Sample] = []
-    num_rows = 0
-    for sample in samples:
-        if run and num_rows + sample.num_rows > max_rows:
-            yield run, False
-            run, num_rows = [], 0
-        run.append(sample)
-        num_rows += sample.num_rows
-    if run:
-        yield run, True
 
 
 def pack(samples: Sequence[Sample], device: torch.device) -> PackedBatch:

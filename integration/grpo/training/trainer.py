@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,8 +21,11 @@ from ..backends.deepspeed import DeepSpeedBackend
 from ..backends.fsdp2 import Fsdp2Backend
 from ..settings.config import JobConfig
 from ..settings.training import TrainSettings
+from . import checkpointing
+from .activations import measure
 from .loss import PolicyLoss, importance_weights, policy_loss
-from .packing import PackedBatch, Sample, microbatches, pack
+from .microbatches import Microbatch, even_microbatches, microbatches, rows_of
+from .packing import PackedBatch, Sample, pack
 from .surrogates import SURROGATES, amount
 
 # Losses are divided by it while the number of tokens is not known yet, and the gradients are scaled at the end. A power
@@ -39,6 +43,8 @@ class TrainStats:
     kl: float
     clip_fraction: float
     grad_norm: float
+    num_without_gradient: int = 0  # samples that had a forward, for the gap, and no backward pass
+    num_unmeasured: int = 0  # samples that had no forward either: their gap was not measured
 
 
 @dataclass
@@ -46,16 +52,20 @@ class _Batch:
     """A micro-batch, with values that do not change from one pass to the next."""
 
     packed: PackedBatch
+    learns: bool
     is_last: bool
     reference: Tensor | None
     proximal: Tensor | None = None  # its log-probabilities before the first optimizer step; the first pass sets it
 
 
-def _kept(batches: Iterator[_Batch], into: list[_Batch]) -> Iterator[_Batch]:
-    """Yield the batches, and keep them."""
-    for batch in batches:
-        into.append(batch)
-        yield batch
+@dataclass
+class _StepBatches:
+    """The micro-batches of a step so far, and what the step's samples amount to."""
+
+    learning: list[_Batch] = field(default_factory=list)
+    amount: int = 0  # what this rank's samples add to the divisor of the sum
+    num_without_gradient: int = 0
+    num_unmeasured: int = 0
 
 
 def make_backend(config: JobConfig, ranks: Ranks) -> TrainerBackend:
@@ -104,86 +114,127 @@ class GrpoTrainer:
             self._reference = HostedModel.adopt(
                 frozen, dtype=None, device=None, invariant=invariant, k_blocks=hosted.k_blocks
             )
+        if settings.gradient_checkpointing:
+            checkpointing.switch_on(hosted.trained_module)
+        self._activations = measure(hosted) if settings.microbatch_bytes else None  # before it is sharded
         backend.wrap(hosted.trained_module)
 
     def update(self, samples: Iterable[Sample], step: int) -> TrainStats:
         """Update the model with one step's samples (this rank's share of them). All ranks call it together.
 
         Samples may come while the first of them are trained on, if the backend does not need all ranks in each forward.
+        Those without a gradient, whose advantage is 0 or whose tokens do not count, have no backward pass, and none of
+        their rows is in another sample's micro-batch; they count in the divisor of the loss. Where micro-batches have
+        the same rows as with backward passes of zeros, the gradient has the same bits; where they do not, its sums are
+        over other groups of rows, and differ by rounding.
         """
         settings = self._settings
         self.backend.set_learning_rate(learning_rate(settings, step, self._num_steps))
         self._hosted.trained_module.train()
-        batches: list[_Batch] = []
+        made = _StepBatches()
+        passing: Iterable[_Batch] = self._made(samples, made)
         if self.backend.needs_all_batches:
-            batches += self._packed(samples)
-            passing: Iterable[_Batch] = batches
-        else:
-            passing = _kept(self._packed(samples), batches)
+            passing = list(passing)
         normaliser = _NORMALISER
         if not self.backend.scales_gradients:
-            normaliser = self._divisor(batches)
+            normaliser = self._divisor(made)
         gap = norm = 0.0
         for epoch in range(settings.epochs_per_step):
             losses, epoch_gap = self._backward(passing, normaliser)
             gap = epoch_gap if epoch == 0 else gap
-            passing = batches
-            scale = normaliser / self._divisor(batches)
+            passing = made.learning
+            scale = normaliser / self._divisor(made)
             with self._announce_step():
                 norm = self.backend.step(scale)
+        total = self._ranks.total
         return TrainStats(
             logprob_gap=self._ranks.largest(gap),
-            loss=self._ranks.total(sum(item.loss.item() for item in losses)) * scale,
-            kl=self._ranks.total(sum(item.kl for item in losses)) * scale,
-            clip_fraction=self._ranks.total(sum(item.clip_fraction for item in losses)) * scale,
+            loss=total(sum(item.loss.item() for item in losses)) * scale,
+            kl=total(sum(item.kl for item in losses)) * scale,
+            clip_fraction=total(sum(item.clip_fraction for item in losses)) * scale,
             grad_norm=norm,
+            num_without_gradient=int(total(made.num_without_gradient)),
+            num_unmeasured=int(total(made.num_unmeasured)),
         )
 
-    def _divisor(self, batches: Iterable[_Batch]) -> int:
+    def _divisor(self, made: _StepBatches) -> int:
         """Return what the sum over all tokens of the step is divided by; 1 where no token of any rank counts."""
-        divisor = SURROGATES[self._settings.loss].divisor
-        own = sum(amount(divisor, b.packed.mask, b.packed.lengths, self._max_new_tokens) for b in batches)
-        return max(int(self._ranks.total(own)), 1)
+        return max(int(self._ranks.total(made.amount)), 1)
 
-    def _packed(self, samples: Iterable[Sample]) -> Iterator[_Batch]:
-        for run, is_last in microbatches(samples, self._settings.microbatch_tokens):
-            packed = pack(run, self._ranks.device)
-            yield _Batch(packed, is_last, self._reference_logprobs(packed))
+    def _divided(self, samples: Iterable[Sample]) -> Iterator[Microbatch]:
+        """Divide samples into micro-batches, as the settings say."""
+        settings = self._settings
+        learns = partial(Sample.has_gradient, with_kl=settings.kl_coefficient != 0.0)
+        if num := settings.gradient_accumulation_steps:
+            return even_microbatches(samples, num, learns)
+        if self._activations is not None:
+            return microbatches(samples, settings.num_microbatch_bytes or 0, self._activations.of, learns)
+        return microbatches(samples, settings.num_microbatch_rows or 0, rows_of, learns)
+
+    def _made(self, samples: Iterable[Sample], into: _StepBatches) -> Iterator[_Batch]:
+        """Yield the micro-batches of a step that have a forward; note all in `into`."""
+        divisor = SURROGATES[self._settings.loss].divisor
+        for part in self._divided(samples):
+            packed = pack(part.samples, self._ranks.device)
+            into.amount += amount(divisor, packed.mask, packed.lengths, self._max_new_tokens)
+            if not part.learns and self._settings.skip_forward:
+                into.num_unmeasured += len(part.samples)
+                continue
+            batch = _Batch(packed, part.learns, part.is_last, self._reference_logprobs(packed) if part.learns else None)
+            if part.learns:
+                into.learning.append(batch)
+            else:
+                into.num_without_gradient += len(part.samples)
+            yield batch
 
     def _backward(self, batches: Iterable[_Batch], normaliser: int) -> tuple[list[PolicyLoss], float]:
         """Accumulate the gradients of one pass. Returns its losses and the largest gap in its forwards."""
         losses, gap = [], 0.0
         for batch, is_last, is_extra in self._in_turn(batches):
-            with self._hosted.training_numerics(), self.backend.microbatch(is_last=is_last):
-                logprobs, loss = self._loss(batch, normaliser)
-                # The backend averages over ranks, and the loss is a sum of the ranks' shares.
-                self.backend.backward(loss.loss * (0 if is_extra else self._ranks.num_ranks))
+            with self._hosted.training_numerics():
+                if not batch.learns:
+                    with torch.no_grad():
+                        logprobs = self._logprobs(batch.packed)
+                else:
+                    with self.backend.microbatch(is_last=is_last):
+                        logprobs, loss = self._loss(batch, normaliser)
+                        # The backend averages over ranks, and the loss is a sum of the ranks' shares.
+                        self.backend.backward(loss.loss * (0 if is_extra else self._ranks.num_ranks))
+                    if not is_extra:
+                        losses.append(loss)
             if not is_extra:
                 # Of older weights' tokens, the log-probabilities differ because the weights do.
                 gaps = torch.where(batch.packed.is_older, 0.0, logprobs.detach() - batch.packed.logprobs)
                 gap = max(gap, gaps.abs().max().item())
-                losses.append(loss)
         return losses, gap
 
     def _in_turn(self, batches: Iterable[_Batch]) -> Iterator[tuple[_Batch, bool, bool]]:
-        """Yield each batch, whether it is the last, and whether its numbers do not count.
+        """Yield each batch, whether it is the last with a backward pass, and whether its numbers do not count.
 
-        Other ranks may have more micro-batches, and their collectives in the forward need this rank.
+        Other ranks may have more micro-batches, and their collectives in forward and backward passes need this rank:
+        where there are such, all ranks run those without a backward pass first, then the others, as many as any has.
         """
-        if self.backend.talks_in_forward:
-            own = list(batches)
-            num_forwards = int(self._ranks.largest(len(own)))
-            for index in range(num_forwards):
-                yield own[min(index, len(own) - 1)], index + 1 == num_forwards, index >= len(own)
+        if not self.backend.talks_in_forward:
+            yield from ((batch, batch.is_last, False) for batch in batches)
             return
-        for batch in batches:
-            yield batch, batch.is_last, False
+        own = list(batches)
+        for learns in (False, True):
+            kind = [batch for batch in own if batch.learns is learns]
+            extra = own[-1] if learns else replace(own[-1], learns=False)
+            num_forwards = int(self._ranks.largest(len(kind)))
+            for index in range(num_forwards):
+                is_extra = index >= len(kind)
+                yield extra if is_extra else kind[index], learns and index + 1 == num_forwards, is_extra
+
+    def _logprobs(self, packed: PackedBatch) -> Tensor:
+        """Compute the log-probabilities of a batch's tokens."""
+        logits = self.backend.forward(**packed.model_inputs())[0]
+        return selected_logprobs(logits, packed.targets, self._temperature)
 
     def _loss(self, batch: _Batch, normaliser: int) -> tuple[Tensor, PolicyLoss]:
         """Compute the log-probabilities of a batch's tokens, and its share of the loss."""
         packed, settings = batch.packed, self._settings
-        logits = self.backend.forward(**packed.model_inputs())[0]
-        logprobs = selected_logprobs(logits, packed.targets, self._temperature)
+        logprobs = self._logprobs(packed)
         if batch.proximal is None:
             batch.proximal = logprobs.detach()
         weights = importance_weights(

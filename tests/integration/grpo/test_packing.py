@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.integration.grpo.training.packing import Sample, microbatches, pack
+from lockstep.integration.grpo.training.packing import Sample, pack
 
 A = Sample((1, 2, 3), (4, 5), (-0.1, -0.2), 1.0)
 B = Sample((6,), (7, 8, 9), (-0.3, -0.4, -0.5), -2.0)
@@ -19,9 +19,3 @@ def test_rows_positions_and_targets_of_two_samples():
     assert batch.targets.tolist() == [4, 5, 7, 8, 9]
     assert batch.advantages.tolist() == [1.0, 1.0, -2.0, -2.0, -2.0]
     assert torch.equal(batch.logprobs, torch.tensor([-0.1, -0.2, -0.3, -0.4, -0.5]))
-
-
-def test_microbatches_keep_order_and_bound_rows_except_for_one_long_sample():
-    assert list(microbatches([A, B, A], 7)) == [([A, B], False), ([A], True)]
-    assert list(microbatches([A, B], 3)) == [([A], False), ([B], True)]
-    assert list(microbatches([], 3)) == []

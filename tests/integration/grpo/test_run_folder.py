@@ -165,3 +165,11 @@ def test_a_rank_leaves_the_report_to_the_rank_that_failed(tmp_path, monkeypatch)
     assert main([str(CONFIG), f"run.dir={tmp_path}"]) == 1
     with pytest.raises(RuntimeError, match="Connection closed"):  # no other rank has ended: the error is ours to show
         main([str(CONFIG), f"run.dir={tmp_path}"])
+
+
+@pytest.mark.parametrize(("num", "words"), [(12, "logprob_gap 0.0 without 12 samples |"), (0, "logprob_gap 0.0 |")])
+def test_the_bar_says_of_how_many_samples_the_gap_is_not(tmp_path, capsys, num, words):
+    log = RunLog(tmp_path, 4, 0, tensorboard=False)
+    log.step(LINE | {"logprob_gap": 0.0, "samples_unmeasured": num})
+    log.close(draws=False)
+    assert words in capsys.readouterr().err

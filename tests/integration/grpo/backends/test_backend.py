@@ -40,9 +40,13 @@ NUM_STEPS = 3
 SETTINGS = TrainSettings(learning_rate=1e-4, num_warmup_steps=2, microbatch_tokens=40, kl_coefficient=0.1)
 # "plain": one micro-batch and no clipping, so that only sums over two ranks and AdamW are left.
 PLAIN = replace(SETTINGS, microbatch_tokens=4000, max_grad_norm=100.0)
+# "idle": samples without a gradient, and so without a backward pass, on one rank or on both.
+IDLE = replace(SETTINGS, kl_coefficient=0.0)
 TORCH_KINDS = ("ddp", "fsdp2", "ddp plain", "fsdp2 plain", "ddp bf16", "fsdp2 bf16", "ddp bf16 stochastic",
-               "fsdp2 bf16 stochastic")  # fmt: skip
-ZERO_KINDS = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero3 bf16")
+               "fsdp2 bf16 stochastic", "ddp bf16 checkpointed", "fsdp2 bf16 checkpointed", "ddp idle",
+               "fsdp2 idle")  # fmt: skip
+ZERO_KINDS = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero3 checkpointed", "zero3 bf16", "ddp idle", "zero1 idle",
+              "zero2 idle", "zero3 idle")  # fmt: skip
 ZERO_BF16_KINDS = ("zero0 bf16", "zero1 bf16", "zero2 bf16", "zero3 bf16")
 
 
@@ -73,8 +77,13 @@ class Trained:
 
     def __init__(self, kind: str, ranks: Ranks) -> None:
         self.ranks = ranks
-        settings = PLAIN if "plain" in kind else SETTINGS
-        settings = replace(settings, low_precision="stochastic" if "stochastic" in kind else "masters")
+        self.is_idle = "idle" in kind
+        settings = IDLE if self.is_idle else PLAIN if "plain" in kind else SETTINGS
+        settings = replace(
+            settings,
+            low_precision="stochastic" if "stochastic" in kind else "masters",
+            gradient_checkpointing="checkpointed" in kind,
+        )
         self.backend = make_backend(job_config(kind, settings), ranks)
         self.model = tiny_qwen3(torch.bfloat16 if "bf16" in kind else torch.float32)
         hosted_here = self.model if self.backend.shares_storage else copy.deepcopy(self.model)
@@ -102,9 +111,16 @@ class Trained:
         )
         prompt = [5 + self.ranks.rank, 6, 7 + step] * 4
         return [
-            Sample(c.prompt_ids, c.token_ids, c.logprobs, (-1.0) ** i + 0.1 * self.ranks.rank)
+            Sample(c.prompt_ids, c.token_ids, c.logprobs, self.advantage(step, i))
             for i, c in enumerate(self.engine.generate([prompt], params))
         ]
+
+    def advantage(self, step: int, index: int) -> float:
+        # In the first step rank 0 has three samples without a gradient and rank 1 one; in the second rank 1 has no
+        # other; in the third no rank has.
+        if self.is_idle and (step == 2 or index > 0 or (step == 1 and not self.ranks.is_first)):
+            return 0.0
+        return (-1.0) ** index + 0.1 * self.ranks.rank
 
     def step(self, step: int, samples: list[Sample]) -> dict[str, object]:
         stats = self.trainer.update(samples, step)
@@ -112,6 +128,7 @@ class Trained:
         digest = self.digest()
         return {
             "gap": stats.logprob_gap, "norm": stats.grad_norm, "loss": stats.loss, "kl": stats.kl, "digest": digest,
+            "without": stats.num_without_gradient,
             "engine_digest": model_digest(self.engine.weights.resident_tensors()),
         }  # fmt: skip
 
@@ -132,7 +149,7 @@ def one_kind(kind: str, ranks: Ranks, folder: Path) -> dict[str, object]:
     tensors = {name: tensor.clone() for name, tensor in straight.backend.named_tensors()}
     if ranks.is_first:
         save_file(tensors, f"{path}.safetensors")
-        straight.model.save_pretrained(f"{path}-saved", state_dict=tensors)
+        straight.backend.save_pretrained(Path(f"{path}-saved"), tensors)
     resumed = Trained(kind, ranks)
     resumed.backend.load_state(TrainerState(load_file(path / "model"), load_file(path / "optimizer")))
     return {"steps": lines, "resumed": resumed.step(step, samples), "refusal": refusal(resumed, path)}
@@ -224,8 +241,13 @@ def check(job: Job) -> None:
         assert [step["gap"] for step in steps] == [0.0] * NUM_STEPS, kind
         assert all(step["engine_digest"] == step["digest"] for step in steps), kind
         assert len({before, *(step["digest"] for step in steps)}) == NUM_STEPS + 1, kind
-        assert [step["kl"] > 0 for step in steps] == [False, True, True], kind
-        assert all(step["norm"] > 2 * SETTINGS.max_grad_norm for step in steps), kind  # so that clipping has an effect
+        if "idle" in kind:
+            assert [step["without"] for step in steps] == [4, 4, 4], kind  # of six; each rank has one backward pass
+            assert [step["norm"] > 0 for step in steps] == [True, True, False], kind
+        else:
+            assert [step["without"] for step in steps] == [0, 0, 0], kind
+            assert [step["kl"] > 0 for step in steps] == [False, True, True], kind
+            assert all(step["norm"] > 2 * SETTINGS.max_grad_norm for step in steps), kind  # so that it is clipped
         assert told["resumed"] == steps[-1], kind
         assert "the state is of another model: model.layers.0.input_layernorm.weight" in told["refusal"][0], kind
         assert "state is of another trainer" in told["refusal"][1] and told["refusal"][2], kind
@@ -248,11 +270,18 @@ def test_ddp_and_fsdp2_train_alike(tmp_path):
     check(job)
     plain = job.steps("ddp plain")
     assert job.steps("fsdp2 plain") == [{**step, "norm": pytest.approx(step["norm"], rel=1e-4)} for step in plain]
+    for kind in ("ddp bf16", "fsdp2 bf16"):
+        assert job.steps(f"{kind} checkpointed") == job.steps(kind)
     assert difference(job, "fsdp2", "ddp") < 1e-3
+    assert difference(job, "fsdp2 idle", "ddp idle") < 1e-3
     assert difference(job, "ddp plain", "ddp") > 1e-3  # the measure is sensitive to clipping
-    for part in ("model", "optimizer"):  # a checkpoint of one kind equals the other's
-        ddp, fsdp2 = (load_file(job.path(kind) / part) for kind in ("ddp", "fsdp2"))
-        assert {name: t.shape for name, t in ddp.items()} == {name: t.shape for name, t in fsdp2.items()}
+    assert difference(job, "fsdp2 bf16", "ddp bf16") < 0.05  # of weights that bfloat16 rounds
+    for dtype in ("", " bf16"):
+        for part in ("model", "optimizer"):  # a checkpoint of one kind has the layout of the other's
+            ddp, fsdp2 = (load_file(job.path(kind + dtype) / part) for kind in ("ddp", "fsdp2"))
+            layouts = [{name: (t.shape, t.dtype) for name, t in state.items()} for state in (ddp, fsdp2)]
+            assert layouts[0] == layouts[1]
+            assert any(name.startswith("master/") for name in ddp) == (part == "optimizer" and bool(dtype))
 
 
 @pytest.mark.slow
@@ -261,10 +290,12 @@ def test_every_zero_stage_trains_as_ddp_does(tmp_path):
     job = launch(tmp_path, *ZERO_KINDS)
     check(job)
     assert job.steps("zero0") == job.steps("ddp")
+    assert job.steps("zero3 checkpointed") == job.steps("zero3")
     for kind in ("zero1", "zero2", "zero3"):
         assert difference(job, kind, "ddp") < 1e-3, kind
         norms = [step["norm"] for step in job.steps(kind)]
         assert norms == pytest.approx([step["norm"] for step in job.steps("ddp")], rel=1e-4), kind
+        assert difference(job, f"{kind} idle", "ddp idle") < 1e-3, kind
     assert not list(tmp_path.glob("extensions/**/*.so")), "nothing was compiled"
     for noise in ("[INFO]", "FutureWarning"):
         assert noise not in job.log

@@ -1,0 +1,91 @@
+"""The division of a step's samples into micro-batches, as pure functions.
+
+Samples without a gradient (`Sample.has_gradient`) stand in micro-batches of their own, which need no backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from .packing import Sample
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Samples that go through the model together, in the order in which they came."""
+
+    samples: Sequence[Sample]
+    learns: bool  # whether it has a backward pass
+    is_last: bool = False  # whether it is the rank's last one with a backward pass
+
+
+@dataclass
+class _Run:
+    """A micro-batch in the making."""
+
+    samples: list[Sample] = field(default_factory=list)
+    cost: float = 0.0
+
+
+def microbatches(
+    samples: Iterable[Sample], limit: float, cost: Callable[[Sample], float], learns: Callable[[Sample], bool]
+) -> Iterator[Microbatch]:
+    """Divide samples, in order, into micro-batches whose costs are at most `limit`. A costlier sample is one by itself.
+
+    learns: whether a sample has a gradient. One that has and one that has not are never in one micro-batch. A
+    micro-batch is yielded as soon as the next sample of its kind is there; the last one with a backward pass is the
+    last of all. If no sample has a gradient, the shortest of the last run has a backward pass nevertheless, of zeros:
+    the other ranks, and the moments of AdamW, need one in each step.
+    """
+    runs = {True: _Run(), False: _Run()}
+    for sample in samples:
+        kind, its_cost = learns(sample), cost(sample)
+        run = runs[kind]
+        if run.samples and run.cost + its_cost > limit:
+            yield Microbatch(run.samples, kind)
+            run = runs[kind] = _Run()
+        run.samples.append(sample)
+        run.cost += its_cost
+    idle, learning = runs[False].samples, runs[True].samples
+    if not learning:  # the last run of a kind ends here, so there was none
+        idle, learning = _with_shortest_apart(idle)
+    if idle:
+        yield Microbatch(idle, False)
+    if learning:
+        yield Microbatch(learning, True, is_last=True)
+
+
+def even_microbatches(samples: Iterable[Sample], num: int, learns: Callable[[Sample], bool]) -> Iterator[Microbatch]:
+    """Divide samples into `num` micro-batches with nearly equal numbers of rows, or one for each if they are fewer.
+
+    The longest sample goes first, each to the micro-batch that has the fewest rows so far. Samples without a gradient
+    are apart, as in `microbatches`, in micro-batches with at most as many rows. All samples are waited for.
+    """
+    known = list(samples)
+    idle, learning = [s for s in known if not learns(s)], [s for s in known if learns(s)]
+    if not learning:
+        idle, learning = _with_shortest_apart(idle)
+    parts: list[list[int]] = [[] for _ in range(min(num, len(learning)))]
+    sizes = [0] * len(parts)
+    for index in sorted(range(len(learning)), key=lambda one: -learning[one].num_rows):
+        smallest = sizes.index(min(sizes))
+        parts[smallest].append(index)
+        sizes[smallest] += learning[index].num_rows
+    for run in microbatches(idle, max(sizes), rows_of, lambda _: True) if idle else ():
+        yield Microbatch(run.samples, False)
+    for at, part in enumerate(parts):
+        yield Microbatch([learning[index] for index in sorted(part)], True, is_last=at + 1 == len(parts))
+
+
+def rows_of(sample: Sample) -> float:
+    """Return the cost of a sample where rows are limited."""
+    return sample.num_rows
+
+
+def _with_shortest_apart(samples: list[Sample]) -> tuple[list[Sample], list[Sample]]:
+    """Divide samples into all but the shortest, and the shortest."""
+    if not samples:
+        return [], []
+    at = min(range(len(samples)), key=lambda index: samples[index].num_rows)
+    return samples[:at] + samples[at + 1 :], [samples[at]]
