@@ -212,17 +212,10 @@ class Rollouts:
 
     def _params(self, step: int, num_problems: int) -> list[SamplingParams]:
         """Return the settings of this rank's problems of a step."""
-        rollout, ranks = self._config.rollout, self._ranks
-        return [
-            SamplingParams(
-                n=rollout.group_size,
-                temperature=rollout.temperature,
-                max_new_tokens=rollout.max_new_tokens,
-                # The same on any number of ranks.
-                sampling_seed=derive_seed(self._config.run.seed, step, ranks.rank + number * ranks.num_ranks),
-            )
-            for number in range(num_problems)
-        ]
+        ranks, seed = self._ranks, self._config.run.seed
+        indices = [ranks.rank + number * ranks.num_ranks for number in range(num_problems)]
+        # The same on any number of ranks.
+        return [self._config.rollout.params(derive_seed(seed, step, index)) for index in indices]
 
     def _scored(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Answer]:
         scores = self._reward(problems, completions)

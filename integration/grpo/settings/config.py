@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ....rollout.config import EngineConfig
+from ....rollout.sampling_params import GRAMMARS
 from .reading import apply_override, build
 from .sampling import EvalSettings, RolloutSettings
 from .section import Fault, Section, not_among
@@ -92,6 +93,9 @@ class JobConfig:
         if self.run.replay_schedule and not self.depends_on_timing:
             why = 'repeats runs with rollout.ahead and rollout.on_commit "keep" or "drop": others need no schedule'
             found.append(("run.replay_schedule", why))
+        if self.run.replay_schedule and (grammars := [name for name in GRAMMARS if name in self.rollout.sampling]):
+            why = "must not be set with run.replay_schedule: answers that a grammar constrains are not drawn in parts"
+            found.append((f"rollout.sampling.{grammars[0]}", why))
         if self.run.replay_schedule and self.rollout.keep_kv:
             found.append(("rollout.keep_kv", "must be false with run.replay_schedule, which computes all KV anew"))
         if self.rollout.keep_kv and self.engines != "separate":

@@ -34,9 +34,7 @@ def build(cls: type, values: object, prefix: str, faults: list[str]) -> Any:
     known = {f.name: f for f in fields(cls)}
     types = get_type_hints(cls)
     before = len(faults)
-    faults += [
-        f"unknown key {prefix}{name}{_nearest(str(name), prefix, known)}" for name in values if name not in known
-    ]
+    faults += [f"unknown key {prefix}{name}{nearest(str(name), prefix, known)}" for name in values if name not in known]
     chosen = {}
     for name, spec in known.items():
         if name not in values:
@@ -59,7 +57,7 @@ def build(cls: type, values: object, prefix: str, faults: list[str]) -> Any:
         return None
 
 
-def _nearest(name: str, prefix: str, known: Iterable[str]) -> str:
+def nearest(name: str, prefix: str, known: Iterable[str]) -> str:
     """Return a hint at the known key that is most like this one, or an empty text."""
     found = difflib.get_close_matches(name, known, 1)
     return f" (is it {prefix}{found[0]}?)" if found else ""

@@ -337,3 +337,45 @@ def test_episodes_play_while_another_thread_asks_the_same_engine(service, tmp_pa
     finally:
         engine.stop()
     assert len(episodes) == 3 and len(found[0].token_ids) == 40
+
+
+def test_turns_have_the_jobs_sampling_settings_where_they_set_none_themselves(service, tmp_path):
+    job = replace(config(tmp_path), rollout=replace(
+        config(tmp_path).rollout, sampling={"ignore_eos": True, "min_new_tokens": 3, "regex": "[ab]{4,9}", "top_k": 40}
+    ))  # fmt: skip
+    player, asked = EpisodePlayer(job, service, TOKENIZER), []
+    answer = player._generate
+
+    async def noted(prompt_ids, params):
+        asked.append(params)
+        return await answer(prompt_ids, params)
+
+    async def two(row, session):
+        await session.turn("one")
+        await session.turn("two", ebnf='root ::= "c" "d"+', top_k=-1)
+        return session.episode(1.0)
+
+    player._generate, player._environment = noted, two
+    [[episode]] = player.play(PROBLEMS[:1], [job.rollout.params(5, n=1)])
+    first, second = asked
+    assert (first.ignore_eos, first.min_new_tokens, first.regex, first.top_k) == (True, 3, "[ab]{4,9}", 40)
+    assert (second.ignore_eos, second.min_new_tokens, second.regex, second.top_k) == (True, 3, None, -1)
+    assert (first.n, first.max_new_tokens, first.temperature) == (1, 12, 1.0)
+    assert set(episode.text[:4]) <= {"a", "b"} and "cd" in episode.text
+    assert list(episode.logprobs) == one_forward(service, episode)
+
+
+def test_a_context_without_room_for_the_least_number_of_tokens_ends_with_no_room(service, tmp_path):
+    job = replace(config(tmp_path), rollout=replace(config(tmp_path).rollout, sampling={"min_new_tokens": 12}))
+    player = EpisodePlayer(job, service, TOKENIZER)
+
+    async def fill(row, session):
+        while True:
+            try:
+                await session.turn("more and more and more")
+            except NoRoom:
+                return session.episode(1.0)
+
+    player._environment = fill
+    [[episode]] = player.play(PROBLEMS[:1], [job.rollout.params(5, n=1)])
+    assert episode.num_turns > 2
