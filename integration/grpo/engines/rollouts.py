@@ -43,10 +43,13 @@ class Answer:
         """Return it for the trainer. num_older: first tokens, which older weights have drawn."""
         done, episode = self.completion, self.episode
         if episode is None:
-            return Sample(done.prompt_ids, done.token_ids, done.logprobs, advantage, num_older, counts)
+            return Sample(
+                done.prompt_ids, done.token_ids, done.logprobs, advantage, num_older, counts, forced=done.forced
+            )
         return Sample(
-            episode.prompt_ids, episode.token_ids, episode.logprobs, advantage, num_older, counts, episode.sampled
-        )
+            episode.prompt_ids, episode.token_ids, episode.logprobs, advantage, num_older, counts, episode.sampled,
+            episode.forced,
+        )  # fmt: skip
 
 
 @dataclass

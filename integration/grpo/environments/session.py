@@ -112,7 +112,7 @@ class Session:
             self._chat.text(self._token_ids), len(self._turns), self._end(),
             sum(one.num_cached_tokens for one in self._completions),
             sum(one.num_retractions for one in self._completions),
-            sum(one.num_accepted_tokens for one in self._completions), reward,
+            sum(one.num_accepted_tokens for one in self._completions), reward, self._forced(),
         )  # fmt: skip
 
     def _added(self, new: New) -> tuple[list[int], list[dict[str, Any]] | None]:
@@ -171,6 +171,12 @@ class Session:
                     found.append(WeightSpan(span.version, span.digest, start, end))
             before += len(turn.token_ids)
         return tuple(found)
+
+    def _forced(self) -> tuple[bool, ...] | None:
+        """Return whether a grammar left no choice of each sampled token; None where no turn had one."""
+        if all(one.forced is None for one in self._completions):
+            return None
+        return tuple(forced for one in self._completions for forced in one.forced or [False] * len(one.token_ids))
 
     def _end(self) -> FinishReason | None:
         return next((turn.finish_reason for turn in self._turns if turn.is_cut_off), self._turns[-1].finish_reason)

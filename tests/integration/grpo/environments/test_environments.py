@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from lockstep.integration.grpo.backends.ddp import DdpBackend
-from lockstep.integration.grpo.engines.rollouts import Rollouts, StepSamples
+from lockstep.integration.grpo.engines.rollouts import Answer, Rollouts, StepSamples
 from lockstep.integration.grpo.environments.episode import Episode
 from lockstep.integration.grpo.environments.player import EpisodePlayer, load_environment
 from lockstep.integration.grpo.environments.session import NoRoom
+from lockstep.integration.grpo.rewards.score import Score
 from lockstep.integration.grpo.rewards.scorer import Scorer
 from lockstep.integration.grpo.settings.config import JobConfig
 from lockstep.integration.grpo.settings.sampling import RolloutSettings
@@ -363,6 +364,12 @@ def test_turns_have_the_jobs_sampling_settings_where_they_set_none_themselves(se
     assert (first.n, first.max_new_tokens, first.temperature) == (1, 12, 1.0)
     assert set(episode.text[:4]) <= {"a", "b"} and "cd" in episode.text
     assert list(episode.logprobs) == one_forward(service, episode)
+    forced = [
+        token for token, is_forced in zip(episode.as_completion(0).token_ids, episode.forced, strict=True) if is_forced
+    ]
+    assert len(episode.forced) == len(episode.logprobs) and TOKENIZER.decode(forced).startswith("cd")
+    noted = Answer(episode.as_completion(0), Score(1.0), episode).sample(1.0, 0, counts=True)
+    assert noted.mask == [not is_forced for is_forced in episode.forced]
 
 
 def test_a_context_without_room_for_the_least_number_of_tokens_ends_with_no_room(service, tmp_path):
