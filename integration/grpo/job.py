@@ -175,7 +175,8 @@ class GrpoJob:
         self.rollouts.end(step, done)
         num_bytes = self.engine.sync(str(step + 1))
         synced = time.perf_counter()
-        num_tokens = self.ranks.total(sum(c.num_completion_tokens for c in done.completions))
+        own_tokens = done.num_discarded_tokens + sum(c.num_completion_tokens for c in done.completions)
+        num_tokens = self.ranks.total(own_tokens)
         rollout_s = self.ranks.largest(done.waited_s)
         return {
             "step": step + 1,
@@ -195,6 +196,7 @@ class GrpoJob:
             "train_s": trained - started - done.waited_s,
             "sync_s": synced - trained,
             **self._statistics(step, done),
+            **self.rollouts.redrawn(done),
             **self.rollouts.lag(step, done),
             **self.rollouts.ahead(rollout_s),
         }

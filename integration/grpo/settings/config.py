@@ -90,6 +90,9 @@ class JobConfig:
             found += self._refused_precision()
         if self.model.path and self.warm_start.enabled:
             found.append(("warm_start.enabled", "must be false with model.path: only the built model is warm-started"))
+        if self.rollout.redraw and self.depends_on_timing:
+            why = f'must be 0 with rollout.ahead and rollout.on_commit="{self.rollout.on_commit}", only "verify" has it'
+            found.append(("rollout.redraw", why))
         if self.run.replay_schedule and not self.depends_on_timing:
             why = 'repeats runs with rollout.ahead and rollout.on_commit "keep" or "drop": others need no schedule'
             found.append(("run.replay_schedule", why))

@@ -36,6 +36,8 @@ class RolloutSettings(Section):
     max_lag: int = 1  # for "keep" and "drop": largest number of commits between a sample's first token and its training
     keep_kv: bool = False  # for "keep" and "drop": go on with the KV of older weights; then logprob_gap is not 0.0
     shuffle_rewards: bool = False  # permute the rewards of a step's samples at random, as a control experiment
+    redraw: int = 0  # number of further draws of a step, which replace groups whose rewards are all equal by groups of
+    # other prompts; 0: those groups stay
     sampling: dict[str, object] = field(default_factory=dict)  # further fields of SamplingParams, of steps, evaluations
     # and an environment's turns: stop, top_p, json_schema, ...
 
@@ -47,7 +49,7 @@ class RolloutSettings(Section):
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
         found = too_small(self, "prompts_per_step", "group_size", "max_new_tokens") + not_positive(self, "temperature")
-        for name in ("ahead", "max_lag"):
+        for name in ("ahead", "max_lag", "redraw"):
             if getattr(self, name) < 0:
                 found.append((name, f"must not be negative, not {getattr(self, name)}"))
         found += not_among(self, "on_commit", ON_COMMITS)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,11 +16,18 @@ from .problems import Problem, draw_problems, load_problems
 _HELDOUT_ONE_IN = 10  # of the problems of a file, where no file of held-out problems is given
 
 
+class TrainProblems(Protocol):
+    """The training problems of a step, as a pure function, so that runs can resume."""
+
+    def __call__(self, step: int, num_problems: int, attempt: int = 0, /) -> Sequence[Problem]:
+        """Return the problems of a step. attempt: above 0, others to take their places."""
+
+
 @dataclass(frozen=True)
 class Task:
     """The training problems of each step, and the held-out problems."""
 
-    train_problems: Callable[[int, int], Sequence[Problem]]  # (step, number): a pure function, so runs can resume
+    train_problems: TrainProblems
     heldout: Sequence[Problem]
     all_known: Sequence[Problem]  # for checks before the start: all problems of a file, or the longest generated sum
 
@@ -47,9 +55,10 @@ def build_task(config: JobConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
                 "add some or set data.heldout_path"
             )
     return Task(
-        lambda step, num: draw_problems(train, config.run.seed, step, num), heldout[: data.num_heldout],
+        lambda step, num, attempt=0: draw_problems(train, config.run.seed, step, num, attempt),
+        heldout[: data.num_heldout],
         [*train, *heldout],
-    )  # fmt: skip
+    )
 
 
 def check_lengths(
