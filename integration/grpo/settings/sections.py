@@ -83,12 +83,17 @@ class WarmStartSettings(Section):
 
 @dataclass(frozen=True)
 class DataSettings(Section):
-    """The problems: generated sums of three-digit numbers, or, with a path, one problem per line of a JSONL file."""
+    """The problems: generated sums of three-digit numbers, or, with a path, one problem per line of a JSONL file, or a
+    dataset of the package reasoning-gym."""
 
     path: str = ""  # JSONL file, one problem a line; empty: generated sums
     heldout_path: str = ""  # JSONL file of held-out problems; empty: every tenth problem of `path` is held out
     prompt_field: str = "prompt"  # field of a line that has the prompt
     answer_field: str = "answer"  # field of a line that has the answer; empty: rows have none, the reward reads the row
+    reasoning_gym: str = ""  # a dataset of the package reasoning-gym, such as "chain_sum"; empty: none. The ready
+    # reward reasoning_gym scores it
+    reasoning_gym_options: dict[str, object] = field(default_factory=dict)  # fields of the dataset's config, and size:
+    # number of problems, of which every tenth is held out; seed is run.seed where it is not set
     min_digits: int = 3  # least number of digits of each number to add
     max_digits: int = 3  # largest number of digits of each number to add
     num_heldout: int = 512  # largest number of held-out problems
@@ -101,9 +106,14 @@ class DataSettings(Section):
         """See `Section.faults`."""
         found = too_small(self, "num_heldout")
         names = ("chat", "system_prompt", "few_shot_path", "chat_template_kwargs")
-        found += [(name, "needs data.path") for name in names if getattr(self, name) and not self.path]
+        if not (self.path or self.reasoning_gym):
+            found += [(name, "needs data.path or data.reasoning_gym") for name in names if getattr(self, name)]
         if self.heldout_path and not self.path:
             found.append(("heldout_path", "needs data.path"))
+        if self.path and self.reasoning_gym:
+            found.append(("reasoning_gym", "must not be set with data.path: the problems are those of a file"))
+        if self.reasoning_gym_options and not self.reasoning_gym:
+            found.append(("reasoning_gym_options", "needs data.reasoning_gym"))
         return found
 
 

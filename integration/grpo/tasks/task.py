@@ -1,4 +1,4 @@
-"""The problems of a job: generated sums, or the lines of a JSONL file."""
+"""The problems of a job: generated sums, the lines of a JSONL file, or a dataset of the package reasoning-gym."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from ..settings.config import JobConfig
 from .arithmetic import ArithmeticSpec, arithmetic_problems
 from .chat import ChatPrompts
+from .gym import gym_problems
 from .problems import Problem, draw_problems, load_problems
 
 _HELDOUT_ONE_IN = 10  # of the problems of a file, where no file of held-out problems is given
@@ -36,13 +37,17 @@ def build_task(config: JobConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
     """Build the task of a config. tokenizer: of the model, whose chat template writes prompts that are messages.
     Raises ValueError naming the file and line, or the key, of each fault."""
     data = config.data
-    if not data.path:
+    if not (data.path or data.reasoning_gym):
         spec = ArithmeticSpec(config.run.seed, data.min_digits, data.max_digits, data.num_heldout)
         sums = arithmetic_problems(spec)
         longest = Problem(f"What is {'9' * data.max_digits} + {'9' * data.max_digits}?\n", "")
         return Task(sums.train_problems, sums.heldout, (longest,))
     chat = ChatPrompts(data, tokenizer)
-    problems = chat.written(load_problems(data.path, data.prompt_field, data.answer_field))
+    if data.reasoning_gym:
+        loaded = gym_problems(data.reasoning_gym, data.reasoning_gym_options, config.run.seed)
+    else:
+        loaded = load_problems(data.path, data.prompt_field, data.answer_field)
+    problems = chat.written(loaded)
     if data.heldout_path:
         heldout = chat.written(load_problems(data.heldout_path, data.prompt_field, data.answer_field))
         train = problems
@@ -51,8 +56,8 @@ def build_task(config: JobConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
         train = [problem for index, problem in enumerate(problems) if (index + 1) % _HELDOUT_ONE_IN]
         if not heldout:
             raise ValueError(
-                f"{data.path}: {len(problems)} problems are too few to hold one in {_HELDOUT_ONE_IN} out: "
-                "add some or set data.heldout_path"
+                f"{data.path or data.reasoning_gym}: {len(problems)} problems are too few to hold one in "
+                f"{_HELDOUT_ONE_IN} out: add some or set data.heldout_path"
             )
     return Task(
         lambda step, num, attempt=0: draw_problems(train, config.run.seed, step, num, attempt),
