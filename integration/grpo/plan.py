@@ -52,6 +52,9 @@ def check_job(config: JobConfig, num_ranks: int) -> None:
     if absent := [name for name in needed if importlib.util.find_spec(name) is None]:
         names = " and ".join(sorted(absent))
         wrong.append(f"{names} must be installed for plots and logs, the extra `train`: pip install -e '.[train]'")
+    # A folder wandb, as wandb leaves one, is not the package.
+    if config.run.wandb and ((spec := importlib.util.find_spec("wandb")) is None or spec.origin is None):
+        wrong.append("wandb must be installed for run.wandb, the extra `wandb`: pip install -e '.[wandb]'")
     if config.trainer == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         wrong.append(
             "deepspeed must be installed for this trainer, the extra `deepspeed`: pip install -e '.[deepspeed]'"

@@ -23,6 +23,7 @@ class RunSettings(Section):
     eval_every: int = 10  # steps between held-out evaluations; the first and the last step always have one
     checkpoint_every: int = 20  # steps between checkpoints
     tensorboard: bool = False  # also write TensorBoard events
+    wandb: str = ""  # project in Weights & Biases to which the metrics go, too; empty: none
     replay_schedule: str = ""  # schedule.jsonl of a run with rollout.on_commit "keep" or "drop": each token is drawn
     # under the commit that drew it there, so that the digests are those of that run
     timeout_s: int = 120  # longest time that a rank waits for the others in a collective
