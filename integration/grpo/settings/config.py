@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -63,6 +63,8 @@ class JobConfig:
     http: HttpSettings = field(default_factory=HttpSettings)
 
     def __post_init__(self) -> None:
+        if self.warm_start.enabled is None:  # the class is frozen for its users; here the default gets its value, once
+            object.__setattr__(self, "warm_start", replace(self.warm_start, enabled=not self.model.path))
         sections = {name: value for name, value in vars(self).items() if isinstance(value, Section)}
         found = [(f"{name}.{key}", why) for name, section in sections.items() for key, why in section.faults()]
         for name, choices in (("trainer", TRAINERS), ("sync", SYNCS), ("engines", ENGINES)):
@@ -88,8 +90,9 @@ class JobConfig:
             found += self._refused_with_adapters()
         if self.train.low_precision != "masters":
             found += self._refused_precision()
-        if self.model.path and self.warm_start.enabled:
-            found.append(("warm_start.enabled", "must be false with model.path: only the built model is warm-started"))
+        if self.warm_start.enabled == bool(self.model.path):
+            given = "false with model.path" if self.model.path else "true without model.path"
+            found.append(("warm_start.enabled", f"must be {given}: the built model is warm-started, and no other"))
         if self.rollout.redraw and self.depends_on_timing:
             why = f'must be 0 with rollout.ahead and rollout.on_commit="{self.rollout.on_commit}", only "verify" has it'
             found.append(("rollout.redraw", why))

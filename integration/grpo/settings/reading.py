@@ -6,7 +6,7 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 
@@ -65,7 +65,8 @@ def nearest(name: str, prefix: str, known: Iterable[str]) -> str:
 
 def _typed(value: object, wanted: type, key: str, faults: list[str]) -> object:
     """Convert the value to the wanted type: an integer is accepted for a float. Adds a fault for another type."""
-    allowed = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
+    # None stands where nothing is said, which TOML cannot write.
+    allowed = [one for one in get_args(wanted) if one is not NoneType] if isinstance(wanted, UnionType) else [wanted]
     if float in allowed and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not any(_is_of(value, one) for one in allowed):

@@ -67,7 +67,7 @@ class ModelSettings(Section):
 class WarmStartSettings(Section):
     """Supervised steps on worked examples that make the built model a weak solver. The result is cached."""
 
-    enabled: bool = True  # warm-start the built model
+    enabled: bool | None = None  # warm-start the built model; where it is not set: true without model.path
     cache_dir: str = ".cache/lockstep"  # folder for warm-started models
     num_steps: int = 300  # number of supervised steps
     batch_size: int = 128  # examples in a supervised step, over all ranks
