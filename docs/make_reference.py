@@ -94,7 +94,7 @@ def job_table() -> str:
 
     rows = []
     for key, default, comment in job_settings(JobConfig):
-        text = str(default).lower() if isinstance(default, bool) else "" if default == {} else str(default)
+        text = str(default).lower() if isinstance(default, bool) else "" if default in ({}, None) else str(default)
         shown = "required" if default is dataclasses.MISSING else f"`{text}`" if text else "empty"
         rows.append(f"| `{key}` | {shown} | {cell(comment)} |")
     return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from ...rollout.config import EngineConfig
 from ...rollout.sampling_params import SamplingParams
 from . import offline
+from .conversations import Conversations
 from .parser import PACKAGE, CommandParser
 from .settings import named, read_settings
 
@@ -25,6 +26,10 @@ def run(arguments: Sequence[str]) -> int:
         options.text,
         SamplingParams.from_dict(read_settings("--sampling", options.sampling)),
         named("--engine", lambda: EngineConfig.from_dict(read_settings("--engine", options.engine))),
+        messages=options.messages,
+        conversations=Conversations(
+            options.chat, options.system, read_settings("--chat-template-kwargs", options.chat_template_kwargs)
+        ),
     )
     logging.getLogger(PACKAGE).setLevel(logging.INFO)  # the engine logs its choices, with reasons
     tally = offline.generate(job)
@@ -48,7 +53,29 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--prompt-field",
         default="prompt",
         metavar="NAME",
-        help="field of the JSON objects that has the prompt, a text or a list of token ids",
+        help="field of the JSON objects that has the prompt: a text, a list of token ids, or a list of messages, which "
+        "the model's chat template writes; where there is no prompt, the field messages",
+    )
+    parser.add_argument(
+        "--messages",
+        default="",
+        metavar="FILE",
+        help="JSON file of one conversation, a list of messages, or of several, in place of --input",
+    )
+    parser.add_argument("--chat", action="store_true", help="a prompt that is text is a user's message")
+    parser.add_argument(
+        "--system",
+        default="",
+        metavar="TEXT",
+        help="system message of conversations without one of their own; a prompt that is text is a user's message then",
+    )
+    parser.add_argument(
+        "--chat-template-kwargs",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="variables of the chat template, or one JSON object of them: enable_thinking=false ...",
     )
     parser.add_argument(
         "--sampling",
@@ -66,4 +93,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="KEY=VALUE",
         help="engine settings, or one JSON object of them: kv_cache=2GiB dtype=bfloat16 max_num_seqs=64 ...",
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.messages and (options.text or options.input != offline.STANDARD):
+        parser.error("--messages takes the place of --input, and does not go with --text")
+    return options

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 from tqdm import tqdm
 
@@ -27,6 +27,7 @@ from ...rollout.completion import Completion, FinishReason
 from ...rollout.config import EngineConfig
 from ...rollout.sampling_params import SamplingParams
 from ..failures import files_of
+from .conversations import Conversations, Message, is_conversation, read_conversations
 
 STANDARD = "-"  # as a file name: standard input or output
 _GO_ON = "mend that, then run the same command again: it computes the answers that are missing"
@@ -38,7 +39,7 @@ _MADE_FROM = {  # key of an answer's sources: words for the error when its hash 
     "prompt": "another prompt",
     "sampling": "other --sampling settings",
     "engine": f"other --engine settings (of {', '.join(_RESULT_SETTINGS)})",
-    "weights": "other weights",
+    "weights": "other weights, or by another chat template",
     "draws": f"draws by another definition (now {DRAW_DEFINITION})",
 }
 _UNNUMBERED_DRAWS = "1"  # of answers that were written before definitions had numbers
@@ -49,8 +50,20 @@ class Prompt:
     """One line of the input."""
 
     index: int  # number of the line, from 0; blank lines count
-    prompt: str | list[int]  # text or token ids
+    prompt: str | list[int] | list[Message]  # text, token ids, or a conversation
     id: object = None  # the line's "id", copied to its answers
+    variables: Mapping[str, object] = field(default_factory=dict)  # of the chat template, for a conversation
+    template_ids: list[int] | None = None  # of a conversation: its tokens, once the model's tokenizer is there
+
+    @property
+    def model_input(self) -> str | list[int]:
+        """The prompt for an engine."""
+        return cast(str | list[int], self.prompt) if self.template_ids is None else self.template_ids
+
+    @property
+    def hash(self) -> str:
+        """The hash of the prompt, with the variables of its chat template."""
+        return _hash([self.prompt, dict(self.variables)] if self.variables else self.prompt)
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,14 @@ class OfflineJob:
     as_text: bool = False  # lines are prompts, not JSON objects
     sampling: SamplingParams = field(default_factory=SamplingParams)  # n answers a prompt
     engine: EngineConfig = field(default_factory=EngineConfig)
+    messages: str = ""  # JSON file of conversations, in place of the input
+    conversations: Conversations = field(default_factory=Conversations)
+
+    def where(self, index: int) -> str:
+        """Return the place of a prompt, for errors."""
+        if self.messages:
+            return f"--messages {self.messages}, conversation {index + 1}"
+        return f"--input {self.input}, line {index + 1}"
 
     @property
     def hashes(self) -> dict[str, str]:
@@ -78,6 +99,9 @@ Work = tuple[Prompt, int]  # a prompt, and the number of its sample, from 0
 
 def read_prompts(job: OfflineJob) -> list[Prompt]:
     """Read and check the whole input. Raises ValueError naming the file and every wrong line."""
+    if job.messages:
+        found = enumerate(read_conversations(job.messages))
+        return [_opened(job, Prompt(index, cast(Any, one)), job.where(index)) for index, one in found]
     name = "standard input" if job.input == STANDARD else job.input
     try:
         data = sys.stdin.buffer.read() if job.input == STANDARD else Path(job.input).read_bytes()
@@ -94,9 +118,13 @@ def read_prompts(job: OfflineJob) -> list[Prompt]:
             continue
         try:
             if job.as_text:
-                prompts.append(Prompt(index, line.removesuffix("\r")))
+                prompt = Prompt(index, line.removesuffix("\r"))
             else:
-                prompts.append(_parse(index, line, job.prompt_field))
+                prompt = _parse(index, line, job.prompt_field)
+            is_text = isinstance(prompt.prompt, str)
+            if is_conversation(prompt.prompt) or (is_text and job.conversations.takes_text):
+                prompt = _opened(job, prompt)
+            prompts.append(prompt)
         except ValueError as error:
             faults.append(f"line {index + 1}: {error}")
     if faults:
@@ -107,6 +135,16 @@ def read_prompts(job: OfflineJob) -> list[Prompt]:
     return prompts
 
 
+def _opened(job: OfflineJob, prompt: Prompt, where: str = "") -> Prompt:
+    """Return a prompt as a conversation. Raises ValueError, which begins with `where`."""
+    conversations = job.conversations
+    try:
+        messages = conversations.opened(cast(str | list[Message], prompt.prompt))
+        return replace(prompt, prompt=messages, variables=conversations.template_kwargs)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}" if where else str(error)) from error
+
+
 def _parse(index: int, line: str, name: str) -> Prompt:
     try:
         record = json.loads(line)
@@ -114,12 +152,13 @@ def _parse(index: int, line: str, name: str) -> Prompt:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno}); --text takes lines as prompts") from error
     if not isinstance(record, dict):
         raise ValueError(f"must be a JSON object, not {type(record).__name__}; --text takes lines as prompts")
+    if name == "prompt" and name not in record and "messages" in record:
+        name = "messages"  # as chat clients call it
     if name not in record:
         raise ValueError(f"field {name!r} is missing")
     prompt = record[name]
-    is_ids = isinstance(prompt, list) and all(type(id) is int and id >= 0 for id in prompt)
-    if not prompt or not (isinstance(prompt, str) or is_ids):
-        raise ValueError(f"field {name!r} must be a text or a list of token ids, and not empty")
+    if not prompt or not (isinstance(prompt, str) or _is_ids(prompt) or is_conversation(prompt)):
+        raise ValueError(f"field {name!r} must be a text, a list of token ids or a list of messages, and not empty")
     return Prompt(index, prompt, record.get("id"))
 
 
@@ -172,7 +211,7 @@ class AnswerFile:
             where = f"--output {self.name}, line {self._line_numbers[index, sample]}"
             if index not in by_index or sample >= num_samples:
                 raise ValueError(f"{where}: answers sample {sample} of input line {index + 1}, which is not asked for")
-            now = {"prompt": _hash(by_index[index].prompt), **settings}
+            now = {"prompt": by_index[index].hash, **settings}
             for name in _MADE_FROM:
                 if name in now and now[name] != made_from[name]:
                     changed = f"input line {index + 1}: " if name == "prompt" else ""
@@ -239,12 +278,31 @@ class _OfflineRun:
             self._engine = Engine(job.model, job.engine)
         except OSError as error:  # transformers raises it for a folder that lacks a file
             raise ValueError(f"--model {job.model}: {error}") from error
-        if self._engine.tokenizer is None and any(isinstance(prompt.prompt, str) for prompt in prompts):
+        if self._engine.tokenizer is None and any(not _is_ids(prompt.prompt) for prompt in prompts):
             raise ValueError(f"--model {job.model} has no tokenizer: prompts must be lists of token ids")
+        self._templated = {prompt.index: self._with_template(prompt) for prompt in prompts}
         digest = RolloutService(self._engine).model_digest()
         self._engine.weights.set_weight_digest(digest)
-        self._hashes = {**job.hashes, "weights": _hash(digest)}
+        made_by: object = digest
+        if any(is_conversation(prompt.prompt) for prompt in prompts):
+            assert self._engine.tokenizer is not None  # checked above
+            made_by = [digest, str(self._engine.tokenizer.chat_template)]
+        self._hashes = {**job.hashes, "weights": _hash(made_by)}
         file.compare(prompts, job.sampling.n, self._hashes)
+
+    def _with_template(self, prompt: Prompt) -> Prompt:
+        """Return a prompt with its tokens, if it is a conversation. Raises ValueError naming its place."""
+        if not is_conversation(prompt.prompt):
+            return prompt
+        tokenizer, messages = self._engine.tokenizer, cast(list[Message], prompt.prompt)
+        assert tokenizer is not None  # checked before
+        where = self._job.where(prompt.index)
+        if not tokenizer.chat_template:
+            raise ValueError(f"{where}: messages need a chat template, and the tokenizer of {self._job.model} has none")
+        try:
+            return replace(prompt, template_ids=self._job.conversations.token_ids(messages, tokenizer))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
 
     def run(self, work: Sequence[Work]) -> OfflineReport:
         """Keep the engine full, with as many requests waiting as may run, and write the finished answers."""
@@ -279,9 +337,9 @@ class _OfflineRun:
     def _add(self, prompt: Prompt, sample: int) -> str:
         params = replace(self._job.sampling, n=1, sampling_seed=self._seed(prompt, sample))
         try:
-            [rid] = self._engine.add(prompt.prompt, params, rid=f"{prompt.index}-{sample}")
+            [rid] = self._engine.add(self._templated[prompt.index].model_input, params, rid=f"{prompt.index}-{sample}")
         except ValueError as error:
-            raise ValueError(f"--input {self._job.input}, line {prompt.index + 1}: {error}") from error
+            raise ValueError(f"{self._job.where(prompt.index)}: {error}") from error
         return rid
 
     def _answer(self, prompt: Prompt, sample: int, completion: Completion) -> dict[str, object]:
@@ -301,7 +359,7 @@ class _OfflineRun:
             "sampling_seed": self._seed(prompt, sample),
             "weight_version": completion.weight_version,
             "weight_digest": completion.weight_digest,
-            "made_from": {"prompt": _hash(prompt.prompt), **self._hashes},
+            "made_from": {"prompt": prompt.hash, **self._hashes},
         }
 
 
@@ -309,6 +367,10 @@ def _finish_reason(completion: Completion) -> FinishReason:
     """Return the reason for which a finished sequence ended."""
     assert completion.finish_reason is not None
     return completion.finish_reason
+
+
+def _is_ids(prompt: object) -> bool:
+    return isinstance(prompt, list) and all(type(id) is int and id >= 0 for id in prompt)
 
 
 def _hash(value: object) -> str:

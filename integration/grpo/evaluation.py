@@ -36,14 +36,11 @@ class Evaluation:
     def run(self) -> dict[str, float]:
         """Evaluate the engine's weights. Returns, on the first rank, the mean reward, and where the reward names
         successes their share and pass@k; {} on the others. All ranks call it together."""
-        settings, ranks = self._config.eval, self._ranks
+        settings, rollout, ranks = self._config.eval, self._config.rollout, self._ranks
         indices = range(ranks.rank, len(self._problems), ranks.num_ranks)
         params = [
-            SamplingParams(
-                n=settings.n,
-                temperature=settings.temperature,
-                max_new_tokens=self._config.rollout.max_new_tokens,
-                sampling_seed=derive_seed(self._config.run.seed, _STREAM, index),
+            rollout.params(
+                derive_seed(self._config.run.seed, _STREAM, index), n=settings.n, temperature=settings.temperature
             )
             for index in indices
         ]

@@ -7,6 +7,7 @@ import logging
 import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,7 @@ from .results.run_folder import say
 from .results.run_log import RunLog, drop_lines_after
 from .results.samples import SampleFiles
 from .results.statistics import REWARD, step_statistics
+from .results.wandb_log import WandbLog
 from .rewards.scorer import make_scorer
 from .settings.config import JobConfig
 from .tasks.arithmetic import ArithmeticSpec
@@ -121,7 +123,10 @@ class GrpoJob:
                 self._sample_files = SampleFiles(config.folder, config.run.rollouts_keep, self.first_step)
             if config.depends_on_timing:
                 drop_lines_after(config.folder / SCHEDULE, self.first_step)
-            log = RunLog(config.folder, config.run.num_steps, self.first_step, tensorboard=config.run.tensorboard)
+            wandb = WandbLog(config.run.wandb, config.folder, asdict(config)) if config.run.wandb else None
+            log = RunLog(
+                config.folder, config.run.num_steps, self.first_step, tensorboard=config.run.tensorboard, wandb=wandb
+            )
         try:
             for step in range(self.first_step, config.run.num_steps):
                 self.step = step + 1
@@ -175,7 +180,8 @@ class GrpoJob:
         self.rollouts.end(step, done)
         num_bytes = self.engine.sync(str(step + 1))
         synced = time.perf_counter()
-        num_tokens = self.ranks.total(sum(c.num_completion_tokens for c in done.completions))
+        own_tokens = done.num_discarded_tokens + sum(c.num_completion_tokens for c in done.completions)
+        num_tokens = self.ranks.total(own_tokens)
         rollout_s = self.ranks.largest(done.waited_s)
         return {
             "step": step + 1,
@@ -197,6 +203,7 @@ class GrpoJob:
             "train_s": trained - started - done.waited_s,
             "sync_s": synced - trained,
             **self._statistics(step, done),
+            **self.rollouts.redrawn(done),
             **self.rollouts.lag(step, done),
             **self.rollouts.ahead(rollout_s),
         }

@@ -20,6 +20,8 @@ from .settings.config import JobConfig, load_config
 if TYPE_CHECKING:
     from ..ranks import Ranks
 
+logger = logging.getLogger(__name__)
+
 REFUSAL_S = 20  # time in which all ranks of one torchrun have read the config
 
 
@@ -38,12 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_config(options.config, options.overrides)
         # Heavy imports come after the config, so that a wrong key is reported at once.
         from .plan import check_job, describe_plan
+        from .sampling_check import distortion_warning
 
         num_ranks = int(os.environ.get("WORLD_SIZE", "0")) or config.run.num_ranks or 1
         check_job(config, num_ranks)
         if options.check:
             print(describe_plan(config, num_ranks))
             return 0
+        if rank == "0" and (warning := distortion_warning(config)):
+            logger.warning(warning)
     except ValueError as error:
         # Every rank finds the same faults, before a process group exists that could hang; one rank reports them.
         if rank != "0" and _is_ended_by_launcher():

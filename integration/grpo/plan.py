@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import reprlib
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -18,8 +19,9 @@ from .backends.lora import add_adapters, missing_package
 from .engines.schedule import read_schedule
 from .environments.player import job_environment
 from .rewards.scorer import make_scorer
+from .sampling_check import check_sampling, distortions
 from .settings.config import JobConfig
-from .tasks.arithmetic import CONTEXT_TOKENS, build_tokenizer
+from .tasks.arithmetic import CONTEXT_TOKENS, VOCAB_SIZE, build_tokenizer
 from .tasks.task import build_task, check_lengths
 from .tasks.warm_start import ModelSpec, build_model
 from .training.checkpointing import refuse_without_layers
@@ -51,6 +53,9 @@ def check_job(config: JobConfig, num_ranks: int) -> None:
     if absent := [name for name in needed if importlib.util.find_spec(name) is None]:
         names = " and ".join(sorted(absent))
         wrong.append(f"{names} must be installed for plots and logs, the extra `train`: pip install -e '.[train]'")
+    # A folder wandb, as wandb leaves one, is not the package.
+    if config.run.wandb and ((spec := importlib.util.find_spec("wandb")) is None or spec.origin is None):
+        wrong.append("wandb must be installed for run.wandb, the extra `wandb`: pip install -e '.[wandb]'")
     if config.trainer == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         wrong.append(
             "deepspeed must be installed for this trainer, the extra `deepspeed`: pip install -e '.[deepspeed]'"
@@ -70,8 +75,9 @@ def check_job(config: JobConfig, num_ranks: int) -> None:
     if config.environment:
         job_environment(config)
     model_spec(config)
-    tokenizer, max_model_len = _tokenizer_and_context(config)
+    tokenizer, max_model_len, vocab_size = _tokenizer_and_sizes(config)
     task = build_task(config, tokenizer)
+    check_sampling(config, tokenizer, vocab_size)
     check_lengths(task.all_known, tokenizer, config.rollout.max_new_tokens, max_model_len)
     if config.train.gradient_checkpointing:
         refuse_without_layers(_model_without_memory(config))
@@ -103,14 +109,15 @@ def _model_without_memory(config: JobConfig) -> PreTrainedModel:
         return build_model(model_spec(config), build_tokenizer())
 
 
-def _tokenizer_and_context(config: JobConfig) -> tuple[PreTrainedTokenizerBase, int]:
+def _tokenizer_and_sizes(config: JobConfig) -> tuple[PreTrainedTokenizerBase, int, int]:
+    """Return the model's tokenizer, the length of its context and the size of its vocabulary."""
     path = config.model.path
     if not path:
-        return build_tokenizer(), CONTEXT_TOKENS
+        return build_tokenizer(), CONTEXT_TOKENS, VOCAB_SIZE
     if not os.path.isfile(os.path.join(path, "config.json")):
         raise ValueError(f"model.path: {path!r} is no model folder, it holds no config.json")
     text = AutoConfig.from_pretrained(path).get_text_config(decoder=True)
-    return AutoTokenizer.from_pretrained(path), text.max_position_embeddings
+    return AutoTokenizer.from_pretrained(path), text.max_position_embeddings, text.vocab_size
 
 
 def describe_plan(config: JobConfig, num_ranks: int) -> str:
@@ -138,6 +145,7 @@ def describe_plan(config: JobConfig, num_ranks: int) -> str:
         f"weights    {_sync(config)}",
         f"batch      {prompts} prompts x {group} samples a step, {prompts // num_ranks} x {group} a rank, "
         f"up to {config.rollout.max_new_tokens} new tokens each",
+        *_sampling(config),
         *_ahead(config),
         f"steps      {config.run.num_steps}, {config.train.epochs_per_step} optimizer step(s) on each",
         f"memory     per rank: {_weight_memory(config, model, num_ranks)}; {_activations(config, text, num_ranks)}; "
@@ -165,6 +173,18 @@ def _activations(config: JobConfig, text: PretrainedConfig, num_ranks: int) -> s
         layers = text.num_hidden_layers * text.hidden_size * itemsize + per_layer
     size = min(rows, 10**9) * (layers + 3 * text.vocab_size * 4)
     return f"activations about {size / 2**20:.0f} MiB for {rows} {of_what}"
+
+
+def _sampling(config: JobConfig) -> list[str]:
+    """Describe the further settings of the samples, and which of them their log-probabilities do not say."""
+    settings = config.rollout.sampling
+    if not settings:
+        return []
+    lines = [f"sampling   {', '.join(f'{name}={reprlib.repr(value)}' for name, value in settings.items())}"]
+    if found := distortions(config):
+        lines.append("           warning: not drawn from the policy, whose log-probabilities are reported:")
+        lines += [f"           {one}" for one in found]
+    return lines
 
 
 def _ahead(config: JobConfig) -> list[str]:

@@ -49,9 +49,14 @@ def probed_config(config: JobConfig, num_prompts: int, num_samples: int) -> JobC
     steps of its own size and no files."""
     return replace(
         config,
-        run=replace(config.run, num_ranks=0, rollouts_every=0, tensorboard=False, replay_schedule=""),
+        run=replace(config.run, num_ranks=0, rollouts_every=0, tensorboard=False, wandb="", replay_schedule=""),
         rollout=replace(
-            config.rollout, prompts_per_step=num_prompts, group_size=num_samples, ahead=0, on_commit="verify"
+            config.rollout,
+            prompts_per_step=num_prompts,
+            group_size=num_samples,
+            ahead=0,
+            on_commit="verify",
+            redraw=0,
         ),
         trainer="ddp",
         sync="in_place",

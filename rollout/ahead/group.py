@@ -110,9 +110,11 @@ class ReplayedGroup(Group):
                 continue
             is_last = end == sum(num for _, num in spans)
             self.running.add(index)
+            num_tokens = self.params.max_new_tokens if is_last else end
+            least = min(self.params.min_new_tokens, num_tokens)
             self._queue(
                 [self.prompt],
-                [replace(self.params, n=1, max_new_tokens=self.params.max_new_tokens if is_last else end)],
+                [replace(self.params, n=1, max_new_tokens=num_tokens, min_new_tokens=least)],
                 [replace(self.options, begun=self._begun(index, part))],
             )
 

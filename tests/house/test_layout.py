@@ -70,7 +70,9 @@ PLACES = {
     "weight_sync.manifest": "",
     "weight_sync.workers": "",
     "integration.grpo.__main__": "grpo.main launcher",
-    "integration.grpo.main": "failures grpo.job grpo.plan grpo.results grpo.settings lost_ranks ranks",
+    "integration.grpo.main": (
+        "failures grpo.job grpo.plan grpo.results grpo.sampling_check grpo.settings lost_ranks ranks"
+    ),
     "integration.bench.job": "bench.parts bench.rivals grpo.job grpo.settings ranks",
     "integration.bench.rivals": "bench.parts",
     "integration.bench.ahead": "bench.parts grpo.backends grpo.engines grpo.rewards grpo.settings grpo.training ranks",
@@ -134,8 +136,10 @@ PLACES = {
     ),
     "integration.router.sessions": "http.edge router.calls router.fleet",
     "integration.grpo.plan": (
-        "grpo.backends grpo.engines grpo.environments grpo.rewards grpo.settings grpo.tasks grpo.training ranks"
+        "grpo.backends grpo.engines grpo.environments grpo.rewards grpo.sampling_check grpo.settings grpo.tasks "
+        "grpo.training ranks"
     ),
+    "integration.grpo.sampling_check": "grpo.settings",
     "integration.push.local_target": "plain_values service",
     "integration.router.changes": "http.edge router.calls router.config router.counters router.fleet router.wire",
     "integration.router.relay": "router.calls router.counters router.fleet",

@@ -43,10 +43,13 @@ class Answer:
         """Return it for the trainer. num_older: first tokens, which older weights have drawn."""
         done, episode = self.completion, self.episode
         if episode is None:
-            return Sample(done.prompt_ids, done.token_ids, done.logprobs, advantage, num_older, counts)
+            return Sample(
+                done.prompt_ids, done.token_ids, done.logprobs, advantage, num_older, counts, forced=done.forced
+            )
         return Sample(
-            episode.prompt_ids, episode.token_ids, episode.logprobs, advantage, num_older, counts, episode.sampled
-        )
+            episode.prompt_ids, episode.token_ids, episode.logprobs, advantage, num_older, counts, episode.sampled,
+            episode.forced,
+        )  # fmt: skip
 
 
 @dataclass
@@ -57,6 +60,9 @@ class StepSamples:
     advantages: list[float] = field(default_factory=list)  # of each answer
     problems: list[Problem] = field(default_factory=list)  # of each answer
     waited_s: float = 0.0  # for the engine, or while it generated in this process
+    num_redrawn: int = 0  # groups that were drawn in the place of others
+    num_discarded_tokens: int = 0  # of those others
+    num_flat: int = 0  # groups whose rewards are all equal, of those in `answers`; counted with `rollout.redraw`
 
     @property
     def completions(self) -> list[Completion]:
@@ -87,15 +93,18 @@ class Rollouts:
     def samples(self, step: int, into: StepSamples) -> Iterator[Sample]:
         """Yield this rank's samples of a step in order, waiting for each group; note their answers in `into`.
 
-        The steps that may be begun by now are begun.
+        The steps that may be begun by now are begun. With `rollout.redraw` all groups are waited for before the first
+        sample is yielded, and all ranks come here together.
         """
         problems, train = self._problems(step), self._config.train
         answered = self._played(step, problems, into) if self._player else self._generated(step, problems, into)
+        if self._config.rollout.redraw:
+            problems, answered = self._with_spread(step, problems, list(answered), into)
         if self._config.rollout.shuffle_rewards:
             answered = self._shuffled(step, list(answered))
         for problem, answers in zip(problems, answered, strict=True):
-            totals = [a.score.total - train.truncated_penalty * is_truncated(a.completion) for a in answers]
-            advantages = group_advantages(torch.tensor([totals]), train.scale_by_std)[0].tolist()
+            totals = torch.tensor([self._totals(answers)])
+            advantages = group_advantages(totals, train.scale_by_std)[0].tolist()
             into.answers += answers
             into.problems += [problem] * len(answers)
             into.advantages += advantages
@@ -125,6 +134,42 @@ class Rollouts:
         into.waited_s += time.perf_counter() - began
         size = self._config.rollout.group_size
         yield from (answers[at : at + size] for at in range(0, len(answers), size))
+
+    def _totals(self, answers: Sequence[Answer]) -> list[float]:
+        """Return the rewards of a group as its advantages compare them."""
+        penalty = self._config.train.truncated_penalty
+        return [one.score.total - penalty * is_truncated(one.completion) for one in answers]
+
+    def _with_spread(
+        self, step: int, problems: Sequence[Problem], answered: list[list[Answer]], into: StepSamples
+    ) -> tuple[list[Problem], Iterator[list[Answer]]]:
+        """Replace groups whose rewards are all equal by groups of other problems, drawn from the same weights, up to
+        `rollout.redraw` times. Problems and seeds follow from (run.seed, step, index, attempt)."""
+        problems, rollout, ranks = list(problems), self._config.rollout, self._ranks
+        for attempt in range(1, rollout.redraw + 1):
+            flat = [at for at, answers in enumerate(answered) if len(set(self._totals(answers))) == 1]
+            if not ranks.total(len(flat)):  # of all ranks: those of a replica generate together
+                break
+            others, params = self._problems(step, attempt), self._params(step, len(problems), attempt)
+            began = time.perf_counter()
+            if flat or self._config.parallel.num_ranks > 1:
+                new = self.answers([others[at] for at in flat], [params[at] for at in flat])
+            into.waited_s += time.perf_counter() - began
+            for place, at in enumerate(flat):
+                into.num_discarded_tokens += sum(one.completion.num_completion_tokens for one in answered[at])
+                problems[at] = others[at]
+                answered[at] = new[place * rollout.group_size : (place + 1) * rollout.group_size]
+            into.num_redrawn += len(flat)
+        into.num_flat = sum(len(set(self._totals(answers))) == 1 for answers in answered)
+        return problems, iter(answered)
+
+    def redrawn(self, samples: StepSamples) -> dict[str, object]:
+        """Return how many groups of a step were drawn in the place of others, and how many stayed without spread, over
+        all ranks; {} without `rollout.redraw`. All ranks call it together."""
+        if not self._config.rollout.redraw:
+            return {}
+        total = self._ranks.total
+        return {"redrawn_groups": int(total(samples.num_redrawn)), "stayed_flat": int(total(samples.num_flat))}
 
     def answers(
         self, problems: Sequence[Problem], params: Sequence[SamplingParams], coming: Sequence[Play] = ()
@@ -212,24 +257,19 @@ class Rollouts:
         self._engine.begin(step, StepPrompts([problem.model_input for problem in problems], params, schedule))
         self._num_begun = step + 1
 
-    def _problems(self, step: int) -> list[Problem]:
-        """Return this rank's problems of a step."""
-        problems = self._task.train_problems(step, self._config.rollout.prompts_per_step)
+    def _problems(self, step: int, attempt: int = 0) -> list[Problem]:
+        """Return this rank's problems of a step; of an attempt above 0, those that may take their places."""
+        num = self._config.rollout.prompts_per_step
+        problems = self._task.train_problems(step, num, attempt) if attempt else self._task.train_problems(step, num)
         return list(problems)[self._ranks.rank :: self._ranks.num_ranks]
 
-    def _params(self, step: int, num_problems: int) -> list[SamplingParams]:
-        """Return the settings of this rank's problems of a step."""
-        rollout, ranks = self._config.rollout, self._ranks
-        return [
-            SamplingParams(
-                n=rollout.group_size,
-                temperature=rollout.temperature,
-                max_new_tokens=rollout.max_new_tokens,
-                # The same on any number of ranks.
-                sampling_seed=derive_seed(self._config.run.seed, step, ranks.rank + number * ranks.num_ranks),
-            )
-            for number in range(num_problems)
-        ]
+    def _params(self, step: int, num_problems: int, attempt: int = 0) -> list[SamplingParams]:
+        """Return the settings of this rank's problems of a step, likewise."""
+        more = (attempt,) if attempt else ()
+        ranks, seed = self._ranks, self._config.run.seed
+        indices = [ranks.rank + number * ranks.num_ranks for number in range(num_problems)]
+        # The same on any number of ranks.
+        return [self._config.rollout.params(derive_seed(seed, step, index, *more)) for index in indices]
 
     def _scored(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Answer]:
         scores = self._reward(problems, completions)

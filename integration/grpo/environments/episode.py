@@ -43,6 +43,9 @@ class Episode:
     num_retractions: int
     num_accepted_tokens: int  # of drafts
     value: object  # what the environment was given for it: a number, or numbers by name
+    forced: tuple[bool, ...] | None = (
+        None  # [N]: of the sampled ones, whether a grammar left no choice; None: no grammar
+    )
 
     def as_completion(self, index: int) -> Completion:
         """Return the sampled tokens as one answer to the prompt, the `index`-th of it. Its text is the episode's."""
@@ -51,6 +54,7 @@ class Episode:
         return Completion(
             "episode", index, self.prompt_ids, drawn, self.text, self.logprobs, self.finish_reason,
             self.num_cached_tokens, self.num_retractions, last.version, last.digest, self.weight_versions,
+            forced=self.forced,
         )  # fmt: skip
 
     def kept(self) -> Mapping[str, object]:

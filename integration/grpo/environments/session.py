@@ -8,7 +8,7 @@ from typing import Any
 
 from ....kernels.sampling.draws import derive_seed
 from ....rollout.completion import Completion, FinishReason, WeightSpan
-from ....rollout.sampling_params import SamplingParams
+from ....rollout.sampling_params import GRAMMARS, SamplingParams
 from ...chat_tail import UnclearEnd, added_tokens
 from .chat import EpisodeChat
 from .episode import Episode, Turn
@@ -76,8 +76,9 @@ class Session:
 
         new: a text, which is a user's message; a message or several; or token ids, which are added as they are. A turn
         after one of token ids must have token ids too. sampling: fields of `SamplingParams`, without `n`,
-        `sampling_seed` and `temperature`; `max_new_tokens` is `rollout.max_new_tokens` where it is not set, and less
-        where the context has less room. Raises ValueError for what is wrong with these, NoRoom where not one token
+        `sampling_seed` and `temperature`, which take the place of `rollout.sampling`'s, a grammar that of any other;
+        `max_new_tokens` is `rollout.max_new_tokens` where it is not set, and less where the context has less room.
+        Raises ValueError for what is wrong with these, NoRoom where not one token
         more fits, and RuntimeError for two turns at a time.
         """
         if self._is_asking:
@@ -88,12 +89,12 @@ class Session:
         try:
             added, messages = self._added(new)
             room = self.room - len(added)
-            if room < 1:
+            params = replace(self._params, **_whole(sampling), sampling_seed=derive_seed(self._seed, len(self._turns)))
+            if room < max(params.min_new_tokens, 1):
                 raise NoRoom(
                     f"a turn of {len(added)} tokens after {self.num_tokens} leaves no room in a context of "
                     f"{self._max_model_len}"
                 )
-            params = replace(self._params, **sampling, sampling_seed=derive_seed(self._seed, len(self._turns)))
             params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
             completion = await self._generate([*self._prompt_ids, *self._token_ids, *added], params)
             return self._noted(added, messages, completion)
@@ -111,7 +112,7 @@ class Session:
             self._chat.text(self._token_ids), len(self._turns), self._end(),
             sum(one.num_cached_tokens for one in self._completions),
             sum(one.num_retractions for one in self._completions),
-            sum(one.num_accepted_tokens for one in self._completions), reward,
+            sum(one.num_accepted_tokens for one in self._completions), reward, self._forced(),
         )  # fmt: skip
 
     def _added(self, new: New) -> tuple[list[int], list[dict[str, Any]] | None]:
@@ -171,5 +172,18 @@ class Session:
             before += len(turn.token_ids)
         return tuple(found)
 
+    def _forced(self) -> tuple[bool, ...] | None:
+        """Return whether a grammar left no choice of each sampled token; None where no turn had one."""
+        if all(one.forced is None for one in self._completions):
+            return None
+        return tuple(forced for one in self._completions for forced in one.forced or [False] * len(one.token_ids))
+
     def _end(self) -> FinishReason | None:
         return next((turn.finish_reason for turn in self._turns if turn.is_cut_off), self._turns[-1].finish_reason)
+
+
+def _whole(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a turn's settings; with a grammar of its own, they take the job's grammar away."""
+    if any(sampling.get(name) is not None for name in GRAMMARS):
+        return {**dict.fromkeys(GRAMMARS), **sampling}
+    return dict(sampling)

@@ -1,4 +1,4 @@
-"""The log of a run: metrics.jsonl, progress.png, optional TensorBoard events, and a progress bar."""
+"""The log of a run: metrics.jsonl, progress.png, a progress bar; optionally TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from ....weight_sync.disk.atomic_folder import flush
 from ...failures import files_of
+from .wandb_log import WandbLog
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +26,16 @@ PLOT = "progress.png"
 class RunLog:
     """A log with one line for each step. Only one rank has it; its folder must exist.
 
-    The metrics must not be lost: FileFailed is raised where they cannot be written. The bar, the plot and TensorBoard's
-    events are views of them: one that cannot be written is reported once, and the run goes on.
+    The metrics must not be lost: FileFailed is raised where they cannot be written. The bar, the plot, TensorBoard's
+    events and Weights & Biases are views of them: one that cannot be written is reported once, and the run goes on.
     """
 
-    def __init__(self, folder: Path, num_steps: int, first_step: int, *, tensorboard: bool) -> None:
+    def __init__(
+        self, folder: Path, num_steps: int, first_step: int, *, tensorboard: bool, wandb: WandbLog | None = None
+    ) -> None:
+        self._wandb = wandb
         self._folder = folder
+        self._num_steps = num_steps
         self._lines = drop_lines_after(folder / METRICS, first_step)
         self._bar = tqdm(total=num_steps, initial=first_step, unit="step", dynamic_ncols=True, file=_Stderr())
         self._writer = None
@@ -55,6 +60,8 @@ class RunLog:
                         self._writer.add_scalar(name, value, line["step"])
             except OSError as error:
                 self._drop_tensorboard(error)
+        if self._wandb is not None:
+            self._wandb.step(line)
         self._bar.set_postfix_str(self._summary(), refresh=False)
         self._bar.update()
 
@@ -90,8 +97,11 @@ class RunLog:
         )
 
     def close(self, *, draws: bool = True) -> None:
-        """Close the bar and the TensorBoard file, and draw the plot. draws=False: after a file has failed."""
+        """Close the bar and the other views, and draw the plot. draws=False: after a file has failed."""
         self._bar.close()
+        if self._wandb is not None:
+            is_whole = bool(self._lines) and self._lines[-1]["step"] == self._num_steps
+            self._wandb.close(exit_code=0 if is_whole else 1)
         try:
             if self._writer is not None:
                 self._writer.close()

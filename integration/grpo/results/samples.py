@@ -47,6 +47,7 @@ def sample_row(
         "prompt_ids": completion.prompt_ids,
         "token_ids": completion.token_ids,
         "logprobs": completion.logprobs,
+        **({"forced": completion.forced} if completion.forced is not None else {}),
         "weight_versions": [(span.version, span.start, span.end) for span in completion.weight_versions],
         **(episode.kept() if episode is not None else {}),
     }

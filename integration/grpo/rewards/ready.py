@@ -12,6 +12,9 @@ from typing import Any
 
 import regex
 
+from .scoring_process import ScoringProcess
+
+_OTHER = ScoringProcess()  # started with the first completion that a package of the extra `rewards` scores
 _LIMIT_S = 1.0  # of one search: a pattern may take exponential time
 
 
@@ -76,7 +79,37 @@ def short_enough(row: Mapping[str, Any], completion: str, *, target: int = 200, 
     return min(1.0, max(0.0, 1.0 - (len(completion) - target) / slack))
 
 
-SUCCESS_AT = {exact_answer: 1.0, matches: 1.0, follows_schema: 1.0}
+def math_verify(prompt: str, completion: str, answer: str, *, limit_s: float = 5.0) -> float:
+    """Return 1.0 if the completion's last answer is equal to `answer` as mathematics (1/2 and 0.5 are), else 0.0.
+
+    The package math-verify finds it, in LaTeX or as a plain expression, and compares. A completion that takes it over
+    `limit_s` seconds has 0.0. Raises ValueError for a row whose answer is no mathematical expression.
+    """
+    return _OTHER.score("math_verify", (completion, answer), limit_s)
+
+
+def reasoning_gym(
+    row: Mapping[str, Any], completion: str, *, dataset: str = "", tag: str = "answer", limit_s: float = 5.0
+) -> float:
+    """Return the score, 0.0 to 1.0, that a dataset of the package reasoning-gym gives the completion's answer.
+
+    The answer stands in <answer> tags (`tag` names others), or is the whole completion. A row is an entry of the
+    dataset, or has one in its field `entry`; the dataset is `dataset`, or is named in the row's field `dataset` or in
+    the entry's metadata. A completion that takes it over `limit_s` seconds has 0.0. Raises ValueError for a row that
+    names no dataset of the package.
+    """
+    entry = row.get("entry", row)
+    metadata = entry.get("metadata") if isinstance(entry, Mapping) else None
+    if not isinstance(metadata, Mapping) or "answer" not in entry:
+        raise ValueError("the row is no entry of a Reasoning Gym dataset, and has none: answer and metadata are needed")
+    name = dataset or row.get("dataset") or metadata.get("source_dataset")
+    if not isinstance(name, str):
+        raise ValueError("the row names no dataset of Reasoning Gym, and the option dataset is empty")
+    return _OTHER.score("reasoning_gym", (completion, name, dict(entry), tag), limit_s)
+
+
+SUCCESS_AT = {exact_answer: 1.0, matches: 1.0, follows_schema: 1.0, math_verify: 1.0, reasoning_gym: 1.0}
+PACKAGES = {"math_verify": "math_verify", "reasoning_gym": "reasoning_gym"}  # modules of the extra `rewards`, by reward
 for _reward, _least in SUCCESS_AT.items():
     _reward.success_at = _least  # type: ignore[attr-defined]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from ....rollout.config import EngineConfig
+from ....rollout.sampling_params import GRAMMARS
 from .reading import apply_override, build
 from .sampling import EvalSettings, RolloutSettings
 from .section import Fault, Section, not_among
@@ -62,6 +63,8 @@ class JobConfig:
     http: HttpSettings = field(default_factory=HttpSettings)
 
     def __post_init__(self) -> None:
+        if self.warm_start.enabled is None:  # the class is frozen for its users; here the default gets its value, once
+            object.__setattr__(self, "warm_start", replace(self.warm_start, enabled=not self.model.path))
         sections = {name: value for name, value in vars(self).items() if isinstance(value, Section)}
         found = [(f"{name}.{key}", why) for name, section in sections.items() for key, why in section.faults()]
         for name, choices in (("trainer", TRAINERS), ("sync", SYNCS), ("engines", ENGINES)):
@@ -90,11 +93,18 @@ class JobConfig:
             found.append(("train.gradient_accumulation_steps", why))
         if self.train.low_precision != "masters":
             found += self._refused_precision()
-        if self.model.path and self.warm_start.enabled:
-            found.append(("warm_start.enabled", "must be false with model.path: only the built model is warm-started"))
+        if self.warm_start.enabled == bool(self.model.path):
+            given = "false with model.path" if self.model.path else "true without model.path"
+            found.append(("warm_start.enabled", f"must be {given}: the built model is warm-started, and no other"))
+        if self.rollout.redraw and self.depends_on_timing:
+            why = f'must be 0 with rollout.ahead and rollout.on_commit="{self.rollout.on_commit}", only "verify" has it'
+            found.append(("rollout.redraw", why))
         if self.run.replay_schedule and not self.depends_on_timing:
             why = 'repeats runs with rollout.ahead and rollout.on_commit "keep" or "drop": others need no schedule'
             found.append(("run.replay_schedule", why))
+        if self.run.replay_schedule and (grammars := [name for name in GRAMMARS if name in self.rollout.sampling]):
+            why = "must not be set with run.replay_schedule: answers that a grammar constrains are not drawn in parts"
+            found.append((f"rollout.sampling.{grammars[0]}", why))
         if self.run.replay_schedule and self.rollout.keep_kv:
             found.append(("rollout.keep_kv", "must be false with run.replay_schedule, which computes all KV anew"))
         if self.rollout.keep_kv and self.engines != "separate":

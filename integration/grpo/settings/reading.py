@@ -6,7 +6,7 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 
@@ -34,9 +34,7 @@ def build(cls: type, values: object, prefix: str, faults: list[str]) -> Any:
     known = {f.name: f for f in fields(cls)}
     types = get_type_hints(cls)
     before = len(faults)
-    faults += [
-        f"unknown key {prefix}{name}{_nearest(str(name), prefix, known)}" for name in values if name not in known
-    ]
+    faults += [f"unknown key {prefix}{name}{nearest(str(name), prefix, known)}" for name in values if name not in known]
     chosen = {}
     for name, spec in known.items():
         if name not in values:
@@ -59,7 +57,7 @@ def build(cls: type, values: object, prefix: str, faults: list[str]) -> Any:
         return None
 
 
-def _nearest(name: str, prefix: str, known: Iterable[str]) -> str:
+def nearest(name: str, prefix: str, known: Iterable[str]) -> str:
     """Return a hint at the known key that is most like this one, or an empty text."""
     found = difflib.get_close_matches(name, known, 1)
     return f" (is it {prefix}{found[0]}?)" if found else ""
@@ -67,7 +65,8 @@ def _nearest(name: str, prefix: str, known: Iterable[str]) -> str:
 
 def _typed(value: object, wanted: type, key: str, faults: list[str]) -> object:
     """Convert the value to the wanted type: an integer is accepted for a float. Adds a fault for another type."""
-    allowed = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
+    # None stands where nothing is said, which TOML cannot write.
+    allowed = [one for one in get_args(wanted) if one is not NoneType] if isinstance(wanted, UnionType) else [wanted]
     if float in allowed and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not any(_is_of(value, one) for one in allowed):

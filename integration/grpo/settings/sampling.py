@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
+from ....rollout.sampling_params import SamplingParams
+from .reading import nearest
 from .section import Fault, Section, not_among, not_positive, too_small
 
 ON_COMMITS = ("verify", "keep", "drop")
+# Sampling parameters that have keys of their own.
+OWN_KEYS = {
+    "n": "rollout.group_size",
+    "sampling_seed": "run.seed",
+    "temperature": "rollout.temperature",
+    "max_new_tokens": "rollout.max_new_tokens",
+}
+_NAMES = [one.name for one in fields(SamplingParams) if one.name not in OWN_KEYS]
+_UNBOUNDED = 2**62  # tokens
 
 
 @dataclass(frozen=True)
@@ -24,6 +36,10 @@ class RolloutSettings(Section):
     max_lag: int = 1  # for "keep" and "drop": largest number of commits between a sample's first token and its training
     keep_kv: bool = False  # for "keep" and "drop": go on with the KV of older weights; then logprob_gap is not 0.0
     shuffle_rewards: bool = False  # permute the rewards of a step's samples at random, as a control experiment
+    redraw: int = 0  # number of further draws of a step, which replace groups whose rewards are all equal by groups of
+    # other prompts; 0: those groups stay
+    sampling: dict[str, object] = field(default_factory=dict)  # further fields of SamplingParams, of steps, evaluations
+    # and an environment's turns: stop, top_p, json_schema, ...
 
     @property
     def steps_begun_ahead(self) -> int:
@@ -33,7 +49,7 @@ class RolloutSettings(Section):
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
         found = too_small(self, "prompts_per_step", "group_size", "max_new_tokens") + not_positive(self, "temperature")
-        for name in ("ahead", "max_lag"):
+        for name in ("ahead", "max_lag", "redraw"):
             if getattr(self, name) < 0:
                 found.append((name, f"must not be negative, not {getattr(self, name)}"))
         found += not_among(self, "on_commit", ON_COMMITS)
@@ -41,7 +57,36 @@ class RolloutSettings(Section):
             found.append(("keep_kv", 'must be false with on_commit="verify", which computes all KV anew'))
         if self.group_size < 2:
             found.append(("group_size", "must be at least 2: advantages compare the samples of a group"))
-        return found
+        return found + self._sampling_faults()
+
+    def _sampling_faults(self) -> list[Fault]:
+        found = [
+            (f"sampling.{name}", f"must not be set: it is {OWN_KEYS[name]}")
+            for name in self.sampling
+            if name in OWN_KEYS
+        ]
+        others = [name for name in self.sampling if name not in OWN_KEYS]
+        found += [
+            (f"sampling.{name}", f"is no field of SamplingParams{nearest(name, 'rollout.sampling.', _NAMES)}")
+            for name in others
+            if name not in _NAMES
+        ]
+        for name in others:
+            if name in _NAMES:
+                found += _refused({name: self.sampling[name]}, _UNBOUNDED)
+        # Only now those that do not go together.
+        return found or (_refused(self.sampling, self.max_new_tokens) if self.max_new_tokens > 0 else [])
+
+    def params(self, seed: int, *, n: int | None = None, temperature: float | None = None) -> SamplingParams:
+        """Return the parameters of one prompt. n, temperature: of an evaluation; None: those of a step."""
+        given: dict[str, Any] = dict(self.sampling)
+        return SamplingParams(
+            n=self.group_size if n is None else n,
+            temperature=self.temperature if temperature is None else temperature,
+            max_new_tokens=self.max_new_tokens,
+            sampling_seed=seed,
+            **given,
+        )
 
 
 @dataclass(frozen=True)
@@ -59,3 +104,13 @@ class EvalSettings(Section):
         if self.n > 1 and not self.temperature:
             found.append(("temperature", f"must be positive with n={self.n}: greedy samples are all the same"))
         return found
+
+
+def _refused(sampling: dict[str, Any], max_new_tokens: int) -> list[Fault]:
+    """List what is wrong with sampling parameters."""
+    try:
+        SamplingParams(**sampling, max_new_tokens=max_new_tokens)
+    except ValueError as error:
+        name, _, why = str(error).removeprefix("sampling parameters: ").partition(" ")
+        return [(f"sampling.{name}", why)]
+    return []

@@ -22,6 +22,7 @@ class RunSettings(Section):
     eval_every: int = 10  # steps between held-out evaluations; the first and the last step always have one
     checkpoint_every: int = 20  # steps between checkpoints
     tensorboard: bool = False  # also write TensorBoard events
+    wandb: str = ""  # project in Weights & Biases to which the metrics go, too; empty: none
     replay_schedule: str = ""  # schedule.jsonl of a run with rollout.on_commit "keep" or "drop": each token is drawn
     # under the commit that drew it there, so that the digests are those of that run
     timeout_s: int = 120  # longest time that a rank waits for the others in a collective
@@ -65,7 +66,7 @@ class ModelSettings(Section):
 class WarmStartSettings(Section):
     """Supervised steps on worked examples that make the built model a weak solver. The result is cached."""
 
-    enabled: bool = True  # warm-start the built model
+    enabled: bool | None = None  # warm-start the built model; where it is not set: true without model.path
     cache_dir: str = ".cache/lockstep"  # folder for warm-started models
     num_steps: int = 300  # number of supervised steps
     batch_size: int = 128  # examples in a supervised step, over all ranks
@@ -82,12 +83,17 @@ class WarmStartSettings(Section):
 
 @dataclass(frozen=True)
 class DataSettings(Section):
-    """The problems: generated sums of three-digit numbers, or, with a path, one problem per line of a JSONL file."""
+    """The problems: generated sums of three-digit numbers, or, with a path, one problem per line of a JSONL file, or a
+    dataset of the package reasoning-gym."""
 
     path: str = ""  # JSONL file, one problem a line; empty: generated sums
     heldout_path: str = ""  # JSONL file of held-out problems; empty: every tenth problem of `path` is held out
     prompt_field: str = "prompt"  # field of a line that has the prompt
     answer_field: str = "answer"  # field of a line that has the answer; empty: rows have none, the reward reads the row
+    reasoning_gym: str = ""  # a dataset of the package reasoning-gym, such as "chain_sum"; empty: none. The ready
+    # reward reasoning_gym scores it
+    reasoning_gym_options: dict[str, object] = field(default_factory=dict)  # fields of the dataset's config, and size:
+    # number of problems, of which every tenth is held out; seed is run.seed where it is not set
     min_digits: int = 3  # least number of digits of each number to add
     max_digits: int = 3  # largest number of digits of each number to add
     num_heldout: int = 512  # largest number of held-out problems
@@ -100,9 +106,14 @@ class DataSettings(Section):
         """See `Section.faults`."""
         found = too_small(self, "num_heldout")
         names = ("chat", "system_prompt", "few_shot_path", "chat_template_kwargs")
-        found += [(name, "needs data.path") for name in names if getattr(self, name) and not self.path]
+        if not (self.path or self.reasoning_gym):
+            found += [(name, "needs data.path or data.reasoning_gym") for name in names if getattr(self, name)]
         if self.heldout_path and not self.path:
             found.append(("heldout_path", "needs data.path"))
+        if self.path and self.reasoning_gym:
+            found.append(("reasoning_gym", "must not be set with data.path: the problems are those of a file"))
+        if self.reasoning_gym_options and not self.reasoning_gym:
+            found.append(("reasoning_gym_options", "needs data.reasoning_gym"))
         return found
 
 

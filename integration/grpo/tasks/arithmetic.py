@@ -53,10 +53,14 @@ class ArithmeticData:
     spec: ArithmeticSpec
     heldout: tuple[Problem, ...]  # distinct canonical pairs, none of which training draws
 
-    def train_problems(self, step: int, num_problems: int) -> list[Problem]:
-        """Draw the problems of one step, all different: a pure function of (spec, step, num_problems)."""
-        pairs = _draw_pairs(self.spec, f"train/{self.spec.seed}/{step}", num_problems, wants_heldout=False)
-        return [_problem(a, b) for a, b in pairs]
+    def train_problems(self, step: int, num_problems: int, attempt: int = 0) -> list[Problem]:
+        """Draw the problems of one step, all different: a pure function of (spec, step, num_problems, attempt).
+
+        attempt: above 0, others to take their places, which no attempt before has drawn.
+        """
+        first, end = attempt * num_problems, (attempt + 1) * num_problems
+        pairs = _draw_pairs(self.spec, f"train/{self.spec.seed}/{step}", end, wants_heldout=False)
+        return [_problem(a, b) for a, b in pairs[first:]]
 
 
 def arithmetic_problems(spec: ArithmeticSpec) -> ArithmeticData:

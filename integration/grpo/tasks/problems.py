@@ -120,21 +120,33 @@ def _json_kind(value: object) -> str:
     return names.get(type(value), "null")
 
 
-def draw_problems(problems: Sequence[Problem], seed: int, step: int, num_problems: int) -> list[Problem]:
+def draw_problems(
+    problems: Sequence[Problem], seed: int, step: int, num_problems: int, attempt: int = 0
+) -> list[Problem]:
     """Draw the problems of one training step, a pure function of the arguments: a resumed run draws the same.
 
     Steps go through the whole list in a shuffled order, which changes with each pass. A problem is drawn once a pass;
-    around the end of a pass it may come again soon.
+    around the end of a pass it may come again soon. attempt: above 0, draw others in the place of these, different ones
+    for each attempt as far as the list reaches.
     """
     if not problems:
         raise ValueError("there are no problems to draw from")
     if step < 0 or num_problems < 1:
         raise ValueError(f"step must be at least 0 and num_problems at least 1, not {step} and {num_problems}")
-    drawn: list[Problem] = []
+    drawn: list[int] = []
     epoch, offset = divmod(step * num_problems, len(problems))
     while len(drawn) < num_problems:
-        order = list(range(len(problems)))
-        random.Random(f"problems/{seed}/{epoch}").shuffle(order)
-        drawn += [problems[i] for i in order[offset : offset + num_problems - len(drawn)]]
+        drawn += _shuffled(len(problems), f"problems/{seed}/{epoch}")[offset : offset + num_problems - len(drawn)]
         epoch, offset = epoch + 1, 0
-    return drawn
+    if attempt:
+        order, taken = _shuffled(len(problems), f"redraw/{seed}/{step}"), set(drawn)
+        others = [index for index in order if index not in taken] or order
+        first = (attempt - 1) * num_problems
+        drawn = [others[(first + at) % len(others)] for at in range(num_problems)]
+    return [problems[index] for index in drawn]
+
+
+def _shuffled(count: int, stream: str) -> list[int]:
+    order = list(range(count))
+    random.Random(stream).shuffle(order)
+    return order

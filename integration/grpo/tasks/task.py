@@ -1,25 +1,34 @@
-"""The problems of a job: generated sums, or the lines of a JSONL file."""
+"""The problems of a job: generated sums, the lines of a JSONL file, or a dataset of the package reasoning-gym."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from ..settings.config import JobConfig
 from .arithmetic import ArithmeticSpec, arithmetic_problems
 from .chat import ChatPrompts
+from .gym import gym_problems
 from .problems import Problem, draw_problems, load_problems
 
 _HELDOUT_ONE_IN = 10  # of the problems of a file, where no file of held-out problems is given
+
+
+class TrainProblems(Protocol):
+    """The training problems of a step, as a pure function, so that runs can resume."""
+
+    def __call__(self, step: int, num_problems: int, attempt: int = 0, /) -> Sequence[Problem]:
+        """Return the problems of a step. attempt: above 0, others to take their places."""
 
 
 @dataclass(frozen=True)
 class Task:
     """The training problems of each step, and the held-out problems."""
 
-    train_problems: Callable[[int, int], Sequence[Problem]]  # (step, number): a pure function, so runs can resume
+    train_problems: TrainProblems
     heldout: Sequence[Problem]
     all_known: Sequence[Problem]  # for checks before the start: all problems of a file, or the longest generated sum
 
@@ -28,13 +37,17 @@ def build_task(config: JobConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
     """Build the task of a config. tokenizer: of the model, whose chat template writes prompts that are messages.
     Raises ValueError naming the file and line, or the key, of each fault."""
     data = config.data
-    if not data.path:
+    if not (data.path or data.reasoning_gym):
         spec = ArithmeticSpec(config.run.seed, data.min_digits, data.max_digits, data.num_heldout)
         sums = arithmetic_problems(spec)
         longest = Problem(f"What is {'9' * data.max_digits} + {'9' * data.max_digits}?\n", "")
         return Task(sums.train_problems, sums.heldout, (longest,))
     chat = ChatPrompts(data, tokenizer)
-    problems = chat.written(load_problems(data.path, data.prompt_field, data.answer_field))
+    if data.reasoning_gym:
+        loaded = gym_problems(data.reasoning_gym, data.reasoning_gym_options, config.run.seed)
+    else:
+        loaded = load_problems(data.path, data.prompt_field, data.answer_field)
+    problems = chat.written(loaded)
     if data.heldout_path:
         heldout = chat.written(load_problems(data.heldout_path, data.prompt_field, data.answer_field))
         train = problems
@@ -43,13 +56,14 @@ def build_task(config: JobConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
         train = [problem for index, problem in enumerate(problems) if (index + 1) % _HELDOUT_ONE_IN]
         if not heldout:
             raise ValueError(
-                f"{data.path}: {len(problems)} problems are too few to hold one in {_HELDOUT_ONE_IN} out: "
-                "add some or set data.heldout_path"
+                f"{data.path or data.reasoning_gym}: {len(problems)} problems are too few to hold one in "
+                f"{_HELDOUT_ONE_IN} out: add some or set data.heldout_path"
             )
     return Task(
-        lambda step, num: draw_problems(train, config.run.seed, step, num), heldout[: data.num_heldout],
+        lambda step, num, attempt=0: draw_problems(train, config.run.seed, step, num, attempt),
+        heldout[: data.num_heldout],
         [*train, *heldout],
-    )  # fmt: skip
+    )
 
 
 def check_lengths(

@@ -21,6 +21,13 @@ class Sample:
     counts: bool = True  # whether its tokens count in the loss; their log-probabilities are compared in any case
     sampled: tuple[bool, ...] | None = None  # of each of token_ids: whether it was sampled, or is an environment's;
     # None: all were
+    forced: tuple[bool, ...] | None = None  # of each sampled token: whether a grammar left no choice of it, so that it
+    # does not count either; None: none was
+
+    @property
+    def mask(self) -> list[bool]:
+        """Whether each sampled token counts in the loss."""
+        return [self.counts and not is_forced for is_forced in self.forced or [False] * len(self.logprobs)]
 
     @property
     def targets(self) -> list[int]:
@@ -92,6 +99,6 @@ def pack(samples: Sequence[Sample], device: torch.device) -> PackedBatch:
         logprobs=torch.tensor([p for s in samples for p in s.logprobs], dtype=torch.float32, device=device),
         advantages=torch.tensor([s.advantage for s in samples for _ in s.logprobs], dtype=torch.float32, device=device),
         is_older=torch.tensor([i < s.num_older for s in samples for i in range(len(s.logprobs))], device=device),
-        mask=torch.tensor([s.counts for s in samples for _ in s.logprobs], device=device),
+        mask=torch.tensor([counts for s in samples for counts in s.mask], device=device),
         lengths=tuple(len(s.logprobs) for s in samples),
     )

@@ -49,7 +49,9 @@ def test_overrides_replace_the_files_values_and_keep_their_types(tmp_path):
         ('[run]\nname = "x"\n', ["num_steps"], "override 'num_steps' is not of the form key=value"),
         ('[run]\nname = "x"\n', ["run.name.deep=1"], "run.name.deep: name is a value, not a section"),
         ('[run]\nname = "x"\n', ["http.port=70000"], "http.port must be from 0 to 65535, not 70000"),
-        ('[run]\nname = "x"\n', ["model.path=/m"], "warm_start.enabled must be false with model.path"),
+        ('[run]\nname = "x"\n', ["model.path=/m", "warm_start.enabled=true"], "warm_start.enabled must be false with"),
+        ('[run]\nname = "x"\n', ["warm_start.enabled=false"], "warm_start.enabled must be true without model.path"),
+        ('[run]\nname = "x"\n', ["warm_start.enabled=3"], "warm_start.enabled must be true or false, not 3"),
         ('[run]\nname = "x"\n', ["trainer=pp"], """trainer must be "ddp", "fsdp2" or "deepspeed", not 'pp'"""),
         ('[run]\nname = "x"\n', ["sync=magic"], 'sync must be "in_place", "distributed", "tensor", "disk" or "delta"'),
         ('[run]\nname = "x"\n', ["engines=far"], """engines must be "local" or "separate", not 'far'"""),
@@ -91,6 +93,16 @@ def test_with_adapters_all_that_divides_or_moves_the_weights_is_refused_by_name(
              (("trainer", "ddp"), ("sync", "in_place"), ("engines", "local"))]  # fmt: skip
     words += [f"{key} must be 1, not 2" for key in ("parallel.tp", "parallel.pp", "engine.k_blocks")]
     assert all(word in str(refusal.value) for word in words)
+
+
+def test_a_model_of_its_own_needs_no_word_about_the_warm_start(tmp_path):
+    path = write(tmp_path, '[run]\nname = "x"\n[warm_start]\nnum_steps = 7\n')
+    own = load_config(path, ["model.path=/m"])
+    explicit = load_config(path, ["model.path=/m", "warm_start.enabled=false"])
+    assert own.warm_start.enabled is False and explicit == own
+    built = load_config(path)
+    assert built.warm_start.enabled is True and built == load_config(path, ["warm_start.enabled=true"])
+    assert built.warm_start.num_steps == own.warm_start.num_steps == 7
 
 
 def test_all_faults_are_named_at_once(tmp_path):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.integration.grpo.engines.rollouts import Rollouts, StepSamples
+from lockstep.integration.grpo.engines.rollouts import Answer, Rollouts, StepSamples
+from lockstep.integration.grpo.results.samples import sample_row
+from lockstep.integration.grpo.rewards.score import Score
 from lockstep.integration.grpo.rewards.scorer import Scorer
 from lockstep.integration.grpo.settings.config import JobConfig
 from lockstep.integration.grpo.settings.sampling import RolloutSettings
@@ -82,3 +84,13 @@ def test_the_penalty_of_samples_that_were_cut_off_is_in_advantages_and_not_in_re
     assert [one.advantage for one in samples] == noted.advantages == [0.0, 0.0, -4.0, 4.0]
     assert [score.total for score in noted.scores] == [4.0, 6.0, 2.0, 8.0]
     assert all(one.counts for one in samples)
+
+
+def test_tokens_that_a_grammar_forced_do_not_count_and_are_kept_in_the_files():
+    done = Completion(
+        "id", 0, (5, 6), (7, 8), "x", (-0.5, -0.25), WHOLE, 0, 0, "0", None, (WeightSpan("0", None, 0, 2),),
+        forced=(True, False),
+    )  # fmt: skip
+    assert Answer(done, Score(1.0)).sample(1.0, 0, counts=True).mask == [False, True]
+    assert Answer(done, Score(1.0)).sample(1.0, 0, counts=False).mask == [False, False]
+    assert sample_row(Problem("a", "b"), done, Score(1.0), 0.5)["forced"] == (True, False)

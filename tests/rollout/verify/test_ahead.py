@@ -28,7 +28,14 @@ def batch(step: int) -> tuple[list[list[int]], list[SamplingParams]]:
     prompts = [[draw.randrange(3, 80) for _ in range(draw.randrange(2, 12))] for _ in range(PROMPTS)]
     lengths = [draw.choice([2, 3, 5, 40]) for _ in range(PROMPTS)]
     return prompts, [
-        SamplingParams(n=SAMPLES, max_new_tokens=length, sampling_seed=100 * step + index, ignore_eos=True)
+        # min_new_tokens, for a part of a repeated answer may be shorter than it.
+        SamplingParams(
+            n=SAMPLES,
+            max_new_tokens=length,
+            min_new_tokens=length // 2,
+            sampling_seed=100 * step + index,
+            ignore_eos=True,
+        )
         for index, length in enumerate(lengths)
     ]
 

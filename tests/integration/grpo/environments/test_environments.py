@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from lockstep.integration.grpo.backends.ddp import DdpBackend
-from lockstep.integration.grpo.engines.rollouts import Rollouts, StepSamples
+from lockstep.integration.grpo.engines.rollouts import Answer, Rollouts, StepSamples
 from lockstep.integration.grpo.environments.episode import Episode
 from lockstep.integration.grpo.environments.player import EpisodePlayer, Play, job_environment, load_environment
 from lockstep.integration.grpo.environments.session import NoRoom
+from lockstep.integration.grpo.environments.turns import Turns
+from lockstep.integration.grpo.rewards.score import Score
 from lockstep.integration.grpo.rewards.scorer import Scorer
 from lockstep.integration.grpo.settings.config import JobConfig
 from lockstep.integration.grpo.settings.sampling import RolloutSettings
@@ -406,3 +408,52 @@ def test_an_error_of_a_coming_episode_waits_for_its_turn(service, tmp_path):
     with pytest.raises(KeyError, match="no such thing"):
         player.play(*vars(coming[0]).values())
     assert not service.engine.has_work
+
+
+def test_turns_have_the_jobs_sampling_settings_where_they_set_none_themselves(service, tmp_path, monkeypatch):
+    job = replace(config(tmp_path), rollout=replace(
+        config(tmp_path).rollout, sampling={"ignore_eos": True, "min_new_tokens": 3, "regex": "[ab]{4,9}", "top_k": 40}
+    ))  # fmt: skip
+    player, asked = EpisodePlayer(job, service, TOKENIZER), []
+
+    class Noted(Turns):
+        async def __call__(self, prompt_ids, params):
+            asked.append(params)
+            return await super().__call__(prompt_ids, params)
+
+    async def two(row, session):
+        await session.turn("one")
+        await session.turn("two", ebnf='root ::= "c" "d"+', top_k=-1)
+        return session.episode(1.0)
+
+    monkeypatch.setattr(f"{EpisodePlayer.__module__}.Turns", Noted)
+    player._environment = two
+    [[episode]] = player.play(PROBLEMS[:1], [job.rollout.params(5, n=1)])
+    first, second = asked
+    assert (first.ignore_eos, first.min_new_tokens, first.regex, first.top_k) == (True, 3, "[ab]{4,9}", 40)
+    assert (second.ignore_eos, second.min_new_tokens, second.regex, second.top_k) == (True, 3, None, -1)
+    assert (first.n, first.max_new_tokens, first.temperature) == (1, 12, 1.0)
+    assert set(episode.text[:4]) <= {"a", "b"} and "cd" in episode.text
+    assert list(episode.logprobs) == one_forward(service, episode)
+    forced = [
+        token for token, is_forced in zip(episode.as_completion(0).token_ids, episode.forced, strict=True) if is_forced
+    ]
+    assert len(episode.forced) == len(episode.logprobs) and TOKENIZER.decode(forced).startswith("cd")
+    noted = Answer(episode.as_completion(0), Score(1.0), episode).sample(1.0, 0, counts=True)
+    assert noted.mask == [not is_forced for is_forced in episode.forced]
+
+
+def test_a_context_without_room_for_the_least_number_of_tokens_ends_with_no_room(service, tmp_path):
+    job = replace(config(tmp_path), rollout=replace(config(tmp_path).rollout, sampling={"min_new_tokens": 12}))
+    player = EpisodePlayer(job, service, TOKENIZER)
+
+    async def fill(row, session):
+        while True:
+            try:
+                await session.turn("more and more and more")
+            except NoRoom:
+                return session.episode(1.0)
+
+    player._environment = fill
+    [[episode]] = player.play(PROBLEMS[:1], [job.rollout.params(5, n=1)])
+    assert episode.num_turns > 2
