@@ -12,11 +12,13 @@ import torch
 from lockstep.integration.grpo import main as grpo
 from lockstep.integration.grpo.evaluation import Evaluation
 from lockstep.integration.grpo.plan import check_job, describe_plan
+from lockstep.integration.grpo.results.samples import read_samples
 from lockstep.integration.grpo.sampling_check import distortion_warning, distortions
 from lockstep.integration.grpo.settings.config import JobConfig, load_config
 from lockstep.integration.grpo.tasks.problems import Problem
 from lockstep.integration.ranks import Ranks
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support.job_launcher import log_of, run_jobs
 
 RANKS = Ranks(0, 1, torch.device("cpu"))
 CONFIG = Path(__file__).parents[3] / "configs" / "arithmetic_cpu.toml"
@@ -148,3 +150,16 @@ def test_a_grammar_and_a_run_that_is_repeated_by_its_schedule_do_not_go_together
             tmp_path, "run.replay_schedule=s.jsonl", "rollout.ahead=1", "rollout.on_commit=keep",
             'rollout.sampling.regex="a+"',
         )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_job_with_a_grammar_masks_forced_tokens_and_is_the_same_ahead_of_training(tmp_path):
+    common = "rollout.sampling.regex=is[0-9]{2,4}(ok|no) rollout.max_new_tokens=12 train.learning_rate=2e-3"
+    runs = {"plain": "", "shared": "rollout.ahead=1", "separate": "sync=tensor engines=separate rollout.ahead=1"}
+    run_jobs(tmp_path, 1, {name: f"{common} {more}" for name, more in runs.items()})
+    lines = {name: [(x["weight_digest"], x["loss"], x["logprob_gap"]) for x in log_of(tmp_path, name)] for name in runs}
+    assert lines["shared"] == lines["separate"] == lines["plain"] and len(set(lines["plain"])) == 3
+    assert all(gap == 0.0 for _, _, gap in lines["plain"])
+    rows = read_samples(tmp_path / "runs/plain", 1)
+    assert all(len(row["forced"]) == len(row["token_ids"]) and row["forced"][:2] == [True, True] for row in rows)
+    assert all(row["text"].startswith("is") and not all(row["forced"]) for row in rows)
