@@ -352,7 +352,10 @@ def test_every_setting_of_the_job_is_listed_with_its_default_and_no_other_is():
     text = TEXTS["docs/reference/settings.md"]
     chapter = text[: text.index("## EngineConfig")]
     rows = dict(re.findall(r"^\| `([a-z0-9_.]+)` \| `?([^|`]*?)`? \|", chapter, re.MULTILINE))
-    expected = {key: "required" if value is MISSING else str(value) for key, value in job_settings().items()}
+    expected = {
+        key: "required" if value is MISSING else "" if value is None else str(value)
+        for key, value in job_settings().items()
+    }
     expected = {
         key: value.lower() if value in ("True", "False") else value or "empty" for key, value in expected.items()
     }
