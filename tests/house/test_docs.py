@@ -348,15 +348,14 @@ def job_settings(cls: type | None = None, prefix: str = "") -> dict[str, object]
     return found
 
 
-def _shown(value):
-    return "" if value is None else str(value)
-
-
 def test_every_setting_of_the_job_is_listed_with_its_default_and_no_other_is():
     text = TEXTS["docs/reference/settings.md"]
     chapter = text[: text.index("## EngineConfig")]
     rows = dict(re.findall(r"^\| `([a-z0-9_.]+)` \| `?([^|`]*?)`? \|", chapter, re.MULTILINE))
-    expected = {key: "required" if value is MISSING else _shown(value) for key, value in job_settings().items()}
+    expected = {
+        key: "required" if value is MISSING else "" if value is None else str(value)
+        for key, value in job_settings().items()
+    }
     expected = {
         key: value.lower() if value in ("True", "False") else value or "empty" for key, value in expected.items()
     }
