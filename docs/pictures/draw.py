@@ -12,6 +12,7 @@ from pathlib import Path
 import blocks
 import decode_steps
 import peers
+import real_run
 import rooms
 import shared_weights
 import states
@@ -19,7 +20,7 @@ import step
 import training_curve
 import update
 
-PICTURES = (blocks, decode_steps, peers, rooms, shared_weights, states, step, training_curve, update)
+PICTURES = (blocks, decode_steps, peers, real_run, rooms, shared_weights, states, step, training_curve, update)
 IMAGES = Path(__file__).parents[1] / "images"
 
 
