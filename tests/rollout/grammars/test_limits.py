@@ -19,6 +19,7 @@ from lockstep.rollout.grammars.catalog import GrammarLimits, Grammars
 from lockstep.rollout.grammars.compiler import Constraint, GrammarCompiler
 from lockstep.rollout.grammars.forced_text import MAX_PIECE_BYTES
 from lockstep.rollout.grammars.library import load_library
+from lockstep.rollout.grammars.rehearsal import rehearse
 from lockstep.rollout.grammars.token_text import TokenText
 from lockstep.rollout.sampling_params import SamplingParams
 
@@ -111,6 +112,36 @@ def test_a_grammar_that_meets_a_limit_is_refused_and_the_next_one_is_compiled(gr
         grammars.compiled([SamplingParams(**params)])
     assert grammars.cache.num_compiled == num_compiled
     assert grammars.compiled([SamplingParams(regex="after" + why.replace("|", ""))])[0] is not None
+
+
+def rehearsed(monkeypatch, seconds_of):
+    """Rehearse a grammar whose n-th token takes so many seconds of a clock that the test moves. Returns the number of
+    its tokens."""
+    clock, num = [0.0], [0]
+
+    class Matcher:
+        def mask(self):
+            return np.full(1, 255, np.uint8)
+
+        def accept(self, token):
+            num[0] += 1
+            clock[0] += seconds_of(num[0])
+            return True
+
+        def forced(self):
+            return b""
+
+    monkeypatch.setattr("lockstep.rollout.grammars.rehearsal.time.process_time", lambda: clock[0])
+    text = SimpleNamespace(pieces=[b"a"] * 8)
+    rehearse(SimpleNamespace(vocabulary=SimpleNamespace(text=text), stop_token_ids=[], matcher=Matcher))
+    return num[0]
+
+
+def test_a_rehearsal_goes_on_while_tokens_grow_slower(monkeypatch):
+    with pytest.raises(ValueError, match="too ambiguous"):
+        rehearsed(monkeypatch, lambda number: 0.0008 * number**2)  # 1.0 s in all after 15 tokens, the last 0.18 s
+    assert rehearsed(monkeypatch, lambda number: 0.1) == 11  # slow, and no slower: it ends after its time
+    assert rehearsed(monkeypatch, lambda number: 0.001) == 3 * 48
 
 
 @pytest.fixture(scope="module")
