@@ -29,11 +29,11 @@ class DdpBackend(TrainerBackend):
 
     def wrap(self, model: PreTrainedModel) -> None:
         device = self.ranks.device
+        self._ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
         # Ranks have forwards without gradients in numbers of their own, where DDP would send buffers before the next
-        # rank waits for them. A language model's buffers are constants, such as rotary frequencies.
-        self._ddp = DistributedDataParallel(
-            model, device_ids=[device] if device.type == "cuda" else None, broadcast_buffers=False
-        )
+        # rank waits for them. A language model's buffers are constants, such as rotary frequencies. Set here, because
+        # the constructor's argument has another name in newer releases of torch.
+        self._ddp.broadcast_buffers = False
         self.model = model
         self.optimizer = self.adamw(model)
         if any(parameter.dtype != torch.float32 for parameter in self._trained().values()):

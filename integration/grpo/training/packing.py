@@ -64,6 +64,12 @@ class PackedBatch:
         """Number of sampled tokens."""
         return self.targets.shape[0]
 
+    @property
+    def has_ratio(self) -> Tensor:
+        """Bool [M]: whether a token of older weights counts, with a ratio p / p_behaviour. Of one that a grammar left
+        no choice of, the log-probability is the model's own, which did not draw it."""
+        return self.is_older & self.mask
+
     def model_inputs(self) -> dict[str, object]:
         """Return the keyword arguments with which a transformers causal LM computes logits [1, M, V]."""
         return {

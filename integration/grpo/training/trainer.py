@@ -238,7 +238,7 @@ class GrpoTrainer:
         if batch.proximal is None:
             batch.proximal = logprobs.detach()
         weights = importance_weights(
-            batch.proximal, packed.logprobs, packed.is_older, packed.lengths,
+            batch.proximal, packed.logprobs, packed.has_ratio, packed.lengths,
             settings.importance_bound, settings.sequence_bound,
         )  # fmt: skip
         return logprobs, policy_loss(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from lockstep.integration.grpo.training.loss import policy_loss
+from lockstep.integration.grpo.training.loss import importance_weights, policy_loss
 from lockstep.integration.grpo.training.packing import Sample, pack
 
 A = Sample((1, 2, 3), (4, 5), (-0.1, -0.2), 1.0)
@@ -36,6 +36,15 @@ def test_forced_tokens_are_compared_and_do_not_count():
     found.loss.backward()
     third = torch.tensor(1.0) / 3
     assert torch.equal(logprobs.grad, torch.tensor([-third, 0, 0, 2 * third, 2 * third, 0, 0]))
+
+
+def test_forced_tokens_of_older_weights_have_no_part_in_the_ratio_of_their_sample():
+    a, b = replace(A, num_older=2, forced=(False, True)), replace(B, num_older=1, forced=(False, False, False))
+    batch = pack([a, b], torch.device("cpu"))
+    assert batch.has_ratio.tolist() == [True, False, True, False, False]
+    now = batch.logprobs + torch.tensor([0.1, 5.0, 0.2, 0.0, 0.0])  # the forced one alone would be beyond the bound
+    weights = importance_weights(now, batch.logprobs, batch.has_ratio, batch.lengths, 2.0, 1.5)
+    assert torch.allclose(weights, torch.tensor([0.1, 0.0, 0.2, 0.0, 0.0]).exp())
 
 
 def test_samples_without_a_grammar_count_all():
