@@ -48,7 +48,7 @@ def test_the_delta_of_a_real_step_gives_the_full_update_over_every_path(
         prepare_folder(config.folder, resume=False)
         with closing(GrpoJob(config, ranks, resume=False)) as job:
             before = copy.deepcopy(job.model)
-            job._step(0)
+            job.run_step(0)
             after = copy.deepcopy(job.model)
     wanted = model_digest(after.named_parameters())
     assert wanted != model_digest(before.named_parameters())
