@@ -1,16 +1,23 @@
-"""The import of packages that adapters need, which are extras."""
+"""The packages that adapters need, which are extras."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 
-def package(name: str, extra: str) -> Any:
-    """Import a package. extra: that which installs it. Raises ValueError where it is not installed."""
+def refuse_without(name: str, extra: str) -> None:
+    """Raise ValueError where a package is not installed. extra: that which installs it."""
     try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise  # something that the package itself needs
-        raise ValueError(f"this environment needs the package {name}: pip install 'lockstep[{extra}]'") from error
+        found = importlib.util.find_spec(name)
+    except ValueError:  # a module of that name without a spec
+        found = None
+    if found is None:
+        raise ValueError(f"this environment needs the package {name}: pip install 'lockstep[{extra}]'")
+
+
+def package(name: str, extra: str) -> Any:
+    """Import a package. Raises ValueError as `refuse_without`."""
+    refuse_without(name, extra)
+    return importlib.import_module(name)

@@ -7,6 +7,7 @@ import builtins
 import json
 import random
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -147,9 +148,23 @@ def test_a_task_is_asked_again_after_a_wrong_answer():
     assert episode.value["success"] == 0.0 and episode.value["score"] < 0.5
 
 
+def test_answers_are_scored_with_a_limit_beside_other_episodes(monkeypatch):
+    asked = []
+
+    def score(row, completion, *, limit_s):
+        asked.append((threading.current_thread() is threading.main_thread(), limit_s))
+        return 0.0
+
+    monkeypatch.setattr("lockstep.integration.grpo.rewards.ready.reasoning_gym", score)
+    episode, _ = played("reasoning_gym", entry(), ["9**9**9"] * 2, limit_s=0.5)
+    assert episode.value == {"score": 0.0, "success": 0.0} and asked == [(False, 0.5)] * 2
+
+
 def test_rows_and_options_that_do_not_fit_are_named():
-    with pytest.raises(ValueError, match=r"question and metadata\.source_dataset"):
-        played("reasoning_gym", {"question": "?"}, [])
+    with pytest.raises(ValueError, match=r"question, answer and metadata\.source_dataset"):
+        played("reasoning_gym", {"prompt": "?"}, [])
+    with pytest.raises(ValueError, match="answer and metadata are needed"):
+        played("reasoning_gym", {"question": "?"}, ["yes"])
     with pytest.raises(ValueError, match="attempts of at least 1, not 0"):
         played("reasoning_gym", entry(), [], attempts=0)
     with pytest.raises(ValueError, match="has no option attempt"):
