@@ -107,7 +107,7 @@ class Widened {
 #pragma GCC unroll 16
       for (int i = 0; i < W; i++) acc[i] = fused(q, load(keys + i * width_ + d), acc[i]);
     }
-    return sums(acc);
+    return sums<W>(acc);
   }
 
   // out[r] += probs[r, j] * values[j] for j in [begin, end), R rows.
@@ -193,7 +193,7 @@ class Paired {
       for (int i = 0; i < 16; i++)
         acc[i] = _mm512_dpbf16_ps(acc[i], q, (__m512bh)_mm512_maskz_loadu_epi16(last_, keys[i] + d));
     }
-    return sums((Floats*)acc);
+    return sums<W>((Floats*)acc);
   }
 
   template <int R>

@@ -15,6 +15,7 @@ using namespace simd;
 
 constexpr int ROWS = 6;                     // the most rows computed together
 constexpr int COLUMNS = W == 16 ? 4 : 2;    // the columns computed together: their sums fill the registers
+constexpr int LEVEL = COLUMNS / 2;          // log2(COLUMNS): sums of lanes that are added before they are stored
 constexpr int64_t X_BYTES = 1 << 19;        // bytes of x that stay in the L2 cache while all weights are read
 
 // Products of fp32 values; weights in bf16 are widened as they are loaded.
@@ -60,11 +61,10 @@ inline void add_step(const typename Dot::X* x, int64_t x_stride, const typename 
   }
 }
 
-// Computes the sums of R rows by C columns, a register of lanes each, sums[r * TILE + c].
+// Computes the sums of R rows by C columns, a register of lanes each.
 template <typename Dot, int R, int C>
-void add_products(const typename Dot::X* x, int64_t x_stride, const typename Dot::Weight* weight, int64_t stride,
-                  int64_t K, int lines, Prefetch& next, Floats* sums) {
-  Floats acc[R * C];
+inline void add_products(const typename Dot::X* x, int64_t x_stride, const typename Dot::Weight* weight, int64_t stride,
+                         int64_t K, int lines, Prefetch& next, Floats* acc) {
 #pragma GCC unroll 32
   for (int i = 0; i < R * C; i++) acc[i] = splat(0.0f);
   int64_t k = 0;
@@ -80,37 +80,55 @@ void add_products(const typename Dot::X* x, int64_t x_stride, const typename Dot
       std::copy(weight + c * stride + k, weight + c * stride + K, last_weight + c * Dot::STEP);
     add_step<Dot, R, C>(last_x, Dot::STEP, last_weight, Dot::STEP, acc);
   }
-#pragma GCC unroll 32
-  for (int i = 0; i < R * C; i++) sums[i / C * TILE + i % C] = acc[i];
 }
 
-// Stores `count` columns of the rows of sums, with the bias [TILE].
-template <typename T>
-void store_rows(Floats* sums, int64_t rows, int64_t count, const float* bias, T* y, int64_t y_stride) {
-  for (int64_t r = 0; r < rows; r++) {
-    T found[TILE];
-#pragma GCC unroll 4
-    for (int64_t c = 0; c < TILE; c += W) store(found + c, simd::sums(sums + r * TILE + c) + load(bias + c));
-    if (count == TILE)  // a copy of known size is one instruction
-      memcpy(y + r * y_stride, found, sizeof found);
-    else
-      memcpy(y + r * y_stride, found, count * sizeof(T));
+// Computes the sums of R rows by C columns, whose lanes are added up to LEVEL: parts[r * TILE / COLUMNS].
+template <typename Dot, int R>
+void add_columns(const typename Dot::X* x, int64_t x_stride, const typename Dot::Weight* weight, int64_t stride,
+                 int64_t K, int lines, Prefetch& next, Floats* parts) {
+  Floats acc[R * COLUMNS];
+  add_products<Dot, R, COLUMNS>(x, x_stride, weight, stride, K, lines, next, acc);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) parts[r * TILE / COLUMNS] = sums<COLUMNS>(acc + r * COLUMNS);
+}
+
+// The same for `count` < COLUMNS columns, which are computed one by one; the others are zeros.
+template <typename Dot, int R>
+void add_last_columns(const typename Dot::X* x, int64_t x_stride, const typename Dot::Weight* weight, int64_t stride,
+                      int64_t K, int64_t count, Prefetch& next, Floats* parts) {
+  Floats acc[R * COLUMNS] = {}, column[R];
+  for (int64_t c = 0; c < count; c++) {
+    add_products<Dot, R, 1>(x, x_stride, weight + c * stride, stride, K, 1, next, column);
+    for (int r = 0; r < R; r++) acc[r * COLUMNS + c] = column[r];
   }
+  for (int r = 0; r < R; r++) parts[r * TILE / COLUMNS] = sums<COLUMNS>(acc + r * COLUMNS);
+}
+
+// Stores `count` columns of a row, whose lanes are added up to LEVEL, with the bias [TILE]. Overwrites `parts`.
+template <typename T>
+void store_row(Floats* parts, int64_t count, const float* bias, T* y) {
+  T found[TILE];
+  const bool is_whole = count == TILE;
+#pragma GCC unroll 4
+  for (int64_t c = 0; c < TILE; c += W)
+    store(is_whole ? y + c : found + c, sums<W / COLUMNS, LEVEL>(parts + c / COLUMNS) + load(bias + c));
+  if (!is_whole) memcpy(y, found, count * sizeof(T));
 }
 
 // Computes R rows of y by `count` <= TILE columns.
-template <typename Dot, typename T, int R, int C = COLUMNS>
+template <typename Dot, typename T, int R>
 void multiply_rows(const typename Dot::X* x, int64_t x_stride, const typename Dot::Weight* weight, int64_t stride,
                    int64_t K, int64_t count, const float* bias, Prefetch& next, T* y, int64_t y_stride) {
-  Floats sums[R * TILE];
+  constexpr int C = COLUMNS;
+  Floats parts[R * TILE / C] = {};
   const int lines = next.share(std::max<int>(C * Dot::STEP * sizeof(T) / 64, 1), 1);
   int64_t c = 0;
   for (; c + C <= count; c += C)
-    add_products<Dot, R, C>(x, x_stride, weight + c * stride, stride, K, lines, next, sums + c);
-  for (; c < count; c++) add_products<Dot, R, 1>(x, x_stride, weight + c * stride, stride, K, 1, next, sums + c);
-  for (; c < TILE; c++)
-    for (int r = 0; r < R; r++) sums[r * TILE + c] = splat(0.0f);
-  store_rows(sums, R, count, bias, y, y_stride);
+    add_columns<Dot, R>(x, x_stride, weight + c * stride, stride, K, lines, next, parts + c / C);
+  if (c < count)
+    add_last_columns<Dot, R>(x, x_stride, weight + c * stride, stride, K, count - c, next, parts + c / C);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) store_row(parts + r * TILE / C, count, bias, y + r * y_stride);
 }
 
 // Computes rows of y, at most ROWS, by `count` <= TILE columns.

@@ -10,14 +10,20 @@
 
 namespace simd {
 
+// Of two vectors, the even and the odd floats of each four lanes, and the even and the odd groups of four lanes: shuffles
+// that stay inside 128 bits, or move 128 bits, are the cheap ones.
 #if defined(__AVX512F__)
 constexpr int W = 16;
-#define SIMD_EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
-#define SIMD_ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#define SIMD_EVEN 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30
+#define SIMD_ODD 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31
+#define SIMD_EVEN_FOURS 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
+#define SIMD_ODD_FOURS 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int W = 8;
-#define SIMD_EVEN 0, 2, 4, 6, 8, 10, 12, 14
-#define SIMD_ODD 1, 3, 5, 7, 9, 11, 13, 15
+#define SIMD_EVEN 0, 2, 8, 10, 4, 6, 12, 14
+#define SIMD_ODD 1, 3, 9, 11, 5, 7, 13, 15
+#define SIMD_EVEN_FOURS 0, 1, 2, 3, 8, 9, 10, 11
+#define SIMD_ODD_FOURS 4, 5, 6, 7, 12, 13, 14, 15
 #else
 constexpr int W = 4;
 #define SIMD_EVEN 0, 2, 4, 6
@@ -120,15 +126,27 @@ static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 #define SIMD_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Ints){__VA_ARGS__})
 #endif
 
-// Adds up W vectors at once: lane j of the result is the sum of vector j's lanes, neighbours first.
-// Overwrites `v`.
-static inline Floats sums(Floats v[W]) {
-#pragma GCC unroll 5
-  for (int n = W; n > 1; n /= 2)
+// Adds neighbouring lanes (levels 0 and 1), or neighbouring groups of four lanes, of two vectors.
+template <int LEVEL>
+static inline Floats add_neighbours(Floats a, Floats b) {
+#if defined(SIMD_EVEN_FOURS)
+  if constexpr (LEVEL > 1) return SIMD_SHUFFLE(a, b, SIMD_EVEN_FOURS) + SIMD_SHUFFLE(a, b, SIMD_ODD_FOURS);
+#endif
+  return SIMD_SHUFFLE(a, b, SIMD_EVEN) + SIMD_SHUFFLE(a, b, SIMD_ODD);
+}
+
+// Adds up the lanes of N vectors at once: lane j of sums<W> is the sum of vector j's lanes, neighbours first, then
+// neighbouring pairs, and so on. N vectors with N < W are added up to one whose W / N lanes for each of them are left to
+// add: several of these, in order, are the vectors of the levels from log2(N) on. Overwrites `v`.
+template <int N, int LEVEL = 0>
+static inline Floats sums(Floats* v) {
+  if constexpr (N == 1) {
+    return v[0];
+  } else {
 #pragma GCC unroll 8
-    for (int i = 0; i < n / 2; i++)
-      v[i] = SIMD_SHUFFLE(v[2 * i], v[2 * i + 1], SIMD_EVEN) + SIMD_SHUFFLE(v[2 * i], v[2 * i + 1], SIMD_ODD);
-  return v[0];
+    for (int i = 0; i < N / 2; i++) v[i] = add_neighbours<LEVEL>(v[2 * i], v[2 * i + 1]);
+    return sums<N / 2, LEVEL + 1>(v);
+  }
 }
 
 static inline float sum(Floats v) {
